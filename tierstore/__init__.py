@@ -1,14 +1,15 @@
 """tierstore: a tiered KV-cache store for LLM inference.
 
 >>> import tierstore
->>> spec = KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16")
+>>> spec = tierstore.KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16")
 >>> with tierstore.open(None, spec, host_bytes=1 << 20) as store:
 ...     stored = store.save(range(128), [bytes(spec.page_bytes)] * 2).wait()
 ...     hit = store.lookup([*range(100), 5, 6, 7])
 >>> stored, hit.tokens
 (128, 100)
 
-See ``docs/architecture.md`` for how it is built.
+``import tierstore`` is quick: the names below are imported when they are first used.
+``docs/architecture.md`` describes how the store is built.
 """
 
 from __future__ import annotations
@@ -16,32 +17,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tierstore.arguments import seconds, text, whole_number
-from tierstore.backend import Backend, Registration
-from tierstore.client.backend import RemoteBackend
-from tierstore.client.handshake import Address, CurveKeys
-from tierstore.codec import NONE
-from tierstore.core.backend import LocalBackend, open_core
-from tierstore.core.core import MOVER_THREADS
-from tierstore.core.health import STALL_S
+from tierstore.defaults import CONNECT_S, DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, MOVER_THREADS, STALL_S
 from tierstore.errors import SpecError, StoreClosedError, StoreUnavailableError, TierStoreError, UsageError
-from tierstore.groups import Group, groups_of
-from tierstore.keys import Identity, PageKey, Prompt
-from tierstore.policy import DEFAULT_POLICY
-from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.store import Hit, Store, lookup_all
-from tierstore.store.store import checked_lookup_s, checked_pools
-from tierstore.tiers import group_pools
-from tierstore.tiers.device import Device
-from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.pinned import Pin
-from tierstore.transfer import Progress, Transfer, TransferState
-from tierstore.types import Hint, Loaded, Promise
-from tierstore.units import GIB, KIB
+from tierstore.units import KIB
+
+if TYPE_CHECKING:
+    from tierstore.backend import Backend
+    from tierstore.groups import Group
+    from tierstore.keys import Identity, PageKey, Prompt
+    from tierstore.spec import KVSpec, LayerGroup, LayerKind
+    from tierstore.store import Hit, Store, lookup_all
+    from tierstore.tiers.device import Device
+    from tierstore.tiers.hbm import PagePool
+    from tierstore.tiers.pinned import Pin
+    from tierstore.transfer import Progress, Transfer, TransferState
+    from tierstore.types import Hint, Loaded, Promise
 
 __all__ = [
+    "DEFAULT_DISK_BYTES",
+    "DEFAULT_HOST_BYTES",
     "Backend",
     "Hint",
     "Hit",
@@ -70,12 +68,40 @@ __all__ = [
     "open_pools",
 ]
 
+_LAZY = {
+    "Backend": "tierstore.backend",
+    "Identity": "tierstore.keys",
+    "PageKey": "tierstore.keys",
+    "Prompt": "tierstore.keys",
+    "KVSpec": "tierstore.spec",
+    "LayerGroup": "tierstore.spec",
+    "LayerKind": "tierstore.spec",
+    "Hit": "tierstore.store",
+    "Store": "tierstore.store",
+    "lookup_all": "tierstore.store",
+    "PagePool": "tierstore.tiers.hbm",
+    "Progress": "tierstore.transfer",
+    "Transfer": "tierstore.transfer",
+    "TransferState": "tierstore.transfer",
+    "Hint": "tierstore.types",
+    "Loaded": "tierstore.types",
+    "Promise": "tierstore.types",
+}  # public names and the modules that define them
+
+_LOOK_S = 10.0  # time limit of an embedded store's lookup: its disk calls have limits of their own
+
 _log = logging.getLogger(__name__)
 
-DEFAULT_HOST_BYTES = 1 * GIB
-DEFAULT_DISK_BYTES = 10 * GIB
-CONNECT_S = 5.0  # for a daemon that is busy, or just starting
-_LOOK_S = 10.0  # the longest that an embedded store's lookup may take: its disk has limits of its own
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def open(
@@ -87,31 +113,37 @@ def open(
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_write_budget: int = 0,
-    disk_codec: str = NONE,
+    disk_codec: str = "none",
     inline_bytes: int = 16 * KIB,
-    policy: str = DEFAULT_POLICY,
+    policy: str = "default",
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
     checkpoint_tokens: int | None = None,
 ) -> Store:
-    """Open an embedded store: its tiers are this process's own.
+    """Open an embedded store, with its tiers in this process.
 
-    ``path`` is the disk tier's directory (made if it is not there; one process at a time), None for none.
-    ``pools`` are the engine's HBM page pools, one for each layer group, if pages are to be found and kept
-    there too (of a model with one group it may be the pool itself). ``identity`` stands for tokens given
-    without a prompt; without one only the layout tells pages apart, so give one wherever weights, adapters or
-    tenants can differ. ``lease_s`` is how long a hit holds its pages.
-    ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
-    ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
-    ``disk_codec`` is how pages are kept there: ``none``, ``lossless`` or ``zstd`` (:mod:`tierstore.codec`).
-    ``checkpoint_tokens`` is how far apart the save points of a conversation are kept that it has gone on
-    from, where pages are named (None: see :mod:`tierstore.retention`).
-    A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
+    ``path`` is the directory of the disk tier. It is created if it is missing, and one process at a time can
+    use it. None means no disk tier. ``pools`` are the engine's HBM page pools, one for each layer group; a
+    model with one group may pass the pool itself. Pages in these pools are found and kept without a copy.
 
-    Raises :class:`UsageError` for capacities that cannot hold a page and
+    ``identity`` applies to tokens that are given without a prompt. Without an identity only the layout tells
+    models apart, so pass one wherever weights, adapters or tenants can differ.
+
+    ``lease_s`` is how long a hit holds its pages. ``policy``, one of ``tierstore.policy.POLICIES``, selects
+    the pages that leave a full tier first. ``disk_write_budget`` limits the page bytes written to disk per
+    day (0: no limit). ``disk_codec`` is how the disk keeps pages: ``none``, ``lossless`` or ``zstd``
+    (:mod:`tierstore.codec`). ``checkpoint_tokens`` is the distance between the save points of a conversation
+    in groups with named pages (None: see :mod:`tierstore.retention`). A disk call that takes longer than
+    ``stall_s`` seconds marks the disk as stalled; loads and saves do not wait for it until it answers.
+
+    Raises :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
+    from tierstore.core.backend import LocalBackend, open_core
+    from tierstore.groups import groups_of
+    from tierstore.store.store import Store, checked_pools
+
     page_pools = checked_pools(spec, pools)
     core = open_core(
         path,
@@ -159,27 +191,37 @@ def connect(
     groups: Sequence[Group] | None = None,
     wait_s: float = CONNECT_S,
 ) -> Store:
-    """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
+    """Connect to the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another one.
 
-    It need not be there yet: while it is not, lookups miss and nothing is stored. ``connect`` waits for it up
-    to ``wait_s`` seconds, and logs a warning if it is not there by then. Engines that must not wait give 0.
-    ``lookup_s`` is the longest that a lookup (and every verb without a deadline of its own, but those that
-    save) waits for an answer. ``keys`` is this
-    client's ``.secret`` file, ``server_key`` the daemon's ``.key`` file (see ``tierstore keygen``), for
-    ``tcp://``. ``verify``: every page that comes from the daemon's memory on this host is compared with the
-    checksum of what was saved, for who does not trust every process of his own user (pages from other hosts
-    and from disk always are). It costs a part of a load's speed. ``reach`` is for those who have no pool but
-    copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
-    that device's. ``model_name`` is what people call the model: KV events may be told by model, and it
-    changes no page. Without ``loads`` the daemon is not asked for pages, without ``saves`` it is given none;
-    what is in the pool is found and kept all the same. ``groups`` are for an engine that keeps pages in layer
-    groups of its own, such as one for each worker: the ``identities`` of its prompts are what the pages of
-    each are kept under, and ``spec`` is then that of the first. The other arguments are those of
-    :func:`open`. The store is for one process: a forked child that uses it gets a :class:`StoreClosedError`,
-    and connects for itself.
+    ``connect`` waits up to ``wait_s`` seconds for the daemon and logs a warning if it does not answer.
+    Engines that must not wait pass 0. While there is no daemon, lookups miss and saves store nothing; the
+    store connects as soon as the daemon is there.
 
-    Raises :class:`UsageError` for an address or keys that cannot be used.
+    ``lookup_s`` is the time limit of a lookup and of every other call without a deadline, except saves.
+    ``keys`` is this client's ``.secret`` file and ``server_key`` the daemon's ``.key`` file, for ``tcp://``
+    (see ``tierstore keygen``). ``verify`` compares every page from the daemon's shared memory with the
+    checksum of its save. Use it if you do not trust other processes of the same user; it makes loads slower.
+    Pages from other hosts and from disk are always verified.
+
+    ``reach`` shares a device with the store if there is no pool but pages are copied to and from the device:
+    :meth:`~tierstore.tiers.pinned.Reach.share` of that device. ``model_name`` is the model's name for people:
+    it appears in KV events and in ``tierstore ls``, and does not change which pages are found. With
+    ``loads=False`` the daemon is never asked for pages, with ``saves=False`` it gets none; pages in the pool
+    are found and kept in both cases. ``groups`` is for an engine with layer groups of its own, such as one
+    for each worker: the ``identities`` of its prompts name the pages of each group, and ``spec`` describes
+    the first group. All other arguments are those of :func:`open`.
+
+    The store belongs to one process. A forked child that uses it gets :class:`StoreClosedError` and has to
+    connect again. Raises :class:`UsageError` for an address or keys that cannot be used.
     """
+    from tierstore.arguments import seconds, text, whole_number
+    from tierstore.backend import Registration
+    from tierstore.client.backend import RemoteBackend
+    from tierstore.client.handshake import Address, CurveKeys
+    from tierstore.groups import groups_of
+    from tierstore.keys import Identity
+    from tierstore.store.store import Store, checked_lookup_s, checked_pools
+
     page_pools = checked_pools(spec, pools)
     lookup_s = checked_lookup_s(lookup_s)
     wait_s = seconds("wait_s", wait_s)
@@ -210,7 +252,7 @@ def connect(
 
 
 def _wait_for_daemon(url: str, stores: Sequence[Store], wait_s: float) -> None:
-    """Wait until all of ``stores`` are connected, ``wait_s`` seconds at most."""
+    """Wait until all ``stores`` are connected, at most ``wait_s`` seconds; log a warning if one is not."""
     if not wait_s:
         return
     ends = time.monotonic() + wait_s
@@ -224,16 +266,20 @@ def _wait_for_daemon(url: str, stores: Sequence[Store], wait_s: float) -> None:
                     wait_s,
                 )
                 return
-    except BaseException:  # a person's Ctrl-C
+    except BaseException:  # Ctrl-C
         for store in stores:
             store.close()
         raise
 
 
 def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:
-    """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``, which may be resized to ``most`` pages (None: on
-    a CPU to ``num_pages``, on a device not at all). Raises :class:`UsageError` for a device that there is not
-    or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when its driver fails."""
+    """Return a pool of ``num_pages`` pages on ``device``: ``cpu``, ``cuda`` or ``cuda:N``.
+
+    ``most`` is the number of pages that the pool may be resized to (None: ``num_pages`` on a CPU; on a GPU
+    the pool cannot be resized). Raises :class:`UsageError` for a device that does not exist or has no room,
+    and :class:`~tierstore.tiers.device.DeviceError` if its driver fails."""
+    from tierstore.tiers.hbm import PagePool
+
     runtime = _device(device)
     if runtime is None:
         return PagePool(spec, num_pages, most=most)
@@ -245,8 +291,11 @@ def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | 
 def open_pools(
     spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None
 ) -> tuple[PagePool, ...]:
-    """A pool for each layer group of ``spec``, in one memory of ``nbytes`` bytes on ``device``, which may be
-    resized to ``most_bytes``; as :func:`open_pool`."""
+    """Return a pool for each layer group of ``spec``, all in one memory of ``nbytes`` bytes on ``device``.
+
+    ``most_bytes`` is the size that the memory may be resized to. Otherwise as :func:`open_pool`."""
+    from tierstore.tiers import group_pools
+
     if len(spec.groups) == 1:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         return (open_pool(spec, nbytes // spec.page_bytes, device=device, most=most),)
@@ -254,12 +303,12 @@ def open_pools(
 
 
 def _device(device: str) -> Device | None:
-    """None is the CPU."""
+    """Return the device of this name; None for the CPU."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return None
     if kind == "cuda" and (index.isdigit() or not index):
-        from tierstore.tiers.cuda import CudaDevice  # not before somebody has a GPU
+        from tierstore.tiers.cuda import CudaDevice  # imports CuPy
 
         return CudaDevice(int(index or 0))
     raise UsageError(f"no page pool for device {device!r}: use cpu or cuda")

@@ -30,7 +30,7 @@ from tierstore.groups import GroupRule
 from tierstore.index import Index, Page
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, named_chunks, names_at
 from tierstore.memory import Memory
-from tierstore.planner import Way
+from tierstore.planner import TierRate
 from tierstore.stats import StoreStats
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, checked_session
@@ -136,7 +136,7 @@ class LookupRequest:
         """Whether an answer with so many pages, at these ``positions`` if they are named, can be right."""
         return True
 
-    def window(self, first: int, count: int) -> tuple[LookupRequest, int]:
+    def slice(self, first: int, count: int) -> tuple[LookupRequest, int]:
         """A request that has chunks ``first … first + count``, and where the first of them is in it."""
         return self.cut((first + count) * self.chunk_tokens), first
 
@@ -201,7 +201,7 @@ class NamedRequest(LookupRequest):
         in_order = sorted(set(positions)) == positions
         return in_order and len(positions) == pages and all(at < self.num_chunks for at in positions[-1:])
 
-    def window(self, first: int, count: int) -> tuple[LookupRequest, int]:
+    def slice(self, first: int, count: int) -> tuple[LookupRequest, int]:
         return self.part(range(first, first + count)), 0
 
     def saved_from(self, first: int) -> int:
@@ -305,6 +305,9 @@ class HitRequest:
     names: Sequence[bytes] = ()
     root: bytes = b""
     tail: bytes = b""
+    counted: bool = True
+    """Whether the backend counts this lookup and its hit. False for a second look on behalf of one
+    request."""
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedRequest:
         """The pages of a group that end at these tokens."""
@@ -426,7 +429,7 @@ class Backend(Protocol):
         """Somebody has promised to save all whole chunks of this prompt. Ends when they are held, when it is
         known that nothing comes, or after ``wait_s`` seconds; then they are looked up like any others."""
 
-    def window_pages(self, lease: Lease, first: int) -> int:
+    def batch_pages(self, lease: Lease, first: int) -> int:
         """How many pages from ``first`` on are best located at a time."""
 
     def locate(
@@ -439,7 +442,7 @@ class Backend(Protocol):
         """Bring the pages of a lease from ``first`` on into host memory and hold them there under it. How
         many of them, from ``first`` on, are there in ``wait_s`` seconds."""
 
-    def suspect(self, lease: Lease, position: int) -> None:
+    def report_damage(self, lease: Lease, position: int) -> None:
         """The bytes of this page were not those that its checksum is of. The backend looks for itself, and
         lets go of a copy that is damaged."""
 
@@ -455,14 +458,14 @@ class Backend(Protocol):
     def remote(self) -> bool:
         """Whether pages of other hosts can be brought at all."""
 
-    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+    def fetch_remote(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
         """Have whole chunks ``first … first + count`` of a prompt, or named ones, come into host memory from
         other hosts. How many came, one behind the other, in ``wait_s`` seconds; then they are found like any
         others."""
 
     # -- planning ------------------------------------------------------------------------------------
 
-    def ways(self) -> Mapping[str, Way]:
+    def rates(self) -> Mapping[str, TierRate]:
         """What bytes of its tiers cost, as far as that was measured; see :mod:`tierstore.planner`."""
 
     def declined(self, tokens: Mapping[str, int]) -> None:
@@ -528,7 +531,7 @@ class Backend(Protocol):
     def wait_ready(self, timeout: float) -> None:
         """Wait until the backend is as fast as it gets."""
 
-    def introduce(self, registration: Registration) -> None:
+    def register(self, registration: Registration) -> None:
         """Have an identity known before its first prompt is asked for."""
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ _BURST = 0.125  # bytes that came so soon after those before them (of what they 
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TierRate:
     """What bytes of a tier cost: they wait ``backlog_s`` for those before them, then come after ``latency_s``
     at ``bytes_per_s``."""
 
@@ -75,7 +75,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TierPart:
     """Consecutive tokens of a hit that one tier holds, and their bytes. Those in HBM have none to move."""
 
     tier: str
@@ -85,13 +85,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Use the first ``tokens`` of the hit, and compute the rest of the prompt. Of them those before ``meet``
-    are computed and those behind it loaded, from the back, at the same time; where ``meet`` is not beyond
-    what HBM holds, all are loaded. ``load_s`` and ``ttft_s`` are what is expected, by the figures planned
-    with. ``deadline_s`` is when to give the load up (None: where nothing is known of computing)."""
+    """Use the first ``tokens`` of the hit, and compute the rest of the prompt. Of them those before
+    ``meeting_point`` are computed and those behind it loaded, from the back, at the same time; where
+    ``meeting_point`` is not beyond what HBM holds, all are loaded. ``load_s`` and ``ttft_s`` are what is
+    expected, by the figures planned with. ``deadline_s`` is when to give the load up (None: where nothing is
+    known of computing)."""
 
     tokens: int
-    meet: int
+    meeting_point: int
     load_s: float
     ttft_s: float
     deadline_s: float | None
@@ -100,16 +101,16 @@ class Plan:
 
 
 def plan(
-    parts: Sequence[Part],
+    parts: Sequence[TierPart],
     prompt_tokens: int,
-    ways: Mapping[str, Way],
+    rates: Mapping[str, TierRate],
     prefill: Prefill | None,
     *,
     block: int = 0,
     margin: float = 1.0,
 ) -> Plan:
     """The fastest way to a prompt's first token. ``parts`` are the hit's, in the prompt's order; a tier that
-    is missing in ``ways`` costs nothing that is known. With ``block``, both ends may meet at its multiples:
+    is missing in ``rates`` costs nothing that is known. With ``block``, both ends may meet at its multiples:
     an engine computes so many tokens at a time. A plan that loads below HBM is taken only where it takes no
     more than ``margin`` of one that does not."""
     held = sum(part.tokens for part in parts)
@@ -119,7 +120,7 @@ def plan(
             break
         free += part.tokens
     if prefill is None:
-        return Plan(held, 0, load_seconds(parts, ways), 0.0, None)
+        return Plan(held, 0, load_seconds(parts, rates), 0.0, None)
 
     def compute_s(start: int, stop: int) -> float:
         return prefill.seconds(max(stop - start, 0), start)
@@ -133,20 +134,20 @@ def plan(
             continue
         used = parts[:count]
         rest_s = compute_s(end, prompt_tokens)
-        load_s = load_seconds(used, ways)
-        meet = free
+        load_s = load_seconds(used, rates)
+        meeting_point = free
         if block:
-            near = _meet(used, free, end, ways, prefill) // block * block
+            near = _meeting_point(used, free, end, rates, prefill) // block * block
             for both in (near, near + block):
-                behind_s = load_seconds(_behind(used, both), ways)
+                behind_s = load_seconds(_behind(used, both), rates)
                 both_s = max(compute_s(free, both), behind_s) / _BOTH_EFFICIENCY
                 if free < both < end and both_s <= load_s:
-                    meet, load_s = both, both_s
+                    meeting_point, load_s = both, both_s
         ttft_s = load_s + rest_s
         if ttft_s <= min(limit, best.ttft_s):
-            known = all(each.tier in ways for each in used if each.nbytes)
+            known = all(each.tier in rates for each in used if each.nbytes)
             deadline_s = _deadline_s(load_s, compute_s(free, end), known=known)
-            best = Plan(end, meet, load_s, ttft_s, deadline_s)
+            best = Plan(end, meeting_point, load_s, ttft_s, deadline_s)
     declined: dict[str, int] = {}
     start = 0
     for part in parts:
@@ -154,43 +155,45 @@ def plan(
         if unused:
             declined[part.tier] = declined.get(part.tier, 0) + unused
         start += part.tokens
-    return Plan(best.tokens, best.meet, best.load_s, best.ttft_s, best.deadline_s, declined)
+    return Plan(best.tokens, best.meeting_point, best.load_s, best.ttft_s, best.deadline_s, declined)
 
 
-def load_seconds(parts: Iterable[Part], ways: Mapping[str, Way]) -> float:
+def load_seconds(parts: Iterable[TierPart], rates: Mapping[str, TierRate]) -> float:
     """How long these take, one after the other; a tier's backlog passes while those before it come."""
     now_s = 0.0
     for part in parts:
-        way = ways.get(part.tier)
-        if way is not None and part.nbytes:
-            now_s = max(now_s, way.backlog_s) + way.seconds(part.nbytes)
+        rate = rates.get(part.tier)
+        if rate is not None and part.nbytes:
+            now_s = max(now_s, rate.backlog_s) + rate.seconds(part.nbytes)
     return now_s
 
 
-def _behind(parts: Sequence[Part], start: int) -> list[Part]:
+def _behind(parts: Sequence[TierPart], start: int) -> list[TierPart]:
     """What is left of ``parts`` from token ``start`` on."""
     behind = []
     for part in parts:
         left = min(part.tokens, max(part.tokens - start, 0))
         if left:
-            behind.append(Part(part.tier, left, part.nbytes * left / part.tokens))
+            behind.append(TierPart(part.tier, left, part.nbytes * left / part.tokens))
         start = max(start - part.tokens, 0)
     return behind
 
 
-def _meet(parts: Sequence[Part], free: int, end: int, ways: Mapping[str, Way], prefill: Prefill) -> int:
+def _meeting_point(
+    parts: Sequence[TierPart], free: int, end: int, rates: Mapping[str, TierRate], prefill: Prefill
+) -> int:
     """The first token behind which all is loaded no later than all before it is computed."""
     low, high = free, end
     while low < high:
         middle = (low + high) // 2
-        if load_seconds(_behind(parts, middle), ways) <= prefill.seconds(middle - free, free):
+        if load_seconds(_behind(parts, middle), rates) <= prefill.seconds(middle - free, free):
             high = middle
         else:
             low = middle + 1
     # One token further on the front may be what takes longer.
     before = max(low - 1, free)
     front_s = prefill.seconds(low - free, free)
-    return before if load_seconds(_behind(parts, before), ways) < front_s else low
+    return before if load_seconds(_behind(parts, before), rates) < front_s else low
 
 
 def _deadline_s(load_s: float, compute_s: float, *, known: bool) -> float:
@@ -230,7 +233,7 @@ def fit_prefill(points: Sequence[tuple[float, float, float]]) -> Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _Measured:
     nbytes: float
     seconds: float
     at_s: float
@@ -240,9 +243,9 @@ class RateEstimate:
     """What bytes of one tier cost, from its latest loads."""
 
     def __init__(self) -> None:
-        self._moves: deque[_Move] = deque(maxlen=_KEPT)
-        self._late: _Move | None = None  # since the last of them: what did not come in so many seconds
-        self._told: tuple[Way, float] | None = None
+        self._moves: deque[_Measured] = deque(maxlen=_KEPT)
+        self._late: _Measured | None = None  # since the last of them: what did not come in so many seconds
+        self._reported: tuple[TierRate, float] | None = None
 
     def moved(self, nbytes: float, seconds: float, now_s: float) -> None:
         """Of bytes that waited while those before them came, only the time after that counts; what came in
@@ -257,36 +260,40 @@ class RateEstimate:
                 nbytes, seconds = nbytes + before.nbytes, now_s - before.at_s + before.seconds
             else:
                 seconds = now_s - before.at_s
-        self._moves.append(_Move(nbytes, max(seconds, 1e-9), now_s))
+        self._moves.append(_Measured(nbytes, max(seconds, 1e-9), now_s))
 
     def late(self, nbytes: float, seconds: float, now_s: float) -> None:
         """Bytes have not come in so many seconds: they take no less."""
-        self._late = _Move(nbytes, seconds, now_s)
+        self._late = _Measured(nbytes, seconds, now_s)
 
-    def told(self, way: Way, now_s: float) -> None:
+    def report(self, rate: TierRate, now_s: float) -> None:
         """Somebody else has measured it: that counts where we have not, and its backlog in any case."""
-        self._told = way, now_s
+        self._reported = rate, now_s
 
     def measured_at(self) -> float:
         """When it was measured last."""
         latest = self._late or (self._moves[-1] if self._moves else None)
         return latest.at_s if latest is not None else -math.inf
 
-    def way(self, now_s: float) -> Way | None:
+    def rate(self, now_s: float) -> TierRate | None:
         """None when nothing is known."""
-        told = self._told[0] if self._told is not None and now_s - self._told[1] <= _RECENT_S else None
+        reported = (
+            self._reported[0]
+            if self._reported is not None and now_s - self._reported[1] <= _RECENT_S
+            else None
+        )
         recent = [move for move in self._moves if now_s - move.at_s <= _RECENT_S]
         late = self._late if self._late is not None and now_s - self._late.at_s <= _RECENT_S else None
         if not recent:
-            return told if late is None else Way(late.nbytes / late.seconds)
+            return reported if late is None else TierRate(late.nbytes / late.seconds)
         byte_s, latency_s = fit_line([(move.nbytes, 1.0, move.seconds) for move in recent])
         excess = _pessimistic([m.seconds / (m.nbytes * byte_s + latency_s) for m in recent])
         if not byte_s:  # all of one size: the latency cannot be told apart from the bytes
             byte_s, latency_s = latency_s / max(move.nbytes for move in recent), 0.0
         if late is not None:
             excess = max(excess, late.seconds / (late.nbytes * byte_s + latency_s))
-        backlog_s = told.backlog_s if told is not None else 0.0
-        return Way(1 / (byte_s * excess), latency_s * excess, backlog_s)
+        backlog_s = reported.backlog_s if reported is not None else 0.0
+        return TierRate(1 / (byte_s * excess), latency_s * excess, backlog_s)
 
 
 class PrefillEstimate:
@@ -329,24 +336,24 @@ class Planner:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rates: dict[str, RateEstimate] = {}
+        self._estimates: dict[str, RateEstimate] = {}
         self._prefill = PrefillEstimate()
         self._probed: dict[str, float] = {}
 
     def moved(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
         """So many bytes of a tier came in so many seconds."""
         with self._lock:
-            self._rates.setdefault(tier, RateEstimate()).moved(nbytes, seconds, now_s)
+            self._estimates.setdefault(tier, RateEstimate()).moved(nbytes, seconds, now_s)
 
     def late(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
         """So many bytes of a tier did not come in so many seconds."""
         with self._lock:
-            self._rates.setdefault(tier, RateEstimate()).late(nbytes, seconds, now_s)
+            self._estimates.setdefault(tier, RateEstimate()).late(nbytes, seconds, now_s)
 
-    def told(self, tier: str, way: Way, *, now_s: float) -> None:
+    def report(self, tier: str, rate: TierRate, *, now_s: float) -> None:
         """What a daemon knows of its tier."""
         with self._lock:
-            self._rates.setdefault(tier, RateEstimate()).told(way, now_s)
+            self._estimates.setdefault(tier, RateEstimate()).report(rate, now_s)
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
         """An engine computed ``tokens`` tokens of a prompt after ``behind`` others."""
@@ -358,29 +365,29 @@ class Planner:
         with self._lock:
             return self._prefill.prefill()
 
-    def ways(self, now_s: float) -> dict[str, Way]:
+    def rates(self, now_s: float) -> dict[str, TierRate]:
         """What is known of the tiers."""
         with self._lock:
-            found = {tier: rate.way(now_s) for tier, rate in self._rates.items()}
-        return {tier: way for tier, way in found.items() if way is not None}
+            found = {tier: estimate.rate(now_s) for tier, estimate in self._estimates.items()}
+        return {tier: rate for tier, rate in found.items() if rate is not None}
 
-    def plan(self, parts: Sequence[Part], prompt_tokens: int, *, now_s: float, block: int = 0) -> Plan:
+    def plan(self, parts: Sequence[TierPart], prompt_tokens: int, *, now_s: float, block: int = 0) -> Plan:
         """See :func:`plan`."""
-        ways = self.ways(now_s)
-        return plan(parts, prompt_tokens, ways, self.prefill(), block=block, margin=_MARGIN)
+        rates = self.rates(now_s)
+        return plan(parts, prompt_tokens, rates, self.prefill(), block=block, margin=_MARGIN)
 
-    def meet(self, parts: Sequence[Part], front: int, *, now_s: float) -> int:
+    def meeting_point(self, parts: Sequence[TierPart], front: int, *, now_s: float) -> int:
         """Where computing from token ``front`` on meets the loading of ``parts`` from their end; ``front``
         itself where computing would not help, or nothing is known."""
         prefill = self.prefill()
         if prefill is None:
             return front
-        return _meet(parts, front, sum(part.tokens for part in parts), self.ways(now_s), prefill)
+        return _meeting_point(parts, front, sum(part.tokens for part in parts), self.rates(now_s), prefill)
 
     def take_probe(self, tier: str, now_s: float) -> bool:
         """Whether a tier that was declined should be measured now, while nobody waits. Counts as done."""
         with self._lock:
-            rate = self._rates.get(tier)
+            rate = self._estimates.get(tier)
             latest = max(
                 rate.measured_at() if rate is not None else -math.inf, self._probed.get(tier, -math.inf)
             )

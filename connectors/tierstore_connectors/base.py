@@ -33,13 +33,13 @@ from tierstore.groups import GroupRule
 from tierstore.keys import Prompt, TokenIds
 from tierstore.planner import Plan
 from tierstore.stats import StoreStats
-from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 
 
-class Hit(Protocol):
+class ConnectorHit(Protocol):
     """How many leading tokens of a prompt are held, where, and a lease on them."""
 
     @property
@@ -89,8 +89,10 @@ class Connector(ABC):
         """``tokens`` with their keys, under this engine's identity. The engine extends it as it generates."""
 
     @abstractmethod
-    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
-        """The longest held prefix of ``prompt``, at most ``max_tokens`` long, under a lease."""
+    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:
+        """Return the longest held prefix of ``prompt``, at most ``max_tokens`` long, under a lease.
+
+        ``counted`` is False for a second look on behalf of one request: the statistics leave it out."""
 
     @property
     def shared(self) -> bool:
@@ -107,34 +109,34 @@ class Connector(ABC):
         """Whether other hosts may have pages that can be brought."""
         return False
 
-    def bring(self, hit: Hit) -> Transfer[int] | None:
+    def fetch_remote(self, hit: ConnectorHit) -> Transfer[int] | None:
         """Have pages that other hosts have behind a hit come, where that is worth it: a later lookup finds
         them. None where nothing is brought. Ends by itself, and soon."""
         return None
 
     @abstractmethod
-    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
+    def load(self, hit: ConnectorHit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         """Bring a hit into HBM pages. At the deadline it ends with the leading pages that have arrived; after
         ``cancel()`` with none. The caller owns the pages of the result and releases each once."""
 
     @abstractmethod
     def load_part(
-        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+        self, hit: ConnectorHit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
         """:meth:`load` of pages ``first … stop`` of a hit: the result has the leading ones of these. Parts
         may be loaded in any order. The hit is released with its ``last`` load, or by the caller."""
 
     @abstractmethod
-    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
+    def plan(self, hit: ConnectorHit, prompt_tokens: int, *, block: int) -> Plan:
         """How much of a hit is worth loading, by what was measured; see :mod:`tierstore.planner`. ``block``
         is what the engine computes at a time where it can begin at the hit's front meanwhile, else 0."""
 
     @abstractmethod
-    def meet(self, hit: Hit, front: int, back: int) -> int:
+    def meeting_point(self, hit: ConnectorHit, front: int, back: int) -> int:
         """Where computing from token ``front`` on would meet loading from ``back`` towards the front."""
 
     @abstractmethod
-    def decline(self, hit: Hit, plan: Plan) -> None:
+    def decline(self, hit: ConnectorHit, plan: Plan) -> None:
         """A plan is followed: what it does not use is counted."""
 
     @abstractmethod

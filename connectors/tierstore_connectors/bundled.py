@@ -15,12 +15,12 @@ from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
-from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.group_pools import bytes_for, room_for
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
-from tierstore_connectors.base import Connector, Hit
+from tierstore_connectors.base import Connector, ConnectorHit
 from tierstore_connectors.common.handover import BOTH, Role
 
 _CONNECT_S = 2.0  # that opening waits for a daemon
@@ -52,24 +52,24 @@ class NoStore(Connector):
     def prompt(self, tokens: TokenIds) -> Prompt:
         return Prompt(self._identity, tokens, chunk_tokens=self.pool.spec.chunk_tokens)
 
-    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
+    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:
         return NoHit()
 
-    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
+    def load(self, hit: ConnectorHit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         return Transfer.completed(Loaded(0))
 
     def load_part(
-        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+        self, hit: ConnectorHit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
         return Transfer.completed(Loaded(0))
 
-    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
+    def plan(self, hit: ConnectorHit, prompt_tokens: int, *, block: int) -> Plan:
         return Plan(0, 0, 0.0, 0.0, None)
 
-    def meet(self, hit: Hit, front: int, back: int) -> int:
+    def meeting_point(self, hit: ConnectorHit, front: int, back: int) -> int:
         return back
 
-    def decline(self, hit: Hit, plan: Plan) -> None:
+    def decline(self, hit: ConnectorHit, plan: Plan) -> None:
         """There was nothing."""
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
@@ -110,7 +110,7 @@ class NoStore(Connector):
     def resize(self, nbytes: int) -> PoolSize:
         self.pool.resize(nbytes)
         self.pool.settle(wait=True)
-        return self.pool.frames.size
+        return self.pool.large_pages.size
 
     def stats(self) -> StoreStats | None:
         return None
@@ -135,8 +135,8 @@ class StoreConnector(Connector):
     def prompt(self, tokens: TokenIds) -> Prompt:
         return self.store.prompt(tokens)
 
-    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
-        return self.store.lookup(prompt, max_tokens=max_tokens)
+    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:
+        return self.store.lookup(prompt, max_tokens=max_tokens, counted=counted)
 
     @property
     def shared(self) -> bool:
@@ -149,24 +149,24 @@ class StoreConnector(Connector):
     def remote(self) -> bool:
         return self.store.remote
 
-    def bring(self, hit: Hit) -> Transfer[int] | None:
-        return self.store.bring(_of_store(hit))
+    def fetch_remote(self, hit: ConnectorHit) -> Transfer[int] | None:
+        return self.store.fetch_remote(_of_store(hit))
 
-    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
+    def load(self, hit: ConnectorHit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         return self.store.load(_of_store(hit), deadline_s=deadline_s)
 
     def load_part(
-        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+        self, hit: ConnectorHit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
         return self.store.load_part(_of_store(hit), first, stop, deadline_s=deadline_s, last=last)
 
-    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
+    def plan(self, hit: ConnectorHit, prompt_tokens: int, *, block: int) -> Plan:
         return self.store.plan(_of_store(hit), prompt_tokens, block=block)
 
-    def meet(self, hit: Hit, front: int, back: int) -> int:
-        return self.store.meet(_of_store(hit), front, back)
+    def meeting_point(self, hit: ConnectorHit, front: int, back: int) -> int:
+        return self.store.meeting_point(_of_store(hit), front, back)
 
-    def decline(self, hit: Hit, plan: Plan) -> None:
+    def decline(self, hit: ConnectorHit, plan: Plan) -> None:
         self.store.decline(_of_store(hit), plan)
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
@@ -214,7 +214,7 @@ class StoreConnector(Connector):
         self.store.close()
 
 
-def _of_store(hit: Hit) -> StoreHit:
+def _of_store(hit: ConnectorHit) -> StoreHit:
     assert isinstance(hit, StoreHit), "the hit is of another connector"
     return hit
 

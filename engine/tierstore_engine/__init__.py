@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tierstore_engine.beams import BeamHypothesis, BeamParams
     from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
     from tierstore_engine.draft_model import DraftModel
-    from tierstore_engine.drafting import Drafter, PromptLookup
+    from tierstore_engine.drafting import Drafter, PromptLookupDrafter
     from tierstore_engine.engine import Engine
     from tierstore_engine.heap import freeze_heap
     from tierstore_engine.outputs import Completion, EngineStats, FinishReason, RequestMetrics, StepOutput
@@ -27,7 +27,7 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "LoadedModel",
-    "PromptLookup",
+    "PromptLookupDrafter",
     "RequestMetrics",
     "SamplingParams",
     "StepOutput",
@@ -41,7 +41,7 @@ _HOMES = {
     "beams": ("BeamHypothesis", "BeamParams"),
     "build": ("LoadedModel", "build_engine", "load_model", "open_model"),
     "draft_model": ("DraftModel",),
-    "drafting": ("Drafter", "PromptLookup"),
+    "drafting": ("Drafter", "PromptLookupDrafter"),
     "engine": ("Engine",),
     "heap": ("freeze_heap",),
     "outputs": ("Completion", "EngineStats", "FinishReason", "RequestMetrics", "StepOutput"),

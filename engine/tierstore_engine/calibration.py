@@ -16,7 +16,7 @@ from tierstore_engine.build import LoadedModel, OpenModel, make_runner, pages_fo
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import Ranges
-from tierstore_engine.kv_scales import Calibration
+from tierstore_engine.kv_scales import ScaleCalibration
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
 
@@ -60,7 +60,7 @@ def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
 def write_ranges(config: ModelConfig, ranges: Ranges, out: Path) -> None:
     try:
         out.write_bytes(
-            msgspec.json.format(msgspec.json.encode(Calibration(config.digest(), ranges))) + b"\n"
+            msgspec.json.format(msgspec.json.encode(ScaleCalibration(config.digest(), ranges))) + b"\n"
         )
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}") from error

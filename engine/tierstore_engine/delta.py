@@ -22,7 +22,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import DeltaConfig, ModelConfig
 from tierstore_engine.pointwise import Pointwise
-from tierstore_engine.states import BlockDecays, State, StatePages, blocks, read_and_add, sequences
+from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add, sequences
 from tierstore_engine.weights import DeltaWeights
 
 _EPSILON = 1e-6  # of the norms of queries and keys
@@ -76,7 +76,7 @@ class CpuDeltaStates(DeltaStates):
     def _of_span(
         self,
         span: Span,
-        state: State,
+        state: LayerState,
         channels: torch.Tensor,
         conv: torch.Tensor,
         rates: torch.Tensor,

@@ -108,7 +108,9 @@ class DraftModel(Drafter):
         if shadow is None:
             shadow = self._shadows[leader.request_id] = self._begin(leader)
         own = shadow.sequence
-        if own.state is SequenceState.WAITING and not self._keeper.admit(own, self._keeper.look_up(own)):
+        if own.state is SequenceState.WAITING and not self._keeper.admit(
+            own, self._keeper.look_up(own, admitting=True)
+        ):
             del self._shadows[leader.request_id]
             return False
         self._keeper.settle(own)

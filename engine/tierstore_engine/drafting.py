@@ -39,7 +39,7 @@ class Drafter(Protocol):
         """Give everything back."""
 
 
-class PromptLookup:
+class PromptLookupDrafter:
     """Drafts what came after the sequence's last tokens where it had them before: for text that repeats
     itself or quotes its prompt. Costs a search of the sequence's token bytes, and no model.
 

@@ -19,7 +19,7 @@ import torch
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.retention import checkpoint_tokens
-from tierstore.tiers.frames import PoolSize
+from tierstore.tiers.large_pages import PoolSize
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
@@ -186,7 +186,7 @@ class Engine:
         """How much memory the pages have."""
         pool = self.connector.pool
         pool.settle()
-        return pool.frames.size
+        return pool.large_pages.size
 
     def resize_pool(self, nbytes: int) -> PoolSize:
         """Have ``nbytes`` of memory for pages from now on, such as to make room for another model, or to take

@@ -13,10 +13,10 @@ from tierstore.planner import Plan
 from tierstore.tiers.hbm import arrivals_of
 from tierstore.transfer import Transfer
 from tierstore.types import GroupPages, Hint, Loaded, inferred
-from tierstore_connectors.base import Connector, Hit
+from tierstore_connectors.base import Connector, ConnectorHit
 from tierstore_engine.meeting import Meeting
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
-from tierstore_engine.tables import SavePoint, Table, empty_tables
+from tierstore_engine.tables import GroupTable, SavePoint, empty_tables
 
 T = TypeVar("T")
 
@@ -101,10 +101,13 @@ class PageKeeper:
             sequence.arriving = arrivals_of(self.connector.pools, pages).pending
         return sequence.arriving
 
-    def look_up(self, sequence: Sequence) -> Hit:
-        """What the store holds of a sequence that waits, under a lease: to be admitted with, or released."""
+    def look_up(self, sequence: Sequence, *, admitting: bool = False) -> ConnectorHit:
+        """Return what the store holds of a waiting sequence, under a lease: admit with it, or release it.
+
+        A request is looked up often while it waits. The statistics count its first lookup for admission."""
         most = 0 if sequence.no_load else len(sequence.tokens) - 1
-        return self.connector.lookup(sequence.prompt, max_tokens=most)
+        counted, sequence.counted = admitting and not sequence.counted, sequence.counted or admitting
+        return self.connector.lookup(sequence.prompt, max_tokens=most, counted=counted)
 
     def lacking(self, admitted: Iterable[Sequence]) -> list[int]:
         """Return how many pages of each group the ``admitted`` sequences still have to take for their tokens.
@@ -123,13 +126,13 @@ class PageKeeper:
                     steps[number] = max(steps[number], table.peak(tokens, step) - table.kept(tokens))
         return [count + step for count, step in zip(counts, steps, strict=True)]
 
-    def admit(self, sequence: Sequence, hit: Hit, *, beside: Iterable[Sequence] = ()) -> bool:
+    def admit(self, sequence: Sequence, hit: ConnectorHit, *, beside: Iterable[Sequence] = ()) -> bool:
         """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
         *running* then. False, and nothing changed but that the hit is released, when the pages that it needs
         and those that the sequences ``beside`` it still lack cannot be had together."""
         plan = self.planned(sequence, hit)
         in_hbm = hit.by_tier.get("hbm", 0)
-        both = plan.meet > in_hbm
+        both = plan.meeting_point > in_hbm
         loaded = in_hbm if both else plan.tokens
         shared = min(hit.hbm_pages, loaded // self.chunk_tokens)  # whole and in HBM: not copied
         counts = self.lacking([*beside, sequence])
@@ -146,7 +149,7 @@ class PageKeeper:
             self.add_save_point(sequence, hit.branch, parts=True)
         self.connector.decline(hit, plan)
         if both:
-            return self._meet(sequence, hit, plan)
+            return self._load_from_both_ends(sequence, hit, plan)
         if not loaded:
             hit.release()
             return self._begin(sequence, Loaded(0))
@@ -159,7 +162,7 @@ class PageKeeper:
         sequence.state = SequenceState.LOADING
         return True
 
-    def planned(self, sequence: Sequence, hit: Hit) -> Plan:
+    def planned(self, sequence: Sequence, hit: ConnectorHit) -> Plan:
         """How much of a hit is going to be used."""
         in_hbm = hit.by_tier.get("hbm", 0)
         if self._plan == "load" or hit.tokens == in_hbm:
@@ -172,7 +175,7 @@ class PageKeeper:
         block = self._prefill_chunk if self._plan == "both-ends" else 0
         return self.connector.plan(hit, len(sequence.tokens), block=block)
 
-    def _meet(self, sequence: Sequence, hit: Hit, plan: Plan) -> bool:
+    def _load_from_both_ends(self, sequence: Sequence, hit: ConnectorHit, plan: Plan) -> bool:
         """Begin to compute a sequence from the front and to load it from the back: *running*. False where
         what was in HBM has gone."""
         in_hbm = hit.by_tier.get("hbm", 0)
@@ -361,7 +364,7 @@ class PageKeeper:
         sequence.tables = []
 
 
-def _release(tables: Iterable[Table], held: Iterable[GroupPages]) -> None:
+def _release(tables: Iterable[GroupTable], held: Iterable[GroupPages]) -> None:
     """Give back what a load has brought (nothing, if it was cancelled) and ``tables`` have not taken over."""
     for table, unused in zip(tables, held, strict=False):
         table.group.release(unused.pages)

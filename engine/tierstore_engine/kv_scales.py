@@ -19,7 +19,7 @@ DYNAMIC, CHECKPOINT = "dynamic", "checkpoint"
 _NAMES = ("self_attn.{plane}_scale", "self_attn.{plane}_proj.{plane}_scale", "self_attn.attn.{plane}_scale")
 
 
-class Calibration(msgspec.Struct, forbid_unknown_fields=True):
+class ScaleCalibration(msgspec.Struct, forbid_unknown_fields=True):
     """The file that a calibration writes. ``model`` is the configuration's digest."""
 
     model: str
@@ -40,7 +40,7 @@ def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelC
 
 def _of_file(config: ModelConfig, file: Path) -> Ranges:
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Calibration)
+        found = msgspec.json.decode(file.read_bytes(), type=ScaleCalibration)
     except OSError as error:
         raise UsageError(f"--kv-scales: cannot read {file}: {error.strerror}") from error
     except msgspec.MsgspecError as error:

@@ -65,8 +65,8 @@ class Limits:
     def check_resize(self, nbytes: int, sequence: Sequence, count: int) -> None:
         """Raises :class:`UsageError` where a pool of ``nbytes`` might not fit ``count`` of ``sequence``."""
         counts = [count * each for each in self._keeper.peaks(sequence.max_tokens - 1)]
-        frames = nbytes // self._connector.pool.frames.large_bytes
-        if not fits(self._connector.pools, counts, frames=frames):
+        large_pages = nbytes // self._connector.pool.large_pages.large_bytes
+        if not fits(self._connector.pools, counts, large_pages=large_pages):
             raise UsageError(
                 f"request {sequence.request_id} may come to {sequence.max_tokens} tokens, and a pool of "
                 f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"

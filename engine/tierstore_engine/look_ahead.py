@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tierstore.transfer import Transfer
-from tierstore_connectors.base import Hit
+from tierstore_connectors.base import ConnectorHit
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence
@@ -20,10 +20,10 @@ _AHEAD_REQUESTS = 16  # that are prepared; those behind them are not
 class _Ahead:
     """``hit`` holds what was prefetched until the request is admitted."""
 
-    hit: Hit
+    hit: ConnectorHit
     transfer: Transfer[int] | None
     nbytes: int
-    bringing: Transfer[int] | None = None
+    fetching: Transfer[int] | None = None
 
 
 class LookAhead:
@@ -73,15 +73,15 @@ class LookAhead:
         """One of the things that are waited for."""
         return next(iter(self._promised.values()), None)
 
-    def bringing(self, sequence: Sequence) -> bool:
+    def fetching(self, sequence: Sequence) -> bool:
         """Whether pages of other hosts are on their way for it: it is better admitted when they have come. To
         be asked before it is admitted; where there are no other hosts this is free."""
         if not self._connector.remote or not self._connector.keeps:
             return False
         if sequence.request_id not in self._ahead:
             self._begin(sequence)
-        bringing = self._ahead[sequence.request_id].bringing
-        return bringing is not None and not bringing.done
+        fetching = self._ahead[sequence.request_id].fetching
+        return fetching is not None and not fetching.done
 
     def give_up(self) -> bool:
         """Give up what is prefetched for those that wait, since the pages that it holds are wanted. Whether
@@ -104,11 +104,11 @@ class LookAhead:
         plan = self._connector.plan(hit, len(sequence.tokens), block=0)
         wanted = max(hit.by_tier.get("disk", 0) - plan.declined.get("disk", 0), 0)
         transfer = hit.prefetch() if wanted else None
-        bringing = self._connector.bring(hit)
+        fetching = self._connector.fetch_remote(hit)
         if transfer is None:
             hit.release()
         nbytes = round(wanted * self._token_bytes)
-        self._ahead[sequence.request_id] = _Ahead(hit, transfer, nbytes, bringing)
+        self._ahead[sequence.request_id] = _Ahead(hit, transfer, nbytes, fetching)
         self._bytes += nbytes
 
     def forget(self, sequence: Sequence) -> None:

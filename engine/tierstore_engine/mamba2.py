@@ -19,7 +19,7 @@ from torch.nn.functional import linear, silu, softplus
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.states import BlockDecays, State, StatePages, blocks, read_and_add, sequences
+from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add, sequences
 from tierstore_engine.weights import Mamba2Terms, Mamba2Weights
 
 
@@ -68,7 +68,7 @@ class CpuMamba2States(Mamba2States):
         return out
 
     def _of_span(
-        self, span: Span, state: State, channels: torch.Tensor, sizes: torch.Tensor, terms: Mamba2Terms
+        self, span: Span, state: LayerState, channels: torch.Tensor, sizes: torch.Tensor, terms: Mamba2Terms
     ) -> torch.Tensor:
         """float32 ``[tokens, heads, head_dim]``; ``state`` is that behind the span then."""
         mamba = self._mamba

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from tierstore.planner import Plan
 from tierstore.transfer import Transfer
 from tierstore.types import Loaded
-from tierstore_connectors.base import Connector, Hit
-from tierstore_engine.tables import Table
+from tierstore_connectors.base import Connector, ConnectorHit
+from tierstore_engine.tables import GroupTable
 
 _BLOCKS = 2  # on their way at a time, to begin with: one is read while the other is copied
 _MOST_BLOCKS = 64
@@ -47,7 +47,9 @@ class Meeting:
     belong to their load: the table has page 0 there, which nothing computes with, and *expects* them.
     """
 
-    def __init__(self, connector: Connector, hit: Hit, plan: Plan, table: Table, *, chunk: int) -> None:
+    def __init__(
+        self, connector: Connector, hit: ConnectorHit, plan: Plan, table: GroupTable, *, chunk: int
+    ) -> None:
         """``chunk`` is the tokens of a prefill chunk, whose ends are the blocks' ends."""
         self._connector = connector
         self._hit = hit
@@ -91,7 +93,7 @@ class Meeting:
             return self.stop()
         while not self._over and len(self._on_their_way) < self._at_once:
             first = max((self._asked - 1) // self._block * self._block, -(-front // self._page_tokens))
-            if first >= self._asked or self._meet(front) >= self._asked * self._page_tokens:
+            if first >= self._asked or self._meeting_point(front) >= self._asked * self._page_tokens:
                 break
             self._ask(first)
         return True
@@ -102,7 +104,7 @@ class Meeting:
             return True
         if self._asked < self.end and stop > self._asked * self._page_tokens:
             return False  # its pages are on their way
-        return self._meet(front) >= (front + min(stop, self.tokens)) // 2
+        return self._meeting_point(front) >= (front + min(stop, self.tokens)) // 2
 
     def met(self, front: int) -> bool:
         """Whether all is there."""
@@ -119,9 +121,11 @@ class Meeting:
         self._hit.release()
         return had
 
-    def _meet(self, front: int) -> int:
+    def _meeting_point(self, front: int) -> int:
         """Where computing and loading would meet, by the latest figures."""
-        return self._connector.meet(self._hit, front, min(self.back * self._page_tokens, self.tokens))
+        return self._connector.meeting_point(
+            self._hit, front, min(self.back * self._page_tokens, self.tokens)
+        )
 
     def _ask(self, first: int) -> None:
         stop, self._asked = self._asked, first

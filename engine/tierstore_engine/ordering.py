@@ -40,7 +40,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Entry:
+class WaitingEntry:
     """A prompt that is not computed yet. ``keys`` are of its full chunks (none where others cannot have its
     pages), ``held`` leading tokens need no computing. ``deadline_s`` is when its first token is due."""
 
@@ -56,7 +56,7 @@ class Entry:
 class Turn:
     """``entry`` is next, and takes ``seconds`` beyond what those before it have computed."""
 
-    entry: Entry
+    entry: WaitingEntry
     seconds: float
 
 
@@ -67,7 +67,7 @@ class _Node:
 
     stop: int
     parent: _Node | None
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[WaitingEntry] = field(default_factory=list)
     held: int = 0
     own_s: float = 0.0
     seconds: float = 0.0
@@ -95,16 +95,16 @@ class _Node:
 
 
 def turns(
-    entries: Iterable[Entry],
+    entries: Iterable[WaitingEntry],
     prefill: Prefill,
     *,
     chunk_tokens: int,
     bound_s: float,
     now_s: float,
-    in_line: Place | None = None,
+    strict_prefix: Place | None = None,
 ) -> Iterator[Turn]:
-    """``entries`` in the order to compute them; those up to ``in_line`` keep their places. Lazy: the first
-    costs a sort, each a pass over the rest.
+    """``entries`` in the order to compute them; those up to ``strict_prefix`` keep their places. Lazy: the
+    first costs a sort, each a pass over the rest.
 
     >>> short, long = Entry((0, 1, 1), [], 100), Entry((0, 0, 0), [], 9000)
     >>> order = turns([long, short], Prefill(0.001), chunk_tokens=64, bound_s=1.0, now_s=0.0)
@@ -112,14 +112,14 @@ def turns(
     [100, 9000]
     """
     waiting = sorted(entries, key=attrgetter("place"))
-    ranked: list[Entry] = []
+    ranked: list[WaitingEntry] = []
     leaves: dict[Place, _Node] = {}
     for _, some in groupby(waiting, key=lambda entry: entry.place[0]):
         ranked += _ranked(list(some), prefill, chunk_tokens, leaves)
     slack = _slack(waiting, leaves, bound_s, now_s)
-    if in_line is not None:
+    if strict_prefix is not None:
         # Nor by what takes no time: it would still take their room.
-        slack.update((place, -math.inf) for place in slack if place <= in_line)
+        slack.update((place, -math.inf) for place in slack if place <= strict_prefix)
     while ranked:
         # What may still overtake whoever is before a place, in the order of places.
         least, limits = math.inf, {}
@@ -153,8 +153,8 @@ def common_chunks(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 
 
 def _ranked(
-    entries: Sequence[Entry], prefill: Prefill, chunk_tokens: int, leaves: dict[Place, _Node]
-) -> list[Entry]:
+    entries: Sequence[WaitingEntry], prefill: Prefill, chunk_tokens: int, leaves: dict[Place, _Node]
+) -> list[WaitingEntry]:
     """``entries`` in the order of the least mean, and the node at which each one ends."""
     root, nodes = _tree(entries, chunk_tokens, leaves)
     for node in reversed(nodes):  # children before their parents
@@ -177,7 +177,7 @@ def _ranked(
 
 
 def _tree(
-    entries: Sequence[Entry], chunk_tokens: int, leaves: dict[Place, _Node]
+    entries: Sequence[WaitingEntry], chunk_tokens: int, leaves: dict[Place, _Node]
 ) -> tuple[_Node, list[_Node]]:
     """The tree of shared beginnings, and its nodes with parents first. Neighbours in the order of keys share
     most, so one stack of open nodes is enough."""
@@ -224,7 +224,7 @@ def _finish(leaf: _Node) -> None:
 
 
 def _slack(
-    waiting: Sequence[Entry], leaves: dict[Place, _Node], bound_s: float, now_s: float
+    waiting: Sequence[WaitingEntry], leaves: dict[Place, _Node], bound_s: float, now_s: float
 ) -> dict[Place, float]:
     """How long each may still be overtaken. A deadline that first come, first served would miss counts no
     more."""

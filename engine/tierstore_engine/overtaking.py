@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierstore_engine.ordering import Entry, Place
+from tierstore_engine.ordering import Place, WaitingEntry
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Spent:
         return later / sum(self.prompts.values()) if later else 0.0
 
 
-def passed(entries: Iterable[Entry], spent: Spent, seconds: float, *, admitted: bool = True) -> None:
+def passed(entries: Iterable[WaitingEntry], spent: Spent, seconds: float, *, admitted: bool = True) -> None:
     """A step took so many seconds, and all of ``entries`` have room, or none of them has."""
     for entry in entries:
         entry.overtaken_s += seconds * spent.overtakes(entry.place, admitted=admitted)

@@ -10,10 +10,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from tierstore.planner import Prefill
-from tierstore_connectors.base import Hit
+from tierstore_connectors.base import ConnectorHit
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.look_ahead import LookAhead
-from tierstore_engine.ordering import Entry, Place, Turn, common_chunks, turns
+from tierstore_engine.ordering import Place, Turn, WaitingEntry, common_chunks, turns
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.overtaking import Spent, passed
 from tierstore_engine.sequence import Sequence, SequenceState
@@ -32,7 +32,7 @@ class PendingPrompt:
     seconds, and ``shared_pages`` that are in HBM and need no room."""
 
     sequence: Sequence
-    entry: Entry
+    entry: WaitingEntry
     shared_pages: int = 0
     load_s: float = 0.0
     looked_at: float = -math.inf
@@ -49,7 +49,7 @@ class PendingPrompt:
 
 
 @dataclass(slots=True)
-class _Step:
+class _PromptStep:
     """The last step: when it was planned, what it computed of prompts (``tokens`` after ``behind`` others),
     and what it was spent on as others see it."""
 
@@ -81,8 +81,8 @@ class PendingPrompts:
         self._clock = clock
         self._prompts: dict[RequestId, PendingPrompt] = {}
         self._overdue: frozenset[Place] = frozenset()  # those that may not be overtaken any more
-        self._in_line: Place | None = None  # up to here everyone comes by place
-        self._step: _Step | None = None
+        self._strict_prefix: Place | None = None  # up to here everyone comes by place
+        self._step: _PromptStep | None = None
         self._pace: deque[tuple[int, float, float]] = deque(maxlen=_PACE_STEPS)
         self._steps_s: deque[float] = deque(maxlen=_PACE_STEPS)
 
@@ -100,7 +100,7 @@ class PendingPrompts:
         if sequence in self:
             return
         keys = sequence.prompt.keys if self._keeper.keeps and not sequence.no_save else []
-        entry = Entry(sequence.place, keys, len(sequence.tokens))
+        entry = WaitingEntry(sequence.place, keys, len(sequence.tokens))
         if len(sequence.tokens) == sequence.prompt_tokens:
             entry.deadline_s = sequence.deadline_s
         if sequence.promise is not None:
@@ -125,7 +125,7 @@ class PendingPrompts:
 
     # -- what is held --------------------------------------------------------------------------------
 
-    def look_up(self, prompt: PendingPrompt, hit: Hit | None = None) -> int:
+    def look_up(self, prompt: PendingPrompt, hit: ConnectorHit | None = None) -> int:
         """Note what is held of a prompt now, by ``hit`` or a lookup of its own. Return how many tokens fewer
         that is than was known."""
         found = self._keeper.look_up(prompt.sequence) if hit is None else hit
@@ -164,7 +164,7 @@ class PendingPrompts:
             chunk_tokens=self._keeper.chunk_tokens,
             bound_s=self._settings.overtake_s if self._by_cache else 0.0,
             now_s=self._clock(),
-            in_line=self._in_line if self._by_cache else None,
+            strict_prefix=self._strict_prefix if self._by_cache else None,
         )
 
     def form_line(self, sequences: Items[Sequence]) -> None:
@@ -176,11 +176,11 @@ class PendingPrompts:
         bound_s = self._settings.overtake_s
         overdue = [prompt.entry.place for prompt in self if prompt.entry.overtaken_s >= bound_s]
         self._overdue = frozenset(overdue)
-        self._in_line = max(overdue, default=None) if self.short_of_room else None
+        self._strict_prefix = max(overdue, default=None) if self.short_of_room else None
 
-    def in_line(self, place: Place) -> bool:
+    def in_strict_prefix(self, place: Place) -> bool:
         """Whether the request at ``place`` is served by its place."""
-        return place in self._overdue or (self._in_line is not None and place <= self._in_line)
+        return place in self._overdue or (self._strict_prefix is not None and place <= self._strict_prefix)
 
     # -- time ----------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class PendingPrompts:
         them; ``busy``: it computes anything."""
         spent.first = min((prompt.entry.place for prompt in self if not prompt.promised), default=None)
         tokens = sum(spent.prompts.values())
-        self._step = _Step(self._clock(), busy, tokens, behind / max(tokens, 1), spent)
+        self._step = _PromptStep(self._clock(), busy, tokens, behind / max(tokens, 1), spent)
 
     def step_ended(self, admitted: Iterable[Sequence]) -> None:
         """The last step has ended, if that was not said before."""

@@ -84,7 +84,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """A step: one ``batch``, and ``beside`` it the work of each sequence whose pages are arriving, by itself
     and as far as their layers are there. Without a batch all layers of it."""
 
@@ -223,7 +223,7 @@ class Scheduler:
         usual = sum(self._answers) // len(self._answers)
         return max(min(most, usual - (len(sequence.tokens) - sequence.prompt_tokens)), 1)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
         self.ended()
         self._settle()
@@ -232,7 +232,7 @@ class Scheduler:
         self._settle()  # what was in HBM has loaded at once
         self._short = False
         arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
-        plan = Plan(self._work([s for s in self.admitted if s not in arriving]), [])
+        plan = StepPlan(self._work([s for s in self.admitted if s not in arriving]), [])
         arriving = [s for s in arriving if s in self.admitted]  # the others may have parked some
         if plan.batch or any(s.partial is not None for s in arriving):
             plan.beside.extend(self._beside(arriving, sum(item.tokens for item in plan.batch)))
@@ -319,7 +319,9 @@ class Scheduler:
             room = self._keeper.room(), self._keeper.lacking(self.admitted)
             if self.admitted and room == self._refused_at:
                 break  # nothing has changed: do not ask the store again at every step
-            if not self._keeper.admit(sequence, self._keeper.look_up(sequence), beside=self.admitted):
+            if not self._keeper.admit(
+                sequence, self._keeper.look_up(sequence, admitting=True), beside=self.admitted
+            ):
                 self._refused_at = room
                 break
             self._refused_at = None
@@ -335,7 +337,7 @@ class Scheduler:
         """Whether pages of it come sooner from somewhere else: it is admitted when it can have them, and has
         no part in the same work until then."""
         promised = self._ahead.promised(sequence)
-        return promised or self._computing_for(sequence) is not None or self._ahead.bringing(sequence)
+        return promised or self._computing_for(sequence) is not None or self._ahead.fetching(sequence)
 
     # -- by cache ------------------------------------------------------------------------------------
 
@@ -358,15 +360,15 @@ class Scheduler:
             computing = self._computing_for(sequence)
             if computing is not None:
                 tokens += self._take_turn(computing, place)
-            elif self._prompts.in_line(place) or (
+            elif self._prompts.in_strict_prefix(place) or (
                 tokens < 2 * self._settings.batch_tokens and self._loads < _LOADS
             ):
-                if self._ahead.bringing(sequence):
+                if self._ahead.fetching(sequence):
                     pass
                 elif self._took_room(prompt):
                     tokens += self._take_turn(sequence, place)
                     continue
-                elif place in self._blocked and self._prompts.in_line(place):
+                elif place in self._blocked and self._prompts.in_strict_prefix(place):
                     refused = True
                     break  # nobody takes what it waits for
             waiting.append(sequence)
@@ -382,7 +384,7 @@ class Scheduler:
         """Admit those of which one token is left to compute, as far as there is room for everyone in line:
         they are decoded beside whatever is computed, and take nobody's turn."""
         waiting = sorted((p for p in prompts if p.waits), key=lambda prompt: prompt.entry.place)
-        if self._prompts.short_of_room and waiting and self._prompts.in_line(waiting[0].entry.place):
+        if self._prompts.short_of_room and waiting and self._prompts.in_strict_prefix(waiting[0].entry.place):
             return
         for prompt in waiting:
             if prompt.entry.tokens - prompt.entry.held > 1 or self._waits(prompt.sequence):
@@ -424,7 +426,7 @@ class Scheduler:
         pages = self._keeper.pages_for(entry.tokens) - prompt.shared_pages
         full = len(self.admitted) >= self._settings.max_sequences
         if not full and not self._must_wait(sequence) and pages <= self._keeper.connector.available():
-            hit = self._keeper.look_up(sequence)
+            hit = self._keeper.look_up(sequence, admitting=True)
             if self._prompts.look_up(prompt, hit) > self._keeper.chunk_tokens:
                 hit.release()
                 return False  # its turn is another one: at the next step
@@ -444,7 +446,7 @@ class Scheduler:
         if not any(
             # Who waits for pages that somebody else brings would not be admitted: its room would go back.
             prompt.entry.place < youngest
-            and self._prompts.in_line(prompt.entry.place)
+            and self._prompts.in_strict_prefix(prompt.entry.place)
             and not self._must_wait(prompt.sequence)
             and not self._waits(prompt.sequence)
             for prompt in older
@@ -458,7 +460,7 @@ class Scheduler:
         long, and how fast it was is noted."""
         self._prompts.step_ended(self.admitted)
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: StepPlan) -> None:
         """A step is about to be computed."""
         spent, behind = Spent(short=self._prompts.short_of_room), 0.0
         if self._blocked and self.admitted and min(self._blocked) < self.admitted[-1].place:

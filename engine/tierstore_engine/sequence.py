@@ -35,7 +35,7 @@ from tierstore_engine.outputs import (
 from tierstore_engine.sampling import Choice, Draw, SamplingParams
 from tierstore_engine.step import PartialStep
 from tierstore_engine.stops import StopMatcher
-from tierstore_engine.tables import Table
+from tierstore_engine.tables import GroupTable
 from tierstore_engine.tokenizer import Detokenizer
 
 
@@ -100,6 +100,7 @@ class Sequence:
         self.promise: Promise | None = None  # of another engine, until it was waited for
         self.submitted_tokens = 0  # in whole chunks, that were given to the store when it left
         self.no_save = False  # whether its pages are kept out of the store
+        self.counted = False  # whether its lookup is in the store's statistics
         self.no_load = False  # whether it is computed from its beginning, whatever the store holds
         self.prompt = prompt  # of all tokens whose KV is computed, and at least of the request's own
         self.tokens = list(tokens)
@@ -107,7 +108,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.params = params
         self.state = SequenceState.WAITING
-        self.tables: list[Table] = []  # its pages, by layer group; empty while it waits
+        self.tables: list[GroupTable] = []  # its pages, by layer group; empty while it waits
         # Ends of chunks where all groups are saved, and whether others go on from there.
         self.save_points: dict[int, bool] = {}
         self.computed = 0

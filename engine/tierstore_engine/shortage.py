@@ -28,7 +28,7 @@ def shortage_explained(pool: DevicePool, settings: EngineSettings) -> Iterator[N
         raise DeviceMemoryError(
             f"{pool.device} has no memory left to compute a step of up to {settings.batch_tokens} tokens: "
             f"{format_size(memory.free)} of its {format_size(memory.total)} are free, and the page pool has "
-            f"{format_size(pool.frames.nbytes)}; give it fewer pages, or a smaller "
+            f"{format_size(pool.large_pages.nbytes)}; give it fewer pages, or a smaller "
             f"prefill_chunk ({settings.prefill_chunk}) or max_sequences ({settings.max_sequences}), or take "
             "prefill_backend kernels, which gathers nothing"
         ) from error

@@ -41,11 +41,11 @@ class StatePages:
             self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, shape.conv_width - 1))
             self._matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
 
-    def state(self, layer: int, page: int) -> State:
+    def state(self, layer: int, page: int) -> LayerState:
         """What is in a page."""
-        return State(self._inputs[layer][page], self._matrices[layer][page])
+        return LayerState(self._inputs[layer][page], self._matrices[layer][page])
 
-    def before(self, span: Span, layer: int, page: int) -> State:
+    def before(self, span: Span, layer: int, page: int) -> LayerState:
         """Of the tokens before ``span``: nothing, before token 0."""
         state = self.state(layer, page)
         if span.start == 0:
@@ -55,7 +55,7 @@ class StatePages:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LayerState:
     """One layer's state of a sequence: views of its page."""
 
     inputs: torch.Tensor

@@ -48,7 +48,7 @@ class EngineClosedError(TierStoreError):
     """The engine's thread has ended: nothing can be asked of it any more."""
 
 
-class Job:
+class StepJob:
     """The requests that were submitted together. ``ids`` are in the order in which they were added.
 
     Iterate it for their outputs, as they come, until all have ended. Belongs to one event loop.
@@ -105,7 +105,7 @@ class EngineThread(Generic[E]):
         self.stats: EngineStats = engine.stats()
         self.stepping_since: float | None = None
         self._engine = engine
-        self._jobs: dict[RequestId, Job] = {}  # the thread's own
+        self._jobs: dict[RequestId, StepJob] = {}  # the thread's own
         self._changed = threading.Condition()
         # Guarded by _changed: both below.
         self._calls: deque[Callable[[E], object]] = deque()
@@ -144,9 +144,9 @@ class EngineThread(Generic[E]):
             raise EngineClosedError("the engine is closed")
         return await result
 
-    async def submit(self, add: Callable[[E], list[RequestId]]) -> Job:
+    async def submit(self, add: Callable[[E], list[RequestId]]) -> StepJob:
         """Add requests: ``add(engine)`` does, and returns their ids. Raises what it raises."""
-        job = Job(self)
+        job = StepJob(self)
 
         def begin(engine: E) -> None:
             job.begin(add(engine))
@@ -223,7 +223,7 @@ class EngineThread(Generic[E]):
         self._jobs.clear()
 
     def _deliver(self, deliveries: list[tuple[RequestId, Delivery]]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Delivery]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[StepJob, Delivery]]] = {}
         for request_id, delivery in deliveries:
             job = self._jobs.get(request_id)
             if job is not None:
@@ -237,7 +237,7 @@ class EngineThread(Generic[E]):
                         self._engine.cancel(request_id)
 
 
-def _hand_out(deliveries: list[tuple[Job, Delivery]]) -> None:
+def _hand_out(deliveries: list[tuple[StepJob, Delivery]]) -> None:
     for job, delivery in deliveries:
         job.deliver(delivery)
 

@@ -1,7 +1,8 @@
 """The pages of one sequence in one layer group, for each rule of what the next token needs.
 
-``Sequence.tables`` has a :class:`Table` for each layer group of the model. A table takes, shares, publishes
-and gives back the pages of its group; :mod:`tierstore_engine.keeper` does so for all groups at once::
+``Sequence.tables`` has a :class:`GroupTable` for each layer group of the model. A table takes, shares,
+publishes and gives back the pages of its group; :mod:`tierstore_engine.keeper` does so for all groups at
+once::
 
     FullTable    [ all of the past ...................... | rest of the prompt ]   a page for each chunk
     WindowTable  [ given back ... | what the next token attends ]                  a page for each chunk
@@ -42,7 +43,7 @@ from tierstore_engine.attention.base import NO_PAGE
 class SavePoint:
     """Lengths at which hits may begin later, ascending: ends of chunks, and at last the length of a sequence
     that leaves inside of a chunk. ``live`` is the length that live states belong to if they are to be
-    published, which only :meth:`Table.drop` may follow."""
+    published, which only :meth:`GroupTable.drop` may follow."""
 
     prompt: Prompt
     ends: Ints[int]
@@ -105,7 +106,7 @@ class PageGroup:
         )
 
 
-class Table(ABC):
+class GroupTable(ABC):
     """What a sequence has in one layer group. Without an override, that is one page for each chunk.
 
     ``pages`` is what attention, or a recurrent layer, is given. A chunk whose page was given back has
@@ -119,7 +120,7 @@ class Table(ABC):
         self.saved_at = 0  # the last hit or end of a chunk whose pages are published
         self.expected = 0  # pages that a load under way takes from the pool
 
-    def another(self) -> Table:
+    def another(self) -> GroupTable:
         """Return an empty table of the same group."""
         return type(self)(self.group)
 
@@ -196,7 +197,7 @@ class Table(ABC):
         last = tokens // self.group.chunk_tokens
         return last < len(self.pages) and self.group.is_shared(self.pages[last])
 
-    def fork(self) -> Table | None:
+    def fork(self) -> GroupTable | None:
         """Return a table for another sequence that goes on beside this one; None without room."""
         twin = self.another()
         self.group.share(page for page in self.pages if page != NO_PAGE)
@@ -221,7 +222,7 @@ class Table(ABC):
         """Return ``tokens``, an end of a chunk, or fewer if what was published serves a shorter hit only."""
 
 
-class FullTable(Table):
+class FullTable(GroupTable):
     """Full attention and latents: every page of the past is needed."""
 
     def peak(self, tokens: int, step: int) -> int:
@@ -264,7 +265,7 @@ class FullTable(Table):
         return min(self.saved_at - self.saved_at % self.group.chunk_tokens, tokens)
 
 
-class NamedTable(Table):
+class NamedTable(GroupTable):
     """A table of a group whose pages are found by name. It takes pages as it goes, and publishes them at save
     points only."""
 
@@ -399,7 +400,7 @@ class StateTable(NamedTable):
     def is_shared(self, tokens: int) -> bool:
         return False  # each sequence has a state of its own
 
-    def fork(self) -> Table | None:
+    def fork(self) -> GroupTable | None:
         twin = self.another()
         live = self.group.allocate(1)
         if live is None:
@@ -424,10 +425,10 @@ class StateTable(NamedTable):
         return None
 
 
-_TABLES: dict[Past, type[Table]] = {Past.ALL: FullTable, Past.STATE: StateTable}
+_TABLES: dict[Past, type[GroupTable]] = {Past.ALL: FullTable, Past.STATE: StateTable}
 
 
-def empty_tables(connector: Connector) -> tuple[Table, ...]:
+def empty_tables(connector: Connector) -> tuple[GroupTable, ...]:
     """Return an empty table for each layer group of the connector's model."""
     groups = [PageGroup(connector, number) for number in range(len(connector.pools))]
     return tuple(_TABLES.get(group.rule.past, WindowTable)(group) for group in groups)

@@ -50,11 +50,11 @@ def test_what_one_host_serves_twice_the_other_one_goes_on_with(two):
         assert cached(answer) == held
         check_same(answer, cold)
     two.one.wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) > published + WHOLE // 16)
-    brought = two.other.counts().get("brought_pages", 0)
+    brought = two.other.counts().get("fetched_pages", 0)
     answer = ask(two.decode, prompt)
     assert cached(answer) == WHOLE
     check_same(answer, cold)
-    assert two.other.counts()["brought_pages"] > brought + WHOLE // 16, "chains, and what goes with them"
+    assert two.other.counts()["fetched_pages"] > brought + WHOLE // 16, "chains, and what goes with them"
     nothing_is_held(two.one)
     nothing_is_held(two.other)
 

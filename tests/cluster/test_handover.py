@@ -96,7 +96,7 @@ def nothing_is_held(host):
 def test_what_one_host_computes_the_other_goes_on_with(two):
     """As a proxy asks, and then with the second one waiting before the first one has begun. By default a host
     gives others what is used twice: these pages it gives them because the request says who goes on."""
-    brought = two.other.counts().get("brought_pages", 0)
+    brought = two.other.counts().get("fetched_pages", 0)
     for number in range(2):
         prompt = a_prompt(number)
         first = ask(two.prefill, prompt, max_tokens=1, kv_transfer_params=ASKS)
@@ -113,7 +113,7 @@ def test_what_one_host_computes_the_other_goes_on_with(two):
         assert cached(answer) == WHOLE
         check_same(answer, ask(two.alone, prompt))
     stats = two.other.stats()
-    assert stats.cluster.counts["brought_pages"] == brought + 4 * WHOLE // CHUNK
+    assert stats.cluster.counts["fetched_pages"] == brought + 4 * WHOLE // CHUNK
     assert stats.service.broken_promises == 0
     nothing_is_held(two.one)
     nothing_is_held(two.other)

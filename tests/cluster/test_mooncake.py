@@ -32,14 +32,14 @@ def test_pages_behind_a_prefix_that_is_held(start):
     one, other = start(1), start(2)
     publish(one, prompt(1, pages=200))
     other.save(prompt(1, pages=30), again=False)
-    assert other.bring(prompt(1, pages=200)) == (170 * 16, 200 * 16)
-    assert other.counts()["brought_pages"] == 170
+    assert other.fetch_remote(prompt(1, pages=200)) == (170 * 16, 200 * 16)
+    assert other.counts()["fetched_pages"] == 170
 
 
 _GET_ONE_OF_TWO = """
 import ctypes, os
-from tierstore.cluster.pool import PoolOptions, open_pool
-pool = open_pool(PoolOptions("mooncake://MASTER"))
+from tierstore.cluster.shared_store import SharedStoreOptions, open_shared_store
+pool = open_shared_store(SharedStoreOptions("mooncake://MASTER"))
 memory = ctypes.create_string_buffer(bytes(range(100)) * 2, 200)
 at = ctypes.addressof(memory)
 assert pool.put(["there"], [(at, 100)]) == [True]
@@ -67,10 +67,10 @@ def test_a_lender_that_stops_and_goes_on_changes_no_byte(network, start):
     with other.store() as store:
         hit = store.lookup(prompt(1, pages=400))
         assert hit.remote_tokens == 400 * 16
-        bringing = store.bring(hit, deadline_s=1.0)
+        fetching = store.fetch_remote(hit, deadline_s=1.0)
         stopping = threading.Timer(0.2, network.stop_lender)
         stopping.start()
-        assert bringing.wait(60) < 400
+        assert fetching.wait(60) < 400
         stopping.join()
         held = {}
         for number in range(2, 8):  # the arena has room for 1,000 pages: every slot is used
@@ -99,9 +99,9 @@ def test_a_link_that_is_slow_beyond_the_library_s_patience_changes_no_byte(netwo
     with other.store() as store:
         for number in range(10):
             hit = store.lookup(prompt(number, pages=400))
-            bringing = store.bring(hit, deadline_s=1.0)
-            if bringing is not None:
-                bringing.wait(60)
+            fetching = store.fetch_remote(hit, deadline_s=1.0)
+            if fetching is not None:
+                fetching.wait(60)
             hit.release()
         while time.monotonic() < ends:
             for number in range(20, 25):
@@ -130,7 +130,7 @@ def test_a_master_that_dies_is_a_miss_and_comes_back(network, start):
     network.start_lender()
     number = 10
     ends = time.monotonic() + 60
-    while other.bring(prompt(number))[1] == 0:
+    while other.fetch_remote(prompt(number))[1] == 0:
         assert time.monotonic() < ends, (one.stats().cluster, other.stats().cluster)
         number += 1
         one.save(prompt(number))
@@ -148,7 +148,7 @@ def test_a_master_that_lost_everything_is_given_it_again(network, start):
     network.start_master()
     network.start_lender()
     ends = time.monotonic() + 150
-    while other.bring(prompt(1))[1] == 0:
+    while other.fetch_remote(prompt(1))[1] == 0:
         assert time.monotonic() < ends, (one.stats().cluster, other.stats().cluster)
         with one.store() as store:
             assert check(store, prompt(1)) == 128
@@ -173,9 +173,9 @@ def test_ten_minutes_of_kills(network, start):
                     tokens = prompt(draw.randrange(200), pages=draw.randrange(1, 60))
                     began = time.monotonic()
                     with store.lookup(tokens) as hit:
-                        bringing = store.bring(hit, deadline_s=deadline_s)
-                        if bringing is not None:
-                            brought[0] += bringing.wait(60)
+                        fetching = store.fetch_remote(hit, deadline_s=deadline_s)
+                        if fetching is not None:
+                            brought[0] += fetching.wait(60)
                     took_s = time.monotonic() - began
                     if took_s > deadline_s + 0.1:
                         slow.append(took_s)

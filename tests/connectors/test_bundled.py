@@ -84,7 +84,7 @@ def test_idle_pages_of_one_layer_group_make_room_for_another(tmp_path):
     assert connector.available(group=1) == 8
     assert len(connector.allocate(3, group=1)) == 3
     assert connector.available() == 10
-    assert connector.store.stats().tiers["hbm"].used_bytes <= connector.pools[0].frames.nbytes
+    assert connector.store.stats().tiers["hbm"].used_bytes <= connector.pools[0].large_pages.nbytes
     connector.store.check()
     connector.close()
 

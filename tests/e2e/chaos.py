@@ -104,7 +104,7 @@ def connect(life: Life) -> Store:
 
 def daemon_stats(store: Store) -> dict | None:
     """All that the daemon tells of itself; None while it is away."""
-    session = store.backend.connection.session
+    session = store.backend.connection.link
     if session is None:
         return None
     call = store.backend.connection.call
@@ -153,12 +153,12 @@ class Client:
         """Do one thing. None when the daemon was away before or afterwards."""
         actions = {**_ACTIONS, **(_HBM_ACTIONS if self.store.pool is not None else {})}
         [action] = self.chance.choices(list(actions), list(actions.values()))
-        session = self.store.backend.connection.session
+        session = self.store.backend.connection.link
         number = self.chance.randrange(self.life.prompts)
         tokens = self.chance.randint(1, MOST_PAGES * CHUNK)
         self.compared = 0
         said = getattr(self, f"_{action}")(number, prompt_tokens(number, tokens, self.spec))
-        if session is None or self.store.backend.connection.session is not session:
+        if session is None or self.store.backend.connection.link is not session:
             return said
         return said or Done(action, self.compared)
 
@@ -202,13 +202,13 @@ class Client:
 
     def _durable(self, number, prompt):
         """Save, flush, and say so if it can be relied on."""
-        session = self.store.backend.connection.session
+        session = self.store.backend.connection.link
         saved = min([save.wait(FOREVER_S) for save in self._start_saves(number, prompt)])
         flushed = self.store.flush(FOREVER_S)
         stats = daemon_stats(self.store)
         if saved < len(prompt) or not flushed or stats is None:
             return None
-        if session is None or self.store.backend.connection.session is not session:
+        if session is None or self.store.backend.connection.link is not session:
             return None  # the save and the flush may have been different daemons'
         counters = stats["store"]["counters"]
         dropped = counters["disk_dropped_pages"] + counters["disk_write_errors"]

@@ -249,7 +249,7 @@ class Campaign:
             assert stats is not None, "the daemon is away"
             service = stats["service"]
             released = service["leases"] == stats["store"]["pending_writes"] == 0  # leases: one-way messages
-            return released and service["sessions"] == len(self.monitors)
+            return released and service["connections"] == len(self.monitors)
 
         wait_until(gone)
         assert self.monitor.flush(WAIT_S)
@@ -265,7 +265,7 @@ class Campaign:
 
     def everything_promised_is_served(self) -> None:
         """By the next daemon, from disk."""
-        dead = [monitor.backend.connection.session for monitor in self.monitors]
+        dead = [monitor.backend.connection.link for monitor in self.monitors]
         self.kill_daemon()
         for (model, monitor), before in zip(enumerate(self.monitors), dead, strict=True):
             connected = monitor.backend.connection

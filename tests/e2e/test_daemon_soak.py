@@ -160,7 +160,7 @@ def stats_when_alone(client: LineClient) -> dict:
     deadline = time.monotonic() + 30
     while True:
         stats = json.loads(client.ask(p.Stats(0)).json)
-        if stats["service"]["sessions"] == 1:
+        if stats["service"]["connections"] == 1:
             return stats
         assert time.monotonic() < deadline, f"sessions that never end: {stats['service']}"
 

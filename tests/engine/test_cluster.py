@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.tierstore.cluster.hosts import Host
-from tierstore.testing.fake_pool import set_faults
+from tierstore.testing.fake_shared_store import set_faults
 from tierstore.types import Hint, Promise
 from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.sampling import SamplingParams
@@ -120,7 +120,7 @@ def test_an_engine_waits_for_what_another_hosts_engine_has_promised(tmp_path):
         assert answer.tokens == expected.tokens
         assert answer.metrics.reused_tokens == 640
         stats = hosts[1].wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
-        assert stats.cluster.counts["brought_pages"] == 10
+        assert stats.cluster.counts["fetched_pages"] == 10
         assert stats.service.broken_promises == 0
         hosts[0].wait_for(lambda stats: stats.cluster.counts["published_pages"] == 11)
         complete(first, first.add(others, PARAMS))

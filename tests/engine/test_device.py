@@ -126,13 +126,13 @@ def copies_may_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]
     """While a test has cleared this event, no load waits for its copies. On a lazy device they do not end."""
     event = threading.Event()
     event.set()
-    original = IntoHbm._let_go
+    original = IntoHbm._release_source
 
-    def let_go(self: IntoHbm, *arguments: Any) -> None:
+    def release_source(self: IntoHbm, *arguments: Any) -> None:
         event.wait()
         original(self, *arguments)
 
-    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
+    monkeypatch.setattr(IntoHbm, "_release_source", release_source)
     yield event
     event.set()
 
@@ -222,7 +222,7 @@ def test_a_pool_that_changes_its_size(
     before = device.mapped
     pool = DevicePool(tiny.kv_spec(chunk_tokens=CHUNK), POOL_PAGES, device, most=POOL_PAGES, layered_bytes=0)
     run = open_run(tiny, pool)
-    engine, whole = run.engine, pool.frames.nbytes
+    engine, whole = run.engine, pool.large_pages.nbytes
     mapped: set[int] = set()
     for number in range(3):
         ids = [engine.add(prompt, PARAMS) for prompt in PROMPTS]
@@ -523,7 +523,7 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
     slots, and where it is quick they are there before the model computes."""
     steps = threading.Condition()
     done = 0
-    original_wait, original_let_go = DeferredRunner.wait, IntoHbm._let_go
+    original_wait, original_release = DeferredRunner.wait, IntoHbm._release_source
 
     def wait(self: DeferredRunner) -> None:
         nonlocal done
@@ -532,15 +532,15 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
             done += 1
             steps.notify_all()
 
-    def let_go(self: IntoHbm, *arguments: Any) -> None:
+    def release_source(self: IntoHbm, *arguments: Any) -> None:
         with steps:
             before = done
             steps.wait_for(lambda: done > before, timeout=1.0)  # where that was the last one there is none
-        original_let_go(self, *arguments)
+        original_release(self, *arguments)
 
     patch.setattr(pool, "arrivals", lambda pages: COMPLETED)
     patch.setattr(DeferredRunner, "wait", wait)
-    patch.setattr(IntoHbm, "_let_go", let_go)
+    patch.setattr(IntoHbm, "_release_source", release_source)
     yield
 
 
@@ -562,10 +562,10 @@ def marker_before_the_step(patch: pytest.MonkeyPatch, pool: DevicePool) -> Itera
 def leases_end_when_copies_begin(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
     """Host slots are given to others while pages are still copied from them."""
 
-    def let_go(self: IntoHbm, under_way: Any, *_: Any) -> None:
+    def release_source(self: IntoHbm, under_way: Any, *_: Any) -> None:
         under_way._located.release()
 
-    patch.setattr(IntoHbm, "_let_go", let_go)
+    patch.setattr(IntoHbm, "_release_source", release_source)
     yield
 
 

@@ -249,8 +249,8 @@ def test_half_of_the_memory_and_back_while_requests_run(
     pools = device_pools(spec, seed, grows=1)
     run = run_over(model, pools, on_host)
     device = pools[0].runtime
-    engine, frames = run.engine, pools[0].frames
-    whole, mapped = frames.nbytes, set[int]()
+    engine, large_pages = run.engine, pools[0].large_pages
+    whole, mapped = large_pages.nbytes, set[int]()
     ids = [engine.add(prompt, PARAMS) for prompt in prompts]
     told: dict[int, np.ndarray] = {}
     for step in itertools.count():

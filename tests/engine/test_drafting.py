@@ -19,7 +19,7 @@ from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.attention import make_attention
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.draft_model import DraftModel
-from tierstore_engine.drafting import PromptLookup
+from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
@@ -71,7 +71,7 @@ class Echo:
 def test_greedy_output_is_equal_on_200_prompts(tiny: LoadedModel, engine_of: EngineOf) -> None:
     asked = prompts(200)
     plain = engine_of(tiny, pool_pages=256).generate(asked, GREEDY)
-    engine = engine_of(tiny, pool_pages=256, drafter=PromptLookup())
+    engine = engine_of(tiny, pool_pages=256, drafter=PromptLookupDrafter())
     drafted = engine.generate(asked, GREEDY)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     assert [each.text for each in drafted] == [each.text for each in plain]
@@ -136,7 +136,7 @@ def test_text_that_repeats_itself_takes_fewer_steps(tiny: LoadedModel, engine_of
     model, params = repeating(tiny), replace(GREEDY, max_new_tokens=300)
     prompt = [7, 3, 200]
     [plain] = engine_of(model).generate([prompt], params)
-    engine = engine_of(model, drafter=PromptLookup())
+    engine = engine_of(model, drafter=PromptLookupDrafter())
     [drafted] = engine.generate([prompt], params)
     assert drafted.tokens == plain.tokens
     assert 300 / engine.stats().steps > 1.5
@@ -250,6 +250,6 @@ def test_a_draft_model_that_is_the_model_is_always_right(
 
 def test_a_drafter_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="at least one token"):
-        PromptLookup(tokens=0)
+        PromptLookupDrafter(tokens=0)
     with pytest.raises(UsageError, match="shortest"):
-        PromptLookup(longest=1, shortest=2)
+        PromptLookupDrafter(longest=1, shortest=2)

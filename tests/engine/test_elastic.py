@@ -111,7 +111,7 @@ def check_books(engine: Engine) -> None:
     assert isinstance(engine.connector, StoreConnector)
     store = engine.connector.store
     store.check()
-    pools[0].frames.check()
+    pools[0].large_pages.check()
     sequences = list(engine._roster)
     moving = any(s.state is SequenceState.LOADING or s.meeting or s.loading for s in sequences)
     for group, pool in enumerate(pools):
@@ -137,10 +137,10 @@ def finished(engine: Engine) -> None:
     assert engine.connector.store.flush(30)
     check_books(engine)
     pool = engine.connector.pool
-    engine.resize_pool(pool.frames.large_bytes)
-    assert engine.pool_size().nbytes <= 2 * pool.frames.large_bytes
+    engine.resize_pool(pool.large_pages.large_bytes)
+    assert engine.pool_size().nbytes <= 2 * pool.large_pages.large_bytes
     assert all(
-        each.used_pages == 0 for each in engine.connector.pools if each.capacity > each.books.per_frame
+        each.used_pages == 0 for each in engine.connector.pools if each.capacity > each.books.per_large
     )
 
 
@@ -254,7 +254,7 @@ class Shared:
         small = giver.pool_size().nbytes // self._draw.choice((1, 2, 2, 3))
         before = giver.pool_size()
         try:
-            giver.resize_pool(max(small, giver.connector.pool.frames.large_bytes))
+            giver.resize_pool(max(small, giver.connector.pool.large_pages.large_bytes))
         except UsageError:  # one of its requests would not fit
             unchanged = giver.pool_size() == before
             assert unchanged

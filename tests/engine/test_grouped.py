@@ -187,10 +187,10 @@ def test_prompts_that_share_a_beginning_of_any_length(
 
 def shrink_to_one(engine: Engine) -> None:
     """To the least memory that has room for each request alone."""
-    size = engine.connector.pool.frames.large_bytes
-    for frames in itertools.count(1):
+    size = engine.connector.pool.large_pages.large_bytes
+    for large_pages in itertools.count(1):
         try:
-            engine.resize_pool(frames * size)
+            engine.resize_pool(large_pages * size)
         except UsageError:
             continue
         return

@@ -106,3 +106,21 @@ def test_a_request_that_goes_while_it_waits_holds_nothing(
     while stored.engine.has_work:
         stored.engine.step()
     assert stored.store.stats().open_hits == 0
+
+
+def test_a_request_is_one_lookup_and_its_hit_counts_where_it_is_served_from(
+    oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
+) -> None:
+    stored = stored_engine(model, pool_pages=400, disk="store", max_sequences=2)
+    prompts = [[*oracle.prompt[:96], 5 + number, *range(20, 60)] for number in range(16)]
+    stored.engine.generate(prompts, ONE)
+    backend = stored.store.backend
+    assert stored.store.stats().counters["lookups"] == backend.stats().counters["lookups"] == 16
+
+    before = dict(backend.stats().counters["hit_tokens"])
+    longer = [*prompts[0], *range(100, 140)]
+    stored.engine.generate([longer], ONE)
+    after = backend.stats().counters["hit_tokens"]
+    assert after["hbm"] - before["hbm"] >= 96
+    assert (after["host"], after["disk"]) == (before["host"], before["disk"]), "HBM had all of the hit"
+    assert backend.stats().counters["lookups"] == 17

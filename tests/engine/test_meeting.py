@@ -20,16 +20,16 @@ CHUNK = 64
 class FixedPlanner(Planner):
     """Both ends meet where the test says."""
 
-    def __init__(self, meet: int, deadline_s: float = 60.0) -> None:
+    def __init__(self, meeting_point: int, deadline_s: float = 60.0) -> None:
         super().__init__()
-        self._meet_at = meet
+        self._meet_at = meeting_point
         self._deadline_s = deadline_s
 
     def plan(self, parts, prompt_tokens, *, now_s, block=0) -> Plan:
         tokens = sum(part.tokens for part in parts)
         return Plan(tokens, self._meet_at, 0.0, 0.0, self._deadline_s)
 
-    def meet(self, parts, front, *, now_s) -> int:
+    def meeting_point(self, parts, front, *, now_s) -> int:
         return max(self._meet_at, front)
 
 

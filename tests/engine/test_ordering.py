@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Prefill
 from tierstore.spec import KVSpec
-from tierstore_engine.ordering import Entry, Place, common_chunks, turns
+from tierstore_engine.ordering import Place, WaitingEntry, common_chunks, turns
 from tierstore_engine.overtaking import Spent, passed
 
 CHUNK = 4
@@ -39,23 +39,23 @@ class Arrival:
     tokens: int
 
 
-def order(entries: Sequence[Entry], bound_s: float = math.inf, now_s: float = 0.0) -> list[Place]:
+def order(entries: Sequence[WaitingEntry], bound_s: float = math.inf, now_s: float = 0.0) -> list[Place]:
     found = turns(entries, SPEED, chunk_tokens=CHUNK, bound_s=bound_s, now_s=now_s)
     return [turn.entry.place for turn in found]
 
 
-def entries_of(shapes: Sequence[tuple[list[int], int]]) -> list[Entry]:
+def entries_of(shapes: Sequence[tuple[list[int], int]]) -> list[WaitingEntry]:
     return [
-        Entry((0, age, age), keys_of(branches), CHUNK * len(branches) + own)
+        WaitingEntry((0, age, age), keys_of(branches), CHUNK * len(branches) + own)
         for age, (branches, own) in enumerate(shapes)
     ]
 
 
-def mean_s(entries: Sequence[Entry], places: Sequence[Place]) -> float:
+def mean_s(entries: Sequence[WaitingEntry], places: Sequence[Place]) -> float:
     """The mean time to the first token in an order, where what is shared is computed once."""
     by_place = {entry.place: entry for entry in entries}
     now = total = 0.0
-    done: list[Entry] = []
+    done: list[WaitingEntry] = []
     for place in places:
         entry = by_place[place]
         held = max((common_chunks(entry.keys, other.keys) for other in done), default=0) * CHUNK
@@ -91,25 +91,25 @@ def test_without_overtaking_it_is_first_come_first_served(shapes: list[tuple[lis
 
 
 def test_what_is_held_counts_as_computed() -> None:
-    long = Entry((0, 0, 0), keys_of([1, 1, 1]), 13, held=12)
-    assert order([long, Entry((0, 1, 1), [], 5)]) == [(0, 0, 0), (0, 1, 1)]
+    long = WaitingEntry((0, 0, 0), keys_of([1, 1, 1]), 13, held=12)
+    assert order([long, WaitingEntry((0, 1, 1), [], 5)]) == [(0, 0, 0), (0, 1, 1)]
     long.held = 0
-    assert order([long, Entry((0, 1, 1), [], 5)]) == [(0, 1, 1), (0, 0, 0)]
+    assert order([long, WaitingEntry((0, 1, 1), [], 5)]) == [(0, 1, 1), (0, 0, 0)]
 
 
 def test_a_document_with_many_questions_comes_before_a_shorter_one_with_one() -> None:
-    document = [Entry((0, age, age), keys_of([1] * 10), 42) for age in range(1, 8)]
-    other = Entry((0, 0, 0), keys_of([2] * 5), 20)
+    document = [WaitingEntry((0, age, age), keys_of([1] * 10), 42) for age in range(1, 8)]
+    other = WaitingEntry((0, 0, 0), keys_of([2] * 5), 20)
     assert order([other, *document])[-1] == other.place
 
 
 def test_a_priority_comes_first_whatever_it_takes() -> None:
-    urgent, quick = Entry((-1, 1, 1), [], 1000), Entry((0, 0, 0), [], 1)
+    urgent, quick = WaitingEntry((-1, 1, 1), [], 1000), WaitingEntry((0, 0, 0), [], 1)
     assert order([quick, urgent]) == [urgent.place, quick.place]
 
 
 def test_nobody_is_overtaken_past_its_deadline() -> None:
-    first, quick = Entry((0, 0, 0), [], 100, deadline_s=104.0), Entry((0, 1, 1), [], 5)
+    first, quick = WaitingEntry((0, 0, 0), [], 100, deadline_s=104.0), WaitingEntry((0, 1, 1), [], 5)
     assert order([first, quick]) == [first.place, quick.place]
     assert order([first, quick], now_s=50.0) == [quick.place, first.place]  # that cannot be met any more
     first.deadline_s = 105.0
@@ -141,10 +141,10 @@ def served(requests: Sequence[Arrival], *, bound_s: float, step: int) -> dict[Pl
     decided anew before each."""
     now = 0.0
     ends: dict[Place, Served] = {}
-    computed: list[Entry] = []
-    waiting: list[Entry] = []
+    computed: list[WaitingEntry] = []
+    waiting: list[WaitingEntry] = []
     coming = [
-        (request.at, Entry((request.priority, number, number), request.keys, request.tokens))
+        (request.at, WaitingEntry((request.priority, number, number), request.keys, request.tokens))
         for number, request in enumerate(requests)
     ]
     while coming or waiting:
@@ -190,10 +190,12 @@ def test_no_request_waits_more_than_the_bound_longer(
 
 
 def test_who_is_in_line_is_not_overtaken_by_what_takes_no_time_either() -> None:
-    older, loaded = Entry((0, 0, 0), [], 40), Entry((0, 1, 1), [], 20, held=20)
+    older, loaded = WaitingEntry((0, 0, 0), [], 40), WaitingEntry((0, 1, 1), [], 20, held=20)
 
-    def first(in_line: Place | None) -> Place:
-        found = turns([older, loaded], SPEED, chunk_tokens=CHUNK, bound_s=1.0, now_s=0.0, in_line=in_line)
+    def first(strict_prefix: Place | None) -> Place:
+        found = turns(
+            [older, loaded], SPEED, chunk_tokens=CHUNK, bound_s=1.0, now_s=0.0, strict_prefix=strict_prefix
+        )
         return next(found).entry.place
 
     assert first(None) == loaded.place

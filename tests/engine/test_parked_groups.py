@@ -344,7 +344,7 @@ def copied_before_it_arrived(patch: pytest.MonkeyPatch, run: Run) -> Iterator[No
         patch.setattr(pool, "start_copying", start)
         patch.setattr(pool, "_under_way", none_of)
 
-    def let_go(self, *arguments, original=IntoHbm._let_go):
+    def release_source(self, *arguments, original=IntoHbm._release_source):
         copied.wait(1.0)  # where nothing is copied there is no wait for it
         original(self, *arguments)
 
@@ -352,7 +352,7 @@ def copied_before_it_arrived(patch: pytest.MonkeyPatch, run: Run) -> Iterator[No
         original()
         copied.clear()
 
-    patch.setattr(IntoHbm, "_let_go", let_go)
+    patch.setattr(IntoHbm, "_release_source", release_source)
     patch.setattr(run, "forget_in_hbm", forget)
     yield
 

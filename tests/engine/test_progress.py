@@ -174,13 +174,13 @@ class Load:
         self.model = FakeModel(connector)
         self.sequences: dict[int, Sequence] = {}
         self.ended: set[int] = set()
-        self.frames = self._least_frames() + chance.choice([0, 0, 1, 2, 5, 20, 100])
+        self.large_pages = self._least_large() + chance.choice([0, 0, 1, 2, 5, 20, 100])
 
-    def _least_frames(self) -> int:
+    def _least_large(self) -> int:
         """The smallest pool in which the engine accepts all of these."""
         tokens = max(len(request.tokens) + request.answer for request in self.requests) - 1
         counts = self.keeper.peaks(tokens)
-        return next(n for n in range(1, 1000) if fits(self.connector.pools, counts, frames=n))
+        return next(n for n in range(1, 1000) if fits(self.connector.pools, counts, large_pages=n))
 
     def run(self) -> None:
         plans = idle = 0
@@ -210,8 +210,8 @@ class Load:
     def __repr__(self) -> str:
         scheduler = self.scheduler
         return (
-            f"load {self.seed}: {self.frames} frames, {self.preemptions()} preemptions, {self.settings}, "
-            f"admitted {scheduler.admitted}, waiting {scheduler.waiting}"
+            f"load {self.seed}: {self.large_pages} large pages, {self.preemptions()} preemptions, "
+            f"{self.settings}, admitted {scheduler.admitted}, waiting {scheduler.waiting}"
         )
 
     def _add(self, number: int, request: Request) -> None:
@@ -258,12 +258,12 @@ class Load:
                 assert sequence.tokens == tokens
 
 
-def pools_of(kind: str, frames: int) -> list[PagePool]:
+def pools_of(kind: str, large_pages: int) -> list[PagePool]:
     parts = spec_of(kind).split()
     if len(parts) == 1:
-        return [PagePool(parts[0], frames)]
-    large = open_group_pools(parts, 1 << 20)[0].frames.large_bytes
-    return list(open_group_pools(parts, frames * large))
+        return [PagePool(parts[0], large_pages)]
+    large = open_group_pools(parts, 1 << 20)[0].large_pages.large_bytes
+    return list(open_group_pools(parts, large_pages * large))
 
 
 class Connectors:
@@ -310,6 +310,6 @@ def test_every_request_ends(kind: str, store: str, schedule: str, connectors: Co
         for number in range(len(connector.pools)):
             connector.evict(connector.pools[number].num_pages, group=number)
         load = Load(seed, chance, connector, schedule)
-        connector.resize(load.frames * connector.pool.frames.large_bytes)
+        connector.resize(load.large_pages * connector.pool.large_pages.large_bytes)
         load.run()
         load.check()

@@ -14,7 +14,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.types import GroupPages
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine.attention.base import NO_PAGE
-from tierstore_engine.tables import SavePoint, StateTable, Table, empty_tables
+from tierstore_engine.tables import GroupTable, SavePoint, StateTable, empty_tables
 
 CHUNK = 8
 FULL = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 8)
@@ -38,12 +38,12 @@ def without_store(*groups: LayerGroup, pages: int = 64) -> NoStore:
     return NoStore(*pools_of(*groups, pages=pages))
 
 
-def pages_had(table: Table) -> set[int]:
+def pages_had(table: GroupTable) -> set[int]:
     snapshot = table.snapshot if isinstance(table, StateTable) else []
     return {page for page in [*table.pages, *snapshot] if page != NO_PAGE}
 
 
-def new_table(connector: NoStore, number: int = 1) -> Table:
+def new_table(connector: NoStore, number: int = 1) -> GroupTable:
     """Of group ``number``, of a sequence with no hit."""
     table = empty_tables(connector)[number]
     assert table.begin(GroupPages(), 0, 1)

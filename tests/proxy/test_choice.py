@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tierstore_engine.server.errors import ApiError
 from tierstore_proxy import choice, prompts, residency
-from tierstore_proxy.choice import Load, rank_decode, rank_prefill
-from tierstore_proxy.prompts import Api, Asked, Prompt
+from tierstore_proxy.choice import EngineLoad, rank_decode, rank_prefill
+from tierstore_proxy.prompts import Api, Asked, RoutedPrompt
 from tierstore_proxy.residency import SentPrompts
 
 LOADS = st.lists(
-    st.builds(Load, st.integers(0, 9), st.integers(0, 9000), st.booleans()), min_size=1, max_size=6
+    st.builds(EngineLoad, st.integers(0, 9), st.integers(0, 9000), st.booleans()), min_size=1, max_size=6
 )
 
 
@@ -45,13 +45,13 @@ def test_a_decode_engine_with_the_least_to_do(loads, data, tokens, turn):
 
 
 def test_equals_take_turns():
-    assert [rank_decode([Load(0, 0)] * 3, [0] * 3, 10, turn)[0] for turn in range(4)] == [0, 1, 2, 0]
+    assert [rank_decode([EngineLoad(0, 0)] * 3, [0] * 3, 10, turn)[0] for turn in range(4)] == [0, 1, 2, 0]
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=600), st.binary(max_size=600))
 def test_what_was_sent_is_remembered_as_far_as_prompts_are_the_same(common, one, other):
     sent = SentPrompts(2)
-    sent.note(Prompt(None, common + one), 1)
+    sent.note(RoutedPrompt(None, common + one), 1)
     same = next(
         (
             at
@@ -60,7 +60,7 @@ def test_what_was_sent_is_remembered_as_far_as_prompts_are_the_same(common, one,
         ),
         min(len(common + one), len(common + other)),
     )
-    assert sent.held(Prompt(None, common + other)) == [0, same // 256 * 64]
+    assert sent.held(RoutedPrompt(None, common + other)) == [0, same // 256 * 64]
 
 
 def test_a_conversation_that_goes_on_begins_like_itself():

@@ -94,7 +94,7 @@ def test_a_field_without_a_bound_is_found():
 def test_a_prompt_of_a_million_tokens_passes():
     tokens = bytes(4 * (1 << 20))
     keys = bytes(16 * (1 << 20) // 16)
-    lookup = messages.Lookup(1, messages.PromptPart(0, keys, tokens), 1 << 20, 1.0)
+    lookup = messages.Find(1, messages.PromptPart(0, keys, tokens), 1 << 20, 1.0)
     assert messages.decode_request(messages.encode(lookup)) == lookup
     body = msgspec.json.encode({"model": "m", "prompt": [5] * (1 << 20)})
     assert len(requests.parse(body, requests.CompletionRequest).prompts[0]) == 1 << 20

@@ -86,3 +86,13 @@ def test_no_arrow_points_upwards():
         if name != "tierstore.daemon.__main__"  # a program
     ]
     assert upwards == []
+
+
+def test_a_class_name_stands_once() -> None:
+    """A reader who searches for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

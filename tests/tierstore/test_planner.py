@@ -6,11 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tierstore.planner import Part, Plan, Planner, Prefill, RateEstimate, Way, fit_prefill, plan
+from tierstore.planner import Plan, Planner, Prefill, RateEstimate, TierPart, TierRate, fit_prefill, plan
 
 BYTES = 1000  # of a token
-rates = st.floats(1e3, 1e12)
-ways = st.builds(Way, rates, st.floats(0, 1), st.floats(0, 5))
+bytes_per_s = st.floats(1e3, 1e12)
+rates = st.builds(TierRate, bytes_per_s, st.floats(0, 1), st.floats(0, 5))
 prefills = st.builds(Prefill, st.floats(1e-6, 1e-1), st.floats(0, 1e-5))
 
 
@@ -18,7 +18,7 @@ prefills = st.builds(Prefill, st.floats(1e-6, 1e-1), st.floats(0, 1e-5))
 def hits(draw):
     sizes = [draw(st.integers(0, 20_000)) for _ in range(3)]
     parts = [
-        Part(tier, size, 0 if tier == "hbm" else size * BYTES)
+        TierPart(tier, size, 0 if tier == "hbm" else size * BYTES)
         for tier, size in zip(("hbm", "host", "disk"), sizes, strict=True)
         if size
     ]
@@ -33,7 +33,7 @@ def total(parts) -> int:
 problems = st.tuples(
     hits(),
     st.integers(1, 20_000),
-    st.fixed_dictionaries({"host": ways, "disk": ways}),
+    st.fixed_dictionaries({"host": rates, "disk": rates}),
     prefills,
     st.booleans(),
 )
@@ -58,7 +58,7 @@ def test_a_plan_is_never_slower_than_computing_and_never_exceeds_its_own_deadlin
     assert made.deadline_s is not None
     assert made.load_s <= near(made.deadline_s)
     assert made.tokens + sum(made.declined.values()) == total(parts)
-    assert free <= made.meet <= made.tokens
+    assert free <= made.meeting_point <= made.tokens
 
 
 @given(problems, st.sampled_from(["host", "disk"]), st.floats(1, 1e4))
@@ -75,7 +75,7 @@ def test_a_longer_hit_never_makes_a_plan_worse(problem, more):
     last = parts[-1]
     longer = [
         *parts[:-1],
-        Part(last.tier, last.tokens + more, last.nbytes + (more * BYTES if last.nbytes else 0)),
+        TierPart(last.tier, last.tokens + more, last.nbytes + (more * BYTES if last.nbytes else 0)),
     ]
     # Where both ends meet is a whole token, and so is the difference that this can make.
     token_s = prefill.seconds(1, total(parts) + rest) if both else 0.0
@@ -87,30 +87,30 @@ def test_a_longer_hit_never_makes_a_plan_worse(problem, more):
 @given(problems)
 def test_from_both_ends_is_never_worse_than_one_way(problem):
     parts, rest, by_tier, prefill, _ = problem
-    one, both = (solve((parts, rest, by_tier, prefill, way)) for way in (False, True))
+    one, both = (solve((parts, rest, by_tier, prefill, both_ends)) for both_ends in (False, True))
     assert both.ttft_s <= near(one.ttft_s + prefill.seconds(1, total(parts) + rest))
 
 
 def test_where_both_take_equally_long_they_meet_in_the_middle_and_it_takes_little_more_than_half():
-    made = plan([Part("disk", 1000, 1e6)], 1001, {"disk": Way(1e6)}, Prefill(0.001), block=1)
-    assert made.meet == pytest.approx(500, abs=1)
+    made = plan([TierPart("disk", 1000, 1e6)], 1001, {"disk": TierRate(1e6)}, Prefill(0.001), block=1)
+    assert made.meeting_point == pytest.approx(500, abs=1)
     assert made.ttft_s == pytest.approx(0.668, rel=0.01)
 
 
 def test_a_tier_that_is_faster_by_far_is_loaded_whole():
-    made = plan([Part("host", 1000, 1e6)], 1001, {"host": Way(1e10)}, Prefill(0.001), block=1)
-    assert (made.tokens, made.meet) == (1000, 0)
+    made = plan([TierPart("host", 1000, 1e6)], 1001, {"host": TierRate(1e10)}, Prefill(0.001), block=1)
+    assert (made.tokens, made.meeting_point) == (1000, 0)
 
 
 def test_a_slow_part_is_declined_and_the_fast_one_before_it_is_not():
-    parts = [Part("hbm", 10, 0), Part("host", 100, 1e5), Part("disk", 100, 1e5)]
-    made = plan(parts, 300, {"host": Way(1e9), "disk": Way(1e3)}, Prefill(0.001))
+    parts = [TierPart("hbm", 10, 0), TierPart("host", 100, 1e5), TierPart("disk", 100, 1e5)]
+    made = plan(parts, 300, {"host": TierRate(1e9), "disk": TierRate(1e3)}, Prefill(0.001))
     assert made.tokens == 110
     assert made.declined == {"disk": 100}
 
 
 def test_an_unknown_tier_is_tried_with_a_deadline_and_without_a_prefill_speed_there_is_none():
-    parts = [Part("disk", 1000, 1e6)]
+    parts = [TierPart("disk", 1000, 1e6)]
     made = plan(parts, 1001, {}, Prefill(0.001))
     assert made.tokens == 1000
     assert made.deadline_s is not None
@@ -130,18 +130,18 @@ def test_a_rate_is_found_from_loads_of_several_sizes(bytes_per_s, latency_s):
     estimate = RateEstimate()
     for at, size in enumerate((1e5, 1e6, 1e7, 3e6), 1):
         estimate.moved(size, latency_s + size / bytes_per_s, at * 5.0)
-    way = estimate.way(20.0)
-    assert way is not None
-    assert way.seconds(5e6) == pytest.approx(latency_s + 5e6 / bytes_per_s, rel=1e-3)
+    rate = estimate.rate(20.0)
+    assert rate is not None
+    assert rate.seconds(5e6) == pytest.approx(latency_s + 5e6 / bytes_per_s, rel=1e-3)
 
 
 def test_a_rate_is_pessimistic_about_what_is_slow_now_and_then():
     estimate = RateEstimate()
     for number in range(8):
         estimate.moved(1e6, 1.0 if number % 3 == 0 else 0.01, 2.0 * number)
-    way = estimate.way(16.0)
-    assert way is not None
-    assert way.seconds(1e6) == pytest.approx(1.0)
+    rate = estimate.rate(16.0)
+    assert rate is not None
+    assert rate.seconds(1e6) == pytest.approx(1.0)
 
 
 @given(st.integers(1, 8), st.integers(4, 40), st.floats(0.0, 1.0))
@@ -152,30 +152,30 @@ def test_bytes_that_wait_for_one_another_are_counted_once(at_once, loads, late):
     for number in range(loads):
         ended = number + 1.0 if number % 2 else number + 1.0 + late
         estimate.moved(1e6, ended - max(number - at_once + 1, 0), ended)
-    way = estimate.way(loads + 1.0)
-    assert way is not None
-    assert 0.7 < way.seconds(1e6) < 2.5
+    rate = estimate.rate(loads + 1.0)
+    assert rate is not None
+    assert 0.7 < rate.seconds(1e6) < 2.5
 
 
 def test_what_did_not_come_is_as_slow_as_that_until_more_is_known():
     estimate = RateEstimate()
     estimate.late(1e6, 1.0, 0.0)
-    assert estimate.way(1.0) == Way(1e6)
+    assert estimate.rate(1.0) == TierRate(1e6)
     estimate.moved(1e6, 2.0, 3.0)
-    assert estimate.way(3.0) == Way(pytest.approx(5e5))
+    assert estimate.rate(3.0) == TierRate(pytest.approx(5e5))
     estimate.late(1e6, 1.0, 4.0)  # says nothing new
-    assert estimate.way(4.0) == Way(pytest.approx(5e5))
+    assert estimate.rate(4.0) == TierRate(pytest.approx(5e5))
     estimate.late(1e6, 4.0, 9.0)
-    assert estimate.way(9.0) == Way(pytest.approx(2.5e5))
+    assert estimate.rate(9.0) == TierRate(pytest.approx(2.5e5))
     estimate.moved(1e6, 2.0, 12.0)
-    assert estimate.way(12.0) == Way(pytest.approx(5e5))
-    assert estimate.way(100.0) is None
+    assert estimate.rate(12.0) == TierRate(pytest.approx(5e5))
+    assert estimate.rate(100.0) is None
 
 
-def disk_planner() -> tuple[Planner, list[Part]]:
+def disk_planner() -> tuple[Planner, list[TierPart]]:
     planner = Planner()
     planner.computed(1000, 0, 1.0)
-    return planner, [Part("disk", 1000, 1e6)]
+    return planner, [TierPart("disk", 1000, 1e6)]
 
 
 def test_a_disk_that_becomes_slow_is_declined_within_ten_requests():
@@ -206,9 +206,9 @@ def test_a_disk_that_has_recovered_is_taken_again_within_a_minute():
 
 def test_what_a_daemon_tells_counts_until_it_is_measured_here():
     planner, parts = disk_planner()
-    planner.told("disk", Way(1e5), now_s=0.0)
+    planner.report("disk", TierRate(1e5), now_s=0.0)
     assert planner.plan(parts, 1001, now_s=0.0).declined == {"disk": 1000}
     planner.moved("disk", 1e6, 0.01, now_s=0.0)
     assert planner.plan(parts, 1001, now_s=0.0).tokens == 1000
-    planner.told("disk", Way(1e5, backlog_s=60.0), now_s=0.0)  # but there is a queue in front of it
+    planner.report("disk", TierRate(1e5, backlog_s=60.0), now_s=0.0)  # but there is a queue in front of it
     assert planner.plan(parts, 1001, now_s=0.0).tokens == 0

@@ -32,7 +32,7 @@ def test_a_throttled_tier_gives_the_same_bytes_and_the_planner_notices():
         buffers = [bytearray(SPEC.page_bytes) for _ in pages]
         assert store.load(store.lookup(tokens), buffers).wait(30).tokens == 64
         assert [bytes(each) for each in buffers] == pages
-        way = store.planner.ways(store._hbm.clock())["host"]
+        way = store.planner.rates(store._hbm.clock())["host"]
         assert way.bytes_per_s <= rate
 
 

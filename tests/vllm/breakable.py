@@ -25,9 +25,9 @@ SERVING = {
     "WorkerHalf.save": "wait_for_save",
     "WorkerHalf.results": "_results",
     "WorkerHalf.report": "build_connector_worker_meta",
-    "Counters.take": "get_kv_connector_stats",
-    "Lookups._find": "looking up a prompt",
-    "Load._start_parts": "starting a load",
+    "ConnectorCounters.take": "get_kv_connector_stats",
+    "VllmLookups._find": "looking up a prompt",
+    "BlockLoad._start_parts": "starting a load",
     "HostBlocks.scatter": "copying to KV blocks",
     "Store.save_from": "starting a save",
     "HostBlocks.gather": "copying from KV blocks",
@@ -68,19 +68,19 @@ def __getattr__(name):
     if name != "TierStoreConnector":
         raise AttributeError(name)
     from tierstore import Store
-    from tierstore_connectors.common.counters import Counters
+    from tierstore_connectors.common.counters import ConnectorCounters
     from tierstore_connectors.vllm import scheduler
     from tierstore_connectors.vllm.connector import TierStoreConnector
     from tierstore_connectors.vllm.copies import HostBlocks
-    from tierstore_connectors.vllm.lookup import Lookups
+    from tierstore_connectors.vllm.lookup import VllmLookups
     from tierstore_connectors.vllm.scheduler import SchedulerHalf
-    from tierstore_connectors.vllm.transfers import Load
+    from tierstore_connectors.vllm.transfers import BlockLoad
     from tierstore_connectors.vllm.worker import WorkerHalf
 
     if not _patched:
         _patched.append(True)
         scheduler._REFUSED_S = 1.0  # for so long what failed is not tried again: here it is waited for often
-        kinds = (SchedulerHalf, WorkerHalf, Counters, Lookups, Load, HostBlocks, Store)
+        kinds = (SchedulerHalf, WorkerHalf, ConnectorCounters, VllmLookups, BlockLoad, HostBlocks, Store)
         named = {kind.__name__: kind for kind in kinds}
         for each in (*SERVING, *STARTING, *RESETTING, *ENDING):
             kind, _, method = each.partition(".")

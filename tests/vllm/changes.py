@@ -8,7 +8,7 @@ import json
 import sys
 
 from tests.vllm.models import prompt
-from tierstore_connectors.vllm.transfers import Load
+from tierstore_connectors.vllm.transfers import BlockLoad
 
 LONG, ALIGNED = prompt(700), 640
 _STEPS = 100_000
@@ -48,9 +48,9 @@ class Engine:
         """Have ``event`` raise in the middle of a load."""
         from vllm.v1.request import RequestStatus
 
-        poll, engine = Load.poll, self.llm.llm_engine
+        poll, engine = BlockLoad.poll, self.llm.llm_engine
         self.llm.reset_prefix_cache()
-        Load.poll = lambda load: None
+        BlockLoad.poll = lambda load: None
         engine.add_request("loading", {"prompt_token_ids": LONG}, self._params)
         for _ in range(_STEPS):
             engine.step()
@@ -65,7 +65,7 @@ class Engine:
         else:
             raise AssertionError("vLLM resets in the middle of a load, and does not raise any more")
         finally:
-            Load.poll = poll
+            BlockLoad.poll = poll
             self.core.resume_scheduler()
         while engine.has_unfinished_requests():
             engine.step()

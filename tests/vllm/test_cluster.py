@@ -10,7 +10,7 @@ from tests.vllm import models
 from tests.vllm.engines import Ask, Engine
 from tests.vllm.harness import patient, same, wait_hit
 from tests.vllm.models import prompt
-from tierstore.testing.fake_pool import set_faults
+from tierstore.testing.fake_shared_store import set_faults
 
 pytestmark = pytest.mark.timeout(900)
 LONG, OTHER = prompt(901), prompt(901, seed=5)
@@ -43,4 +43,4 @@ def test_prompts_of_another_host(model, make_daemon, tmp_path):
         alone = second.ask(Ask(OTHER))
         assert alone.external_hit_tokens == 0
         assert same(alone, computed[1])
-    assert other.stats().cluster.counts["brought_pages"] == ALIGNED // 64
+    assert other.stats().cluster.counts["fetched_pages"] == ALIGNED // 64

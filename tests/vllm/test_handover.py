@@ -236,7 +236,7 @@ def test_two_hosts_and_a_pool(model, reference, make_daemon, tmp_path):
             assert ours(first) == promise(until_s=1.0)
             assert answers.external_hit_tokens == ALIGNED
             assert same(answers, reference(tokens), 1e-4)  # computed in pieces, which round differently
-        assert other.stats().cluster.counts["brought_pages"] == 2 * ALIGNED // CHUNK
+        assert other.stats().cluster.counts["fetched_pages"] == 2 * ALIGNED // CHUNK
         # With the daemon of the first one killed nothing comes any more, and the second one computes.
         one.kill()
         tokens = prompt(TOKENS, seed=92)

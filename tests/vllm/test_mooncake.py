@@ -78,7 +78,7 @@ def ask_before(hosts, decode, tokens, promised):
 
 
 def test_one_host_computes_the_other_goes_on(hosts, prefill, decode, reference):
-    brought = hosts[1].counts().get("brought_pages", 0)
+    brought = hosts[1].counts().get("fetched_pages", 0)
     for seed in range(2):
         tokens = prompt(TOKENS, seed=seed)
         [first] = prefill.ask(Ask(tokens, 1, params=ASKS)).answers
@@ -101,7 +101,7 @@ def test_one_host_computes_the_other_goes_on(hosts, prefill, decode, reference):
     assert answers.external_hit_tokens == ALIGNED
     assert same(answers, reference(tokens))
     stats = hosts[1].stats()
-    assert stats.cluster.counts["brought_pages"] == brought + 5 * ALIGNED // CHUNK
+    assert stats.cluster.counts["fetched_pages"] == brought + 5 * ALIGNED // CHUNK
     assert stats.service.broken_promises == 0
     assert prefill.metrics()["vllm:kv_cache_usage_perc"] == 0
     assert decode.metrics()["vllm:kv_cache_usage_perc"] == 0

@@ -33,11 +33,11 @@ def make_scheduler(model, monkeypatch):
     )
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from tierstore_connectors.vllm.lookup import Lookups
+    from tierstore_connectors.vllm.lookup import VllmLookups
 
-    monkeypatch.setattr(Lookups, "may_ask", lambda self: True)
-    monkeypatch.setattr(Lookups, "ask", lambda self, lookups: None)
-    monkeypatch.setattr(Lookups, "poll", lambda self, lookup, *, patient: 192)
+    monkeypatch.setattr(VllmLookups, "may_ask", lambda self: True)
+    monkeypatch.setattr(VllmLookups, "ask", lambda self, lookups: None)
+    monkeypatch.setattr(VllmLookups, "poll", lambda self, lookup, *, patient: 192)
     schedulers = []
 
     def make(groups):

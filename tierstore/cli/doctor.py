@@ -29,7 +29,9 @@ def command(
     ] = False,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Check the pool at mooncake://… as well", show_default=False),
+        typer.Option(
+            metavar="URL", help="Check the shared store at mooncake://… as well", show_default=False
+        ),
     ] = None,
     connect: Connect = None,
     kv_transfer_config: Annotated[

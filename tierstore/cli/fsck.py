@@ -30,13 +30,13 @@ def command(
     Reads all of DIR, which no process may be using, and changes nothing without --repair. Exit code 0:
     nothing is wrong, or everything was repaired; 1: something is wrong.
     """
-    from tierstore.tiers.disk.fsck import Watcher, fsck
+    from tierstore.tiers.disk.fsck import CheckWatcher, fsck
 
     with show.meter("opening") as meter:
         report = fsck(
             directory,
             repair=repair,
-            watcher=Watcher(phase=meter.phase, expect=meter.expect, progress=meter.advance),
+            watcher=CheckWatcher(phase=meter.phase, expect=meter.expect, progress=meter.advance),
         )
     if json:
         show.write_json(to_json(report))

@@ -78,6 +78,7 @@ def to_json(listing: Listing) -> dict[str, object]:
 def _holding_to_json(holding: Holding) -> dict[str, object]:
     return {
         **asdict(holding.identity),
+        "name": holding.name,
         "digest": holding.identity.digest.hex(),
         "layers": layers_label(holding.identity.layout),
         "pages": holding.pages,
@@ -134,9 +135,9 @@ def _share(holding: Holding, group: Sequence[Holding]) -> str:
 
 def _row(holding: Holding) -> tuple[str, ...]:
     identity = holding.identity
-    parts = [identity.model, *filter(None, (identity.revision, identity.adapter))]
+    parts = [holding.name] if holding.name else [identity.model, identity.revision]
     return (
-        " / ".join(parts),
+        " / ".join(filter(None, (*parts, identity.adapter))),
         identity.tenant or "–",
         identity.digest.hex()[:8],
         f"{holding.pages:,}",

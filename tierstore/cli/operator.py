@@ -83,7 +83,7 @@ class Operator:
             self._wire = ZmqTransport(self._connect(self._context, address))
         try:
             hello = messages.Hello(0, token, f"tierstore operator, pid {os.getpid()}")
-            self.session = self.ask(hello, messages.Welcome, wait_s=_GREETING_S).session
+            self.connection = self.ask(hello, messages.Welcome, wait_s=_GREETING_S).connection
         except BaseException:
             self.close()
             raise

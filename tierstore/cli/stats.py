@@ -93,7 +93,7 @@ def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
             "quota_evicted_pages": service.quota_evicted_pages,
             "promised_lookups": service.promised_lookups,
             "broken_promises": service.broken_promises,
-            "sessions_ended": service.sessions_ended,
+            "clients_ended": service.clients_ended,
         },
         "server ": {
             name: getattr(server, name) for name in ("malformed", "unsent", "silent_sessions", "denied")
@@ -138,11 +138,11 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
     show.line(f"health: {health(stats)}")
     if stats.cluster is not None:
         counts = stats.cluster.counts
-        brought, published, damaged = (
-            f"{name} {counts.get(f'{name}_pages', 0):,}" for name in ("brought", "published", "damaged")
+        fetched, published, damaged = (
+            f"{name} {counts.get(f'{name}_pages', 0):,}" for name in ("fetched", "published", "damaged")
         )
         rate = format_size(stats.cluster.bytes_per_s)
-        show.line(f"{stats.cluster.line}; pages {brought} (lately {rate}/s), {published}, {damaged}")
+        show.line(f"{stats.cluster.line}; pages {fetched} (lately {rate}/s), {published}, {damaged}")
     show.line("")
     show.table(
         ("tier", "capacity", "used", "full", "pages", "leased", "hit tokens", "of asked"),
@@ -163,9 +163,9 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
     show.line(f"hit rate {show.percent(sum(hits.values()), asked)} of {asked:,} tokens asked for")
     show.line("")
     show.line(
-        f"clients {service.sessions - 1:,}, leases {service.leases:,}, reservations {service.reservations:,} "
-        f"({format_size(service.reserved_bytes)}), pages {store.pages:,}, on their way to disk "
-        f"{store.pending_writes:,}"
+        f"clients {service.connections - 1:,}, leases {service.leases:,}, "
+        f"reservations {service.reservations:,} ({format_size(service.reserved_bytes)}), "
+        f"pages {store.pages:,}, on their way to disk {store.pending_writes:,}"
     )
     if len({each.layers for each in service.layers}) > 1:
         show.table(
@@ -187,7 +187,7 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
                 for name, each in pins.items()
             ],
         )
-    clients = [client for client in service.clients if client.session != operator.session]
+    clients = [client for client in service.clients if client.number != operator.connection]
     if clients:
         show.table(
             ("client", "tenant", "leases", "reserved"),
@@ -196,7 +196,7 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
         )
     show.line("")
     show.table(
-        ("requests", "number", "half of them", "99 of 100"),
+        ("requests", "number", "p50", "p99"),
         [
             (name, f"{sum(each.counts):,}", quantile(each, 0.5), quantile(each, 0.99))
             for name, each in service.latency.items()

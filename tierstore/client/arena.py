@@ -22,7 +22,7 @@ from tierstore.client.mapping import Mapping, map_arena
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import Memory
 from tierstore.tiers.device import Device
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import PinnedMemory
 from tierstore.wire.framing import FramedSocket
 from tierstore.wire.local_address import require_own_directory, require_own_peer
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC
@@ -102,7 +102,7 @@ class Arena:
         if mapping is not None:
             mapping.wait_populated()
 
-    def pin(self, device: Device, refused: Callable[[], None]) -> Pinned:
+    def pin(self, device: Device, refused: Callable[[], None]) -> PinnedMemory:
         """See :meth:`Mapping.pin`. Not for one that is closed."""
         assert self._mapping is not None, "the arena is closed"
         return self._mapping.pin(device, refused)
@@ -112,7 +112,7 @@ class Arena:
         self._socket.close()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
-            mapping.let_go()
+            mapping.release()
 
     def forget_in_child(self) -> None:
         """Close what a fork has copied."""

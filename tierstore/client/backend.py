@@ -62,50 +62,50 @@ class RemoteBackend:
         lookups, writing = RemoteLookups(state), RemoteWriting(state)
         reading = RemoteReading(state, lookups)
         # The verbs that a part has: callers reach it without a method in between.
-        self.introduce, self.ways, self.declined = state.introduce, state.ways, state.declined
+        self.register, self.rates, self.declined = state.register, state.rates, state.declined
         self.find, self.find_hit, self.expect = lookups.find, lookups.find_hit, lookups.expect
-        self.holds, self.release, self.bring = reading.holds, state.release, reading.bring
-        self.window_pages, self.locate = reading.window_pages, reading.locate
-        self.prefetch, self.suspect = reading.prefetch, reading.suspect
+        self.holds, self.release, self.fetch_remote = reading.holds, state.release, reading.fetch_remote
+        self.batch_pages, self.locate = reading.batch_pages, reading.locate
+        self.prefetch, self.report_damage = reading.prefetch, reading.report_damage
         self.reserve, self.write = writing.reserve, writing.write
         self.commit, self.abort = writing.commit, writing.abort
 
     def __repr__(self) -> str:
-        session = self.connection.session
-        where = f"session {session.number}" if session is not None else "away"
+        link = self.connection.link
+        where = f"connection {link.number}" if link is not None else "away"
         return f"RemoteBackend({self.connection.address.url}, {where})"
 
     @property
     def lease_s(self) -> float:
-        session = self.connection.session
-        return session.lease_s if session is not None else 60.0
+        link = self.connection.link
+        return link.lease_s if link is not None else 60.0
 
     @property
     def reserve_bytes(self) -> int:
-        session = self.connection.session
-        return session.reserve_bytes if session is not None and self._state.saves else 0
+        link = self.connection.link
+        return link.reserve_bytes if link is not None and self._state.saves else 0
 
     @property
     def remote(self) -> bool:
-        session = self.connection.session
-        return session is not None and session.cluster and self._state.loads
+        link = self.connection.link
+        return link is not None and link.cluster and self._state.loads
 
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
     def pin(
         self, request: LookupRequest, *, undo: bool = False, max_tokens: int | None = None
     ) -> Transfer[int]:
-        self._state.introduce(request.registration)
-        session = self._state.session_for(request.identity)
-        if session is None:
+        self._state.register(request.registration)
+        link = self._state.link_for(request.identity)
+        if link is None:
             return Transfer.completed(0)
 
         def tokens(answer: messages.Pinned | None, _: object) -> int:
             return answer.tokens if answer is not None else 0
 
         most = request.num_tokens if max_tokens is None else min(max_tokens, request.num_tokens)
-        message = messages.Pin(0, prompt_part(session, request, None), undo, most)
-        return self.connection.call(session, message, messages.Pinned, tokens)
+        message = messages.Pin(0, prompt_part(link, request, None), undo, most)
+        return self.connection.call(link, message, messages.Pinned, tokens)
 
     def evict(self, tier: str, pages: int | None) -> int:
         message = messages.Evict(0, tier, -1 if pages is None else pages)
@@ -141,16 +141,16 @@ class RemoteBackend:
 
     @property
     def connected(self) -> bool:
-        return self.connection.session is not None
+        return self.connection.link is not None
 
     def wait_connected(self, timeout: float | None) -> bool:
         return self.connection.wait_connected(timeout)
 
     def wait_ready(self, timeout: float) -> None:
         if self.connection.wait_connected(timeout):
-            session = self.connection.session
-            if session is not None and session.arena is not None:
-                session.arena.wait_populated()
+            link = self.connection.link
+            if link is not None and link.arena is not None:
+                link.arena.wait_populated()
 
     def close(self) -> None:
         self.connection.close()

@@ -1,4 +1,4 @@
-"""One session's time: what is sent, what comes back, and what does not.
+"""One connection's time: what is sent, what comes back, and what does not.
 
 Any thread sends: the wire is guarded by a lock, and a request costs no hand-over to another thread. What
 comes back is received by the connection's thread, or by the thread that waits for it: that one *leads*, and
@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.client.handshake import Session
+from tierstore.client.handshake import DaemonLink
 from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages
 from tierstore.wire.framing import FramedSocketEnd
@@ -121,7 +121,7 @@ _READ, _WRITE = int(select.POLLIN), int(select.POLLOUT)  # the same for poll and
 class ConnectionCounters:
     """Since the connection was made."""
 
-    sessions: int = 0
+    links: int = 0
     failed_handshakes: int = 0
     requests: int = 0
     failed_requests: int = 0  # the daemon was away, or went
@@ -142,23 +142,23 @@ class _Arrived:
 
 
 class Channel:
-    """Ends when the daemon goes or refuses the session, or the connection is closed. ``wake_fd`` is an
+    """Ends when the daemon goes or refuses the link, or the connection is closed. ``wake_fd`` is an
     eventfd that makes :meth:`run` look at once."""
 
     def __init__(
         self,
-        session: Session,
+        link: DaemonLink,
         wake_fd: int,
         ids: itertools.count[int],
         counters: ConnectionCounters,
         closing: Callable[[], bool],
     ) -> None:
-        self.session = session
+        self.link = link
         self._wake_fd = wake_fd
         self._ids = ids
         self._counters = counters
         self._closing = closing
-        self._wire = session.wire
+        self._wire = link.wire
         self._heard = self._pinged = time.monotonic()
         self._arrived: deque[_Arrived] = deque()  # received by a leader, for others
         self._leading = threading.Lock()
@@ -218,7 +218,7 @@ class Channel:
 
     def _say_bye(self) -> None:
         """Without an arena's socket to hang up, our end would only be noticed after a silence."""
-        if self._closing() and self.session.arena is None:
+        if self._closing() and self.link.arena is None:
             with self._lock:
                 self._give_back_released()
                 self._over = True  # nobody may touch a closed wire
@@ -251,7 +251,7 @@ class Channel:
     ) -> bool:
         """Send a message, the request that ``call`` stands for if there is one. ``caller_receives``: the
         caller waits for it at once. False when the session is over."""
-        if isinstance(message, messages.Lookup | messages.FindHit):
+        if isinstance(message, messages.Find | messages.FindHit):
             with self._lock:
                 message.released = self._take_released()
         body = messages.encode(message)
@@ -386,7 +386,7 @@ class Channel:
                 return []
         if received:
             self._heard = time.monotonic()
-            self.session.silent = False
+            self.link.silent = False
         arrived = []
         for frames in received:
             try:
@@ -407,7 +407,7 @@ class Channel:
             if call is not None and answer.kind == "path" and call.otherwise is not None:
                 self._resend(call)
                 return
-            if answer.kind in ("session", "identity", "version"):
+            if answer.kind in ("connection", "identity", "version"):
                 self._over = True  # greet again, which registers again
             _log.debug("the daemon refused a request (%s): %s", answer.kind, answer.message)
         if call is None or not self._end_call(lambda: call.answer(answer, arrived.frames)):
@@ -447,7 +447,7 @@ class Channel:
 
     @property
     def _pings(self) -> bool:
-        return self.session.silent or self.session.arena is None
+        return self.link.silent or self.link.arena is None
 
     def _sleep_s(self) -> float | None:
         with self._lock:
@@ -477,7 +477,7 @@ class Channel:
             if self._pings and now - self._pinged >= messages.PING_S:
                 self._pinged = now
                 self._put(messages.encode(messages.Ping(next(self._ids))))
-            if self.session.arena is None and now - self._heard > messages.SILENCE_S:
+            if self.link.arena is None and now - self._heard > messages.SILENCE_S:
                 self._over = True
 
     def _note_late(self, numbers: Sequence[int]) -> None:
@@ -486,8 +486,8 @@ class Channel:
             for number in numbers:
                 if self._pending.pop(number, None) is not None:
                     self._counters.late_requests += 1
-            if not self.session.silent:
-                self.session.silent = True
+            if not self.link.silent:
+                self.link.silent = True
                 self._pinged = -math.inf  # ask at once
                 self._look_by(time.monotonic())
 

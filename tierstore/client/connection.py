@@ -28,7 +28,7 @@ import zmq
 
 from tierstore.backend import Registration
 from tierstore.client.channel import Call, Channel, ConnectionCounters
-from tierstore.client.handshake import Address, Handshake, Session, registering
+from tierstore.client.handshake import Address, DaemonLink, Handshake, registering
 from tierstore.descriptors import require_room
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.pinned import Pin
@@ -70,7 +70,7 @@ class Connection:
             raise StoreUnavailableError(f"cannot connect to {address.url}: {error.strerror}") from error
         self._channel: Channel | None = None
         self._changed = threading.Condition()
-        self._session: Session | None = None  # guarded by _changed, as is _closing
+        self._link: DaemonLink | None = None  # guarded by _changed, as is _closing
         self._closing = False
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and when there is room for it
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
@@ -81,24 +81,24 @@ class Connection:
             raise StoreUnavailableError(f"cannot connect to {address.url}: {error}") from error
 
     @property
-    def session(self) -> Session | None:
+    def link(self) -> DaemonLink | None:
         """The session there is now; None while the daemon is away or hangs."""
-        session = self._session
-        return None if session is None or session.silent else session
+        link = self._link
+        return None if link is None or link.silent else link
 
     @property
-    def any_session(self) -> Session | None:
+    def any_link(self) -> DaemonLink | None:
         """The same, also while the daemon hangs."""
-        return self._session
+        return self._link
 
     def wait_connected(self, timeout: float | None = None) -> bool:
         """Wait for a session; False when ``timeout`` seconds pass first."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._session is not None or self._closing, timeout)
+            return self._changed.wait_for(lambda: self._link is not None or self._closing, timeout)
 
     def call(
         self,
-        session: Session,
+        link: DaemonLink,
         message: Any,
         expected: type[A],
         then: Callable[[A | None, Sequence[memoryview]], R],
@@ -110,7 +110,7 @@ class Connection:
         caller_receives: bool = False,
         though_silent: bool = False,
     ) -> Call[A, R]:
-        """Send a request (its ``id`` is set here) within ``session``; it fails at once if that is over.
+        """Send a request (its ``id`` is set here) within ``link``; it fails at once if that is over.
         ``wait_s`` is what the daemon was told to take at most, ``patience_s`` (the connection's own, where
         it is not given) comes on top. ``caller_receives``: this thread waits for it
         at once. ``though_silent``: it is sent also while the daemon hangs."""
@@ -118,7 +118,7 @@ class Connection:
         call = Call(expected, wait_s + patience_s, then, otherwise=otherwise)
         call.number = message.id = next(self._ids)
         self.counters.requests += 1
-        channel = self._channel_of(session) if though_silent or not session.silent else None
+        channel = self._channel_of(link) if though_silent or not link.silent else None
         if channel is None or not channel.send(message, call, frames, caller_receives=caller_receives):
             self.counters.failed_requests += 1
             call.fail()
@@ -126,57 +126,57 @@ class Connection:
             call.receive = channel.receive_for
         return call
 
-    def abort(self, session: Session, reservation: int) -> None:
-        """Give a reservation up. Nothing to do if ``session`` is over: it is back then."""
-        channel = self._channel_of(session)
+    def abort(self, link: DaemonLink, reservation: int) -> None:
+        """Give a reservation up. Nothing to do if ``link`` is over: it is back then."""
+        channel = self._channel_of(link)
         if channel is not None:
             channel.send(messages.Abort(reservation))
 
-    def suspect(self, session: Session, lease: int, page: int) -> None:
+    def report_damage(self, link: DaemonLink, lease: int, page: int) -> None:
         """Say that a page of a lease is damaged, likewise."""
-        channel = self._channel_of(session)
+        channel = self._channel_of(link)
         if channel is not None:
-            channel.send(messages.Suspect(lease, page))
+            channel.send(messages.ReportDamage(lease, page))
 
-    def unexpect(self, session: Session, lookup: int) -> None:
+    def unexpect(self, link: DaemonLink, lookup: int) -> None:
         """Say that nobody waits any more for what a lookup expects, likewise."""
-        channel = self._channel_of(session)
+        channel = self._channel_of(link)
         if channel is not None:
             channel.send(messages.Unexpect(lookup))
 
-    def release(self, session: Session, lease: int) -> None:
+    def release(self, link: DaemonLink, lease: int) -> None:
         """Give a lease back, likewise."""
-        channel = self._channel_of(session)
+        channel = self._channel_of(link)
         if channel is not None:
             channel.release(lease)
 
-    def _channel_of(self, session: Session) -> Channel | None:
+    def _channel_of(self, link: DaemonLink) -> Channel | None:
         channel = self._channel
-        return channel if channel is not None and channel.session is session else None
+        return channel if channel is not None and channel.link is link else None
 
     def ask(
-        self, message: Any, expected: type[A], *, wait_s: float = 0.0, session: Session | None = None
+        self, message: Any, expected: type[A], *, wait_s: float = 0.0, link: DaemonLink | None = None
     ) -> A | None:
         """Send a request and wait for the answer; None where there is none to be had."""
-        session = session if session is not None else self.session
-        if session is None:
+        link = link if link is not None else self.link
+        if link is None:
             return None
 
         def itself(answer: A | None, _: object) -> A | None:
             return answer
 
-        return self.call(session, message, expected, itself, wait_s=wait_s).wait()
+        return self.call(link, message, expected, itself, wait_s=wait_s).wait()
 
-    def register(self, session: Session, registration: Registration) -> Transfer[None]:
+    def register(self, link: DaemonLink, registration: Registration) -> Transfer[None]:
         """Make an identity known to this session and to all that follow."""
         digest = registration.identity.digest
         self._registrations[digest] = registration
 
         def note(answer: messages.Registered | None, _: object) -> None:
             if answer is not None:
-                session.identities[digest] = answer.identity
+                link.identities[digest] = answer.identity
 
-        return self.call(session, registering(registration), messages.Registered, note)
+        return self.call(link, registering(registration), messages.Registered, note)
 
     def close(self) -> None:
         """End the session, and what is waited for with it. Idempotent."""
@@ -201,11 +201,11 @@ class Connection:
         while not self._closing:
             why = ""
             try:
-                session, why = self._open()
-                if session is not None:
+                link, why = self._open()
+                if link is not None:
                     failures, refusal = 0, ""
-                    self.counters.sessions += 1
-                    self._serve(session)
+                    self.counters.links += 1
+                    self._serve(link)
                     continue
             except OSError as error:  # few descriptors are free, most often
                 why = f"cannot connect to {self.address.url}: {error.strerror or error}"
@@ -219,7 +219,7 @@ class Connection:
             self._pause(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
             failures += 1
 
-    def _open(self) -> tuple[Session | None, str]:
+    def _open(self) -> tuple[DaemonLink | None, str]:
         """A session, or why there is none."""
         if self.address.arena is None:
             require_room(_DESCRIPTORS, "a connection by tcp://")  # libzmq would abort the process
@@ -232,25 +232,25 @@ class Connection:
         with self._changed:
             self._changed.wait_for(lambda: self._closing, seconds)
 
-    def _serve(self, session: Session) -> None:
+    def _serve(self, link: DaemonLink) -> None:
         channel: Channel | None = None
         try:
-            channel = Channel(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
+            channel = Channel(link, self._wake_fd, self._ids, self.counters, lambda: self._closing)
             self._channel = channel
-            if session.arena is not None and self._reach is not None:
-                self._reach(partial(session.arena.pin, refused=self._refused))
-            self._become(session)
+            if link.arena is not None and self._reach is not None:
+                self._reach(partial(link.arena.pin, refused=self._refused))
+            self._become(link)
             channel.run()
         finally:
             self._become(None)
-            session.close()
+            link.close()
             if channel is not None:
                 channel.fail_all()
 
     def _refused(self) -> None:
         self.counters.unpinned_arenas += 1
 
-    def _become(self, session: Session | None) -> None:
+    def _become(self, link: DaemonLink | None) -> None:
         with self._changed:
-            self._session = session
+            self._link = link
             self._changed.notify_all()

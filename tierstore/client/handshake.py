@@ -81,7 +81,7 @@ def registering(registration: Registration) -> messages.Register:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class DaemonLink:
     """What a greeting brought. ``identities`` are numbers by digest. Jobs that copy refer to it, which keeps
     the arena mapped."""
 
@@ -117,7 +117,7 @@ class Handshake:
         self.refusal = ""
         self._ends = time.monotonic() + _GREETING_S
 
-    def open(self, registrations: Sequence[Registration]) -> Session | None:
+    def open(self, registrations: Sequence[Registration]) -> DaemonLink | None:
         """A session, or None when there is no daemon, or one that does not answer, or refuses."""
         arena = None
         if self._address.arena is not None:
@@ -125,15 +125,15 @@ class Handshake:
             if arena is None:
                 return None
         wire = self._connect() if arena is None else SocketTransport(arena.line)
-        session = None
+        link = None
         try:
-            session = self._greet(wire, arena, registrations)
+            link = self._greet(wire, arena, registrations)
         finally:
-            if session is None:
+            if link is None:
                 wire.close()
                 if arena is not None:
                     arena.close()
-        return session
+        return link
 
     def _attach(self, path: str) -> Arena | None:
         try:
@@ -176,15 +176,15 @@ class Handshake:
         wire: Transport,
         arena: Arena | None,
         registrations: Sequence[Registration],
-    ) -> Session | None:
+    ) -> DaemonLink | None:
         token = arena.token if arena is not None else b""
         hello = messages.Hello(1, token, f"tierstore client, pid {os.getpid()}")
         welcome = self._ask(wire, hello, messages.Welcome)
         if welcome is None:
             return None
         wire.welcomed()
-        session = Session(
-            welcome.session,
+        link = DaemonLink(
+            welcome.connection,
             welcome.server,
             welcome.lease_s,
             welcome.reserve_bytes,
@@ -193,11 +193,11 @@ class Handshake:
             cluster=welcome.cluster,
         )
         for start in range(0, len(registrations), _AT_ONCE):
-            if not self._register(wire, session, registrations[start : start + _AT_ONCE]):
+            if not self._register(wire, link, registrations[start : start + _AT_ONCE]):
                 return None
-        return session
+        return link
 
-    def _register(self, wire: Transport, session: Session, registrations: Sequence[Registration]) -> bool:
+    def _register(self, wire: Transport, link: DaemonLink, registrations: Sequence[Registration]) -> bool:
         """Register these in one round trip: a client may have hundreds, and other clients as many."""
         waited_for = {}
         for number, registration in enumerate(registrations):
@@ -210,7 +210,7 @@ class Handshake:
             for answer in answers:
                 if not isinstance(answer, messages.Registered) or answer.id not in waited_for:
                     return False
-                session.identities[waited_for.pop(answer.id)] = answer.identity
+                link.identities[waited_for.pop(answer.id)] = answer.identity
             if not answers:
                 return False
         return True

@@ -21,7 +21,7 @@ from tierstore.backend import (
     Registration,
 )
 from tierstore.client.channel import numbers
-from tierstore.client.handshake import Session
+from tierstore.client.handshake import DaemonLink
 from tierstore.client.state import RemoteLease, RemoteState, handle_in, in_full, prompt_part
 from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages
@@ -114,8 +114,8 @@ class RemoteLookups:
     def _find_hit(
         self, request: HitRequest, patience_s: float, caller_receives: bool
     ) -> Transfer[HitLease | None]:
-        session = self._state.session_for(*(each.identity for each in request.registrations))
-        if session is None:
+        link = self._state.link_for(*(each.identity for each in request.registrations))
+        if link is None:
             return Transfer.completed(None)
         at = self._state.clock()
         declined = self._state.take_declined()
@@ -123,22 +123,23 @@ class RemoteLookups:
         def message() -> messages.FindHit:
             return messages.FindHit(
                 0,
-                _chain_parts(session, request.chains),
+                _chain_parts(link, request.chains),
                 list(request.here),
-                [_named_part(session, group) for group in request.named],
+                [_named_part(link, group) for group in request.named],
                 b"".join(request.names),
                 request.root,
                 request.tail,
                 request.num_tokens,
                 min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S),
                 declined=declined,
+                counted=request.counted,
             )
 
         def leased(found: messages.HitFound | None, _: object) -> HitLease | None:
-            return self._leased_hit(session, request, found, at) if found is not None else None
+            return self._leased_hit(link, request, found, at) if found is not None else None
 
         return self._connection.call(
-            session,
+            link,
             message(),
             messages.HitFound,
             leased,
@@ -148,20 +149,20 @@ class RemoteLookups:
         )
 
     def _leased_hit(
-        self, session: Session, request: HitRequest, found: messages.HitFound, at: float
+        self, link: DaemonLink, request: HitRequest, found: messages.HitFound, at: float
     ) -> HitLease:
         """The answer as leases. An answer that does not fit the question is a miss, and is given back."""
-        self._state.note_ways(found.ways)
-        ends = at + session.lease_s
+        self._state.note_rates(found.rates)
+        ends = at + link.lease_s
         chains = [
-            self._group_lease(session, chain.cut(group.tokens), group, range(0), ends)
+            self._group_lease(link, chain.cut(group.tokens), group, range(0), ends)
             for chain, group in zip(request.chains, found.chains, strict=False)
         ]
         named = []
         for kind, group in zip(request.named, found.named, strict=False):
             needed = kind.rule.ends(found.tokens, request.chunk_tokens)
             lacking = [end for end in needed if end not in kind.here]
-            named.append(self._group_lease(session, request.pages(kind, lacking), group, lacking, ends))
+            named.append(self._group_lease(link, request.pages(kind, lacking), group, lacking, ends))
         hit = HitLease(found.tokens, found.branch, chains, named, max(found.remote_tokens, 0))
         sound = (
             len(chains) == len(request.chains)
@@ -181,7 +182,7 @@ class RemoteLookups:
 
     def _group_lease(
         self,
-        session: Session,
+        link: DaemonLink,
         request: LookupRequest,
         found: messages.GroupFound,
         page_ends: Sequence[int],
@@ -192,12 +193,12 @@ class RemoteLookups:
         pages = max(-(-found.tokens // request.chunk_tokens), 0)
         sound = pages == request.num_chunks
         return GroupLease(
-            self._lease(session, request, found, ends, range(pages), sound), page_ends, remote_ends
+            self._lease(link, request, found, ends, range(pages), sound), page_ends, remote_ends
         )
 
     def _lease(
         self,
-        session: Session,
+        link: DaemonLink,
         request: LookupRequest,
         found: messages.Found | messages.GroupFound,
         ends: float,
@@ -206,37 +207,35 @@ class RemoteLookups:
     ) -> Lease:
         """The lease that an answer gives on pages of ``request``. If the answer is not ``sound`` the daemon's
         is given back, and this is on nothing."""
-        handle = handle_in(session, found.path, found.known)
+        handle = handle_in(link, found.path, found.known)
         pages = -(-found.tokens // request.chunk_tokens)
         if found.lease and pages > 0 and sound and pages == sum(count for _, count in found.tiers):
             lease = RemoteLease(found.lease, found.tokens, pages, found.tiers, ends, handle, positions)
-            lease.page_bytes, lease.session, lease.request = request.page_bytes, session, request
+            lease.page_bytes, lease.link, lease.request = request.page_bytes, link, request
             return lease
         if found.lease:
-            self._connection.release(session, found.lease)
+            self._connection.release(link, found.lease)
         return Lease(0, 0, 0, (), 0.0, handle)
 
     def ask(self, request: LookupRequest, patience_s: float, caller_receives: bool) -> Transfer[Lease | None]:
         """:meth:`find` of a prompt whose identity the daemon knows; a miss if it does not."""
-        session = self._state.session_for(request.identity)
-        if session is None or patience_s <= 0:
+        link = self._state.link_for(request.identity)
+        if link is None or patience_s <= 0:
             return Transfer.completed(None)
         # The daemon's waiting is within our patience, not on top of it.
         wait_s = min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S)
         at = self._state.clock()
         declined = self._state.take_declined()
 
-        def message() -> messages.Lookup:
-            prompt = prompt_part(session, request, request.handle_of(session))
-            return messages.Lookup(
-                0, prompt, request.num_tokens, wait_s, declined=declined, gain=request.gain
-            )
+        def message() -> messages.Find:
+            prompt = prompt_part(link, request, request.handle_of(link))
+            return messages.Find(0, prompt, request.num_tokens, wait_s, declined=declined, gain=request.gain)
 
         def leased(found: messages.Found | None, _: object) -> Lease | None:
-            return self._leased(session, request, found, at)
+            return self._leased(link, request, found, at)
 
         return self._connection.call(
-            session,
+            link,
             message(),
             messages.Found,
             leased,
@@ -247,7 +246,7 @@ class RemoteLookups:
 
     def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
         wait_s = min(wait_s, messages.MOST_EXPECT_S)
-        if wait_s <= 0 or not self._state.loads or self._connection.session is None:
+        if wait_s <= 0 or not self._state.loads or self._connection.link is None:
             return Transfer.completed(None)
         # Its own end: a request that ends unanswered is a sign that the daemon is not well.
         stop: list[Callable[[], None]] = []
@@ -277,57 +276,57 @@ class RemoteLookups:
     def _expect(
         self, request: LookupRequest, wait_s: float, stop: list[Callable[[], None]]
     ) -> Transfer[None]:
-        session = self._state.session_for(request.identity)
-        if session is None or wait_s <= 0:
+        link = self._state.link_for(request.identity)
+        if link is None or wait_s <= 0:
             return Transfer.completed(None)
 
-        def message() -> messages.Lookup:
-            prompt = prompt_part(session, request, request.handle_of(session))
-            return messages.Lookup(0, prompt, 0, 0.0, expect=request.num_tokens, expect_s=wait_s)
+        def message() -> messages.Find:
+            prompt = prompt_part(link, request, request.handle_of(link))
+            return messages.Find(0, prompt, 0, 0.0, expect=request.num_tokens, expect_s=wait_s)
 
         call = self._connection.call(
-            session,
+            link,
             message(),
             messages.Found,
             lambda *_: None,
             wait_s=wait_s,
             otherwise=in_full(message, request),
         )
-        stop.append(lambda: None if call.done else self._connection.unexpect(session, call.number))
+        stop.append(lambda: None if call.done else self._connection.unexpect(link, call.number))
         return call
 
     def _leased(
-        self, session: Session, request: LookupRequest, found: messages.Found | None, at: float
+        self, link: DaemonLink, request: LookupRequest, found: messages.Found | None, at: float
     ) -> Lease | None:
         if found is None:
             return None
-        self._state.note_ways(found.ways)
+        self._state.note_rates(found.rates)
         pages = -(-found.tokens // request.chunk_tokens)
         positions = numbers(found.positions, "<u4").tolist()
         sound = 0 <= found.tokens <= request.num_tokens and request.fits(pages, positions)
-        lease = self._lease(session, request, found, at + session.lease_s, positions, sound)
+        lease = self._lease(link, request, found, at + link.lease_s, positions, sound)
         there = set(numbers(found.remote_positions, "<u4").tolist()).difference(positions)
         lease.remote_positions = sorted(at for at in there if at < request.num_chunks)
         return lease
 
 
-def _named_part(session: Session, group: NamedGroup) -> messages.NamedPart:
+def _named_part(link: DaemonLink, group: NamedGroup) -> messages.NamedPart:
     here = np.array(group.here, "<u4").tobytes()
-    number = session.identities[group.registration.identity.digest]
+    number = link.identities[group.registration.identity.digest]
     return messages.NamedPart(number, group.rule.past.value, group.rule.tokens, here)
 
 
-def _chain_parts(session: Session, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:
+def _chain_parts(link: DaemonLink, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:
     """The chains of one prompt as a message describes them. They go on behind equally many chunks, so that
     a chain with the first one's keys and tokens need not say them again."""
-    handles = [chain.handle_of(session) for chain in chains]
+    handles = [chain.handle_of(link) for chain in chains]
     common = min((0 if handle is None else handle.chunks for handle in handles), default=0)
     parts: list[messages.PromptPart] = []
     for chain in chains:
-        handle, first = chain.handle_of(session, common), chains[0]
+        handle, first = chain.handle_of(link, common), chains[0]
         if parts and chain.data is first.data and (chain.nbytes, chain.keys) == (first.nbytes, first.keys):
-            identity, path = session.identities[chain.identity.digest], handle.number if handle else 0
+            identity, path = link.identities[chain.identity.digest], handle.number if handle else 0
             parts.append(messages.PromptPart(identity, b"", b"", path, common))
         else:
-            parts.append(prompt_part(session, chain, handle))
+            parts.append(prompt_part(link, chain, handle))
     return parts

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from tierstore.memory import Memory
 from tierstore.tiers.device import Device, DeviceError
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import PinnedMemory
 from tierstore.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Mapping:
         self.memory = memory
         self.file = file
         self.holders = 1  # guarded by _lock, as is the next
-        self._pins: dict[str, tuple[Pinned, threading.Thread]] = {}  # by kind of device
+        self._pins: dict[str, tuple[PinnedMemory, threading.Thread]] = {}  # by kind of device
         self._populating = threading.Thread(target=self._populate, name="tierstore-attach", daemon=True)
         self._populating.start()
 
@@ -51,12 +51,12 @@ class Mapping:
         for thread in pinning:
             thread.join()
 
-    def pin(self, device: Device, refused: Callable[[], None]) -> Pinned:
+    def pin(self, device: Device, refused: Callable[[], None]) -> PinnedMemory:
         """The mapping as the driver of ``device`` knows it, or will soon: whoever is the first to ask begins
         that. ``refused`` is called then, on another thread, if the driver does not take it."""
         with _lock:
             if device.kind not in self._pins:
-                pinned = Pinned(device, self.memory.address, self.memory.nbytes)
+                pinned = PinnedMemory(device, self.memory.address, self.memory.nbytes)
                 thread = threading.Thread(
                     target=self._pin, args=(pinned, refused), name="tierstore-pin", daemon=True
                 )
@@ -64,7 +64,7 @@ class Mapping:
                 thread.start()
             return self._pins[device.kind][0]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The last holder's ends the mapping, once no copy that is under way uses it any more (a dead
         daemon's arena takes up memory until then)."""
         with _lock:
@@ -79,7 +79,7 @@ class Mapping:
         # in the middle of a copy.
         self.memory.populate(lambda: self.holders > 0)
 
-    def _pin(self, pinned: Pinned, refused: Callable[[], None]) -> None:
+    def _pin(self, pinned: PinnedMemory, refused: Callable[[], None]) -> None:
         self._populating.join()
         if not self.holders:
             return
@@ -94,14 +94,14 @@ class Mapping:
         weakref.finalize(self.memory, _unpin_later, pinned, pages).atexit = False  # the driver may be gone
 
 
-def _unpin_later(pinned: Pinned, pages: mmap.mmap) -> None:
+def _unpin_later(pinned: PinnedMemory, pages: mmap.mmap) -> None:
     """On a thread: whoever was the last to let go has better things to do (a connection looks for the next
     daemon)."""
     if not pinned.inherited:
         threading.Thread(target=_unpin, args=(pinned, pages), name="tierstore-unpin", daemon=True).start()
 
 
-def _unpin(pinned: Pinned, pages: mmap.mmap) -> None:
+def _unpin(pinned: PinnedMemory, pages: mmap.mmap) -> None:
     try:
         pinned.unregister()
     except DeviceError as error:  # the device is in trouble, which those who compute will hear of

@@ -15,9 +15,9 @@ import numpy as np
 from tierstore import memory
 from tierstore.backend import Lease, Located, LookupRequest
 from tierstore.client.channel import numbers
-from tierstore.client.handshake import Session
+from tierstore.client.handshake import DaemonLink
 from tierstore.client.lookups import RemoteLookups
-from tierstore.client.state import RemoteLease, RemoteState, in_full, pages_of, prompt_part, session_of
+from tierstore.client.state import RemoteLease, RemoteState, in_full, link_of, pages_of, prompt_part
 from tierstore.index import Tier
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
@@ -37,12 +37,12 @@ class RemoteReading:
         self._lookups = lookups
 
     def holds(self, lease: Lease) -> bool:
-        session = session_of(lease)
-        return session is not None and session.current and self._state.clock() < lease.ends
+        link = link_of(lease)
+        return link is not None and link.current and self._state.clock() < lease.ends
 
-    def window_pages(self, lease: Lease, first: int) -> int:
-        session = session_of(lease)
-        if session is not None and session.arena is None:
+    def batch_pages(self, lease: Lease, first: int) -> int:
+        link = link_of(lease)
+        if link is not None and link.arena is None:
             return max(_FETCH_BYTES // lease.page_bytes, 1)
         tier, run = lease.run_at(first)
         if tier == Tier.DISK.label:
@@ -54,27 +54,27 @@ class RemoteReading:
     ) -> Transfer[Located | None]:
         assert isinstance(lease, RemoteLease), "the lease is of another backend"
         wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
-        session = lease.session
-        if session is None:
+        link = lease.link
+        if link is None:
             return Transfer.completed(None)
-        if session.arena is None:
+        if link.arena is None:
 
             def fetched(answer: messages.Fetched | None, frames: Sequence[memoryview]) -> Located | None:
                 return self._fetched(lease, answer, frames, count)
 
             fetch = messages.Fetch(0, lease.number, first, count, wait_s)
-            return self._connection.call(session, fetch, messages.Fetched, fetched, wait_s=wait_s)
+            return self._connection.call(link, fetch, messages.Fetched, fetched, wait_s=wait_s)
 
-        def located(answer: messages.Located | None, _: object) -> Located | None:
-            return self._located(lease, session, answer, count)
+        def located(answer: messages.Offsets | None, _: object) -> Located | None:
+            return self._located(lease, link, answer, count)
 
-        load = messages.Load(0, lease.number, first, count, wait_s)
-        return self._connection.call(session, load, messages.Located, located, wait_s=wait_s)
+        load = messages.Locate(0, lease.number, first, count, wait_s)
+        return self._connection.call(link, load, messages.Offsets, located, wait_s=wait_s)
 
     def _located(
-        self, lease: RemoteLease, session: Session, answer: messages.Located | None, count: int
+        self, lease: RemoteLease, link: DaemonLink, answer: messages.Offsets | None, count: int
     ) -> Located | None:
-        mapped = session.arena.memory if session.arena is not None else None
+        mapped = link.arena.memory if link.arena is not None else None
         if answer is None or mapped is None:
             return None
         offsets = numbers(answer.offsets, "<u8")[:count]
@@ -117,18 +117,18 @@ class RemoteReading:
         addresses = [memory.address_of(frame, writable=False) for frame in pages[:good]]
         return Located(addresses, checksums=checksums[:good], memory=pages)
 
-    def suspect(self, lease: Lease, position: int) -> None:
-        session = session_of(lease)
-        if session is not None and session.arena is not None:  # else they were torn on the way
-            self._connection.suspect(session, lease.number, position)
+    def report_damage(self, lease: Lease, position: int) -> None:
+        link = link_of(lease)
+        if link is not None and link.arena is not None:  # else they were torn on the way
+            self._connection.report_damage(link, lease.number, position)
 
     def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
-        session = session_of(lease)
-        if session is None:
+        link = link_of(lease)
+        if link is None:
             return Transfer.completed(0)
         wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
         message = messages.Prefetch(0, lease.number, wait_s, first)
-        return self._connection.call(session, message, messages.Prefetched, pages_of, wait_s=wait_s)
+        return self._connection.call(link, message, messages.Prefetched, pages_of, wait_s=wait_s)
 
     def _renew(self, lease: RemoteLease, then: Callable[[float], None]) -> None:
         """Exchange a lease for one that ends later, if the daemon gives one; ``then`` is told the end."""
@@ -143,31 +143,31 @@ class RemoteReading:
                 with self._state.lock:
                     if newer.tokens >= lease.tokens and lease.copies:
                         lease.number, newer.number = newer.number, lease.number
-                        lease.session, newer.session = newer.session, lease.session
+                        lease.link, newer.link = newer.link, lease.link
                         lease.ends = newer.ends
                 self._state.give_back(newer)
             then(lease.ends)
 
         found.on_end(adopt)
 
-    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
-        session = self._state.session_for(request.identity)
-        if session is None or not session.cluster:
+    def fetch_remote(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+        link = self._state.link_for(request.identity)
+        if link is None or not link.cluster:
             return Transfer.completed(0)
         wait_s = min(wait_s, messages.MOST_WAIT_S)
 
-        def message() -> messages.Bring:
-            prompt = prompt_part(session, request, request.handle_of(session))
-            return messages.Bring(0, prompt, first, count, wait_s)
+        def message() -> messages.FetchRemote:
+            prompt = prompt_part(link, request, request.handle_of(link))
+            return messages.FetchRemote(0, prompt, first, count, wait_s)
 
-        def brought(answer: messages.Brought | None, _: object) -> int:
+        def fetched(answer: messages.FetchedRemote | None, _: object) -> int:
             return answer.chunks if answer is not None else 0
 
         return self._connection.call(
-            session,
+            link,
             message(),
-            messages.Brought,
-            brought,
+            messages.FetchedRemote,
+            fetched,
             wait_s=wait_s,
             otherwise=in_full(message, request),
         )

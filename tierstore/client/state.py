@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from tierstore.backend import Lease, LookupRequest, PrefixHandle, Registration
 from tierstore.client.connection import Connection
-from tierstore.client.handshake import Session
+from tierstore.client.handshake import DaemonLink
 from tierstore.keys import Identity
-from tierstore.planner import Way
+from tierstore.planner import TierRate
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
 from tierstore.wire.messages import Message
@@ -25,7 +25,7 @@ class RemoteLease(Lease):
     """Given back when it has been released and nothing is being copied under it. ``request`` is what was
     found of the prompt. Guarded by the state's lock, except what never changes."""
 
-    session: Session | None = None
+    link: DaemonLink | None = None
     request: LookupRequest | None = None
     copies: int = field(default=0)
     released: bool = False
@@ -44,31 +44,31 @@ class RemoteState:
     clock: Callable[[], float] = time.monotonic
     lock: threading.Lock = field(default_factory=threading.Lock)
     # Guarded by the lock: both below.
-    _ways: Mapping[str, Way] = field(default_factory=dict)  # as the daemon told them last
+    _rates: Mapping[str, TierRate] = field(default_factory=dict)  # as the daemon told them last
     _declined: Counter[str] = field(default_factory=Counter)  # to be told with the next lookup
 
     # -- identities ----------------------------------------------------------------------------------
 
-    def introduce(self, registration: Registration) -> None:
+    def register(self, registration: Registration) -> None:
         registering = self.registering(registration)
         if registering is not None:
             registering.wait()
 
     def registering(self, registration: Registration) -> Transfer[None] | None:
         """What has to end before a prompt of this identity can be spoken of; None in nearly all cases."""
-        session = self.connection.session
-        if session is None or registration.identity.digest in session.identities:
+        link = self.connection.link
+        if link is None or registration.identity.digest in link.identities:
             return None
         named = replace(registration, model_name=registration.model_name or self.model_name)
-        return self.connection.register(session, named)
+        return self.connection.register(link, named)
 
-    def session_for(self, *identities: Identity, saving: bool = False) -> Session | None:
+    def link_for(self, *identities: Identity, saving: bool = False) -> DaemonLink | None:
         """The session, if there is one that knows these identities. Saves go on in one where a lookup was
         answered too late: they have more time."""
-        session = self.connection.any_session if saving else self.connection.session
-        if session is None or any(each.digest not in session.identities for each in identities):
+        link = self.connection.any_link if saving else self.connection.link
+        if link is None or any(each.digest not in link.identities for each in identities):
             return None
-        return session
+        return link
 
     # -- leases --------------------------------------------------------------------------------------
 
@@ -83,24 +83,24 @@ class RemoteState:
 
     def give_back(self, lease: RemoteLease) -> None:
         """Tell the daemon that a lease has ended."""
-        if lease.session is not None:
-            self.connection.release(lease.session, lease.number)
+        if lease.link is not None:
+            self.connection.release(lease.link, lease.number)
 
     # -- planning ------------------------------------------------------------------------------------
 
-    def ways(self) -> Mapping[str, Way]:
+    def rates(self) -> Mapping[str, TierRate]:
         with self.lock:
-            return self._ways
+            return self._rates
 
-    def note_ways(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
+    def note_rates(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
         """Remember what bytes of the daemon's tiers cost, as far as the figures can be true."""
-        ways = {
-            tier: Way(*each)
+        rates = {
+            tier: TierRate(*each)
             for tier, each in figures.items()
             if each[0] > 0 and all(0 <= figure < math.inf for figure in each)
         }
         with self.lock:
-            self._ways = ways
+            self._rates = rates
 
     def declined(self, tokens: Mapping[str, int]) -> None:
         with self.lock:
@@ -113,18 +113,18 @@ class RemoteState:
         return declined
 
 
-def session_of(lease: Lease) -> Session | None:
-    return lease.session if isinstance(lease, RemoteLease) else None
+def link_of(lease: Lease) -> DaemonLink | None:
+    return lease.link if isinstance(lease, RemoteLease) else None
 
 
-def handle_in(session: Session, path: int, known: int) -> PrefixHandle | None:
+def handle_in(link: DaemonLink, path: int, known: int) -> PrefixHandle | None:
     """The handle that an answer gives: the session remembers ``known`` chunks of the prompt as ``path``."""
-    return PrefixHandle(session, path, known) if path and known > 0 else None
+    return PrefixHandle(link, path, known) if path and known > 0 else None
 
 
-def prompt_part(session: Session, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:
+def prompt_part(link: DaemonLink, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:
     """A prompt as a message describes it: by reference to what the session remembers, the rest in full."""
-    identity = session.identities[request.identity.digest]
+    identity = link.identities[request.identity.digest]
     if handle is None or not handle.chunks:
         keys = b"".join(request.keys)
         tokens = request.tokens_from(0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tierstore.backend import NO_HINTS, LookupRequest, PrefixHandle, Reservation, SaveHints
 from tierstore.client.channel import numbers
-from tierstore.client.handshake import Session
+from tierstore.client.handshake import DaemonLink
 from tierstore.client.state import RemoteState, handle_in, in_full, pages_of, prompt_part
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
@@ -43,8 +43,8 @@ class RemoteWriting:
         hints: SaveHints = NO_HINTS,
         handle: PrefixHandle | None = None,
     ) -> Transfer[Reservation | None]:
-        session = self._state.session_for(request.identity, saving=True)
-        if session is None:
+        link = self._state.link_for(request.identity, saving=True)
+        if link is None:
             return Transfer.completed(None)
         hint = hints.hint
         part = None
@@ -55,22 +55,22 @@ class RemoteWriting:
 
         def message(handle: PrefixHandle | None) -> messages.Reserve:
             # What is to be saved is spelled out, even where it begins like something the daemon knows.
-            if handle is None or handle.owner is not session:
-                handle = request.handle_of(session, first)
+            if handle is None or handle.owner is not link:
+                handle = request.handle_of(link, first)
             elif handle.chunks > first:
                 handle = replace(handle, chunks=first)
-            prompt = prompt_part(session, request, handle)
+            prompt = prompt_part(link, request, handle)
             return messages.Reserve(0, prompt, first, count, part, hints.session or "")
 
         def reserved(answer: messages.Reserved | None, _: object) -> Reservation | None:
-            return self._reserved(session, answer, count, request.page_bytes)
+            return self._reserved(link, answer, count, request.page_bytes)
 
         whole = in_full(partial(message, None), request)
-        return self._call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
+        return self._call(link, message(handle), messages.Reserved, reserved, otherwise=whole)
 
     def _call(
         self,
-        session: Session,
+        link: DaemonLink,
         message: Message,
         expected: type[A],
         then: Callable[[A | None, Sequence[memoryview]], R],
@@ -80,7 +80,7 @@ class RemoteWriting:
     ) -> Transfer[R]:
         """A request of a save, which is nobody's latency."""
         return self._connection.call(
-            session,
+            link,
             message,
             expected,
             then,
@@ -91,53 +91,53 @@ class RemoteWriting:
         )
 
     def _reserved(
-        self, session: Session, answer: messages.Reserved | None, count: int, page_bytes: int
+        self, link: DaemonLink, answer: messages.Reserved | None, count: int, page_bytes: int
     ) -> Reservation | None:
         if answer is None:
             return None
         positions = numbers(answer.positions, "<u4").tolist()
         offsets = numbers(answer.offsets, "<u8").tolist()
-        mapped = session.arena.memory if session.arena is not None else None
+        mapped = link.arena.memory if link.arena is not None else None
         sound = (
             len(set(positions)) == len(positions) == len(offsets)
             and bool(positions) == bool(answer.reservation)
             and all(position < count for position in positions)
         )
-        if session.arena is not None:
+        if link.arena is not None:
             limit = mapped.nbytes - page_bytes if mapped is not None else -1
             sound = sound and all(offset <= limit for offset in offsets)
         if not sound:  # writing there could harm somebody
             if answer.reservation:
-                self._connection.abort(session, answer.reservation)
+                self._connection.abort(link, answer.reservation)
             return None
         addresses = [mapped.address + offset for offset in offsets] if mapped is not None else None
 
         def usable() -> bool:
-            return session.current if session.arena is None else session.arena.memory is not None
+            return link.current if link.arena is None else link.arena.memory is not None
 
-        handle = handle_in(session, answer.path, answer.known)
+        handle = handle_in(link, answer.path, answer.known)
         reserved = Reservation(answer.reservation, positions, addresses, answer.stored_tokens, handle)
-        reserved.owner, reserved.memory, reserved.usable = session, mapped, usable
+        reserved.owner, reserved.memory, reserved.usable = link, mapped, usable
         return reserved
 
     def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
-        session = reservation.owner
-        assert isinstance(session, Session), "the reservation is of another backend"
+        link = reservation.owner
+        assert isinstance(link, DaemonLink), "the reservation is of another backend"
 
         def written(answer: messages.Written | None, _: object) -> bool:
             return answer is not None
 
         message = messages.Write(0, reservation.number, first)
-        return self._call(session, message, messages.Written, written, frames=frames)
+        return self._call(link, message, messages.Written, written, frames=frames)
 
     def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
-        session = reservation.owner
-        assert isinstance(session, Session), "the reservation is of another backend"
+        link = reservation.owner
+        assert isinstance(link, DaemonLink), "the reservation is of another backend"
         done = np.array(list(checksums), "<u4").tobytes()
         hashes = np.array(list(checksums.values()), "<u8").tobytes()
         message = messages.Commit(0, reservation.number, done, hashes)
-        return self._call(session, message, messages.Committed, pages_of)
+        return self._call(link, message, messages.Committed, pages_of)
 
     def abort(self, reservation: Reservation) -> None:
-        if reservation.number and isinstance(reservation.owner, Session):
+        if reservation.number and isinstance(reservation.owner, DaemonLink):
             self._connection.abort(reservation.owner, reservation.number)

@@ -15,9 +15,9 @@ the cluster's secret if there is one: a store that keeps the old bytes when a na
 by somebody who found two prompts with one XXH3. Before the page's bytes stands a header that says all this
 again; the reader builds the header that it expects and compares (``objects.py``).
 
-The pool is no fourth tier. What it holds may go at any time, so the index knows nothing of it: a lookup whose
-local answer ends early asks (``Found.remote``, a hint), somebody brings (``Bring``), and then the pages are
-in host memory and found like any others.
+The shared store is no fourth tier. What it holds may go at any time, so the index knows nothing of it: a
+lookup whose local answer ends early asks (``Found.remote``, a hint), somebody brings (``FetchOrder``), and
+then the pages are in host memory and found like any others.
 
 ``orders.py`` is what daemon and agents say to each other, ``supervisor.py`` the daemon's side, ``agent.py``
-the process, ``pool.py`` what a store must be able to do, ``mooncake.py`` the one there is."""
+the process, ``shared_store.py`` what a store must be able to do, ``mooncake.py`` the one there is."""

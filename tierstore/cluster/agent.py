@@ -1,8 +1,9 @@
-"""The agent: a process beside the daemon that speaks to the pool. ``python -m tierstore.cluster.agent FD``.
+"""The agent: a process beside the daemon that speaks to the shared store. ``python -m tierstore.cluster.agent
+FD``.
 
-It is an ordinary client of the daemon. To *bring* pages it has the pool write them to staging memory,
+It is an ordinary client of the daemon. To *fetch* pages it has the shared store write them to staging memory,
 compares each with the header that it expects, and saves those that are right; to *publish* pages it looks
-them up, copies them to staging memory and has the pool read them there. One agent brings and another
+them up, copies them to staging memory and has the shared store read them there. One agent fetches and another
 publishes, so that a put that hangs costs nobody a page.
 
 It ends when the daemon's end of the socket does, or when staging memory is worn out, and always by
@@ -30,10 +31,17 @@ import tierstore
 from tierstore import copying
 from tierstore.cluster import orders as o
 from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects
-from tierstore.cluster.pool import NOT_THERE, Memory, Pool, PoolError, PoolOptions, open_pool
 from tierstore.cluster.promised import PromisedPages, PromisedPrompt
 from tierstore.cluster.recent import Recent
-from tierstore.cluster.staging import Lane, Staging
+from tierstore.cluster.shared_store import (
+    NOT_THERE,
+    Memory,
+    SharedStore,
+    SharedStoreError,
+    SharedStoreOptions,
+    open_shared_store,
+)
+from tierstore.cluster.staging import StagingLane, StagingMemory
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
@@ -54,48 +62,48 @@ _WORN_OUT = 3
 
 
 class Agent:
-    """Carries out orders. Thread-safe: the pool's calls are made by threads that may hang."""
+    """Carries out orders. Thread-safe: the shared store's calls are made by threads that may hang."""
 
-    def __init__(self, begin: o.Begin, pool: Pool, tell: Tell) -> None:
+    def __init__(self, begin: o.Begin, shared: SharedStore, tell: Tell) -> None:
         self._daemon = begin.daemon
         self._secret = begin.secret
         self._bytes_per_s = begin.bytes_per_s
-        self._pool = pool
+        self._shared = shared
         self._tell = tell
-        self._staging = Staging(begin.staging_bytes)
-        self._stores = Stores(begin.daemon)
-        self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names that are in the pool
+        self._staging = StagingMemory(begin.staging_bytes)
+        self._stores = AgentStores(begin.daemon)
+        self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names that are in the shared store
         self._queued: set[str] = set()  # names of pages that are to be published
         self._known_lock = threading.Lock()  # guards both
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
-        self._bringers = ThreadPoolExecutor(2, "tierstore-bring")
-        self._promised = PromisedPages(self._there, self._bring_promised, self._promised_ended)
+        self._fetchers = ThreadPoolExecutor(2, "tierstore-fetch")
+        self._promised = PromisedPages(self._there, self._fetch_promised, self._promised_ended)
         self._publishing: queue.Queue[tuple[o.PromptPages, int, set[str]]] = queue.Queue()
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
-    def do(self, order: o.Look | o.Bring | o.Stop | o.Publish) -> None:
+    def do(self, order: o.Look | o.FetchOrder | o.Stop | o.Publish) -> None:
         """Begin it."""
         match order:
             case o.Look():
                 self._lookers.submit(self._answer, order)
-            case o.Bring():
+            case o.FetchOrder():
                 if order.promised:
                     self._expect(order)
                 else:
-                    self._bringers.submit(self._answer, order)
+                    self._fetchers.submit(self._answer, order)
             case o.Stop():
                 self._promised.stop(order.id)
             case o.Publish():
                 self._queue(order)
 
-    def _answer(self, order: o.Look | o.Bring) -> None:
+    def _answer(self, order: o.Look | o.FetchOrder) -> None:
         counts: Counter[str] = Counter()
-        answer = o.Looked(order.id, 0) if isinstance(order, o.Look) else o.Brought(order.id, 0)
+        answer = o.Looked(order.id, 0) if isinstance(order, o.Look) else o.FetchDone(order.id, 0)
         with self._noting(counts, "failed_saves"):
             if isinstance(order, o.Look):
                 answer = self._look(order)
             else:
-                answer.chunks = self._bring(order, counts)
+                answer.chunks = self._fetch(order, counts)
         self._tell(answer)
         self._count(counts)
 
@@ -111,7 +119,7 @@ class Agent:
         thread goes on, and who asked gets an answer."""
         try:
             yield
-        except PoolError:
+        except SharedStoreError:
             counts["failed_calls"] += 1
         except TierStoreError:
             counts[failed] += 1
@@ -121,32 +129,32 @@ class Agent:
             place = f"{os.path.basename(where.filename)}:{where.lineno}"
             self._tell(o.Failed(f"{type(error).__name__}: {error} ({place})"))
 
-    # -- looking and bringing ------------------------------------------------------------------------
+    # -- looking and fetching ------------------------------------------------------------------------
 
     def _look(self, order: o.Look) -> o.Looked:
         objects = _objects(order.pages, self._secret)
         if not order.pages.named:
             objects = objects[order.first : order.first + _MOST_NAMES]
-            there = self._pool.exists([each.name for each in objects]) if objects else []
+            there = self._shared.exists([each.name for each in objects]) if objects else []
             return o.Looked(order.id, [*there, False].index(False))
         there = self._there([each.name for each in objects])
         places = array.array("I", [at for at, known in enumerate(there) if known])
         return o.Looked(order.id, len(places), places.tobytes())
 
-    def _bring(self, order: o.Bring, counts: Counter[str]) -> int:
+    def _fetch(self, order: o.FetchOrder, counts: Counter[str]) -> int:
         """How many chunks have come, one behind the other."""
         ends = time.monotonic() + order.wait_s
         objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
         done = 0
         while done < len(objects) and time.monotonic() < ends:
             part = objects[done : done + self._staging.objects_in_a_lane(objects[0].nbytes)]
-            came = self._bring_part(order.pages, order.first + done, part, ends, counts)
+            came = self._fetch_part(order.pages, order.first + done, part, ends, counts)
             done += came
             if came < len(part):
                 break
         return done
 
-    def _bring_part(
+    def _fetch_part(
         self,
         pages: o.PromptPages,
         first: int,
@@ -154,12 +162,12 @@ class Agent:
         ends: float,
         counts: Counter[str],
     ) -> int:
-        """Of chunks ``first …``, which are ``part`` in the pool."""
+        """Of chunks ``first …``, which are ``part`` in the shared store."""
         with self._staging.lane(_room(part), max(ends - time.monotonic(), 0)) as lane:
             if lane is None:
                 return 0
             places = lane.places(part)
-            sizes = self._pool.get([each.name for each in part], places)
+            sizes = self._shared.get([each.name for each in part], places)
             came = [size == each.nbytes for size, each in zip(sizes, part, strict=True)]
             if not all(size in (each.nbytes, NOT_THERE) for size, each in zip(sizes, part, strict=True)):
                 lane.sound = False
@@ -169,7 +177,7 @@ class Agent:
             good = source.right(part, self._secret)
             if good < leading:
                 counts["damaged_pages"] += 1
-                self._pool.remove(part[good].name)
+                self._shared.remove(part[good].name)
             if good:
                 prompt, start = _prompt(pages, first, good)
                 saved = self._stores.of(pages).save_from(prompt, source, good, first=start)
@@ -178,42 +186,42 @@ class Agent:
                 saved.cancel()
                 good = min(saved.wait() // pages.chunk_tokens, good)
                 self._note_known(part[:good])
-                counts["brought_pages"] += good
-                counts["brought_bytes"] += good * pages.page_bytes
+                counts["fetched_pages"] += good
+                counts["fetched_bytes"] += good * pages.page_bytes
             return good
 
     # -- promised pages ------------------------------------------------------------------------------
 
-    def _expect(self, order: o.Bring) -> None:
+    def _expect(self, order: o.FetchOrder) -> None:
         objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
         self._promised.add(order, objects)
 
     def _there(self, names: Sequence[str]) -> list[bool]:
-        """Which of these the pool has; none where it does not answer."""
+        """Which of these the shared store has; none where it does not answer."""
         there: list[bool] = []
         counts: Counter[str] = Counter()
         with self._noting(counts, "failed_calls"):
             for start in range(0, len(names), _MOST_NAMES):
-                there += self._pool.exists(names[start : start + _MOST_NAMES])
+                there += self._shared.exists(names[start : start + _MOST_NAMES])
         if counts:
             self._count(counts)
         return [*there, *[False] * (len(names) - len(there))]
 
-    def _bring_promised(self, promised: PromisedPrompt) -> int:
+    def _fetch_promised(self, promised: PromisedPrompt) -> int:
         order, done = promised.order, promised.done
         counts: Counter[str] = Counter()
         came = 0
         with self._noting(counts, "failed_saves"):
             part = promised.objects[done : done + self._staging.objects_in_a_lane(promised.objects[0].nbytes)]
-            there = self._pool.exists([each.name for each in part])
+            there = self._shared.exists([each.name for each in part])
             part = part[: [*there, False].index(False)]
             if part:
-                came = self._bring_part(order.pages, order.first + done, part, promised.ends, counts)
+                came = self._fetch_part(order.pages, order.first + done, part, promised.ends, counts)
         self._count(counts)
         return came
 
     def _promised_ended(self, promised: PromisedPrompt) -> None:
-        self._tell(o.Brought(promised.order.id, promised.done))
+        self._tell(o.FetchDone(promised.order.id, promised.done))
 
     # -- publishing ----------------------------------------------------------------------------------
 
@@ -244,7 +252,7 @@ class Agent:
         objects = _objects(pages, self._secret)[:count]
         there = []
         for start in range(0, len(objects), _MOST_NAMES):
-            there += self._pool.exists([each.name for each in objects[start : start + _MOST_NAMES]])
+            there += self._shared.exists([each.name for each in objects[start : start + _MOST_NAMES]])
         self._note_known([each for each, known in zip(objects, there, strict=True) if known])
         missing = [each for each, known in zip(objects, there, strict=True) if not known]
         if not missing:
@@ -268,7 +276,7 @@ class Agent:
                     run, places = run[:ready], places[:ready]
                     if not ready:
                         return
-                    put = self._pool.put([each.name for each in run], places)
+                    put = self._shared.put([each.name for each in run], places)
                 self._note_known([each for each, done in zip(run, put, strict=True) if done])
                 counts["published_pages"] += sum(put)
                 counts["published_bytes"] += sum(put) * pages.page_bytes
@@ -283,7 +291,7 @@ class Agent:
                 self._known.note(each.name)
 
 
-class Stores:
+class AgentStores:
     """Connections to the daemon, one for each layout."""
 
     def __init__(self, url: str) -> None:
@@ -315,7 +323,7 @@ class Stores:
 class _Staged(PageSource):
     """Pages that have come to a lane, as the source of a save."""
 
-    def __init__(self, lane: Lane, places: Sequence[Memory], page_bytes: int) -> None:
+    def __init__(self, lane: StagingLane, places: Sequence[Memory], page_bytes: int) -> None:
         self._lane = lane
         self._places = places
         self._page_bytes = page_bytes
@@ -347,7 +355,12 @@ class _Outgoing:
     """A lane as where a hit's pages go from ``first`` on, each behind its header."""
 
     def __init__(
-        self, lane: Lane, first: int, places: Sequence[Memory], objects: Sequence[PageObject], secret: bytes
+        self,
+        lane: StagingLane,
+        first: int,
+        places: Sequence[Memory],
+        objects: Sequence[PageObject],
+        secret: bytes,
     ) -> None:
         self._lane = lane
         self._first = first
@@ -395,7 +408,7 @@ def _room(objects: Sequence[PageObject]) -> int:
 
 
 def _runs(
-    held: Sequence[PageObject], wanted: Collection[str], staging: Staging
+    held: Sequence[PageObject], wanted: Collection[str], staging: StagingMemory
 ) -> list[tuple[int, list[PageObject]]]:
     """Pages of ``wanted`` names that follow one another in a hit of ``held``, no more together than a lane
     has room for, and where in the hit they begin."""
@@ -447,15 +460,15 @@ def main() -> None:
 
 
 def _begin(begin: o.Begin, tell: Tell) -> Agent:
-    options = PoolOptions(begin.pool, begin.protocol, begin.devices, begin.host)
+    options = SharedStoreOptions(begin.url, begin.protocol, begin.devices, begin.host)
     try:
-        pool = open_pool(options)
-        pool.exists(["ts1:"])  # the first call takes longer than a lookup waits
+        shared = open_shared_store(options)
+        shared.exists(["ts1:"])  # the first call takes longer than a lookup waits
     except TierStoreError as error:
         tell(o.Away(str(error), isinstance(error, UsageError)))
         os._exit(1)
-    tell(o.Ready(pool.transport))
-    return Agent(begin, pool, tell)
+    tell(o.Ready(shared.transport))
+    return Agent(begin, shared, tell)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Mooncake Store as a pool: its Python wheel, in this process.
+"""Mooncake Store as a shared store: its Python wheel, in this process.
 
 The operator runs ``mooncake_master`` and lends memory with ``mooncake_client`` processes, one for each host.
 We are a pure client: no segment, no buffer of the library's own. Its calls crash after ``close``, and
@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from tierstore.cluster.pool import NOT_THERE, Memory, Pool, PoolError, PoolOptions
+from tierstore.cluster.shared_store import (
+    NOT_THERE,
+    Memory,
+    SharedStore,
+    SharedStoreError,
+    SharedStoreOptions,
+)
 from tierstore.errors import UsageError
 
 # Read when the library is imported. Without the first two it is 1.3 to 2 times as slow at 1 to 8 MiB, without
@@ -35,11 +41,11 @@ _INSTALL = (
 )
 
 
-class MooncakePool(Pool):
+class MooncakeStore(SharedStore):
     """A client of the master at ``mooncake://HOST:PORT``, or of the leader that ``etcd://HOST:PORT``
     names."""
 
-    def __init__(self, options: PoolOptions) -> None:
+    def __init__(self, options: SharedStoreOptions) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
@@ -57,12 +63,12 @@ class MooncakePool(Pool):
         self._store: Any = MooncakeDistributedStore()
         code = self._store.setup(host, "P2PHANDSHAKE", 0, 0, options.protocol, options.devices, master)
         if code:
-            raise PoolError(f"Mooncake's master at {master} does not answer ({code})")
+            raise SharedStoreError(f"Mooncake's master at {master} does not answer ({code})")
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         found = self._store.batch_is_exist(list(names))
         if len(found) != len(names) or any(each < 0 for each in found):
-            raise PoolError(f"Mooncake's master does not answer ({min(found, default=0)})")
+            raise SharedStoreError(f"Mooncake's master does not answer ({min(found, default=0)})")
         return [each == 1 for each in found]
 
     def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
@@ -74,7 +80,7 @@ class MooncakePool(Pool):
         addresses, sizes = zip(*of, strict=True)
         codes = self._store.batch_put_from(list(names), list(addresses), list(sizes))
         if failed := {code for code in codes if code not in (0, _NO_ROOM)}:
-            raise PoolError(f"Mooncake cannot put ({min(failed)})")
+            raise SharedStoreError(f"Mooncake cannot put ({min(failed)})")
         return [code == 0 for code in codes]
 
     def remove(self, name: str) -> None:
@@ -88,8 +94,8 @@ def _address_towards(host: str, port: int) -> str:
             probe.connect((host, port or 1))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise PoolError(f"there is no way to {host}: {error.strerror}") from error
+        raise SharedStoreError(f"there is no way to {host}: {error.strerror}") from error
 
 
-def open_pool(options: PoolOptions) -> Pool:
-    return MooncakePool(options)
+def open_shared_store(options: SharedStoreOptions) -> SharedStore:
+    return MooncakeStore(options)

@@ -1,4 +1,4 @@
-"""What a page is called in the pool, and what stands before its bytes there. Pure.
+"""What a page is called in the shared store, and what stands before its bytes there. Pure.
 
     proof₋₁ = SHA-256("tierstore page 1\\0" ‖ secret ‖ identity)
     proofᵢ  = SHA-256(proofᵢ₋₁ ‖ keyᵢ ‖ tokensᵢ)
@@ -9,8 +9,8 @@ A named page follows nothing: its proof is that of a first page, below a root of
 A page's name is ``ts1:`` and the first 40 hex digits of its proof. The keys are in it because opaque pages
 with equal tokens may differ (an image, an adapter). A header ends with XXH3-64 of what is before it, or with
 keyed BLAKE2b where the cluster has a secret: then names cannot be guessed, nor headers forged. That is no
-encryption, and the page's XXH3-64 no signature: who can write to the pool and knows a page can put another
-one with the same XXH3 in its place."""
+encryption, and the page's XXH3-64 no signature: who can write to the shared store and knows a page can put
+another one with the same XXH3 in its place."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def object_name(proof: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageObject:
-    """A page in the pool. ``depth`` counts the pages before it; a named one has none."""
+    """A page in the shared store. ``depth`` counts the pages before it; a named one has none."""
 
     identity: bytes
     page_bytes: int

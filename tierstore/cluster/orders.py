@@ -11,7 +11,7 @@ from msgspec import Meta
 from tierstore.wire.messages import IdentityFields, Payload, Text
 
 
-class Order(msgspec.Struct, tag=True, array_like=True):
+class AgentOrder(msgspec.Struct, tag=True, array_like=True):
     """Anything that is said."""
 
 
@@ -29,11 +29,11 @@ class PromptPages(msgspec.Struct, array_like=True):
     depth: int = 0
 
 
-class Begin(Order):
-    """The first one: where the daemon listens and where the pool is."""
+class Begin(AgentOrder):
+    """The first one: where the daemon listens and where the shared store is."""
 
     daemon: Text
-    pool: Text
+    url: Text
     protocol: Text
     devices: Text
     host: Text
@@ -42,8 +42,8 @@ class Begin(Order):
     bytes_per_s: int  # of what is published; 0: any number
 
 
-class Look(Order):
-    """How many chunks from ``first`` on, one behind the other, the pool seems to have; of named ones,
+class Look(AgentOrder):
+    """How many chunks from ``first`` on, one behind the other, the shared store seems to have; of named ones,
     which."""
 
     id: int
@@ -51,7 +51,7 @@ class Look(Order):
     first: int
 
 
-class Bring(Order):
+class FetchOrder(AgentOrder):
     """Have chunks ``first … first + count`` come into the daemon's memory, as far as they do. ``promised``:
     somebody is publishing them, and those that are not there yet are waited for."""
 
@@ -63,33 +63,33 @@ class Bring(Order):
     promised: bool = False
 
 
-class Stop(Order):
+class Stop(AgentOrder):
     """What was ordered under this number is not wanted any more. It is answered all the same."""
 
     id: int
 
 
-class Publish(Order):
+class Publish(AgentOrder):
     """The first ``count`` chunks may be of use to others. No answer."""
 
     pages: PromptPages
     count: int
 
 
-class Ready(Order):
-    """The agent has opened the pool."""
+class Ready(AgentOrder):
+    """The agent has opened the shared store."""
 
     transport: Text
 
 
-class Away(Order):
+class Away(AgentOrder):
     """It could not, and ends. ``hopeless``: it is not worth trying again."""
 
     message: Text
     hopeless: bool
 
 
-class Looked(Order):
+class Looked(AgentOrder):
     """``there``: of named chunks, the places (uint32, ascending) of those that are."""
 
     id: int
@@ -97,22 +97,22 @@ class Looked(Order):
     there: Payload = b""
 
 
-class Brought(Order):
+class FetchDone(AgentOrder):
     id: int
     chunks: int
 
 
-class Counted(Order):
+class Counted(AgentOrder):
     """What has been counted since the last time."""
 
     counts: Annotated[dict[Text, int], Meta(max_length=1024)]
 
 
-class Failed(Order):
-    """Something went wrong that was not foreseen: a bug of ours or the pool's. The agent goes on."""
+class Failed(AgentOrder):
+    """Something went wrong that was not foreseen: a bug of ours or the shared store's. The agent goes on."""
 
     message: Text
 
 
-ToAgent: TypeAlias = Begin | Look | Bring | Stop | Publish
-ToDaemon: TypeAlias = Ready | Away | Looked | Brought | Counted | Failed
+ToAgent: TypeAlias = Begin | Look | FetchOrder | Stop | Publish
+ToDaemon: TypeAlias = Ready | Away | Looked | FetchDone | Counted | Failed

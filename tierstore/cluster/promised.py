@@ -28,12 +28,12 @@ _BRINGERS = 4
 class PromisedPrompt:
     """``objects`` are what was promised of it; the first ``done`` of them have come."""
 
-    order: o.Bring
+    order: o.FetchOrder
     objects: Sequence[PageObject]
     ends: float
     done: int = 0
     over: bool = False
-    bringing: bool = False
+    fetching: bool = False
     idle_since: float = field(default_factory=time.monotonic)
     ask_at: float = 0.0
 
@@ -49,25 +49,25 @@ class PromisedPrompt:
 
 
 class PromisedPages:
-    """``exists`` asks the pool which names it has; ``bring`` has those pages of a prompt come that are there
-    from ``done`` on, and says how many came, 0 when no more of it can be had; ``ended`` is told of each
-    prompt once. All three are called on threads of this object, and do not raise."""
+    """``exists`` asks the shared store which names it has; ``fetch_remote`` has those pages of a prompt come
+    that are there from ``done`` on, and says how many came, 0 when no more of it can be had; ``ended`` is
+    told of each prompt once. All three are called on threads of this object, and do not raise."""
 
     def __init__(
         self,
         exists: Callable[[Sequence[str]], Sequence[bool]],
-        bring: Callable[[PromisedPrompt], int],
+        fetch_remote: Callable[[PromisedPrompt], int],
         ended: Callable[[PromisedPrompt], None],
     ) -> None:
         self._exists = exists
-        self._bring = bring
+        self._fetch = fetch_remote
         self._ended = ended
         self._prompts: dict[int, PromisedPrompt] = {}  # by the order's number
         self._changed = threading.Condition()  # guards it, and them
-        self._bringers = ThreadPoolExecutor(_BRINGERS, "tierstore-promised")
+        self._fetchers = ThreadPoolExecutor(_BRINGERS, "tierstore-promised")
         threading.Thread(target=self._ask_always, name="tierstore-ask", daemon=True).start()
 
-    def add(self, order: o.Bring, objects: Sequence[PageObject]) -> None:
+    def add(self, order: o.FetchOrder, objects: Sequence[PageObject]) -> None:
         prompt = PromisedPrompt(order, objects, time.monotonic() + order.wait_s)
         with self._changed:
             self._prompts[order.id] = prompt
@@ -95,7 +95,7 @@ class PromisedPages:
             ended = [
                 prompt
                 for prompt in self._prompts.values()
-                if not prompt.bringing and (prompt.finished or prompt.ends <= now)
+                if not prompt.fetching and (prompt.finished or prompt.ends <= now)
             ]
             for prompt in ended:
                 del self._prompts[prompt.order.id]
@@ -104,7 +104,7 @@ class PromisedPages:
     def _wait_due(self) -> list[PromisedPrompt]:
         """Those that are to be asked for now; waits for the first of them, or for a change."""
         with self._changed:
-            idle = [prompt for prompt in self._prompts.values() if not prompt.bringing]
+            idle = [prompt for prompt in self._prompts.values() if not prompt.fetching]
             if any(prompt.finished for prompt in idle):
                 return []  # came to be while nobody looked
             now = time.monotonic()
@@ -119,19 +119,19 @@ class PromisedPages:
         with self._changed:
             for prompt, known in zip(due, there, strict=True):
                 if known and not prompt.over:
-                    prompt.bringing = True
-                    self._bringers.submit(self._bring_one, prompt)
+                    prompt.fetching = True
+                    self._fetchers.submit(self._fetch_one, prompt)
                 else:
                     prompt.put_off(now)
 
-    def _bring_one(self, prompt: PromisedPrompt) -> None:
+    def _fetch_one(self, prompt: PromisedPrompt) -> None:
         # Others may have had the bringers all its time.
         late = prompt.over or prompt.ends <= time.monotonic()
-        came = 0 if late else self._bring(prompt)
+        came = 0 if late else self._fetch(prompt)
         with self._changed:
             prompt.done += came
             prompt.over = prompt.over or not came
-            prompt.bringing = False
+            prompt.fetching = False
             prompt.idle_since = time.monotonic()
             prompt.ask_at = 0.0
             self._changed.notify()

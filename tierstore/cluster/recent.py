@@ -11,8 +11,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Recent(Generic[_Key]):
-    """Keys that were noted less than ``seconds`` ago, ``most`` of them. What is seen of a pool is not true
-    for long: its pages go when they like, and a master that is started again has none.
+    """Keys that were noted less than ``seconds`` ago, ``most`` of them. What is seen of a shared store is not
+    true for long: its pages go when they like, and a master that is started again has none.
 
     >>> at = [0.0]
     >>> seen: Recent[str] = Recent(60.0, 2, clock=lambda: at[0])

@@ -1,4 +1,4 @@
-"""Memory of the agent's own that the pool writes to and reads from, in lanes."""
+"""Memory of the agent's own that the shared store writes to and reads from, in lanes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tierstore.cluster.objects import HEADER_BYTES, PageObject
-from tierstore.cluster.pool import Memory
+from tierstore.cluster.shared_store import Memory
 
 _LANE_BYTES = 16 << 20
 
 
-class Lane:
+class StagingLane:
     """Room for some objects, one behind the other. ``sound`` until a call on it failed: then something may
     still be written to it, or be sent from it, and it is not used again."""
 
@@ -37,14 +37,14 @@ class Lane:
         ctypes.memmove(place[0], header, HEADER_BYTES)
 
 
-class Staging:
+class StagingMemory:
     """Lanes of 16 MiB (or of one object, if that is larger) out of ``nbytes``, made when they are wanted.
     Those that are not sound count for ever."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._lock = threading.Condition()
-        self._free: list[Lane] = []
+        self._free: list[StagingLane] = []
         self._taken_bytes = 0
         self._poisoned_bytes = 0
 
@@ -58,7 +58,7 @@ class Staging:
         return max(_LANE_BYTES // (-(-nbytes // 64) * 64), 1)
 
     @contextmanager
-    def lane(self, nbytes: int, timeout: float) -> Iterator[Lane | None]:
+    def lane(self, nbytes: int, timeout: float) -> Iterator[StagingLane | None]:
         """A lane with room for ``nbytes``; None when there is none for so long."""
         lane = self._take(max(nbytes, _LANE_BYTES), timeout)
         try:
@@ -71,7 +71,7 @@ class Staging:
             if lane is not None:
                 self._give_back(lane)
 
-    def _take(self, nbytes: int, timeout: float) -> Lane | None:
+    def _take(self, nbytes: int, timeout: float) -> StagingLane | None:
         with self._lock:
             if not self._lock.wait_for(lambda: self._find(nbytes) or self._fits(nbytes), timeout):
                 return None
@@ -83,16 +83,16 @@ class Staging:
                 self._taken_bytes -= sum(each.nbytes for each in self._free)
                 self._free.clear()
             self._taken_bytes += nbytes
-        return Lane(nbytes)
+        return StagingLane(nbytes)
 
-    def _find(self, nbytes: int) -> Lane | None:
+    def _find(self, nbytes: int) -> StagingLane | None:
         return next((lane for lane in self._free if lane.nbytes >= nbytes), None)
 
     def _fits(self, nbytes: int) -> bool:
         free = sum(each.nbytes for each in self._free)
         return self._taken_bytes - free + nbytes <= max(self._nbytes, nbytes)
 
-    def _give_back(self, lane: Lane) -> None:
+    def _give_back(self, lane: StagingLane) -> None:
         with self._lock:
             if lane.sound:
                 self._free.append(lane)
@@ -102,4 +102,4 @@ class Staging:
             self._lock.notify_all()
 
 
-_GRAVEYARD: list[Lane] = []
+_GRAVEYARD: list[StagingLane] = []

@@ -21,11 +21,11 @@ from typing import TypeAlias
 import msgspec
 
 from tierstore.cluster import orders as o
-from tierstore.cluster.pool import check_url
 from tierstore.cluster.recent import Recent
+from tierstore.cluster.shared_store import check_url
 from tierstore.core.prompts import PromptView
 from tierstore.errors import UsageError
-from tierstore.planner import CLUSTER, Way
+from tierstore.planner import CLUSTER, TierRate
 from tierstore.stats import ClusterStats
 from tierstore.wire.framing import LENGTH
 
@@ -48,13 +48,13 @@ _MOST_PROMISED = 1024  # prompts whose pages are waited for at a time, of all cl
 _MOST_PROMISED_TOKENS = 16 << 20  # … and their tokens: the agent keeps their ids and names
 _RATE_SHARE = 0.3  # of the newest measurement
 
-_Found: TypeAlias = "o.Looked | o.Brought"
+_Found: TypeAlias = "o.Looked | o.FetchDone"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """``url`` is the pool's; ``secret`` a file; ``look_s`` what a lookup waits for the pool. Raises
-    :class:`UsageError` for what cannot be."""
+    """``url`` is the shared store's; ``secret`` a file; ``look_s`` what a lookup waits for the shared store.
+    Raises :class:`UsageError` for what cannot be."""
 
     url: str
     protocol: str = "tcp"
@@ -83,8 +83,8 @@ class ClusterOptions:
 
 
 class Cluster:
-    """What the daemon asks of the pool. :meth:`start` and :meth:`stop` it on the event loop. ``daemon`` is an
-    address at which agents reach the daemon."""
+    """What the daemon asks of the shared store. :meth:`start` and :meth:`stop` it on the event loop.
+    ``daemon`` is an address at which agents reach the daemon."""
 
     def __init__(self, options: ClusterOptions, daemon: str) -> None:
         self._options = options
@@ -104,7 +104,7 @@ class Cluster:
         self._putter = _Agent(begin, self._counts)
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
-        self._bringing: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
+        self._fetching: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
         self._promised = 0  # prompts that are waited for …
         self._promised_tokens = 0  # … and their tokens
         self._late: list[float] = []
@@ -117,7 +117,7 @@ class Cluster:
         for agent in (self._getter, self._putter):
             agent.start()
         if not self._options.secret:
-            _log.info("cluster: whoever reaches the pool's ports can read and replace its pages")
+            _log.info("cluster: whoever reaches the shared store's ports can read and replace its pages")
 
     async def stop(self) -> None:
         for agent in (self._getter, self._putter):
@@ -128,9 +128,9 @@ class Cluster:
         """Of the agents that run."""
         return {agent.pid for agent in (self._getter, self._putter) if agent.pid}
 
-    def ways(self) -> Mapping[str, Way]:
-        """What bytes of the pool cost, as far as that was measured."""
-        return {CLUSTER: Way(self._bytes_per_s, self._latency_s, 0.0)} if self._bytes_per_s else {}
+    def rates(self) -> Mapping[str, TierRate]:
+        """What bytes of the shared store cost, as far as that was measured."""
+        return {CLUSTER: TierRate(self._bytes_per_s, self._latency_s, 0.0)} if self._bytes_per_s else {}
 
     def stats(self) -> ClusterStats:
         return ClusterStats(
@@ -145,14 +145,15 @@ class Cluster:
     # -- asking --------------------------------------------------------------------------------------
 
     async def look(self, view: PromptView, first: int) -> int:
-        """How many chunks behind the first ``first`` the pool seems to have. Waits ``look_s`` at most."""
+        """How many chunks behind the first ``first`` the shared store seems to have. Waits ``look_s`` at
+        most."""
         left = (view.whole_chunks - first) * view.chunk_tokens
         looked = await self._look(view, first, left)
         return min(looked.chunks, view.whole_chunks - first) if looked is not None else 0
 
     async def look_for(self, view: PromptView, gain: int) -> Sequence[int]:
-        """Which of these named chunks the pool seems to have, where a prompt gains ``gain`` tokens by them.
-        Waits ``look_s`` at most."""
+        """Which of these named chunks the shared store seems to have, where a prompt gains ``gain`` tokens by
+        them. Waits ``look_s`` at most."""
         looked = await self._look(view, 0, gain) if view.whole_chunks else None
         if not isinstance(looked, o.Looked) or len(looked.there) % 4:
             return ()
@@ -188,35 +189,35 @@ class Cluster:
             self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])
             self._late.clear()
 
-    async def bring(self, view: PromptView, first: int, count: int, wait_s: float) -> int:
+    async def fetch_remote(self, view: PromptView, first: int, count: int, wait_s: float) -> int:
         """Have chunks ``first … first + count`` come into host memory; how many came in ``wait_s`` seconds,
         one behind the other, as far as is known."""
         count = min(count, view.whole_chunks - first)
         if not self._shares(view) or count <= 0:
             return 0
         key = _key(view, first)
-        bringing = self._bringing.get(key)
-        if bringing is None:
+        fetching = self._fetching.get(key)
+        if fetching is None:
             began = time.monotonic()
-            bringing = self._getter.ask(
-                lambda number: o.Bring(number, _pages(view), first, count, wait_s), wait_s
+            fetching = self._getter.ask(
+                lambda number: o.FetchOrder(number, _pages(view), first, count, wait_s), wait_s
             )
-            if bringing is None:
+            if fetching is None:
                 return 0
-            self._bringing[key] = bringing
+            self._fetching[key] = fetching
 
             def note(ended: asyncio.Future[_Found]) -> None:
-                self._bringing.pop(key, None)
+                self._fetching.pop(key, None)
                 nbytes = ended.result().chunks * view.registration.page_bytes
                 if nbytes:
                     self._measure(nbytes, time.monotonic() - began)
 
-            bringing.add_done_callback(note)
-        done, _ = await asyncio.wait({bringing}, timeout=wait_s)
+            fetching.add_done_callback(note)
+        done, _ = await asyncio.wait({fetching}, timeout=wait_s)
         if not done:
             self._counts["late_brings"] += 1
             return 0
-        return bringing.result().chunks
+        return fetching.result().chunks
 
     def expect(self, view: PromptView, first: int, count: int, wait_s: float) -> Callable[[], None]:
         """Somebody has promised chunks ``first … first + count``: have them come as they are published on
@@ -233,12 +234,12 @@ class Cluster:
             return _nothing
         numbers: list[int] = []
 
-        def order(number: int) -> o.Bring:
+        def order(number: int) -> o.FetchOrder:
             numbers.append(number)
-            return o.Bring(number, _pages(view), first, count, wait_s, promised=True)
+            return o.FetchOrder(number, _pages(view), first, count, wait_s, promised=True)
 
-        bringing = agent.ask(order, wait_s)
-        if bringing is None:
+        fetching = agent.ask(order, wait_s)
+        if fetching is None:
             return _nothing
         self._promised += 1
         self._promised_tokens += tokens
@@ -248,10 +249,10 @@ class Cluster:
             self._promised_tokens -= tokens
             self._counts["promised_brings"] += 1
 
-        bringing.add_done_callback(note)
+        fetching.add_done_callback(note)
 
         def stop() -> None:
-            if not bringing.done():
+            if not fetching.done():
                 agent.tell(o.Stop(numbers[0]))
 
         return stop
@@ -269,7 +270,7 @@ class Cluster:
     # -- telling -------------------------------------------------------------------------------------
 
     def used(self, view: PromptView, chunks: int) -> None:
-        """The first ``chunks`` of a prompt have been asked for again, and may have left the pool."""
+        """The first ``chunks`` of a prompt have been asked for again, and may have left the shared store."""
         if self._options.publish != "none":
             self._publish(view, chunks)
 
@@ -344,7 +345,9 @@ class _Agent:
             self._running.cancel()
             await asyncio.wait({self._running})
 
-    def ask(self, order: Callable[[int], o.Look | o.Bring], wait_s: float) -> asyncio.Future[_Found] | None:
+    def ask(
+        self, order: Callable[[int], o.Look | o.FetchOrder], wait_s: float
+    ) -> asyncio.Future[_Found] | None:
         """The answer, no chunks if the agent ends before; None where it cannot be asked."""
         number = self._next
         if not self.tell(order(number)):
@@ -415,7 +418,7 @@ class _Agent:
             await asyncio.to_thread(process.wait)  # a driver may keep it for a while
             for number, asked in self._asked.items():
                 if not asked.answer.done():
-                    asked.answer.set_result(o.Brought(number, 0))
+                    asked.answer.set_result(o.FetchDone(number, 0))
             self._asked.clear()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -434,7 +437,7 @@ class _Agent:
                     if self.trouble != order.message:
                         _log.warning("cluster: %s", order.message)
                     self.trouble, self._hopeless = order.message, order.hopeless
-                case o.Looked() | o.Brought():
+                case o.Looked() | o.FetchDone():
                     asked = self._asked.pop(order.id, None)
                     if asked is not None and not asked.answer.done():
                         order.chunks = max(order.chunks, 0)

@@ -1,6 +1,6 @@
 """Who waits for pages that somebody writes, or has promised to save. The end of the write wakes it, no clock.
 
-A prompt is saved window by window, in steps that overtake one another. So a waiter names the first page that
+A prompt is saved batch by batch, in steps that overtake one another. So a waiter names the first page that
 it lacks, is called when that one's write has ended, looks at how far its prompt goes by then, and names the
 next.
 """

@@ -29,16 +29,16 @@ from tierstore.backend import (
 )
 from tierstore.codec import NONE
 from tierstore.core.clients import Client, LocalLease, Refusal
-from tierstore.core.core import MOVER_THREADS, Core, open_tiers
-from tierstore.core.health import STALL_S
+from tierstore.core.core import Core, open_tiers
 from tierstore.core.hits import HitView
 from tierstore.core.lookups import Lookups
 from tierstore.core.prompts import ChainView, NamedView, PromptView
 from tierstore.core.reading import Reading
 from tierstore.core.writing import Writing
+from tierstore.defaults import MOVER_THREADS, STALL_S
 from tierstore.errors import UsageError
 from tierstore.index import LABELS, Tier
-from tierstore.planner import Way
+from tierstore.planner import TierRate
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.stats import StoreStats
 from tierstore.tiers.device import DeviceError
@@ -82,12 +82,12 @@ class LocalBackend:
 
     # -- who asks ------------------------------------------------------------------------------------
 
-    def register(self, registration: Registration) -> int:
+    def assign_number(self, registration: Registration) -> int:
         """Make an identity known. Its number among this client's. Raises :class:`Refusal`, and
         :class:`~tierstore.errors.UsageError` when there are pages of another size under it."""
         return self.core.register(self.client, registration)
 
-    def introduce(self, registration: Registration) -> None:
+    def register(self, registration: Registration) -> None:
         self._known(registration)
 
     def _known(self, registration: Registration) -> Registration:
@@ -134,6 +134,7 @@ class LocalBackend:
             request.names,
             request.root,
             request.tail,
+            request.counted,
         )
 
     # -- reading -------------------------------------------------------------------------------------
@@ -166,8 +167,8 @@ class LocalBackend:
             return Transfer.completed(None)
         return self.lookups.expect(view, chunks * view.chunk_tokens, wait_s=wait_s)
 
-    def window_pages(self, lease: Lease, first: int) -> int:
-        return self.reading.window_pages(lease, first)
+    def batch_pages(self, lease: Lease, first: int) -> int:
+        return self.reading.batch_pages(lease, first)
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
@@ -177,8 +178,8 @@ class LocalBackend:
     def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
         return self.reading.prefetch(_local(lease), first=first, wait_s=wait_s)
 
-    def suspect(self, lease: Lease, position: int) -> None:
-        self.reading.suspect(_local(lease), position)
+    def report_damage(self, lease: Lease, position: int) -> None:
+        self.reading.report_damage(_local(lease), position)
 
     def holds(self, lease: Lease) -> bool:
         return self.reading.holds(_local(lease))
@@ -192,14 +193,14 @@ class LocalBackend:
     def remote(self) -> bool:
         return False  # what is embedded has none
 
-    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+    def fetch_remote(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
         return Transfer.completed(0)
 
     # -- planning ------------------------------------------------------------------------------------
 
-    def ways(self) -> Mapping[str, Way]:
+    def rates(self) -> Mapping[str, TierRate]:
         with self._state.lock:
-            return self._state.ways()
+            return self._state.rates()
 
     def declined(self, tokens: Mapping[str, int]) -> None:
         with self._state.lock:

@@ -105,7 +105,8 @@ def _add(
     known = found.get(key)
     if known is not None and known.tokens >= tokens:
         return
+    model = state.names.get(page.identity, identity.model)
     name = hashlib.blake2b(page.identity + page.key, key=_SALT, digest_size=4).hexdigest()
     found[key] = BusyPrefix(
-        name, identity.model, identity.tenant, tokens, page.depth * page.nbytes, page.hits, tier.label
+        name, model, identity.tenant, tokens, page.depth * page.nbytes, page.hits, tier.label
     )

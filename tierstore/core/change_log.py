@@ -27,7 +27,7 @@ class Stored(NamedTuple):
     tokens: bytes
 
 
-class Removed(NamedTuple):
+class PageRemoved(NamedTuple):
     """A page has left a tier."""
 
     tier: Tier
@@ -45,7 +45,7 @@ class Lost(NamedTuple):
     """Changes were not taken in time, and nobody knows any more which: begin anew."""
 
 
-Change: TypeAlias = Stored | Removed | Named | Lost
+Change: TypeAlias = Stored | PageRemoved | Named | Lost
 
 
 class Followed(NamedTuple):
@@ -105,7 +105,7 @@ class ChangeLog:
 
     def removed(self, tier: Tier, identity: bytes, key: bytes, tokens: bytes) -> None:
         if self.tells(identity, tokens):
-            self._add(Removed(tier, identity, key))
+            self._add(PageRemoved(tier, identity, key))
 
     def take(self) -> list[Change]:
         """What has happened since the last time."""

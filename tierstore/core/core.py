@@ -18,12 +18,13 @@ from tierstore.backend import Registration
 from tierstore.core.arrivals import Arrivals
 from tierstore.core.busiest import BusyPrefix, busiest
 from tierstore.core.clients import Client, Refusal
-from tierstore.core.health import STALL_S, Condition
+from tierstore.core.health import Condition
 from tierstore.core.quotas import Pins, Quotas
 from tierstore.core.state import GONE_BYTES, StoreState
 from tierstore.core.write_admission import WriteWorth
 from tierstore.core.write_behind import WriteBehind
 from tierstore.curve import HORIZON, CurveStats, ReuseCurve
+from tierstore.defaults import MOVER_THREADS, STALL_S
 from tierstore.errors import UsageError
 from tierstore.index import Tier
 from tierstore.keys import Identity
@@ -36,7 +37,6 @@ from tierstore.tiers.host import HostTier
 _log = logging.getLogger(__name__)
 
 _QUEUE_FRACTION = 1 / 2  # of the host tier, that may wait to be written to disk
-MOVER_THREADS = 4
 MOST_TENANT_IDENTITIES = 4096  # with a client or with pages in memory
 _SPARE_IDENTITIES = 1024  # that have come since the last look for those that may go
 _THREADS = 4  # that look on disk, and decide what takes long
@@ -131,6 +131,8 @@ class Core:
             raise UsageError(
                 f"pages of this identity have {root.nbytes} bytes, not {registration.page_bytes}"
             )
+        if registration.model_name:
+            self.state.names[identity.digest] = registration.model_name
         self.quotas.register(tenant, identity.digest)
         self.state.residency.register(registration)
 
@@ -180,6 +182,7 @@ class Core:
             if self.state.index.tree.forget_root(digest):
                 self.registered.pop(digest, None)
                 self.state.identities.pop(digest, None)
+                self.state.names.pop(digest, None)
                 self.quotas.forget(digest)
 
     def forget_gone(self) -> None:

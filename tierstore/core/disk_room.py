@@ -253,7 +253,8 @@ class DiskPlacement:
         parent = page.parent
         assert parent is not None
         if parent.parent is None and not parent.serial:
-            parent.serial = self._disk.serials.add_root(self._state.identities[page.identity])
+            name = self._state.names.get(page.identity, "")
+            parent.serial = self._disk.serials.add_root(self._state.identities[page.identity], name)
         return PageRecord(
             serial=page.serial or self._disk.serials.new(),
             parent=parent.serial,

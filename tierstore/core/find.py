@@ -49,7 +49,7 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
             if parent is None or match.tokens >= max_tokens:
                 yield match
                 return
-        woken = _wake_below(state, parent, prompt, max_tokens)
+        woken = _load_below(state, parent, prompt, max_tokens)
         looks = looks + 1 if woken else _MOST_LOOKS
 
 
@@ -82,7 +82,7 @@ def _all_loaded(state: StoreState, page: Page) -> bool:
     return sum(copy.ready for copy in ready) >= below
 
 
-def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int) -> bool:
+def _load_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int) -> bool:
     """Bring into the tree what the disk has of a prompt below ``parent``. Whether another look could find
     more pages."""
     assert state.disk is not None
@@ -107,7 +107,7 @@ def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
         return path is not None and not state.reload(parent, path)
 
 
-def bring_named(
+def load_named(
     state: StoreState, root: Page, identity: Identity, chunks: Sequence[tuple[PageKey, bytes]]
 ) -> None:
     """Bring into the tree what the disk has of these named pages, all below ``root``."""

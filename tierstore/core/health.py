@@ -31,9 +31,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierstore.defaults import STALL_S
 from tierstore.tiers.disk import DiskTier
 
-STALL_S = 10.0  # a call under way for longer than this: the device does not answer
 _READ_FAILURES = 3  # in a row, until a tier is not read any more
 _FIRST_RETRY_S = 1.0
 _MOST_RETRY_S = 60.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.backend import NamedGroup
-from tierstore.core.prompts import ChainView, Found, NamedView
+from tierstore.core.prompts import ChainView, FoundPages, NamedView
 from tierstore.core.state import StoreState
 from tierstore.groups import Search, search
 from tierstore.index.leases import PageLease
@@ -34,6 +34,7 @@ class HitView:
     names: Sequence[bytes]
     root: bytes
     tail: bytes
+    counted: bool = True
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
         """The pages of a group that end at these tokens."""
@@ -49,11 +50,13 @@ class HitSearch:
     the hit, None until it is known. By then ``founds`` is what the tree has of each chain, and ``branch`` is
     the shortest of these."""
 
-    def __init__(self, state: StoreState, view: HitView, found: Callable[[ChainView, int], Found]) -> None:
+    def __init__(
+        self, state: StoreState, view: HitView, found: Callable[[ChainView, int], FoundPages]
+    ) -> None:
         self.view = view
         self.branch = 0
         self.length: int | None = None
-        self.founds: Sequence[Found] = ()
+        self.founds: Sequence[FoundPages] = ()
         self.looks: list[Callable[[], PageLease]] = []
         """The looks at the disk that the search has stopped for. Empty where it has only stopped because it
         took long."""
@@ -61,7 +64,7 @@ class HitSearch:
         self._found = found
         self._here = [frozenset(group.here) for group in view.named]
         self._looked: list[set[int]] = [set() for _ in view.named]
-        self._last: list[tuple[Sequence[int], NamedView, Found] | None] = [None for _ in view.named]
+        self._last: list[tuple[Sequence[int], NamedView, FoundPages] | None] = [None for _ in view.named]
         self._looked_for_chains = False
         self._concluding = False
         self._changes = -1  # of the index, when ``founds`` was made
@@ -80,7 +83,7 @@ class HitSearch:
                 self._looked_for_chains = True
                 pairs = zip(self.view.chains, self.founds, strict=True)
                 self.looks = [
-                    chain.bringing(self._state, self.view.num_tokens)
+                    chain.disk_look(self._state, self.view.num_tokens)
                     for chain, found in pairs
                     if found.look_on_disk
                 ]
@@ -103,7 +106,7 @@ class HitSearch:
         self.length = length
         return length
 
-    def needed(self, at: int) -> tuple[Sequence[int], NamedView, Found]:
+    def needed(self, at: int) -> tuple[Sequence[int], NamedView, FoundPages]:
         """What the hit needs of a named group that the caller has not, and what the tree has of it. A search
         asks last for what the hit needs, so that is known in most cases."""
         ends = self.view.named[at].rule.ends(self.length or 0, self.view.chunk_tokens)
@@ -114,7 +117,7 @@ class HitSearch:
         """Those of a group's pages that the caller has not."""
         return [end for end in ends if end not in self._here[at]]
 
-    def _ask(self, at: int, ends: Sequence[int]) -> tuple[Sequence[int], NamedView, Found]:
+    def _ask(self, at: int, ends: Sequence[int]) -> tuple[Sequence[int], NamedView, FoundPages]:
         """What the tree has of a group's pages."""
         pages = self.view.pages(self.view.named[at], ends)
         self._last[at] = asked = ends, pages, pages.find(self._state, pages.num_tokens)
@@ -153,6 +156,6 @@ class HitSearch:
         asked, pages, found = self._ask(at, self._lacking(at, ends))
         missing = {asked[position] for position in pages.missing(found, pages.num_tokens)}
         if found.look_on_disk and not self._concluding and not looked.issuperset(missing):
-            self.looks.append(pages.bringing(self._state, pages.num_tokens))
+            self.looks.append(pages.disk_look(self._state, pages.num_tokens))
         looked |= missing
         return [end for end in ends if end not in missing]

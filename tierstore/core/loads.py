@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 @dataclass(slots=True)
-class _Move:
+class _DiskMove:
     """One page on its way, held by a lease in ``tier``."""
 
     position: int
@@ -43,12 +43,12 @@ class _Move:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _MoveBatch:
     """What a piece does next: pages that are there, reads, pages that other loads are reading; ``stop`` is
     the first page that has to wait."""
 
-    moves: list[_Move]
-    reads: list[_Move]
+    moves: list[_DiskMove]
+    reads: list[_DiskMove]
     others: list[tuple[int, Page]]
     stop: int
 
@@ -67,11 +67,11 @@ class HostLoad(Generic[R]):
         deadline_s: float | None,
         priority: Priority,
         result: Callable[[], R],
-        let_go: Callable[[], bool] = lambda: False,
+        release_holds: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``let_go`` gives up other holds on pages of the host tier, under the lock, and says whether there
-        were any."""
-        self._let_go = let_go
+        """``release_holds`` gives up other holds on pages of the host tier, under the lock, and says whether
+        there were any."""
+        self._release_holds = release_holds
         self._state = state
         self._mover = mover
         self._pages = pages
@@ -138,16 +138,16 @@ class HostLoad(Generic[R]):
             start = batch.stop
         return moved
 
-    def _plan(self, start: int, stop: int) -> _Batch:
+    def _plan(self, start: int, stop: int) -> _MoveBatch:
         """Decide how pages from ``start`` on get here, as far as there is room, and hold what that needs."""
-        batch = _Batch([], [], [], start)
+        batch = _MoveBatch([], [], [], start)
         with self._state.lock:
             while batch.stop < stop and self._plan_page(batch.stop, batch):
                 batch.stop += 1
             self._state.fills.in_transit += len(batch.reads)
         return batch
 
-    def _plan_page(self, position: int, batch: _Batch) -> bool:
+    def _plan_page(self, position: int, batch: _MoveBatch) -> bool:
         """One page: there already, or to be read. False when it has to wait or is gone."""
         state = self._state
         page = self._pages[position]
@@ -156,12 +156,12 @@ class HostLoad(Generic[R]):
             self._cut_at(position)
             return False
         if tier is not Tier.DISK:
-            batch.moves.append(_Move(position, page, tier))
+            batch.moves.append(_DiskMove(position, page, tier))
         elif _may_fill(page):
             if state.fills.begin(page) is None:
                 return False
             state.fills.loading.add(page)
-            batch.reads.append(_Move(position, page, tier))
+            batch.reads.append(_DiskMove(position, page, tier))
         elif page in state.fills.loading:
             batch.others.append((position, page))
             return True
@@ -203,9 +203,9 @@ class HostLoad(Generic[R]):
             if not self._lease.released:
                 for position in range(start + 1, len(self._pages)):
                     freed = leases.hold_on_disk(self._lease, position) or freed
-            return self._let_go() or freed
+            return self._release_holds() or freed
 
-    def _read(self, reads: list[_Move]) -> list[_Move]:
+    def _read(self, reads: list[_DiskMove]) -> list[_DiskMove]:
         """Fill host slots from disk. Returns the moves that are now held in the host tier."""
         if not reads:
             return []
@@ -226,7 +226,7 @@ class HostLoad(Generic[R]):
         bad = [move for move, outcome in outcomes if outcome is not PageRead.GOOD]
         with state.lock:
             state.fills.loading.difference_update([move.page for move in reads])
-            state.fills.complete([move.page for move in good], let_go=False)
+            state.fills.complete([move.page for move in good], release=False)
             state.fills.give_up(move.page for move in bad)
             state.leases.release_all([move.page for move in reads], Tier.DISK)
             for move in bad:
@@ -237,9 +237,9 @@ class HostLoad(Generic[R]):
             state.was_read(read)
             state.disk_rate.moved(len(good) * self.page_bytes, took_s, state.clock())
         state.stall_detector.poll()
-        return [_Move(move.position, move.page, Tier.HOST) for move in good]
+        return [_DiskMove(move.position, move.page, Tier.HOST) for move in good]
 
-    def _await_others(self, others: list[tuple[int, Page]]) -> list[_Move]:
+    def _await_others(self, others: list[tuple[int, Page]]) -> list[_DiskMove]:
         """Wait for pages that other loads are reading, and hold them."""
         state = self._state
         moves = []
@@ -254,10 +254,10 @@ class HostLoad(Generic[R]):
                     self._cut_at(position)
                     break
                 state.index.lease(page, Tier.HOST)
-                moves.append(_Move(position, page, Tier.HOST))
+                moves.append(_DiskMove(position, page, Tier.HOST))
         return moves
 
-    def _hold(self, moves: Sequence[_Move]) -> None:
+    def _hold(self, moves: Sequence[_DiskMove]) -> None:
         """What has come is held by the lease, as long as somebody wants it."""
         with self._state.lock:
             for move in moves:

@@ -16,7 +16,7 @@ from tierstore.core.arrivals import Waiter
 from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
 from tierstore.core.hits import HitSearch, HitView
-from tierstore.core.prompts import Found, PromptView
+from tierstore.core.prompts import FoundPages, PromptView
 from tierstore.index import LABELS
 from tierstore.index.leases import PageLease
 from tierstore.transfer import Transfer, TransferState
@@ -54,7 +54,7 @@ class Lookups:
         def after() -> Lease | None:
             return self._lease(view, self.found(view, limit), limit)
 
-        return self._after_disk(view.bringing(state, limit), patience_s, after, otherwise=None)
+        return self._after_disk(view.disk_look(state, limit), patience_s, after, otherwise=None)
 
     def find_hit(self, view: HitView, *, patience_s: float) -> Transfer[HitLease | None]:
         """See :meth:`~tierstore.backend.Backend.find_hit`."""
@@ -101,8 +101,8 @@ class Lookups:
             on_disk = self.core.disk is not None and self.may_be_on_disk(view)
         if on_disk:  # the promise may be about what follows pages that are on disk only
             try:
-                bring = view.bringing(state, limit)
-                looked = self._after_disk(bring, wait_s, lambda: None, otherwise=None)
+                disk_look = view.disk_look(state, limit)
+                looked = self._after_disk(disk_look, wait_s, lambda: None, otherwise=None)
             except BaseException:
                 transfer.cancel()
                 raise
@@ -132,7 +132,7 @@ class Lookups:
                 return Transfer.completed(pins.unpin(tenant, name) * view.chunk_tokens)
             if not self.found(view, limit).look_on_disk:
                 return Transfer.completed(set_pins())
-        return self._after_disk(view.bringing(state, limit), _PIN_LOOK_S, set_pins, otherwise=0)
+        return self._after_disk(view.disk_look(state, limit), _PIN_LOOK_S, set_pins, otherwise=0)
 
     def held(self, view: PromptView, tokens: int) -> int:
         """How many of the first ``tokens`` tokens of a prompt are in the tree. Nothing is leased or counted.
@@ -155,11 +155,11 @@ class Lookups:
         with state.lock:
             if not patience_s or state.closed or not self.may_be_on_disk(view):
                 return Transfer.completed(missing())
-        return self._after_disk(view.bringing(state, limit), patience_s, missing, otherwise=())
+        return self._after_disk(view.disk_look(state, limit), patience_s, missing, otherwise=())
 
     # -- in the tree (under the lock) ------------------------------------------------------------------
 
-    def found(self, view: PromptView, limit: int) -> Found:
+    def found(self, view: PromptView, limit: int) -> FoundPages:
         """What is in the tree of the first ``limit`` tokens. Forgets a path whose pages have left."""
         found = view.find(self._state, limit)
         if found is None:
@@ -198,48 +198,57 @@ class Lookups:
 
     # -- leases (under the lock) -----------------------------------------------------------------------
 
-    def _lease(self, view: PromptView, found: Found, limit: int) -> LocalLease:
+    def _lease(self, view: PromptView, found: FoundPages, limit: int) -> LocalLease:
         """Lease what was found, and count it."""
+        self._state.leases.expire()
         self._count_lookup(limit)
         lease = self._lease_found(view, found, limit)
         self._count_hit(lease.runs, lease.tokens, view.chunk_tokens)
         return lease
 
     def _lease_hit(self, search: HitSearch) -> HitLease:
-        """Lease what the longest hit needs, and count it."""
+        """Lease the pages that the longest hit needs, and count the lookup unless it is a second look."""
         view = search.view
+        self._state.leases.expire()
         tokens = search.conclude()
-        self._count_lookup(view.num_tokens)
+        if view.counted:
+            self._count_lookup(view.num_tokens)
         chains = []
         for chain, here, found in zip(view.chains, view.here, search.founds, strict=True):
             needed = found if found.tokens <= tokens else self.found(chain, tokens)
-            lease = self._lease_found(chain, needed, view.num_tokens, known=found, lacking=here < tokens)
+            lease = self._lease_found(
+                chain, needed, view.num_tokens, known=found, lacking=here < tokens, counted=view.counted
+            )
             chains.append(GroupLease(lease))
         named = []
         for at in range(len(view.named)):
             ends, pages, found = search.needed(at)
-            named.append(GroupLease(self._lease_found(pages, found, pages.num_tokens), ends))
-        first = next((each.lease for each in (*chains, *named) if each.lease.tokens), None)
-        if first is not None:
-            self._count_hit(first.runs, min(first.tokens, tokens), view.chunk_tokens)
+            lease = self._lease_found(pages, found, pages.num_tokens, counted=view.counted)
+            named.append(GroupLease(lease, ends))
+        if view.counted and tokens:
+            first = next((each.lease for each in (*chains, *named) if each.lease.tokens), None)
+            runs, most = (first.runs, min(first.tokens, tokens)) if first is not None else ((), 0)
+            in_hbm = min(*view.here, tokens) if view.chains else 0
+            self._count_hit(runs, most, view.chunk_tokens, in_hbm=in_hbm)
         return HitLease(tokens, search.branch, chains, named)
 
     def _lease_found(
         self,
         view: PromptView,
-        found: Found,
+        found: FoundPages,
         limit: int,
         *,
-        known: Found | None = None,
+        known: FoundPages | None = None,
         lacking: bool = True,
+        counted: bool = True,
     ) -> LocalLease:
         """Lease what was found of a prompt's first ``limit`` tokens, and note its use. The client may refer
         to ``known`` (None: the same) afterwards. The lease is on nothing if the client lacks nothing."""
         state, core = self._state, self.core
         if core.defer is None:
-            self._note_use(view, limit, found)
+            self._note_use(view, limit, found, counted=counted)
         else:
-            core.defer(partial(self._note_use_later, view, limit, found))
+            core.defer(partial(self._note_use_later, view, limit, found, counted=counted))
         if not found.pages or self.client.ended:
             return LocalLease(0, 0, 0, (), 0.0)
         handle = view.remember(self._owner, self.client, known or found, state.index.changes)
@@ -267,31 +276,41 @@ class Lookups:
         return self.client.keep(lease)
 
     def _count_lookup(self, tokens: int) -> None:
-        self._state.leases.expire()
         self._state.counters.lookups += 1
         self._state.counters.lookup_tokens += tokens
         self.core.lookup_tokens[self.client.tenant] += tokens
 
-    def _count_hit(self, runs: Sequence[tuple[str, int]], tokens: int, chunk_tokens: int) -> None:
-        """Count a hit of so many tokens, the pages of which lie in these tiers."""
+    def _count_hit(
+        self, runs: Sequence[tuple[str, int]], tokens: int, chunk_tokens: int, *, in_hbm: int = 0
+    ) -> None:
+        """Count a hit where it is served from: ``in_hbm`` leading tokens in the client's own pool, the rest
+        of ``tokens`` in the tiers of ``runs``."""
+        self._count_hit_tokens("hbm", in_hbm)
         for label, pages in runs:
             in_tier = min(pages * chunk_tokens, tokens)
-            self._state.counters.hit_tokens[label] += in_tier
-            self.core.hit_tokens[self.client.tenant, label] += in_tier
             tokens -= in_tier
+            self._count_hit_tokens(label, max(in_tier - in_hbm, 0))
+            in_hbm = max(in_hbm - in_tier, 0)
 
-    def _note_use(self, view: PromptView, limit: int, found: Found) -> None:
-        """Note a lookup for the curve, and the use of what it has found."""
+    def _count_hit_tokens(self, label: str, tokens: int) -> None:
+        if tokens:
+            self._state.counters.hit_tokens[label] += tokens
+            self.core.hit_tokens[self.client.tenant, label] += tokens
+
+    def _note_use(self, view: PromptView, limit: int, found: FoundPages, *, counted: bool = True) -> None:
+        """Note the use of the pages that a lookup found, and the lookup for the curve if it is
+        ``counted``."""
         view.touch(self._state.access_log, found)
-        page_bytes = view.registration.page_bytes
-        self.core.curve.looked_up(view.all_keys(), limit, found.tokens, view.chunk_tokens, page_bytes)
+        if counted:
+            page_bytes = view.registration.page_bytes
+            self.core.curve.looked_up(view.all_keys(), limit, found.tokens, view.chunk_tokens, page_bytes)
         if self._state.unload_idle() and self.core.defer is not None:
             self.core.defer(self._unload_later)
 
-    def _note_use_later(self, view: PromptView, limit: int, found: Found) -> None:
+    def _note_use_later(self, view: PromptView, limit: int, found: FoundPages, *, counted: bool) -> None:
         with self._state.lock:
             if not self._state.closed:
-                self._note_use(view, limit, found)
+                self._note_use(view, limit, found, counted=counted)
 
     def _unload_later(self) -> None:
         with self._state.lock:
@@ -306,24 +325,25 @@ class Lookups:
         state = self._state
         hold = PageLease()
         while True:
-            for bring in search.looks:
-                brought = bring()
+            for disk_look in search.looks:
+                fetched = disk_look()
                 with state.lock:
-                    hold = state.leases.joined(hold, brought)
+                    hold = state.leases.joined(hold, fetched)
             state.yield_lock()
             with state.lock:
                 if state.closed or search.go_on(_NAMES_AT_ONCE):
                     return hold
 
     def _after_disk(
-        self, bring: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R
+        self, disk_look: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R
     ) -> Transfer[R]:
-        """``bring`` into the tree what the disk has of a prompt, then do what is to be done ``then``, under
-        the lock. When the look takes longer than ``wait_s`` it goes on, for the sake of the next lookup, and
-        then() does with what is in memory. ``otherwise`` is the result when the store is closed meanwhile."""
+        """``disk_look`` loads into the tree what the disk has of a prompt, then do what is to be done
+        ``then``, under the lock. When the look takes longer than ``wait_s`` it goes on, for the sake of the
+        next lookup, and then() does with what is in memory. ``otherwise`` is the result when the store is
+        closed meanwhile."""
         state, threads = self._state, self.core.threads
         if threads is None:
-            hold = bring()
+            hold = disk_look()
             with state.lock:
                 try:
                     return Transfer.completed(then())
@@ -353,7 +373,7 @@ class Lookups:
         transfer: Transfer[R] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
 
         def look() -> None:
-            hold = bring()
+            hold = disk_look()
             with state.lock:
                 if ended:
                     state.leases.release(hold)

@@ -17,7 +17,7 @@ import xxhash
 
 from tierstore.backend import PrefixHandle, Registration
 from tierstore.core.clients import NEVER, Client, Path, Refusal
-from tierstore.core.find import bring_named, find, frontier
+from tierstore.core.find import find, frontier, load_named
 from tierstore.core.residency import AccessLog
 from tierstore.core.state import StoreState
 from tierstore.errors import StoreClosedError
@@ -30,7 +30,7 @@ HOLD_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPages:
     """The pages that are held of a prompt, in its order. ``runs`` are their tiers: (tier, end of the run). Of
     the last page ``tail_tokens`` tokens match. ``positions`` says which pages of a :class:`NamedView` they
     are. ``look_on_disk``: the disk may have more."""
@@ -96,7 +96,7 @@ class PromptView(ABC):
     def whole(self) -> Prompt:
         """Return the prompt without reference to what is remembered."""
 
-    def window(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
+    def slice(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
         """Return a view that has these chunks, and where the first of them is in it. Chunks of a chain follow
         one another."""
         return self, chunks[0] if chunks else 0
@@ -129,12 +129,12 @@ class PromptView(ABC):
     # -- in the tree (under the state's lock) ---------------------------------------------------------
 
     @abstractmethod
-    def find(self, state: StoreState, max_tokens: int) -> Found | None:
+    def find(self, state: StoreState, max_tokens: int) -> FoundPages | None:
         """Return what the tree has of the first ``max_tokens`` tokens. None when remembered pages have
         left."""
 
     @abstractmethod
-    def missing(self, found: Found, limit: int) -> Sequence[int]:
+    def missing(self, found: FoundPages, limit: int) -> Sequence[int]:
         """Return the chunks of the first ``limit`` tokens that are not held. (A named view's are all of its
         pages.)"""
 
@@ -143,19 +143,19 @@ class PromptView(ABC):
         """Whether the disk may have pages that are not in the tree."""
 
     @abstractmethod
-    def held(self, found: Found) -> list[tuple[Page, Tier]]:
+    def held(self, found: FoundPages) -> list[tuple[Page, Tier]]:
         """Return the copies that a lease on what was found has to hold."""
 
     @abstractmethod
-    def pinned(self, found: Found) -> Sequence[Page]:
+    def pinned(self, found: FoundPages) -> Sequence[Page]:
         """Return the pages that a pin on what was found has to hold."""
 
     @abstractmethod
-    def touch(self, log: AccessLog, found: Found) -> None:
+    def touch(self, log: AccessLog, found: FoundPages) -> None:
         """Note that what was found is in use."""
 
     @abstractmethod
-    def remember(self, owner: object, client: Client, found: Found, changes: int) -> PrefixHandle | None:
+    def remember(self, owner: object, client: Client, found: FoundPages, changes: int) -> PrefixHandle | None:
         """Have ``client`` remember what was found. Return what later requests may call it, if anything."""
 
     def remember_saved(
@@ -177,7 +177,7 @@ class PromptView(ABC):
     # -- on disk (without the lock) -------------------------------------------------------------------
 
     @abstractmethod
-    def bringing(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
+    def disk_look(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
         """Return a function that brings what the disk has of the first ``limit`` tokens into the tree, and
         returns a lease on it for :data:`HOLD_S`. It blocks."""
 
@@ -251,7 +251,7 @@ class ChainView(PromptView):
 
     # -- in the tree ---------------------------------------------------------------------------------
 
-    def find(self, state: StoreState, max_tokens: int) -> Found | None:
+    def find(self, state: StoreState, max_tokens: int) -> FoundPages | None:
         max_tokens = self._findable(max_tokens)
         head_runs = self._head_runs(state)
         if head_runs is None:
@@ -264,9 +264,11 @@ class ChainView(PromptView):
         pages = (*self.head, *below.pages)
         if not state.health.readable:
             return self._reachable(state, Match(pages, head_tokens + below.tokens, tail_tokens))
-        return Found(pages, head_tokens + below.tokens, tail_tokens, _joined(head_runs, below.runs), more)
+        return FoundPages(
+            pages, head_tokens + below.tokens, tail_tokens, _joined(head_runs, below.runs), more
+        )
 
-    def missing(self, found: Found, limit: int) -> Sequence[int]:
+    def missing(self, found: FoundPages, limit: int) -> Sequence[int]:
         if found.tokens >= limit:
             return ()
         return range(found.tokens // self.chunk_tokens, -(-limit // self.chunk_tokens))
@@ -276,19 +278,19 @@ class ChainView(PromptView):
         _, more = self._below(state, self._findable(len(self.tokens) // TOKEN_BYTES))
         return more
 
-    def held(self, found: Found) -> list[tuple[Page, Tier]]:
+    def held(self, found: FoundPages) -> list[tuple[Page, Tier]]:
         # The pages before the last one of a run cannot leave that tier before it.
         return [(found.pages[end - 1], tier) for tier, end in found.runs]
 
-    def pinned(self, found: Found) -> Sequence[Page]:
+    def pinned(self, found: FoundPages) -> Sequence[Page]:
         whole = found.tokens // self.chunk_tokens  # the last page may match in part only
         return found.pages[whole - 1 : whole] if whole else ()
 
-    def touch(self, log: AccessLog, found: Found) -> None:
+    def touch(self, log: AccessLog, found: FoundPages) -> None:
         if found.pages:
             log.touch(found.pages, hit=True)
 
-    def remember(self, owner: object, client: Client, found: Found, changes: int) -> PrefixHandle | None:
+    def remember(self, owner: object, client: Client, found: FoundPages, changes: int) -> PrefixHandle | None:
         known = len(found.pages) - (found.tail_tokens < self.chunk_tokens)
         if known <= 0:
             return None
@@ -361,22 +363,22 @@ class ChainView(PromptView):
             return None
         return [(tier, min(end, known)) for n, (tier, end) in enumerate(path.runs) if _start(path, n) < known]
 
-    def _within_head(self, max_tokens: int) -> Found:
+    def _within_head(self, max_tokens: int) -> FoundPages:
         whole, rest = divmod(max_tokens, self.chunk_tokens)
         pages = tuple(self.head[: whole + bool(rest)])
-        return Found(pages, max_tokens, rest or (self.chunk_tokens if whole else 0), tier_runs(pages))
+        return FoundPages(pages, max_tokens, rest or (self.chunk_tokens if whole else 0), tier_runs(pages))
 
-    def _reachable(self, state: StoreState, match: Match) -> Found:
+    def _reachable(self, state: StoreState, match: Match) -> FoundPages:
         """As much of a match as can be loaded while the disk is offline."""
         match = state.reachable(match, self.chunk_tokens)
-        return Found(match.pages, match.tokens, match.tail_tokens, tier_runs(match.pages))
+        return FoundPages(match.pages, match.tokens, match.tail_tokens, tier_runs(match.pages))
 
     # -- on disk -------------------------------------------------------------------------------------
 
-    def bringing(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
+    def disk_look(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
         prompt, page_bytes = self.whole(), self.registration.page_bytes
 
-        def bring() -> PageLease:
+        def look() -> PageLease:
             try:
                 with find(state, prompt, limit, page_bytes) as match:
                     ends = [(match.pages[end - 1], tier) for tier, end in tier_runs(match.pages)]
@@ -384,7 +386,7 @@ class ChainView(PromptView):
             except StoreClosedError:
                 return PageLease()
 
-        return bring
+        return look
 
 
 class NamedView(PromptView):
@@ -433,7 +435,7 @@ class NamedView(PromptView):
         keys, tokens = [key for key, _ in parts], b"".join([each for _, each in parts])
         return NamedView(self.registration, keys, tokens, depth=depth)
 
-    def window(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
+    def slice(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
         return self.part(chunks), 0
 
     def shared(self, saved: range) -> Sequence[int]:
@@ -444,7 +446,7 @@ class NamedView(PromptView):
 
     # -- in the tree ---------------------------------------------------------------------------------
 
-    def find(self, state: StoreState, max_tokens: int) -> Found:
+    def find(self, state: StoreState, max_tokens: int) -> FoundPages:
         there = [
             (position, page, tier)
             for position, page in enumerate(self._pages(state, range(len(self.keys))))
@@ -455,7 +457,7 @@ class NamedView(PromptView):
         runs: list[tuple[Tier, int]] = []
         for tier, run in groupby(tier for _, _, tier in there):
             runs.append((tier, (runs[-1][1] if runs else 0) + sum(1 for _ in run)))
-        found = Found(
+        found = FoundPages(
             [page for _, page, _ in there],
             len(there) * self.chunk_tokens,
             self.chunk_tokens if there else 0,
@@ -466,7 +468,7 @@ class NamedView(PromptView):
         on_disk = lacking and bool(self.on_disk(state, self.missing(found, self.num_tokens)))
         return replace(found, look_on_disk=True) if on_disk else found
 
-    def missing(self, found: Found, limit: int) -> Sequence[int]:
+    def missing(self, found: FoundPages, limit: int) -> Sequence[int]:
         there = set(found.positions)
         return [position for position in range(len(self.keys)) if position not in there]
 
@@ -481,20 +483,20 @@ class NamedView(PromptView):
     def may_be_on_disk(self, state: StoreState) -> bool:
         return self.find(state, self.num_tokens).look_on_disk
 
-    def held(self, found: Found) -> list[tuple[Page, Tier]]:
+    def held(self, found: FoundPages) -> list[tuple[Page, Tier]]:
         tiers = [page.ready_tier() for page in found.pages]
         pairs = zip(found.pages, tiers, strict=True)
         return [(page, tier) for page, tier in pairs if tier is not None]
 
-    def pinned(self, found: Found) -> Sequence[Page]:
+    def pinned(self, found: FoundPages) -> Sequence[Page]:
         return found.pages
 
-    def touch(self, log: AccessLog, found: Found) -> None:
+    def touch(self, log: AccessLog, found: FoundPages) -> None:
         if found.pages:
             pairs = zip(found.positions, found.pages, strict=True)
             log.touch_named({page: self.depth + position for position, page in pairs}, hit=True)
 
-    def remember(self, owner: object, client: Client, found: Found, changes: int) -> PrefixHandle | None:
+    def remember(self, owner: object, client: Client, found: FoundPages, changes: int) -> PrefixHandle | None:
         return None  # there is no prefix to go on from
 
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
@@ -509,19 +511,19 @@ class NamedView(PromptView):
 
     # -- on disk -------------------------------------------------------------------------------------
 
-    def bringing(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
-        def bring() -> PageLease:
+    def disk_look(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
+        def look() -> PageLease:
             with state.lock:
                 root = self.root(state)
                 found = self.find(state, limit)
                 places = self.on_disk(state, self.missing(found, limit))
-            bring_named(state, root, self.registration.identity, [self.chunk(place) for place in places])
+            load_named(state, root, self.registration.identity, [self.chunk(place) for place in places])
             with state.lock:
                 if state.closed:
                     return PageLease()
                 return state.leases.take(self.held(self.find(state, limit)), HOLD_S)
 
-        return bring
+        return look
 
 
 def _start(path: Path, run: int) -> int:

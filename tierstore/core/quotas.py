@@ -96,7 +96,7 @@ _MOST_MEMORY_BYTES = 64 << 20  # of all pins and pinned pages, which are kept in
 _PIN_COST = 512  # bytes of memory
 
 
-class Pin:
+class PinHolder:
     """One prompt that a tenant has pinned ``times`` times over the same pages.
 
     It keeps the pages ``last`` and all pages before them. A chained prompt has one last page; of named pages
@@ -131,9 +131,11 @@ class Pins:
     def __init__(self, state: StoreState, quotas: Quotas) -> None:
         self._state = state
         self._quotas = quotas
-        self._pins: dict[str, dict[bytes, list[Pin]]] = {}  # by tenant and by the prompt's name, newest last
+        self._pins: dict[
+            str, dict[bytes, list[PinHolder]]
+        ] = {}  # by tenant and by the prompt's name, newest last
         self._pages: dict[str, Counter[Page]] = {}  # by tenant: how many of its pins keep a page
-        self._ending: dict[Pin, None] = {}  # the earliest end first
+        self._ending: dict[PinHolder, None] = {}  # the earliest end first
         self._memory_bytes = 0
         self.pinned_bytes: Counter[str] = Counter()  # slots of pinned pages, by tenant
 
@@ -142,7 +144,7 @@ class Pins:
         pages these are. Raises :class:`Refusal`, and has changed nothing then."""
         if not last:
             return 0
-        pin = Pin(tenant, name, last)
+        pin = PinHolder(tenant, name, last)
         pages = list(pin.pages())
         older = self._pins.get(tenant, {}).get(name, ())
         known = older[-1] if older and older[-1].last == last else None
@@ -237,7 +239,7 @@ class Pins:
         disk = state.disk.stats().capacity_bytes if state.disk is not None else math.inf
         return int(min(state.host.capacity_bytes, disk))
 
-    def _undo(self, pin: Pin, times: int = 1) -> int:
+    def _undo(self, pin: PinHolder, times: int = 1) -> int:
         """Undo a pin ``times`` times. Returns how many pages it has kept."""
         pages = list(pin.pages())  # unpinned pages may leave the tree, and forget their parents then
         pin.times -= times
@@ -256,7 +258,7 @@ class Pins:
             del self._pages[pin.tenant]
         return len(pages)
 
-    def _forget(self, pin: Pin) -> None:
+    def _forget(self, pin: PinHolder) -> None:
         self._ending.pop(pin, None)
         self._memory_bytes -= pin.memory_cost
         by_name = self._pins[pin.tenant]

@@ -28,7 +28,7 @@ R = TypeVar("R")
 _WAIT_S = 60.0  # for a disk, where the caller sets no limit
 _WINDOW_PAGES = 4096  # of those in the host tier
 _DISK_BYTES = 16 << 20
-_WINDOWS_IN_ARENA = 2  # a window that comes up from disk takes this share of the host tier at most
+_BATCHES_IN_ARENA = 2  # a batch that comes up from disk takes this share of the host tier at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ class Reading:
             if held is not None:
                 self._state.leases.release(held.hold)
 
-    def window_pages(self, lease: Lease, first: int) -> int:
+    def batch_pages(self, lease: Lease, first: int) -> int:
         tier, run = lease.run_at(first)
         if tier != Tier.DISK.label or self.core.host is None:
             return min(run, _WINDOW_PAGES)
-        window = min(_DISK_BYTES, self.core.host.capacity_bytes // _WINDOWS_IN_ARENA)
-        return min(run, max(window // lease.page_bytes, 1))
+        batch = min(_DISK_BYTES, self.core.host.capacity_bytes // _BATCHES_IN_ARENA)
+        return min(run, max(batch // lease.page_bytes, 1))
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
@@ -108,7 +108,7 @@ class Reading:
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, sending)
 
-    def suspect(self, lease: Lease, position: int) -> None:
+    def report_damage(self, lease: Lease, position: int) -> None:
         assert isinstance(lease, LocalLease), "the lease is of another backend"
         page = lease.held[position]
         state = self._state
@@ -171,7 +171,7 @@ class Reading:
             deadline_s=wait_s,
             priority=priority,
             result=settled,
-            let_go=partial(self._let_go, lease),
+            release_holds=partial(self._release_holds, lease),
         )
         return load.start()
 
@@ -204,7 +204,7 @@ class Reading:
                 self._state.index.lease(page, Tier.HOST)
                 lease.hold.held.append((page, Tier.HOST))
 
-    def _let_go(self, lease: LocalLease) -> bool:
+    def _release_holds(self, lease: LocalLease) -> bool:
         """Let pages of a hit leave the arena that are on disk, too, but those that a client was told the
         places of: what is copied here is held for as long as that takes. Whether there were any."""
         freed = False

@@ -80,7 +80,7 @@ class _Branch:
         """The save is of no pages: what it hints is about these named ones. Those that are done by it leave
         as soon as nothing holds them: there is nothing behind them that would be cut off."""
         self._tracker.about(pages)
-        self._state.eviction.leaving.let_go(pages)
+        self._state.eviction.leaving.evict_when_idle(pages)
 
     def give_up(self) -> None:
         """The save does not go on."""

@@ -222,7 +222,7 @@ class Residency:
 _MOST_PASSES = 3  # over the page table, before an eviction gives up
 
 
-class Evicted(NamedTuple):
+class EvictedFromDisk(NamedTuple):
     """Pages that left the disk, and the bytes they had."""
 
     pages: int
@@ -306,12 +306,12 @@ class Eviction:
         nbytes: float = math.inf,
         size_class: int | None = None,
         until: float = math.inf,
-    ) -> Evicted:
+    ) -> EvictedFromDisk:
         """Let up to ``count`` pages leave the disk, no more than it takes to free ``nbytes``; of one size
         class, and those that score up to ``until``. Returns what left."""
         page_table = self._access_log.page_table
         if page_table is None:
-            return Evicted(0, 0)
+            return EvictedFromDisk(0, 0)
         self._leases.expire()
         self._access_log.note()
         page_table.expire_hints(self._clock())
@@ -327,7 +327,7 @@ class Eviction:
             before = len(removed)
             passes += not serials  # an end was reached: what was held back, or is new since, gets its turn
         self._counters.evicted_pages[Tier.DISK.label] += evicted
-        return Evicted(evicted, freed)
+        return EvictedFromDisk(evicted, freed)
 
     def leaves_disk(self, serial: int) -> bool:
         """Let a page leave the disk, if it may."""
@@ -396,10 +396,10 @@ class PendingFills:
             self._eviction.give_back(place, self._ahead_bytes)
         self._ahead.clear()
 
-    def complete(self, pages: Sequence[Page], *, let_go: bool = True) -> None:
-        """The fillers of these pages are done: the copies are ready. They ``let_go`` of them, or go on
-        holding them."""
-        self._index.complete(pages, Tier.HOST, let_go=let_go)
+    def complete(self, pages: Sequence[Page], *, release: bool = True) -> None:
+        """The fillers of these pages are done: the copies are ready. They ``release`` their leases, or keep
+        them holding them."""
+        self._index.complete(pages, Tier.HOST, release=release)
         self._residency.stored(pages, Tier.HOST)
         self._changed.notify_all()
 

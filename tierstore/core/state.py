@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tierstore.core.health import STALL_S, Health, StallDetector
+from tierstore.core.health import Health, StallDetector
 from tierstore.core.residency import AccessLog, Eviction, PendingFills, Residency
 from tierstore.core.write_admission import WriteBudget
+from tierstore.defaults import STALL_S
 from tierstore.errors import StoreClosedError
 from tierstore.index import Index, Match, Page, Tier
 from tierstore.index.leases import Leases
 from tierstore.index.sessions import Sessions
 from tierstore.keys import Identity
-from tierstore.planner import RateEstimate, Way
+from tierstore.planner import RateEstimate, TierRate
 from tierstore.policy import Policy
 from tierstore.stats import Counters, TierStats
 from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, ReadBatch
@@ -61,6 +62,7 @@ class StoreState:
         self.stall_detector = StallDetector(disk, self.health, self.changed)
         self.closed = False
         self.identities: dict[bytes, Identity] = {}  # by digest, of everything saved in this life
+        self.names = {} if disk is None else disk.serials.names()  # of models, by digest, where they have one
         self._loaded_pages_most = loaded_pages_most
         self._forgotten_bytes = 0  # of the index, at the last forget_gone()
         # The parts. Each knows those before it.
@@ -97,13 +99,13 @@ class StoreState:
 
     # -- what loads cost -----------------------------------------------------------------------------
 
-    def ways(self) -> dict[str, Way]:
-        """What bytes on disk cost now, the queue in front of the disk included; nothing before one was read.
-        What is in memory each client measures for itself."""
-        way = self.disk_rate.way(self.clock())
-        if way is None:
+    def rates(self) -> dict[str, TierRate]:
+        """Return the disk's rate, with the queue in front of it; empty before the first read. Each client
+        measures the rate of host memory itself."""
+        rate = self.disk_rate.rate(self.clock())
+        if rate is None:
             return {}
-        return {Tier.DISK.label: replace(way, backlog_s=self.queued_reads / way.bytes_per_s)}
+        return {Tier.DISK.label: replace(rate, backlog_s=self.queued_reads / rate.bytes_per_s)}
 
     # -- lookups -------------------------------------------------------------------------------------
 

@@ -349,7 +349,7 @@ class WriteBehind:
         for start in range(0, len(durable), _AT_ONCE):
             some = durable[start : start + _AT_ONCE]
             with state.lock:
-                state.index.complete(some, Tier.DISK, let_go=True)
+                state.index.complete(some, Tier.DISK, release=True)
                 for page in some:
                     if page.hint is not NO_HINT:
                         state.access_log.pass_hint_on(page)

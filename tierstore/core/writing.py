@@ -172,7 +172,7 @@ class Writing:
         state = self._state
         hold = PageLease()
         if look:  # what is there and not in the tree must not be stored a second time
-            hold = view.bringing(state, view.num_tokens)()
+            hold = view.disk_look(state, view.num_tokens)()
         try:
             with state.lock:
                 if view.head_left:

@@ -12,7 +12,7 @@ import msgspec
 from tierstore.backend import Registration
 from tierstore.core.clients import Refusal
 from tierstore.core.core import Core
-from tierstore.daemon.sessions import Reply, Session, checked_wait, then
+from tierstore.daemon.client_connections import ClientConnection, Reply, checked_wait, then
 from tierstore.daemon.stats import LayersStats, TenantStats, version
 from tierstore.errors import SpecError
 from tierstore.index import LABELS, Tier
@@ -25,7 +25,7 @@ _MOST_PAGE_BYTES = 1 << 30
 _MOST_CHUNK_TOKENS = 1 << 16
 
 
-def register(session: Session, m: p.Register) -> p.Registered:
+def register(connection: ClientConnection, m: p.Register) -> p.Registered:
     named = len(m.model_name) + sum(len(name) + len(value) for name, value in m.identity.items())
     if named > p.MAX_IDENTITY_BYTES:
         raise Refusal("usage", f"an identity has {p.MAX_IDENTITY_BYTES} bytes at most")
@@ -39,19 +39,19 @@ def register(session: Session, m: p.Register) -> p.Registered:
         identity = Identity(**m.identity)
     except TypeError as error:
         raise Refusal("usage", f"not an identity: {error}") from error
-    if session.tenant:
+    if connection.tenant:
         # A client may tell its own tenants apart, but never leave the one it was given.
-        nested = msgspec.json.encode([session.tenant, identity.tenant])
+        nested = msgspec.json.encode([connection.tenant, identity.tenant])
         identity = replace(identity, tenant=nested.decode())
     elif identity.tenant.startswith("["):
         raise Refusal("usage", "a tenant that begins with '[' is one that only the daemon may give")
     registration = Registration(identity, m.page_bytes, m.chunk_tokens, m.model_name)
-    return p.Registered(m.id, session.backend.register(registration))
+    return p.Registered(m.id, connection.backend.assign_number(registration))
 
 
-async def identities(session: Session, m: p.Identities) -> p.IdentitiesAnswer:
-    known = dict(session.backend.core.registered)
-    disk = session.backend.core.disk
+async def identities(connection: ClientConnection, m: p.Identities) -> p.IdentitiesAnswer:
+    known = dict(connection.backend.core.registered)
+    disk = connection.backend.core.disk
 
     def listed() -> p.IdentitiesAnswer:
         if disk is not None:
@@ -59,7 +59,7 @@ async def identities(session: Session, m: p.Identities) -> p.IdentitiesAnswer:
         answer = p.IdentitiesAnswer(m.id, [])
         nbytes = 0
         for digest in sorted(digest for digest in known if digest > m.after):
-            identity = _seen_by(session, known[digest])
+            identity = _seen_by(connection, known[digest])
             if identity is None:
                 continue
             if nbytes > p.MAX_LIST_BYTES:
@@ -72,23 +72,23 @@ async def identities(session: Session, m: p.Identities) -> p.IdentitiesAnswer:
             answer.more = b""
         return answer
 
-    with session.waiting():
-        return await session.aside(listed)
+    with connection.waiting():
+        return await connection.aside(listed)
 
 
-def _seen_by(session: Session, identity: Identity) -> Identity | None:
+def _seen_by(connection: ClientConnection, identity: Identity) -> Identity | None:
     """Return an identity as a client would register it. None where it cannot."""
     nested = identity.tenant.startswith("[")
-    if not session.tenant:
+    if not connection.tenant:
         return None if nested else identity
     if not nested:
         return None
     outer, inner = msgspec.json.decode(identity.tenant, type=tuple[str, str])
-    return replace(identity, tenant=inner) if outer == session.tenant else None
+    return replace(identity, tenant=inner) if outer == connection.tenant else None
 
 
-def pin(session: Session, m: p.Pin) -> Reply | Awaitable[Reply]:
-    view = session.view(m.prompt)
+def pin(connection: ClientConnection, m: p.Pin) -> Reply | Awaitable[Reply]:
+    view = connection.view(m.prompt)
 
     def pinned(tokens: int | Refusal) -> p.Pinned:
         if isinstance(tokens, Refusal):
@@ -96,42 +96,44 @@ def pin(session: Session, m: p.Pin) -> Reply | Awaitable[Reply]:
         return p.Pinned(m.id, tokens)
 
     most = None if m.max_tokens < 0 else m.max_tokens
-    return then(session.backend.lookups.pin(view, undo=m.undo, max_tokens=most), pinned)
+    return then(connection.backend.lookups.pin(view, undo=m.undo, max_tokens=most), pinned)
 
 
-def unpin(session: Session, m: p.Unpin) -> p.Unpinned:
-    if session.tenant:
+def unpin(connection: ClientConnection, m: p.Unpin) -> p.Unpinned:
+    if connection.tenant:
         raise Refusal("denied", "a tenant unpins its prompts one by one")
-    core = session.backend.core
+    core = connection.backend.core
     with core.state.lock:
         return p.Unpinned(m.id, core.pins.lift(m.tenant))
 
 
-async def evict(session: Session, m: p.Evict) -> p.Evicted:
-    if session.tenant:
+async def evict(connection: ClientConnection, m: p.Evict) -> p.Evicted:
+    if connection.tenant:
         raise Refusal("denied", "not all pages are this tenant's: it cannot say which of them leave")
     if m.tier not in LABELS:
         raise Refusal("usage", f"unknown tier {m.tier!r}")
     if m.tier == Tier.HBM.label:
         return p.Evicted(m.id, 0)
     wanted = None if m.pages < 0 else m.pages
-    return p.Evicted(m.id, await session.aside(partial(session.backend.evict, m.tier, wanted)))
+    return p.Evicted(m.id, await connection.aside(partial(connection.backend.evict, m.tier, wanted)))
 
 
-async def flush(session: Session, m: p.Flush) -> p.Flushed:
+async def flush(connection: ClientConnection, m: p.Flush) -> p.Flushed:
     wait_s = checked_wait(m.wait_s)
-    with session.waiting():
-        return p.Flushed(m.id, await session.aside(partial(session.backend.flush, wait_s)))
+    with connection.waiting():
+        return p.Flushed(m.id, await connection.aside(partial(connection.backend.flush, wait_s)))
 
 
-async def stats(session: Session, m: p.Stats) -> p.StatsAnswer:
+async def stats(connection: ClientConnection, m: p.Stats) -> p.StatsAnswer:
     """A client with a tenant is told only what is its own."""
-    if not session.tenant:
-        return p.StatsAnswer(m.id, await session.aside(session.service.stats_json))
-    core = session.backend.core
+    if not connection.tenant:
+        return p.StatsAnswer(m.id, await connection.aside(connection.service.stats_json))
+    core = connection.backend.core
     with core.state.lock:
-        tenants = {session.tenant: tenant_stats(core, session.tenant)}
-    clients = [each.stats() for each in session.service.sessions.values() if each.tenant == session.tenant]
+        tenants = {connection.tenant: tenant_stats(core, connection.tenant)}
+    clients = [
+        each.stats() for each in connection.service.connections.values() if each.tenant == connection.tenant
+    ]
     view = {"version": version(), "service": {"tenants": tenants, "clients": clients}}
     return p.StatsAnswer(m.id, msgspec.json.encode(view))
 
@@ -140,7 +142,7 @@ def tenant_stats(core: Core, tenant: str) -> TenantStats:
     """Needs the state's lock."""
     return TenantStats(
         lookup_tokens=core.lookup_tokens[tenant],
-        hit_tokens={label: core.hit_tokens[tenant, label] for label in LABELS[1:]},
+        hit_tokens={label: core.hit_tokens[tenant, label] for label in LABELS},
         host_bytes=core.quotas.used_bytes(tenant),
         quota_bytes=core.quotas.quotas.get(tenant),
         pinned_pages=core.pins.pages(tenant),
@@ -154,7 +156,8 @@ def layers_stats(core: Core) -> tuple[LayersStats, ...]:
     for digest, nbytes in core.state.residency.host_bytes.items():
         identity = core.state.identities.get(digest)
         if nbytes and identity is not None:
-            models.setdefault(identity.model, Counter())[layers_label(identity.layout)] += nbytes
+            model = core.state.names.get(digest, identity.model)
+            models.setdefault(model, Counter())[layers_label(identity.layout)] += nbytes
     largest = sorted(models.items(), key=lambda each: -each[1].total())[:_MOST_MODELS]
     return tuple(
         LayersStats(model, layers, nbytes)

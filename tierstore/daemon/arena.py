@@ -27,7 +27,7 @@ from tierstore.daemon.endpoint import Received
 from tierstore.errors import StoreUnavailableError, TierStoreError, UsageError
 from tierstore.locks import PathLock
 from tierstore.wire.framing import FramedSocket, FramedSocketEnd
-from tierstore.wire.listener import Listener, Place, Places, unix_socket
+from tierstore.wire.listener import Listener, ListenerPlace, Places, unix_socket
 from tierstore.wire.local_address import require_own_directory
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, VERSION
 
@@ -122,13 +122,13 @@ def _somebody_listens(path: Path) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Client:
+class _ArenaClient:
     """One connection. ``waiting`` are messages whose turn has not come; until then no more are received."""
 
     socket: socket.socket
     line: FramedSocket
     pid: int
-    place: Place
+    place: ListenerPlace
     waiting: deque[memoryview] = field(default_factory=deque)
     writing: bool = False  # the loop says when the socket takes more
 
@@ -153,7 +153,7 @@ class ArenaListener:
         self._nbytes = nbytes
         self._take = take
         self._gone = gone
-        self._clients: dict[bytes, _Client] = {}  # by token
+        self._clients: dict[bytes, _ArenaClient] = {}  # by token
         self.received = self.received_bytes = self.sent = 0
         self._loop = asyncio.get_running_loop()
         self.places = Places(_MOST_CONNECTIONS)
@@ -187,14 +187,14 @@ class ArenaListener:
 
     # -- connections ---------------------------------------------------------------------------------
 
-    def _enter(self, connection: socket.socket, place: Place) -> None:
+    def _enter(self, connection: socket.socket, place: ListenerPlace) -> None:
         if self.places.full:
             raise OSError(f"{_MOST_CONNECTIONS} clients are connected")
         token = secrets.token_bytes(_TOKEN_BYTES)
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         line = FramedSocket(connection)
         socket.send_fds(connection, [ARENA_HEADER.pack(ARENA_MAGIC, self._nbytes, token)], [self._fd])
-        self._clients[token] = _Client(connection, line, _PEER.unpack(peer)[0], place)
+        self._clients[token] = _ArenaClient(connection, line, _PEER.unpack(peer)[0], place)
         self._loop.add_reader(connection, self._readable, token)
 
     def _hang_up(self, token: bytes) -> None:

@@ -219,8 +219,8 @@ class Daemon:
         self.ready = True
 
     async def _serve_http(self, core: Core, site: Site) -> None:
+        from tierstore.daemon.dashboard import DaemonPage
         from tierstore.daemon.http import HttpServer  # costs 0.1 s: a quarter of a cold start
-        from tierstore.daemon.page import DaemonPage
 
         self._http = HttpServer(self.stats, DaemonPage(self.stats, core.busiest).look, site)
         await self._http.start(self.settings.metrics_host, self.settings.metrics_port)

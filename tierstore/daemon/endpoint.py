@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from tierstore.daemon.tcp_gate import Connection, TcpGate
+from tierstore.daemon.tcp_gate import TcpConnection, TcpGate
 from tierstore.errors import UsageError
 from tierstore.wire.keys import ZAP_DOMAIN, KeyPair
 from tierstore.wire.listener import Places
@@ -148,11 +148,11 @@ class Endpoint:
         assert listening is not None
         return listening.places
 
-    def serve(self, connection: Connection) -> bool:
+    def serve(self, connection: TcpConnection) -> bool:
         """Note that a session begins on a connection. False where as many are served as may be."""
         return self._gate is None or self._gate.place(connection).serve()
 
-    def end_session(self, connection: Connection, *, unread: bool) -> None:
+    def end_session(self, connection: TcpConnection, *, unread: bool) -> None:
         """Note that a session has ended. If its client has not read all (``unread``) the connection ends,
         which gives up the pages on their way. Otherwise it has some seconds for another session."""
         if unread:

@@ -44,7 +44,7 @@ from tierstore.core.held import PAGES_AT_ONCE, held
 from tierstore.core.state import StoreState
 from tierstore.daemon.arena import SocketLock
 from tierstore.daemon.endpoint import Url
-from tierstore.daemon.events import AllBlocksCleared, Blocks, BlockStored, Event, as_array
+from tierstore.daemon.events import AllBlocksCleared, BlockStored, EventBlocks, KvEvent, as_array
 from tierstore.daemon.stats import EventStats
 from tierstore.descriptors import require_room
 from tierstore.errors import StoreUnavailableError, TierStoreError, UsageError
@@ -107,7 +107,7 @@ class EventPublisher:
         self._state = state
         self._disk = disk
         self._options = options
-        self._blocks = Blocks(options.block_tokens)
+        self._blocks = EventBlocks(options.block_tokens)
         self._sent = _Sent(int(time.time() * _NUMBERS_S) + _NUMBERS_BEFORE)
         self._events = 0
         self._replays = 0
@@ -283,7 +283,7 @@ class EventPublisher:
             named = [change.identity] if isinstance(change, Named) else self._log.identities
             followed = {identity: self._log.followed(identity) for identity in named}
         if isinstance(change, Lost):
-            self._blocks = Blocks(self._options.block_tokens)
+            self._blocks = EventBlocks(self._options.block_tokens)
             self._send([AllBlocksCleared()])
         return [each for identity, what in followed.items() for each in self._blocks.add(identity, what)]
 
@@ -294,7 +294,7 @@ class EventPublisher:
             if self._closing.is_set():
                 return
 
-    def _held(self, blocks: Blocks, identities: set[bytes]) -> Iterator[Iterator[Event]]:
+    def _held(self, blocks: EventBlocks, identities: set[bytes]) -> Iterator[Iterator[KvEvent]]:
         def wanted(identity: bytes, tokens: bytes) -> bool:
             return identity in identities and self._log.tells(identity, tokens)
 
@@ -302,11 +302,11 @@ class EventPublisher:
             yield blocks.events(pages)
             self._closing.wait(_GATHER_S)  # there may be a million: others have something to do, too
 
-    def _send_all(self, events: Iterable[Event]) -> None:
+    def _send_all(self, events: Iterable[KvEvent]) -> None:
         for batch in _batches(events):
             self._send(batch)
 
-    def _send(self, events: Sequence[Event]) -> None:
+    def _send(self, events: Sequence[KvEvent]) -> None:
         sequence, batch = self._sent.add(self._encoded(events), keep=bool(events))
         self._out.send_multipart((self._topic, _number(sequence), batch))
         self._events += len(events)
@@ -315,7 +315,7 @@ class EventPublisher:
     def _topic(self) -> bytes:
         return self._options.topic.replace("{model}", self._options.model).encode()
 
-    def _encoded(self, events: Sequence[Event]) -> bytes:
+    def _encoded(self, events: Sequence[KvEvent]) -> bytes:
         told = [as_array(event) for event in events] if self._options.encoding == "array" else events
         return msgspec.msgpack.encode((time.time(), told, 0))
 
@@ -375,7 +375,7 @@ class EventPublisher:
             pages = self._state.index.tree.pages + (self._disk.pages if self._disk is not None else 0)
         numbers = min(pages // PAGES_AT_ONCE + _SPARE_BATCHES, _NUMBERS_BEFORE)
         sequence = max(begun - numbers, least)
-        rest: list[Event] = [AllBlocksCleared()]
+        rest: list[KvEvent] = [AllBlocksCleared()]
         for events in self._held(self._blocks.afresh(), identities):
             if sequence < begun - 1:
                 yield sequence, self._encoded(rest)
@@ -422,8 +422,8 @@ class _Sent:
             return [(number, kept.get(number, empty)) for number in range(first, self.next)]
 
 
-def _batches(events: Iterable[Event]) -> Iterator[list[Event]]:
-    batch: list[Event] = []
+def _batches(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
+    batch: list[KvEvent] = []
     tokens = 0
     for event in events:
         batch.append(event)

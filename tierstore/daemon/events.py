@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tierstore.core.change_log import Followed, Removed, Stored
+from tierstore.core.change_log import Followed, PageRemoved, Stored
 from tierstore.index import Tier
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity
 
@@ -29,11 +29,11 @@ _PART = re.compile(r"[a-z]+(\d+)/(\d+)")  # of an identity's shard: which of how
 _WINDOWED = re.compile(r"\bwindow\d")
 
 
-class Event(msgspec.Struct, tag=True, omit_defaults=True):
+class KvEvent(msgspec.Struct, tag=True, omit_defaults=True):
     """What all events have in common: nothing but their encoding."""
 
 
-class BlockStored(Event):
+class BlockStored(KvEvent):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
@@ -48,18 +48,18 @@ class BlockStored(Event):
     locality: str | None = None
 
 
-class BlockRemoved(Event):
+class BlockRemoved(KvEvent):
     block_hashes: list[int]
     medium: str
     group_idx: int | None = None
     locality: str | None = None
 
 
-class AllBlocksCleared(Event):
+class AllBlocksCleared(KvEvent):
     pass
 
 
-def as_array(event: Event) -> list[object]:
+def as_array(event: KvEvent) -> list[object]:
     """What followers of vLLM up to 0.23 can read: the name, then the fields these have."""
     fields = list(msgspec.structs.astuple(event))
     known = {BlockStored: 8, BlockRemoved: 2}.get(type(event), 0)
@@ -78,7 +78,7 @@ def block_hashes(key: bytes, blocks: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pages:
+class _PageEvents:
     """What the pages of an identity are to followers. They are part ``rank`` of ``parts``; identities of one
     ``family`` differ in that only."""
 
@@ -90,7 +90,7 @@ class _Pages:
     family: bytes
 
     @classmethod
-    def of(cls, followed: Followed, block_tokens: int) -> _Pages:
+    def of(cls, followed: Followed, block_tokens: int) -> _PageEvents:
         identity = followed.identity
         rank, parts = 0, 1
         for number, of in _PART.findall(identity.shard):
@@ -102,13 +102,13 @@ class _Pages:
         return cls(identity, tokens, followed.chunk_tokens // tokens, rank, parts, family)
 
 
-class Blocks:
+class EventBlocks:
     """From what happens to pages to events. ``block_tokens`` is the size of a block (0: a page's); pages that
     are no multiple of it are not told of."""
 
     def __init__(self, block_tokens: int = 0) -> None:
         self._block_tokens = block_tokens
-        self._pages: dict[bytes, _Pages] = {}
+        self._pages: dict[bytes, _PageEvents] = {}
         self._families: dict[bytes, dict[int, bytes]] = {}  # rank → identity
         # Where there are several parts: a block in a tier → a bit for each of them that is there.
         self._ranks: dict[int, int] = {}
@@ -120,7 +120,7 @@ class Blocks:
             return []
         if _WINDOWED.search(followed.identity.shard):
             return []
-        pages = self._pages[digest] = _Pages.of(followed, self._block_tokens)
+        pages = self._pages[digest] = _PageEvents.of(followed, self._block_tokens)
         family = self._families.setdefault(pages.family, {})
         family[pages.rank] = digest
         return list(family.values()) if len(family) == pages.parts else []
@@ -130,15 +130,15 @@ class Blocks:
         pages = self._pages.get(identity)
         return pages is not None and len(self._families[pages.family]) == pages.parts
 
-    def afresh(self) -> Blocks:
+    def afresh(self) -> EventBlocks:
         """For telling of everything from the beginning, to somebody else."""
-        other = Blocks(self._block_tokens)
+        other = EventBlocks(self._block_tokens)
         other._pages, other._families = self._pages, self._families
         return other
 
-    def events(self, changes: Iterable[Stored | Removed]) -> Iterator[Event]:
+    def events(self, changes: Iterable[Stored | PageRemoved]) -> Iterator[KvEvent]:
         """The events that tell of ``changes``, in order. Pages that follow one another share one."""
-        run: list[Stored | Removed] = []
+        run: list[Stored | PageRemoved] = []
         for change in changes:
             if not self._whole(change):
                 continue
@@ -149,7 +149,7 @@ class Blocks:
         if run:
             yield self._event(run)
 
-    def _whole(self, change: Stored | Removed) -> bool:
+    def _whole(self, change: Stored | PageRemoved) -> bool:
         """Whether followers are told of this: the last page of a block has come, or one has left."""
         if not self.tells(change.identity):
             return False
@@ -167,11 +167,11 @@ class Blocks:
             self._ranks.pop(block, None)
         return True  # to followers of a snapshot, too, who may have been told of more than we know
 
-    def _event(self, run: Sequence[Stored | Removed]) -> Event:
+    def _event(self, run: Sequence[Stored | PageRemoved]) -> KvEvent:
         first, pages = run[0], self._pages[run[0].identity]
         hashes = [name for change in run for name in block_hashes(change.key, pages.blocks)]
         medium = _MEDIUM[first.tier]
-        if isinstance(first, Removed):
+        if isinstance(first, PageRemoved):
             return BlockRemoved(hashes, medium, group_idx=0, locality="LOCAL")
         tokens = b"".join(change.tokens for change in run if isinstance(change, Stored))
         assert len(tokens) == len(hashes) * pages.block_tokens * TOKEN_BYTES
@@ -189,12 +189,12 @@ class Blocks:
         )
 
 
-def _continues(before: Stored | Removed, change: Stored | Removed) -> bool:
+def _continues(before: Stored | PageRemoved, change: Stored | PageRemoved) -> bool:
     if change.tier is not before.tier or change.identity != before.identity:
         return False
     if isinstance(change, Stored):
         return isinstance(before, Stored) and change.parent == before.key
-    return isinstance(before, Removed)
+    return isinstance(before, PageRemoved)
 
 
 def _extra_keys(identity: Identity, blocks: int, *, begins: bool) -> list[list[str] | None] | None:

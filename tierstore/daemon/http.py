@@ -26,7 +26,7 @@ from tierstore.dashboard.feed import Feed, TooManyViewersError
 from tierstore.dashboard.site import MOST_BODY_BYTES, Site, WebAnswer, WebRequest
 from tierstore.dashboard.view import Sample
 from tierstore.errors import TierStoreError, UsageError
-from tierstore.wire.listener import Listener, Place, Places, tcp_sockets
+from tierstore.wire.listener import Listener, ListenerPlace, Places, tcp_sockets
 
 _log = logging.getLogger(__name__)
 
@@ -95,12 +95,12 @@ class HttpServer:
         listener.close()
         await self._feed.close()  # and asyncio.run cancels what is left
 
-    def _enter(self, connection: socket.socket, place: Place) -> None:
+    def _enter(self, connection: socket.socket, place: ListenerPlace) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(connection, place))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _serve(self, connection: socket.socket, place: Place) -> None:
+    async def _serve(self, connection: socket.socket, place: ListenerPlace) -> None:
         try:
             reader, writer = await asyncio.open_connection(sock=connection, limit=_MOST_REQUEST_BYTES)
         except OSError:

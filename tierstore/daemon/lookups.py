@@ -12,10 +12,10 @@ from tierstore.backend import GroupLease, HitLease, Lease
 from tierstore.core.clients import LocalLease, Refusal
 from tierstore.core.hits import HitView
 from tierstore.core.prompts import NamedView, PromptView
-from tierstore.daemon.sessions import PageFrames, Reply, Session, checked_wait, then
+from tierstore.daemon.client_connections import ClientConnection, PageFrames, Reply, checked_wait, then
 from tierstore.errors import StoreClosedError
 from tierstore.groups import search
-from tierstore.planner import Way
+from tierstore.planner import TierRate
 from tierstore.stats import DECLINED
 from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages as p
@@ -23,102 +23,106 @@ from tierstore.wire import messages as p
 if TYPE_CHECKING:  # costs nothing where there is no cluster
     from tierstore.cluster.supervisor import Cluster
 
-Ways: TypeAlias = dict[str, tuple[float, float, float]]
+Rates: TypeAlias = dict[str, tuple[float, float, float]]
 
 
-def find_hit(session: Session, m: p.FindHit) -> Reply | Awaitable[Reply]:
-    wait_s = _begin(session, m)
-    view = session.hit_view(m)
-    hit = session.backend.find_hit(view, patience_s=wait_s)
-    ways = _told(session.backend.ways())
-    cluster = session.cluster
+def find_hit(connection: ClientConnection, m: p.FindHit) -> Reply | Awaitable[Reply]:
+    wait_s = _begin(connection, m)
+    view = connection.hit_view(m)
+    hit = connection.backend.find_hit(view, patience_s=wait_s)
+    rates = _on_wire(connection.backend.rates())
+    cluster = connection.cluster
     if cluster is None:
-        return then(hit, partial(_hit_found, m.id, ways))
-    return _find_hit_elsewhere(cluster, session, view, hit, m, ways)
+        return then(hit, partial(_hit_found, m.id, rates))
+    return _find_hit_elsewhere(cluster, connection, view, hit, m, rates)
 
 
-def lookup(session: Session, m: p.Lookup) -> Reply | Awaitable[Reply]:
-    wait_s = _begin(session, m)
-    view = session.view(m.prompt)
+def lookup(connection: ClientConnection, m: p.Find) -> Reply | Awaitable[Reply]:
+    wait_s = _begin(connection, m)
+    view = connection.view(m.prompt)
     if m.max_tokens < 0:
         raise Refusal("usage", f"max_tokens is {m.max_tokens}")
     if m.expect and m.expect_s:
         if m.expect < 0 or not 0 <= m.expect_s <= p.MOST_EXPECT_S:
             between = f"expect_s lies between 0 and {p.MOST_EXPECT_S:.0f}"
             raise Refusal("usage", f"{m.expect} tokens expected within {m.expect_s} s: {between}")
-        expected = session.backend.expect(view, tokens=m.expect, wait_s=m.expect_s)
+        expected = connection.backend.expect(view, tokens=m.expect, wait_s=m.expect_s)
         if not expected.done:
-            session.service.promised_lookups += 1
-            return _find_later(session, view, m, wait_s, expected)
-    return _find(session, view, m, wait_s)
+            connection.service.promised_lookups += 1
+            return _find_later(connection, view, m, wait_s, expected)
+    return _find(connection, view, m, wait_s)
 
 
-def unexpect(session: Session, m: p.Unexpect) -> None:
-    expected = session.expected.get(m.lookup)
+def unexpect(connection: ClientConnection, m: p.Unexpect) -> None:
+    expected = connection.expected.get(m.lookup)
     if expected is not None:
         expected.cancel()
 
 
-async def bring(session: Session, m: p.Bring) -> Reply:
+async def fetch_remote(connection: ClientConnection, m: p.FetchRemote) -> Reply:
     wait_s = checked_wait(m.wait_s)
-    view = session.view(m.prompt)
+    view = connection.view(m.prompt)
     if m.first < 0 or m.count < 0:
         raise Refusal("usage", f"there are no chunks {m.first} … {m.first} + {m.count}")
-    cluster = session.cluster
-    return p.Brought(m.id, await cluster.bring(view, m.first, m.count, wait_s) if cluster is not None else 0)
+    cluster = connection.cluster
+    return p.FetchedRemote(
+        m.id, await cluster.fetch_remote(view, m.first, m.count, wait_s) if cluster is not None else 0
+    )
 
 
-def _begin(session: Session, m: p.Lookup | p.FindHit) -> float:
+def _begin(connection: ClientConnection, m: p.Find | p.FindHit) -> float:
     """Take in what comes with every lookup. Return how many seconds it may wait."""
-    session.release(m.released)
+    connection.release(m.released)
     declined = {why: count for why, count in m.declined.items() if why in DECLINED and count > 0}
     if declined:
-        session.backend.declined(declined)
+        connection.backend.declined(declined)
     return checked_wait(m.wait_s)
 
 
 async def _find_later(
-    session: Session, view: PromptView, m: p.Lookup, wait_s: float, expected: Transfer[None]
+    connection: ClientConnection, view: PromptView, m: p.Find, wait_s: float, expected: Transfer[None]
 ) -> Reply:
     """Find a prompt's pages when those that were promised have come, or are late."""
     with ExitStack() as ending:
-        if (cluster := session.cluster) is not None:
-            missing = session.backend.lookups.missing(view, m.expect).wait()
+        if (cluster := connection.cluster) is not None:
+            missing = connection.backend.lookups.missing(view, m.expect).wait()
             if missing:
-                wanted, first = view.window(missing)
+                wanted, first = view.slice(missing)
                 count = m.expect // view.chunk_tokens - first
                 ending.callback(cluster.expect(wanted, first, count, m.expect_s))
-        session.expected[m.id] = expected
-        ending.callback(session.expected.pop, m.id, None)
+        connection.expected[m.id] = expected
+        ending.callback(connection.expected.pop, m.id, None)
         await expected
-    session.service.broken_promises += expected.state is TransferState.EXPIRED
-    reply = _find(session, view, m, wait_s)
+    connection.service.broken_promises += expected.state is TransferState.EXPIRED
+    reply = _find(connection, view, m, wait_s)
     return reply if reply is None or isinstance(reply, p.Message | PageFrames) else await reply
 
 
-def _find(session: Session, view: PromptView, m: p.Lookup, wait_s: float) -> Reply | Awaitable[Reply]:
+def _find(
+    connection: ClientConnection, view: PromptView, m: p.Find, wait_s: float
+) -> Reply | Awaitable[Reply]:
     if m.expect and not m.max_tokens:  # whoever only waits is not counted as one that has found nothing
         return p.Found(m.id, 0, 0, 0, [], 0, 0)
-    lease = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
-    ways = _told(session.backend.ways())
-    cluster = session.cluster
+    lease = connection.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
+    rates = _on_wire(connection.backend.rates())
+    cluster = connection.cluster
     if cluster is None:
-        return then(lease, partial(_found, m.id, ways))
-    return _look_further(cluster, view, lease, m, ways)
+        return then(lease, partial(_found, m.id, rates))
+    return _look_further(cluster, view, lease, m, rates)
 
 
 async def _look_further(
-    cluster: Cluster, view: PromptView, lease: Transfer[Lease | None], m: p.Lookup, ways: Ways
+    cluster: Cluster, view: PromptView, lease: Transfer[Lease | None], m: p.Find, rates: Rates
 ) -> Reply:
     """Answer a lookup, and say which of the named pages that it lacks other hosts have."""
-    answer = _found(m.id, ways, await lease)
+    answer = _found(m.id, rates, await lease)
     if isinstance(view, NamedView):
         here = set(array.array("I", answer.positions))
         lacking = [at for at in range(view.whole_chunks) if at not in here]
         there = await cluster.look_for(view.part(lacking), m.gain)
         if there:
             answer.remote_positions = array.array("I", [lacking[at] for at in there]).tobytes()
-            answer.ways = {**answer.ways, **_told(cluster.ways())}
+            answer.rates = {**answer.rates, **_on_wire(cluster.rates())}
     else:
         cluster.used(view, answer.tokens // view.chunk_tokens)
     return answer
@@ -126,15 +130,15 @@ async def _look_further(
 
 async def _find_hit_elsewhere(
     cluster: Cluster,
-    session: Session,
+    connection: ClientConnection,
     view: HitView,
     hit: Transfer[HitLease | None],
     m: p.FindHit,
-    ways: Ways,
+    rates: Rates,
 ) -> Reply:
     """Answer with the hit, and say by how much it would be longer with what other hosts have."""
-    answer = _hit_found(m.id, ways, await hit)
-    chunk_tokens, lookups = view.chunk_tokens, session.backend.lookups
+    answer = _hit_found(m.id, rates, await hit)
+    chunk_tokens, lookups = view.chunk_tokens, connection.backend.lookups
     reach = view.num_tokens
     held = [lookups.held(chain, view.num_tokens) // chunk_tokens for chain in view.chains]
     for chain, here, chunks in zip(view.chains, view.here, held, strict=True):
@@ -173,11 +177,11 @@ async def _find_hit_elsewhere(
     for at, group in enumerate(view.named):
         needed = remote.get(at, set()).intersection(group.rule.ends(length, chunk_tokens))
         answer.named[at].remote_ends = array.array("I", sorted(needed)).tobytes()
-    answer.ways = {**answer.ways, **_told(cluster.ways())}
+    answer.rates = {**answer.rates, **_on_wire(cluster.rates())}
     return answer
 
 
-def _found(number: int, ways: Ways, lease: Lease | None) -> p.Found:
+def _found(number: int, rates: Rates, lease: Lease | None) -> p.Found:
     if lease is None:
         raise StoreClosedError("the store is closed")
     if not isinstance(lease, LocalLease) or not lease.number:
@@ -185,14 +189,14 @@ def _found(number: int, ways: Ways, lease: Lease | None) -> p.Found:
     path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
     positions = array.array("I", lease.positions).tobytes()
     runs = list(lease.runs)
-    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions, ways)
+    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions, rates)
 
 
-def _hit_found(number: int, ways: Ways, hit: HitLease | None) -> p.HitFound:
+def _hit_found(number: int, rates: Rates, hit: HitLease | None) -> p.HitFound:
     if hit is None:
         raise StoreClosedError("the store is closed")
     chains, named = map(_group_found, hit.chains), map(_group_found, hit.named)
-    return p.HitFound(number, hit.tokens, hit.branch, list(chains), list(named), ways=ways)
+    return p.HitFound(number, hit.tokens, hit.branch, list(chains), list(named), rates=rates)
 
 
 def _group_found(group: GroupLease) -> p.GroupFound:
@@ -201,5 +205,5 @@ def _group_found(group: GroupLease) -> p.GroupFound:
     return p.GroupFound(lease.number, lease.tokens, list(lease.runs), path, known)
 
 
-def _told(ways: Mapping[str, Way]) -> Ways:
-    return {tier: (way.bytes_per_s, way.latency_s, way.backlog_s) for tier, way in ways.items()}
+def _on_wire(rates: Mapping[str, TierRate]) -> Rates:
+    return {tier: (way.bytes_per_s, way.latency_s, way.backlog_s) for tier, way in rates.items()}

@@ -88,7 +88,7 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         label = f"kv_{name}" if name == "events" else f"kv_event_{name}"
         yield _by(label, help, "model", told, counts=True)
     if stats.cluster is not None:
-        yield _gauge("cluster_online", "Whether the shared pool answers", stats.cluster.online)
+        yield _gauge("cluster_online", "Whether the shared store answers", stats.cluster.online)
         yield _gauge("cluster_bytes_per_second", "At which pages came lately", stats.cluster.bytes_per_s)
         what = "Pages and bytes brought and published, and what went wrong"
         yield _by("cluster_events", what, "event", dict(stats.cluster.counts), counts=True)
@@ -122,13 +122,13 @@ def _curve(curve: CurveStats) -> Iterator[Metric]:
 
 def _service(stats: DaemonStats) -> Iterator[Metric]:
     service, server = stats.service, stats.server
-    yield _gauge("sessions", "Clients", service.sessions)
+    yield _gauge("client_connections", "Connected clients", service.connections)
     yield _gauge("arena_connections", "Processes that have mapped the arena", server.arena_connections)
     yield _gauge("leases", "Lookups that hold pages", service.leases)
     yield _gauge("reservations", "Saves under way", service.reservations)
     yield _gauge("reserved_bytes", "Arena bytes that clients are writing to", service.reserved_bytes)
     yield _gauge("sending_bytes", "Arena bytes on their way to clients over TCP", service.sending_bytes)
-    yield _counter("sessions_ended", "Sessions that have ended", service.sessions_ended)
+    yield _counter("clients_ended", "Client connections that have ended", service.clients_ended)
     yield _by("requests", "Requests by message", "message", dict(service.requests), counts=True)
     yield _by("refused", "Requests refused, by kind", "kind", dict(service.refused), counts=True)
     yield _counter("failed_requests", "Requests that ended in a bug", service.failed_requests)

@@ -1,4 +1,4 @@
-"""The server: which message belongs to which session, what is answered to whom, and who is dead.
+"""The server: which message belongs to which client connection, what is answered to whom, and who is dead.
 
 Nothing a peer sends is trusted. What is not a message is counted, and answered if at least its id can be
 read. What is far too large for what it claims to be is not decoded at all."""
@@ -16,11 +16,11 @@ import msgspec
 import zmq
 
 from tierstore.daemon.arena import ArenaListener
+from tierstore.daemon.client_connections import ClientConnection, PageFrames, Reply
 from tierstore.daemon.endpoint import Endpoint, Received, Url
 from tierstore.daemon.service import Service
-from tierstore.daemon.sessions import PageFrames, Reply, Session
 from tierstore.daemon.stats import ServerStats
-from tierstore.daemon.tcp_gate import Connection
+from tierstore.daemon.tcp_gate import TcpConnection
 from tierstore.descriptors import require_room
 from tierstore.wire import messages as p
 from tierstore.wire.keys import Doorkeeper, KeyPair
@@ -31,7 +31,7 @@ _IO_THREADS = 1
 _DESCRIPTORS = 32  # that libzmq and the listeners take
 _MOST_SMALL_BYTES = 64 << 10  # of messages without a prompt
 _HEAD_BYTES = 64  # with the name and the id
-_BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.FindHit, p.Reserve, p.Pin, p.Commit)}
+_BULKY = {cls.__name__.encode() for cls in (p.Find, p.FindHit, p.Reserve, p.Pin, p.Commit)}
 _SWEEP_S = 1.0  # how often clients without an arena are looked after
 
 
@@ -51,11 +51,13 @@ class Server:
         self._doorkeeper = Doorkeeper(self._context, tenants) if keys is not None else None
         self.endpoints: list[Endpoint] = []
         self.listeners: list[ArenaListener] = []
-        self._sessions: dict[tuple[Listener, bytes], Session] = {}
-        self._routes: dict[int, tuple[Listener, bytes]] = {}  # by the session's number
-        self._by_token: dict[bytes, Session] = {}
-        self._connections: dict[int, tuple[Endpoint, Connection]] = {}  # of sessions over ZMQ, by number
-        self._seen: dict[int, float] = {}  # when sessions without an arena were last heard of
+        self._connections_by_route: dict[tuple[Listener, bytes], ClientConnection] = {}
+        self._routes: dict[int, tuple[Listener, bytes]] = {}  # by the connection's number
+        self._by_token: dict[bytes, ClientConnection] = {}
+        self._sockets: dict[
+            int, tuple[Endpoint, TcpConnection]
+        ] = {}  # of clients over ZMQ, by connection number
+        self._seen: dict[int, float] = {}  # when clients without an arena were last heard of
         self._sweeping: asyncio.TimerHandle | None = None
         self._answering: set[asyncio.Task[None]] = set()
         self._malformed = self._unsent = self._silent = 0
@@ -73,11 +75,11 @@ class Server:
 
     def stats(self) -> ServerStats:
         """A snapshot. From any thread."""
-        ways: list[Listener] = [*self.endpoints, *self.listeners]
+        listeners: list[Listener] = [*self.endpoints, *self.listeners]
         return ServerStats(
-            received=sum(way.received for way in ways),
-            received_bytes=sum(way.received_bytes for way in ways),
-            sent=sum(way.sent for way in ways),
+            received=sum(each.received for each in listeners),
+            received_bytes=sum(each.received_bytes for each in listeners),
+            sent=sum(each.sent for each in listeners),
             malformed=self._malformed,
             unsent=self._unsent,
             silent_sessions=self._silent,
@@ -86,7 +88,7 @@ class Server:
         )
 
     async def close(self) -> None:
-        """Stop listening, end every session. What is being answered is not waited for."""
+        """Stop listening, end every connection. What is being answered is not waited for."""
         for endpoint in self.endpoints:
             endpoint.close()
         for listener in self.listeners:
@@ -107,31 +109,31 @@ class Server:
     def _count_malformed(self) -> None:
         self._malformed += 1
 
-    def _take(self, way: Listener, received: Received) -> None:
+    def _take(self, listener: Listener, received: Received) -> None:
         if received.version != p.VERSION:
             self._malformed += 1
-            self._refuse(way, received.peer, 0, "version", f"this daemon speaks version {p.VERSION[0]}")
+            self._refuse(listener, received.peer, 0, "version", f"this daemon speaks version {p.VERSION[0]}")
             return
-        message = self._decode(way, received)
+        message = self._decode(listener, received)
         if message is None:
             return
-        session = self._sessions.get((way, received.peer))
+        connection = self._connections_by_route.get((listener, received.peer))
         if isinstance(message, p.Hello):
-            self._hello(way, received, message, session)
-        elif session is None:
+            self._hello(listener, received, message, connection)
+        elif connection is None:
             if not isinstance(message, p.OneWay):
-                self._refuse(way, received.peer, message.id, "session", "say Hello first")
-        elif isinstance(way, ArenaListener) and isinstance(message, p.Fetch | p.Write):
-            self._refuse(way, received.peer, message.id, "usage", "pages go through the arena here")
+                self._refuse(listener, received.peer, message.id, "connection", "say Hello first")
+        elif isinstance(listener, ArenaListener) and isinstance(message, p.Fetch | p.Write):
+            self._refuse(listener, received.peer, message.id, "usage", "pages go through the arena here")
         elif isinstance(message, p.Bye):
-            if not session.local:  # who has mapped the arena may be writing there until it hangs up
-                self._end(session)
+            if not connection.local:  # who has mapped the arena may be writing there until it hangs up
+                self._end(connection)
         else:
-            if not session.local:
-                self._seen[session.number] = self._loop.time()
-            self._answer(way, received.peer, session, message, received.frames)
+            if not connection.local:
+                self._seen[connection.number] = self._loop.time()
+            self._answer(listener, received.peer, connection, message, received.frames)
 
-    def _decode(self, way: Listener, received: Received) -> p.Request | None:
+    def _decode(self, listener: Listener, received: Received) -> p.Request | None:
         body = received.body
         try:
             if len(body) > _MOST_SMALL_BYTES and _tag(bytes(body[:_HEAD_BYTES])) not in _BULKY:
@@ -141,131 +143,138 @@ class Server:
             self._malformed += 1
             number = _id(bytes(body[:_HEAD_BYTES]))
             if number is not None:
-                self._refuse(way, received.peer, number, "usage", f"not a request: {error}")
+                self._refuse(listener, received.peer, number, "usage", f"not a request: {error}")
             return None
 
-    def _refuse(self, way: Listener, peer: bytes, number: int, kind: str, message: str) -> None:
-        self._send(way, peer, self._service.refuse(number, kind, message))
+    def _refuse(self, listener: Listener, peer: bytes, number: int, kind: str, message: str) -> None:
+        self._send(listener, peer, self._service.refuse(number, kind, message))
 
     def _answer(
         self,
-        way: Listener,
+        listener: Listener,
         peer: bytes,
-        session: Session,
+        connection: ClientConnection,
         message: p.Request,
         frames: Sequence[memoryview],
     ) -> None:
-        reply = self._service.handle(session, message, frames)
+        reply = self._service.handle(connection, message, frames)
         if reply is None or isinstance(reply, p.Message | PageFrames):
-            self._send(way, peer, reply)
+            self._send(listener, peer, reply)
             return
-        task = self._loop.create_task(self._answer_later(way, peer, session, reply))
+        task = self._loop.create_task(self._answer_later(listener, peer, connection, reply))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
     async def _answer_later(
-        self, way: Listener, peer: bytes, session: Session, reply: Awaitable[Reply]
+        self, listener: Listener, peer: bytes, connection: ClientConnection, reply: Awaitable[Reply]
     ) -> None:
         answer = await reply
-        if isinstance(answer, PageFrames) and session.number not in self._routes:
-            answer.sent()  # the session has ended: nobody reads them
+        if isinstance(answer, PageFrames) and connection.number not in self._routes:
+            answer.sent()  # the connection has ended, so no client reads them
             return
-        self._send(way, peer, answer)
+        self._send(listener, peer, answer)
 
-    def _send(self, way: Listener, peer: bytes, reply: Reply) -> None:
+    def _send(self, listener: Listener, peer: bytes, reply: Reply) -> None:
         if reply is None:
             return
         if isinstance(reply, PageFrames):
-            assert isinstance(way, Endpoint), "refused on the others"
-            sent = way.send_pages(peer, p.encode(reply.answer), reply.frames, reply.sent)
+            assert isinstance(listener, Endpoint), "refused on the others"
+            sent = listener.send_pages(peer, p.encode(reply.answer), reply.frames, reply.sent)
         else:
-            sent = way.send(peer, p.encode(reply))
+            sent = listener.send(peer, p.encode(reply))
         if not sent:
             self._unsent += 1
 
     # -- sessions ------------------------------------------------------------------------------------
 
     def let_in(self, tenants: dict[bytes, str]) -> None:
-        """From now on the clients with these keys are let in. Sessions of tenants without one end."""
+        """From now on the clients with these keys are let in. Connections of tenants without one end."""
         if self._doorkeeper is None:
             return
         self._doorkeeper.let_in(tenants)
-        for session in list(self._sessions.values()):
-            if not self._is_let_in(session.tenant):
-                self._end(session)
+        for connection in list(self._connections_by_route.values()):
+            if not self._is_let_in(connection.tenant):
+                self._end(connection)
 
     def _is_let_in(self, tenant: str) -> bool:
         """Whether a peer still is: ZMQ has let it in once, and keys may have gone since. Local ones have no
         tenant."""
         return not tenant or (self._doorkeeper is not None and tenant in self._doorkeeper)
 
-    def _hello(self, way: Listener, received: Received, m: p.Hello, before: Session | None) -> None:
+    def _hello(
+        self, listener: Listener, received: Received, m: p.Hello, before: ClientConnection | None
+    ) -> None:
         if not self._is_let_in(received.tenant):
-            self._refuse(way, received.peer, m.id, "session", "this key is not let in any more")
+            self._refuse(listener, received.peer, m.id, "connection", "this key is not let in any more")
             return
         if not m.token:
             if before is not None:
                 self._end(before)
-            if not self._may_serve(way, received):
-                self._refuse(way, received.peer, m.id, "busy", "as many clients are served as may be")
+            if not self._may_serve(listener, received):
+                self._refuse(listener, received.peer, m.id, "busy", "as many clients are served as may be")
                 return
-            session = self._service.begin(m.client, local=False, tenant=received.tenant)
-            self._seen[session.number] = self._loop.time()
+            connection = self._service.begin(m.client, local=False, tenant=received.tenant)
+            self._seen[connection.number] = self._loop.time()
             self._sweep_later()
         else:
-            own = isinstance(way, Endpoint) or m.token == received.peer
+            own = isinstance(listener, Endpoint) or m.token == received.peer
             arena = next((listener for listener in self.listeners if m.token in listener), None)
             if not own or arena is None or not arena.serve(m.token):
-                self._refuse(way, received.peer, m.id, "session", "this token is not (any more) known")
+                self._refuse(
+                    listener, received.peer, m.id, "connection", "this token is not (any more) known"
+                )
                 return
             known = self._by_token.get(m.token)
             if before is not None and before is not known:
                 self._end(before)
             # Once more from the same process: what it holds it still holds, it may be writing there.
-            session = known or self._service.begin(m.client, local=True, tenant=received.tenant)
-            self._by_token[m.token] = session
-            self._sessions.pop(self._routes.get(session.number, (way, received.peer)), None)
-        route = (way, received.peer)
-        self._sessions[route] = session
-        self._routes[session.number] = route
-        if isinstance(way, Endpoint) and (connection := Connection.at(received.fd)) is not None:
-            self._connections[session.number] = way, connection
-        _log.info("session %d: %s", session.number, m.client)
-        self._send(way, received.peer, self._service.welcome(session, m.id))
+            connection = known or self._service.begin(m.client, local=True, tenant=received.tenant)
+            self._by_token[m.token] = connection
+            self._connections_by_route.pop(
+                self._routes.get(connection.number, (listener, received.peer)), None
+            )
+        route = (listener, received.peer)
+        self._connections_by_route[route] = connection
+        self._routes[connection.number] = route
+        if isinstance(listener, Endpoint) and (tcp := TcpConnection.at(received.fd)) is not None:
+            self._sockets[connection.number] = listener, tcp
+        _log.info("connection %d: %s", connection.number, m.client)
+        self._send(listener, received.peer, self._service.welcome(connection, m.id))
 
-    def _may_serve(self, way: Listener, received: Received) -> bool:
-        connection = Connection.at(received.fd)
-        return not isinstance(way, Endpoint) or connection is None or way.serve(connection)
+    def _may_serve(self, listener: Listener, received: Received) -> bool:
+        tcp = TcpConnection.at(received.fd)
+        return not isinstance(listener, Endpoint) or tcp is None or listener.serve(tcp)
 
     def _arena_gone(self, token: bytes) -> None:
-        """The process behind an arena connection has ended: so has its session."""
-        session = self._by_token.pop(token, None)
-        if session is not None:
-            self._end(session)
+        """The process behind an arena connection has ended: so has its connection."""
+        connection = self._by_token.pop(token, None)
+        if connection is not None:
+            self._end(connection)
 
-    def _end(self, session: Session) -> None:
-        route = self._routes.pop(session.number, None)
+    def _end(self, connection: ClientConnection) -> None:
+        route = self._routes.pop(connection.number, None)
         if route is not None:
-            self._sessions.pop(route, None)
-        self._seen.pop(session.number, None)
-        self._service.end(session)
-        endpoint, connection = self._connections.pop(session.number, (None, None))
-        if endpoint is not None and connection is not None:
-            endpoint.end_session(connection, unread=session.sending_bytes > 0)
-        _log.info("session %d has ended", session.number)
+            self._connections_by_route.pop(route, None)
+        self._seen.pop(connection.number, None)
+        self._service.end(connection)
+        endpoint, tcp = self._sockets.pop(connection.number, (None, None))
+        if endpoint is not None and tcp is not None:
+            endpoint.end_session(tcp, unread=connection.sending_bytes > 0)
+        _log.info("connection %d has ended", connection.number)
 
     def _sweep_later(self) -> None:
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
-        """End the sessions of clients that have not been heard of. Runs only while there are such clients."""
+        """End the connections of clients that have been silent too long. Runs only while there are such
+        clients."""
         self._sweeping = None
         silent_since = self._loop.time() - p.SILENCE_S
         for number, seen in list(self._seen.items()):
             if seen < silent_since:
                 self._silent += 1
-                self._end(self._sessions[self._routes[number]])
+                self._end(self._connections_by_route[self._routes[number]])
         if self._seen:
             self._sweep_later()
 

@@ -1,10 +1,10 @@
 """What the daemon does for its clients, without sockets: a message in, an answer or a coroutine that ends in
 one out.
 
-Each session has a :class:`~tierstore.core.backend.LocalBackend` of its own, which decides. The verbs are
-functions of a session and a message: those of :mod:`tierstore.daemon.lookups` find pages, those of
-:mod:`tierstore.daemon.transfers` move them, and the rest are in :mod:`tierstore.daemon.administration`. A
-session reads and checks its messages (:mod:`tierstore.daemon.sessions`).
+Each client connection has a :class:`~tierstore.core.backend.LocalBackend` of its own, which decides. The
+verbs are functions of a connection and a message: those of :mod:`tierstore.daemon.lookups` find pages, those
+of :mod:`tierstore.daemon.transfers` move them, and the rest are in :mod:`tierstore.daemon.administration`. A
+connection reads and checks its messages (:mod:`tierstore.daemon.client_connections`).
 
 Everything runs on the event loop's thread and nothing blocks it: what is in memory is answered at once, what
 has to be waited for is a coroutine over a transfer or a thread.
@@ -22,7 +22,7 @@ from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, Refusal
 from tierstore.core.core import Core
 from tierstore.daemon import administration, lookups, transfers
-from tierstore.daemon.sessions import PageFrames, Reply, ServiceState, Session
+from tierstore.daemon.client_connections import ClientConnection, PageFrames, Reply, ServiceState
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import Histogram, ServiceStats, Slowest, version
 from tierstore.errors import StoreClosedError, UsageError
@@ -30,16 +30,16 @@ from tierstore.wire import messages as p
 
 _log = logging.getLogger(__name__)
 
-_VERBS: dict[type[p.Request], Callable[[Session, Any], Reply | Awaitable[Reply]]] = {
-    p.Lookup: lookups.lookup,
+_VERBS: dict[type[p.Request], Callable[[ClientConnection, Any], Reply | Awaitable[Reply]]] = {
+    p.Find: lookups.lookup,
     p.FindHit: lookups.find_hit,
     p.Unexpect: lookups.unexpect,
-    p.Bring: lookups.bring,
+    p.FetchRemote: lookups.fetch_remote,
     p.Prefetch: transfers.prefetch,
-    p.Load: transfers.load,
+    p.Locate: transfers.load,
     p.Fetch: transfers.fetch,
-    p.Suspect: transfers.suspect,
-    p.Release: lambda session, m: session.release(m.leases),
+    p.ReportDamage: transfers.report_damage,
+    p.Release: lambda connection, m: connection.release(m.leases),
     p.Reserve: transfers.reserve,
     p.Commit: transfers.commit,
     p.Abort: transfers.abort,
@@ -48,13 +48,13 @@ _VERBS: dict[type[p.Request], Callable[[Session, Any], Reply | Awaitable[Reply]]
     p.Identities: administration.identities,
     p.Pin: administration.pin,
     p.Unpin: administration.unpin,
-    p.Finish: lambda session, m: p.Finished(m.id, session.backend.finish(m.session)),
+    p.Finish: lambda connection, m: p.Finished(m.id, connection.backend.finish(m.session)),
     p.Evict: administration.evict,
     p.Flush: administration.flush,
     p.Stats: administration.stats,
 }
 _LATENCY_OF: dict[type, str] = {
-    p.Lookup: "lookup", p.FindHit: "lookup", p.Load: "load", p.Fetch: "load", p.Prefetch: "load",
+    p.Find: "lookup", p.FindHit: "lookup", p.Locate: "load", p.Fetch: "load", p.Prefetch: "load",
     p.Reserve: "save", p.Write: "save", p.Commit: "save",
 }  # fmt: skip
 
@@ -66,7 +66,7 @@ class Service:
         self.state = ServiceState(core, stats_json)
         self._core = core
         self._settings = settings
-        self._sessions_ended = 0
+        self._clients_ended = 0
         self._requests: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._failed_requests = 0
@@ -75,45 +75,45 @@ class Service:
 
     # -- sessions ------------------------------------------------------------------------------------
 
-    def begin(self, name: str, *, local: bool, tenant: str = "") -> Session:
+    def begin(self, name: str, *, local: bool, tenant: str = "") -> ClientConnection:
         client = Client(name[:200], local, tenant)
-        session = Session(self.state, LocalBackend(self._core, client=client))
-        self.state.sessions[session.number] = session
-        return session
+        connection = ClientConnection(self.state, LocalBackend(self._core, client=client))
+        self.state.connections[connection.number] = connection
+        return connection
 
-    def welcome(self, session: Session, number: int) -> p.Welcome:
+    def welcome(self, connection: ClientConnection, number: int) -> p.Welcome:
         return p.Welcome(
             number,
-            session.number,
+            connection.number,
             f"tierstore {version()}",
             self._settings.lease_s,
             self._settings.reserve_bytes,
-            session.cluster is not None,
+            connection.cluster is not None,
         )
 
-    def end(self, session: Session) -> None:
+    def end(self, connection: ClientConnection) -> None:
         """The client is dead, or has gone: take back what it held. Idempotent."""
-        if self.state.sessions.pop(session.number, None) is not None:
-            self._sessions_ended += 1
-            session.backend.end()
+        if self.state.connections.pop(connection.number, None) is not None:
+            self._clients_ended += 1
+            connection.backend.end()
 
     def close(self) -> None:
-        """End all sessions and the threads. What still waits for a disk is answered to nobody."""
-        for session in list(self.state.sessions.values()):
-            self.end(session)
+        """End all connections and the threads. What still waits for a disk is answered to nobody."""
+        for connection in list(self.state.connections.values()):
+            self.end(connection)
         self.state.threads.shutdown(wait=False, cancel_futures=True)
 
     # -- requests ------------------------------------------------------------------------------------
 
     def handle(
-        self, session: Session, m: p.Request, frames: Sequence[memoryview] = ()
+        self, connection: ClientConnection, m: p.Request, frames: Sequence[memoryview] = ()
     ) -> Reply | Awaitable[Reply]:
         """What to answer: None for messages that have no answer. Never raises, nor does the coroutine."""
         started = time.perf_counter()
         try:
             self._requests[type(m).__name__] += 1
             self._expire_pins()
-            answer = _dispatch(session, m, frames)
+            answer = _dispatch(connection, m, frames)
         except Exception as error:  # noqa: BLE001  # counted and answered; one request must not stop the rest
             return self._refusal(m, error)
         if answer is None or isinstance(answer, p.Message | PageFrames):
@@ -136,7 +136,7 @@ class Service:
 
     def _took(self, m: p.Request, started: float) -> None:
         name = _LATENCY_OF.get(type(m))
-        if name is not None and not (isinstance(m, p.Lookup) and m.expect):  # that one waits on purpose
+        if name is not None and not (isinstance(m, p.Find) and m.expect):  # that one waits on purpose
             now = time.perf_counter()
             self._latency[name].add(now - started)
             self._slowest.add(type(m).__name__, now - started, now)
@@ -164,24 +164,24 @@ class Service:
 
     def lookups(self) -> int:
         """How many have come: while none come, no engine begins anything."""
-        return self._requests[p.Lookup.__name__] + self._requests[p.FindHit.__name__]
+        return self._requests[p.Find.__name__] + self._requests[p.FindHit.__name__]
 
     def stats(self) -> ServiceStats:
         """A snapshot. From any thread."""
         core = self._core
-        sessions = list(self.state.sessions.values())
+        connections = list(self.state.connections.values())
         with core.state.lock:
             core.pins.expire()
             names = sorted({*core.quotas.tenants(), *core.pins.tenants()})
             tenants = {name: administration.tenant_stats(core, name) for name in names}
             layers = administration.layers_stats(core)
         return ServiceStats(
-            sessions=len(sessions),
-            leases=sum(len(session.client.leases) for session in sessions),
-            reservations=sum(len(session.client.reservations) for session in sessions),
-            reserved_bytes=sum(session.client.reserved_bytes for session in sessions),
-            sending_bytes=sum(session.sending_bytes for session in sessions),
-            sessions_ended=self._sessions_ended,
+            connections=len(connections),
+            leases=sum(len(connection.client.leases) for connection in connections),
+            reservations=sum(len(connection.client.reservations) for connection in connections),
+            reserved_bytes=sum(connection.client.reserved_bytes for connection in connections),
+            sending_bytes=sum(connection.sending_bytes for connection in connections),
+            clients_ended=self._clients_ended,
             requests=dict(self._requests),
             refused=dict(self._refused),
             failed_requests=self._failed_requests,
@@ -191,16 +191,18 @@ class Service:
             latency={name: histogram.stats() for name, histogram in self._latency.items()},
             slowest_s=self._slowest.stats(time.perf_counter()),
             tenants=tenants,
-            clients=tuple(session.stats() for session in sessions),
+            clients=tuple(connection.stats() for connection in connections),
             layers=layers,
         )
 
 
-def _dispatch(session: Session, m: p.Request, frames: Sequence[memoryview]) -> Reply | Awaitable[Reply]:
+def _dispatch(
+    connection: ClientConnection, m: p.Request, frames: Sequence[memoryview]
+) -> Reply | Awaitable[Reply]:
     if isinstance(m, p.Write):
-        return transfers.write(session, m, frames)
+        return transfers.write(connection, m, frames)
     if frames:
         raise Refusal("usage", f"a {type(m).__name__} has no frames behind it")
     if isinstance(m, p.Hello | p.Bye):
-        raise Refusal("usage", "the server begins and ends sessions")
-    return _VERBS[type(m)](session, m)
+        raise Refusal("usage", "the server begins and ends connections")
+    return _VERBS[type(m)](connection, m)

@@ -99,9 +99,9 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
-    """One session."""
+    """One connected client."""
 
-    session: int
+    number: int
     client: str
     tenant: str
     local: bool
@@ -121,14 +121,14 @@ class LayersStats:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """What the clients do. Everything but the sessions counts from the start."""
+    """What the clients do. Everything but the connections counts from the start."""
 
-    sessions: int
+    connections: int
     leases: int
     reservations: int
     reserved_bytes: int
     sending_bytes: int
-    sessions_ended: int
+    clients_ended: int
     requests: Mapping[str, int]  # by message
     refused: Mapping[str, int]  # by kind
     failed_requests: int  # by a bug of ours

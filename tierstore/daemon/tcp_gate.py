@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from tierstore.descriptors import in_reserve
-from tierstore.wire.listener import Place, Places, SlowLog, shut_down
+from tierstore.wire.listener import ListenerPlace, Places, SlowLog, shut_down
 
 _EVENT = struct.Struct("=hi")
 # Not EVENT_ACCEPT_FAILED: without a free descriptor libzmq tries again at once, and sends one each time. They
@@ -26,14 +26,14 @@ _MONITORED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 _BATCH = 256  # events read in one round of the event loop
 
 
-class Connection(NamedTuple):
+class TcpConnection(NamedTuple):
     """A connection that libzmq serves."""
 
     fd: int
     inode: int
 
     @classmethod
-    def at(cls, fd: int) -> Connection | None:
+    def at(cls, fd: int) -> TcpConnection | None:
         """The connection with this descriptor; None where it has ended."""
         try:
             return cls(fd, os.fstat(fd).st_ino)
@@ -42,7 +42,7 @@ class Connection(NamedTuple):
 
     def hang_up(self) -> None:
         """End the connection, if it has not ended."""
-        if Connection.at(self.fd) == self:
+        if TcpConnection.at(self.fd) == self:
             with contextlib.suppress(OSError):
                 end = socket.socket(fileno=self.fd)
                 shut_down(end)
@@ -55,8 +55,8 @@ class TcpGate:
 
     def __init__(self, context: zmq.Context[Any], socket_: zmq.Socket[Any], most: int) -> None:
         self.places = Places(most)
-        self._entered: dict[Connection, Place] = {}
-        self._by_fd: dict[int, Connection] = {}
+        self._entered: dict[TcpConnection, ListenerPlace] = {}
+        self._by_fd: dict[int, TcpConnection] = {}
         self._logs = SlowLog()
         self._loop = asyncio.get_running_loop()
         address = f"inproc://tierstore-monitor-{id(self)}"
@@ -70,7 +70,7 @@ class TcpGate:
         self._loop.add_reader(self._fd, self._read)
         self._loop.call_soon(self._read)
 
-    def place(self, connection: Connection) -> Place:
+    def place(self, connection: TcpConnection) -> ListenerPlace:
         """Return a connection's place."""
         self._read()  # its first message may come before the monitor's
         known = self._entered.get(connection)
@@ -93,13 +93,13 @@ class TcpGate:
                 return
             kind, value = _EVENT.unpack(event[: _EVENT.size])
             if kind == zmq.EVENT_ACCEPTED:
-                if (connection := Connection.at(value)) is not None:
+                if (connection := TcpConnection.at(value)) is not None:
                     self._enter(connection)
             else:
                 self._leave(value)
         self._loop.call_soon(self._read)  # the monitor's descriptor does not say again that there is more
 
-    def _enter(self, connection: Connection) -> Place:
+    def _enter(self, connection: TcpConnection) -> ListenerPlace:
         known = self._entered.get(connection)
         if known is not None:
             return known

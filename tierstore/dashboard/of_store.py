@@ -6,15 +6,15 @@ from __future__ import annotations
 from tierstore.core.health import Condition as TierCondition
 from tierstore.core.health import TierHealth
 from tierstore.curve import CurveStats
-from tierstore.dashboard.view import Condition, Curve, Mark, Meter, State, Table
+from tierstore.dashboard.view import ConditionRow, Curve, Mark, Meter, Table, ViewState
 from tierstore.stats import StoreStats
 from tierstore.units import format_size
 
 _FEW_SAMPLED = 500  # pages in the curve's sample: with fewer its figures are rough
 _STATES = {
-    TierCondition.ONLINE: State.GOOD,
-    TierCondition.READ_ONLY: State.WARNING,
-    TierCondition.OFFLINE: State.BAD,
+    TierCondition.ONLINE: ViewState.GOOD,
+    TierCondition.READ_ONLY: ViewState.WARNING,
+    TierCondition.OFFLINE: ViewState.BAD,
 }
 
 
@@ -51,10 +51,10 @@ def meters(stats: StoreStats) -> tuple[Meter, ...]:
     )
 
 
-def conditions(stats: StoreStats) -> list[Condition]:
+def conditions(stats: StoreStats) -> list[ConditionRow]:
     """Of the tiers that can fail, and of what should never be counted."""
     found = [
-        Condition(f"{tier} tier", _STATES[health.condition], _health(health))
+        ConditionRow(f"{tier} tier", _STATES[health.condition], _health(health))
         for tier, health in stats.health.items()
     ]
     damaged = stats.counters.get("damaged_pages")
@@ -62,10 +62,10 @@ def conditions(stats: StoreStats) -> list[Condition]:
         text = (
             f"{damaged:,} pages on disk had other bytes than were saved, and were misses: see tierstore fsck"
         )
-        found.append(Condition("pages", State.WARNING, text))
+        found.append(ConditionRow("pages", ViewState.WARNING, text))
     if stats.failed_tasks:
         text = f"{stats.failed_tasks:,} tasks ended in a bug of tierstore: its log has a traceback"
-        found.append(Condition("tierstore", State.WARNING, text))
+        found.append(ConditionRow("tierstore", ViewState.WARNING, text))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 Number: TypeAlias = float | None  # None: there is nothing to show, and a line has a gap
 
 
-class State(str, enum.Enum):
+class ViewState(str, enum.Enum):
     """How somebody who looks should feel about something."""
 
     GOOD = "good"
@@ -34,11 +34,11 @@ class Unit(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class ConditionRow:
     """One thing that can be in order or not, and why it is not."""
 
     name: str
-    state: State
+    state: ViewState
     text: str
 
 
@@ -109,7 +109,7 @@ class View:
     title: str
     about: str
     version: str  # of what serves the page: with another one the page loads itself again
-    conditions: tuple[Condition, ...]
+    conditions: tuple[ConditionRow, ...]
     tiles: tuple[Tile, ...]
     meters: tuple[Meter, ...]
     plots: tuple[Plot, ...]

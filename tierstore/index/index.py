@@ -146,7 +146,7 @@ class Leaving:
     def __contains__(self, page: Page) -> bool:
         return page in self._waiting and page.done
 
-    def let_go(self, pages: Iterable[Page]) -> int:
+    def evict_when_idle(self, pages: Iterable[Page]) -> int:
         """Let go of those of these pages that are done (see ``Page.done``). How many copies have left."""
         self._waiting.update((page, None) for page in pages if page.done)
         while len(self._waiting) > _MOST_LEAVING:  # the policy lets them leave first in any case
@@ -228,13 +228,13 @@ class Index:
             self.eviction.offer_all(page)
         return copy
 
-    def complete(self, pages: Sequence[Page], tier: Tier, *, let_go: bool) -> None:
-        """The bytes of these copies are complete; whoever was filling them may ``let_go`` of his leases."""
+    def complete(self, pages: Sequence[Page], tier: Tier, *, release: bool) -> None:
+        """The bytes of these copies are complete; whoever was filling them may ``release`` its leases."""
         for page in pages:
             copy = self.copy(page, tier)
             assert copy.leases > 0, f"{page} has no lease in {tier.label}"
             copy.ready = True
-            if let_go:
+            if release:
                 copy.leases -= 1
                 if not copy.leases:
                     self._count_lease(page, tier, -1)
@@ -446,7 +446,7 @@ class Index:
         """Undo ``times`` calls of :meth:`pin`."""
         assert page.pins >= times, f"{page} is not pinned {times} times"
         page.pins -= times
-        self._let_go(page)
+        self._offer(page)
 
     def hold(self, page: Page) -> None:
         """Keep a page for the time of one operation. Whatever people do to its pins, it stays held."""
@@ -456,9 +456,9 @@ class Index:
         """Undo one :meth:`hold`."""
         assert page.holds > 0, f"{page} is not held"
         page.holds -= 1
-        self._let_go(page)
+        self._offer(page)
 
-    def _let_go(self, page: Page) -> None:
+    def _offer(self, page: Page) -> None:
         if not page.kept:
             self.eviction.offer_all(page)
             self.prune(page)

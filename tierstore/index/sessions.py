@@ -32,7 +32,7 @@ _MOST_NAMED = 4096
 _FORGOTTEN_S = 3600.0
 
 
-class _Session:
+class _Conversation:
     __slots__ = ("ends", "last_s", "named", "number")
 
     def __init__(self, number: int) -> None:
@@ -50,7 +50,7 @@ class Sessions:
     ) -> None:
         self.clock = clock
         self.give_hint = give_hint
-        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str], _Conversation] = OrderedDict()
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Sessions:
         if session is None:
             self._forget(now_s)
             self._numbers += 1
-            session = self._sessions[tenant, name] = _Session(self._numbers)
+            session = self._sessions[tenant, name] = _Conversation(self._numbers)
         session.last_s = now_s
         self._sessions.move_to_end((tenant, name))
         return session.number

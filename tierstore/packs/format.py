@@ -87,7 +87,7 @@ class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 @dataclass(frozen=True)
-class Run:
+class PageRun:
     """``count`` pages of a pack from ``page`` on are chunks ``chunk …`` of prompt ``prompt``."""
 
     prompt: int
@@ -136,10 +136,10 @@ class Manifest:
     # -- sizes ---------------------------------------------------------------------------------------
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[PageRun, ...]:
         runs, page = [], 0
         for number, prompt in enumerate(self.prompts):
-            runs.append(Run(number, prompt.shared, page, prompt.chunks - prompt.shared))
+            runs.append(PageRun(number, prompt.shared, page, prompt.chunks - prompt.shared))
             page += prompt.chunks - prompt.shared
         return tuple(runs)
 
@@ -181,12 +181,12 @@ class Manifest:
         """The length of the pack."""
         return self.block_at(self.blocks) + FOOTER_BYTES
 
-    def runs_of(self, first: int, count: int) -> Iterator[Run]:
+    def runs_of(self, first: int, count: int) -> Iterator[PageRun]:
         """Pages ``first … first + count`` of the pack, by prompt."""
         for run in self.runs:
             start, stop = max(run.page, first), min(run.page + run.count, first + count)
             if start < stop:
-                yield Run(run.prompt, run.chunk + start - run.page, start, stop - start)
+                yield PageRun(run.prompt, run.chunk + start - run.page, start, stop - start)
 
     def prompt(self, number: int) -> Prompt:
         return self._prompt(number, range(self.prompts[number].chunks))
@@ -199,7 +199,7 @@ class Manifest:
         prompt.named = packed.named
         return prompt
 
-    def pages_to_find(self, run: Run) -> tuple[Prompt, int]:
+    def pages_to_find(self, run: PageRun) -> tuple[Prompt, int]:
         """What a store is asked for to find the pages of a run, and the chunk of it that is the first of
         them: the prompt, or of named pages those and no others."""
         chunks = self.prompts[run.prompt].to_find(run.chunk, run.count)

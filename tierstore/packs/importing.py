@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from tierstore import copying, memory
 from tierstore.keys import Identity
-from tierstore.packs.format import Manifest, PackError, Run
+from tierstore.packs.format import Manifest, PackError, PageRun
 from tierstore.packs.reading import Block, PackReader
 from tierstore.packs.room import make_room
 from tierstore.store import Store
@@ -106,7 +106,7 @@ def _short(value: str) -> str:
     return repr(value if len(value) <= _MOST_CHARS else value[:_MOST_CHARS] + "…")
 
 
-async def _held(store: Store, manifest: Manifest, run: Run) -> int:
+async def _held(store: Store, manifest: Manifest, run: PageRun) -> int:
     """Leading chunks of a prompt that the store holds."""
     hit = await store.lookup_async(manifest.prompt(run.prompt))
     hit.release()
@@ -114,11 +114,11 @@ async def _held(store: Store, manifest: Manifest, run: Run) -> int:
     return next((at for at, chunk in enumerate(held) if chunk != at), len(held))
 
 
-async def _save(store: Store, manifest: Manifest, block: Block, run: Run) -> None:
+async def _save(store: Store, manifest: Manifest, block: Block, run: PageRun) -> None:
     assert block.pages is not None, "the pages were wanted"
     start, page_bytes = run.page - block.first, manifest.page_bytes
     pages = block.pages[start * page_bytes : (start + run.count) * page_bytes]
-    source = _Pages(pages, block.checksums[start : start + run.count], page_bytes)
+    source = _ImportedPages(pages, block.checksums[start : start + run.count], page_bytes)
     prompt, first = manifest.pages_to_find(run)
     expected = run.count * manifest.spec.chunk_tokens
     for last in (False, True):
@@ -153,7 +153,7 @@ class _Pace:
         self._nbytes = 0
 
 
-class _Pages:
+class _ImportedPages:
     """A block's pages as the source of a save. A page that is not what its checksum is of is not stored."""
 
     def __init__(self, pages: memoryview, checksums: Sequence[int], page_bytes: int) -> None:

@@ -36,7 +36,7 @@ from tierstore.packs.format import (
     SEAL,
     Manifest,
     PackError,
-    Run,
+    PageRun,
     block_digest,
     can_have,
     encode_table,
@@ -348,7 +348,7 @@ class _Export:
                         f"them, and run this {again}"
                     )
 
-    async def _load_run(self, run: Run, buffer: _Buffer, at: int) -> bool:
+    async def _load_run(self, run: PageRun, buffer: _Buffer, at: int) -> bool:
         """Bring pages of one prompt; whether all came."""
         prompt, chunk = self.manifest.pages_to_find(run)
         end = (chunk + run.count) * self.manifest.spec.chunk_tokens

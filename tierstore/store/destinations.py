@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tierstore import copying
 from tierstore.index import Page, Tier
 from tierstore.store.buffers import Buffers, PageTarget
-from tierstore.store.hit import Part
+from tierstore.store.hit import HitPart
 from tierstore.store.load import HbmCopy, Load, PartLoad, leading_equal
 from tierstore.tiers.hbm import COMPLETED, PendingCopy
 
@@ -15,7 +15,7 @@ from tierstore.tiers.hbm import COMPLETED, PendingCopy
 class IntoBuffers(PartLoad):
     """Into memory of the caller's."""
 
-    def __init__(self, load: Load, part: Part, positions: range, buffers: Buffers) -> None:
+    def __init__(self, load: Load, part: HitPart, positions: range, buffers: Buffers) -> None:
         super().__init__(load, part, positions)
         self._buffers = buffers  # keeps them alive: a caller may let go of what he has given
         self._place = _places(part)
@@ -51,7 +51,7 @@ class IntoBuffers(PartLoad):
         return ()
 
 
-def _places(part: Part) -> list[int] | None:
+def _places(part: HitPart) -> list[int] | None:
     """Which buffer is whose, where pages do not follow one another: buffers are in the order of the prompt's
     chunks, the pages in HBM come first. None where both are the same."""
     if part.leading:
@@ -66,7 +66,7 @@ def _places(part: Part) -> list[int] | None:
 class IntoTarget(PartLoad):
     """Into whatever takes them."""
 
-    def __init__(self, load: Load, part: Part, positions: range, target: PageTarget) -> None:
+    def __init__(self, load: Load, part: HitPart, positions: range, target: PageTarget) -> None:
         super().__init__(load, part, positions)
         self._target = target
 
@@ -93,7 +93,7 @@ class IntoHbm(PartLoad):
     chained, the one that the hit ends inside of is copied to a private page, because the caller is going to
     write behind the match."""
 
-    def __init__(self, load: Load, part: Part, positions: range) -> None:
+    def __init__(self, load: Load, part: HitPart, positions: range) -> None:
         super().__init__(load, part, positions)
         self._group = part.group
         self._pool = self.hbm.pool(part.group)

@@ -25,9 +25,9 @@ from tierstore.policy import POLICIES
 from tierstore.stats import Counters, StoreStats, TierStats
 from tierstore.store.buffers import HbmPages
 from tierstore.tiers import two_level
-from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.group_pools import room_for
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.large_pages import PoolSize
 
 NO_MATCH = Match((), 0, 0)
 _GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
@@ -178,7 +178,7 @@ class HbmTier:
         held, and then nothing behind it either. ``tail_key`` is that of the partial tail. Takes the lock."""
         held: dict[int, Page] = {}
         tracker = HintTracker(self.sessions, hints.hint, hints.session, named=request.named)
-        with self.lock, self._let_go_on_error(held):
+        with self.lock, self._released_on_error(held):
             self.require_open()
             root = page = self.root(request, group)
             for chunk in range(request.saved_from(first), first + len(source.hbm_pages)):
@@ -209,10 +209,10 @@ class HbmTier:
             tracker.begin(self.root(request, group))
             pages = [page for page in self._named(request, group) if page is not None]
             tracker.about(pages)
-            self._leaving.let_go(pages)
+            self._leaving.evict_when_idle(pages)
 
     @contextmanager
-    def _let_go_on_error(self, held: dict[int, Page]) -> Iterator[None]:
+    def _released_on_error(self, held: dict[int, Page]) -> Iterator[None]:
         """Give the leases on the HBM copies of ``held`` back if anything is raised."""
         try:
             yield
@@ -310,8 +310,8 @@ class HbmTier:
         for other, pool in enumerate(self.pools):
             if other != group:
                 idle, books = self._idle_pages(other), pool.books
-                whole = books.taken if idle == pool.used_pages else idle // books.per_frame
-                available += whole * own.books.per_frame
+                whole = books.taken if idle == pool.used_pages else idle // books.per_large
+                available += whole * own.books.per_large
         return available
 
     def has_room(self, counts: Sequence[int]) -> bool:
@@ -319,11 +319,11 @@ class HbmTier:
         if len(self.pools) == 1:
             return counts[0] <= self.available(0)
 
-        def idle_frames(group: int) -> int:
+        def idle_large(group: int) -> int:
             return self.pools[group].books.emptied_by(self.idle(group))
 
         idle = [self._idle_pages(group) for group in range(len(self.pools))]
-        return room_for(self.pools, counts, idle, idle_frames)
+        return room_for(self.pools, counts, idle, idle_large)
 
     def evict(self, count: int, group: int) -> int:
         """Let up to ``count`` cached pages of a pool leave, the policy's worst first. Returns how many
@@ -358,7 +358,7 @@ class HbmTier:
         if not books.emptied_by(self.idle(group)):
             return False  # what is in use lies everywhere
         before = books.taken
-        while self.evict(books.per_frame, group):
+        while self.evict(books.per_large, group):
             if books.taken < before:
                 return True
         return False
@@ -404,7 +404,7 @@ class HbmTier:
         pool = self.pool(0)
         pool.resize(nbytes)
         self.shrink()
-        return pool.frames.size
+        return pool.large_pages.size
 
     def shrink(self) -> None:
         """As long as the pools have more memory than they should, cached pages leave them."""
@@ -458,7 +458,7 @@ class HbmTier:
         if not self.pools:
             return {}
         first = self.pools[0]
-        total = first.capacity * first.spec.page_bytes if len(self.pools) == 1 else first.frames.nbytes
+        total = first.capacity * first.spec.page_bytes if len(self.pools) == 1 else first.large_pages.nbytes
         used = sum(pool.used_pages * pool.spec.page_bytes for pool in self.pools)
         pages, leased = self.index.copies[Tier.HBM], self.index.leases[Tier.HBM]
         return {Tier.HBM.label: TierStats(total, used, pages, leased)}

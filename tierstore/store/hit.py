@@ -35,7 +35,7 @@ class Source:
     patience_s: float
 
 
-class Part(ABC):
+class HitPart(ABC):
     """What a hit has of one layer group: pages at positions 0, 1, …, the leading ones in the engine's HBM,
     the rest the backend's. They stay where they are until :meth:`release`, or the end of the leases."""
 
@@ -96,7 +96,7 @@ class Part(ABC):
         """Where in the prompt each page ends."""
         return self.rule.ends(self.tokens, self.chunk_tokens)
 
-    def brought(self, first: int, stop: int, *, last: bool) -> range | None:
+    def fetched(self, first: int, stop: int, *, last: bool) -> range | None:
         """The pages that a load of chunks ``first … stop`` brings; None for none. It is the ``last`` of the
         hit's loads."""
         return range(first, stop)
@@ -202,24 +202,24 @@ class Part(ABC):
                 return
             before = self.leased_from
             start = max(first - before, 0)
-            brought = self.backend.prefetch(lease, first=start, wait_s=transfer.remaining_s)
-            transfer.watch(brought)
+            fetched = self.backend.prefetch(lease, first=start, wait_s=transfer.remaining_s)
+            transfer.watch(fetched)
 
             def not_wanted() -> None:
-                brought.cancel()
+                fetched.cancel()
 
             transfer.on_end(not_wanted)
 
             def note() -> None:
                 nonlocal above
-                there = before + min(start + brought.wait(), lease.pages)
+                there = before + min(start + fetched.wait(), lease.pages)
                 tokens = min(
                     there * self.chunk_tokens, before * self.chunk_tokens + lease.tokens, self.tokens
                 )
                 above = max(tokens, min(len(self.local) * self.chunk_tokens, self.tokens))
                 transfer.finish()
 
-            brought.on_end(note)
+            fetched.on_end(note)
 
         if above == self.tokens:
             transfer.finish()
@@ -236,7 +236,7 @@ class Part(ABC):
             self.backend.release(lease)
 
 
-class ChainPart(Part):
+class ChainPart(HitPart):
     """The leading pages of a prompt. ``lease`` is on those from the first one on, whatever ``match`` has of
     them in HBM."""
 
@@ -261,7 +261,7 @@ class ChainPart(Part):
         return request, len(request.keys)
 
 
-class NamedPart(Part):
+class NamedHitPart(HitPart):
     """Pages that the caller has named: those ``here`` in HBM, by their positions, and those of ``asked`` that
     the lease is on."""
 
@@ -301,7 +301,7 @@ class NamedPart(Part):
         return self.request, 0
 
 
-class RulePart(NamedPart):
+class RulePart(NamedHitPart):
     """Named pages that a group's rule asks for: each ends at one of ``asked_ends`` in the prompt."""
 
     leading = of_caller = False
@@ -322,7 +322,7 @@ class RulePart(NamedPart):
     def ends(self) -> Sequence[int]:
         return [self._asked_ends[at] for at in self.positions]
 
-    def brought(self, first: int, stop: int, *, last: bool) -> range | None:
+    def fetched(self, first: int, stop: int, *, last: bool) -> range | None:
         return range(self.num_pages) if last else None
 
     def kept(self, length: int, first: int) -> tuple[int, Sequence[int]]:
@@ -352,12 +352,12 @@ class RemotePages:
     first: int
     remote_ends: Sequence[int]
 
-    def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
+    def fetch_remote(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
         """Have those come that a hit of ``tokens`` tokens (None: of any length) needs."""
         count = sum(tokens is None or end <= tokens for end in self.remote_ends)
         if not count:
             return Transfer.completed(0)
-        return self.backend.bring(self.request, self.first, count, wait_s=deadline_s)
+        return self.backend.fetch_remote(self.request, self.first, count, wait_s=deadline_s)
 
 
 class Hit:
@@ -377,7 +377,7 @@ class Hit:
         backend: Backend,
         chunk_tokens: int,
         tokens: int,
-        parts: Sequence[Part],
+        parts: Sequence[HitPart],
         *,
         branch: int,
         remote_tokens: int = 0,
@@ -455,7 +455,7 @@ class Hit:
 
     @property
     def remote_positions(self) -> Sequence[int]:
-        """Likewise, those that are not held, and other hosts seem to have. See :meth:`bring`."""
+        """Likewise, those that are not held, and other hosts seem to have. See :meth:`fetch_remote`."""
         if not self.simple or not self.parts[0].of_caller:
             return ()
         return [end // self.chunk_tokens - 1 for other in self.others for end in other.remote_ends]
@@ -493,33 +493,34 @@ class Hit:
         deadline_s = optional_seconds("deadline_s", deadline_s)
         if self.simple:
             return self.parts[0].prefetch(first=first, deadline_s=deadline_s)
-        brought = [(part, part.prefetch(first=first, deadline_s=deadline_s)) for part in self.parts]
+        fetched = [(part, part.prefetch(first=first, deadline_s=deadline_s)) for part in self.parts]
 
         def settle(state: TransferState) -> int:
             tokens = self.tokens
-            for part, transfer in brought:
+            for part, transfer in fetched:
                 if state is TransferState.CANCELLED:
                     transfer.cancel()
                 tokens = part.supports(transfer.wait(), tokens)
             return tokens if tokens == self.tokens else tokens // self.chunk_tokens * self.chunk_tokens
 
         return joined(
-            [transfer for _, transfer in brought], settle, deadline_s=deadline_s, clock=self._hbm.clock
+            [transfer for _, transfer in fetched], settle, deadline_s=deadline_s, clock=self._hbm.clock
         )
 
-    def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
-        """:meth:`Store.bring <tierstore.Store.bring>` of what other hosts seem to have and this lacks, up to
-        ``tokens`` of its prompt (None: all), whatever it costs. The hit may have been released."""
+    def fetch_remote(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
+        """:meth:`Store.fetch_remote <tierstore.Store.fetch_remote>` of what other hosts seem to have and this
+        lacks, up to ``tokens`` of its prompt (None: all), whatever it costs. The hit may have been
+        released."""
         if len(self.others) == 1:
-            return self.others[0].bring(deadline_s, tokens=tokens)
-        brought = [part.bring(deadline_s, tokens=tokens) for part in self.others]
+            return self.others[0].fetch_remote(deadline_s, tokens=tokens)
+        fetched = [part.fetch_remote(deadline_s, tokens=tokens) for part in self.others]
 
         def settle(_: TransferState) -> int:
-            for transfer in brought:
+            for transfer in fetched:
                 transfer.cancel()  # what has not ended by now
-            return sum(transfer.wait() for transfer in brought)
+            return sum(transfer.wait() for transfer in fetched)
 
-        return joined(brought, settle, deadline_s=deadline_s, clock=self._hbm.clock)
+        return joined(fetched, settle, deadline_s=deadline_s, clock=self._hbm.clock)
 
     def release(self) -> None:
         """Give the leases back. Repeating it is harmless."""

@@ -36,7 +36,7 @@ from tierstore.index import Page, Tier
 from tierstore.mover import Mover, Priority
 from tierstore.planner import Planner
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import Hit, Part
+from tierstore.store.hit import Hit, HitPart
 from tierstore.tiers.hbm import PendingCopy
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import GroupPages, Loaded
@@ -59,7 +59,7 @@ class HbmCopy:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _LoadBatch:
     """Pages that have been located, until the last of them has been copied."""
 
     located: Located | None  # None once all is copied: tasks outlive their work, and would keep its memory
@@ -102,7 +102,7 @@ class Load:
         hit: Hit,
         deadline_s: float | None,
         chunks: Range,
-        into: Callable[[Load, Part, range], PartLoad],
+        into: Callable[[Load, HitPart, range], PartLoad],
     ) -> None:
         """``into`` makes the load of one part, of these positions."""
         self.lower = lower
@@ -116,7 +116,7 @@ class Load:
         self._under_way = 1  # requests and tasks, and start() itself
         self.parts: list[PartLoad] = []
         for part in hit.parts:
-            positions = part.brought(self.first, self.stop, last=self._ends)
+            positions = part.fetched(self.first, self.stop, last=self._ends)
             if positions is not None:
                 self.parts.append(into(self, part, positions))
         self.transfer: Transfer[Loaded] = Transfer(
@@ -206,7 +206,7 @@ class Load:
 class PartLoad(ABC):
     """Pages ``first … pages`` of a hit's part, to wherever a subclass takes them."""
 
-    def __init__(self, load: Load, part: Part, positions: range) -> None:
+    def __init__(self, load: Load, part: HitPart, positions: range) -> None:
         self.load = load
         self.hbm = load.hbm
         self.backend = load.lower.backend
@@ -352,7 +352,7 @@ class PartLoad(ABC):
                     start = self._next
                     count = 0
                     if start < self._cut and not (self._asked_of_disk and self._in_memory(lease, start)):
-                        count = self.backend.window_pages(lease, start - self._leased_from)
+                        count = self.backend.batch_pages(lease, start - self._leased_from)
                 count = min(count, self._cut - start)
                 if count <= 0:
                     return
@@ -402,7 +402,7 @@ class PartLoad(ABC):
         elif came and tier == Tier.DISK.label:
             self.planner.moved(tier, came * self.page_bytes, now_s - asked, now_s=now_s)
 
-    def _measure_copies(self, batch: _Batch) -> None:
+    def _measure_copies(self, batch: _LoadBatch) -> None:
         """What it took to have a batch from host memory, which may be another host's."""
         if batch.measured_bytes:
             now_s = self.hbm.clock()
@@ -443,7 +443,7 @@ class PartLoad(ABC):
         step = count if in_one_go else max(_COPY_BYTES // self.page_bytes, 1)
         starts = range(0, count, step)
         measured = count * self.page_bytes if in_memory else 0
-        batch = _Batch(located, in_one_go, asked, measured, len(starts))
+        batch = _LoadBatch(located, in_one_go, asked, measured, len(starts))
         with self.hbm.lock:
             self._batches += 1
             self.load.begun(len(starts))
@@ -451,7 +451,7 @@ class PartLoad(ABC):
             task = partial(self._copy, batch, start + at, at, min(at + step, count))
             self.mover.submit(Priority.LOAD, task)
 
-    def _copy(self, batch: _Batch, first: int, start: int, stop: int) -> None:
+    def _copy(self, batch: _LoadBatch, first: int, start: int, stop: int) -> None:
         """Pages ``start … stop`` of a batch, the first of which is page ``first`` of the hit."""
         located = batch.located
         assert located is not None, "a batch lasts until its last task has ended"
@@ -467,7 +467,7 @@ class PartLoad(ABC):
             under_way = self._leave_alone(self._fill(targets, addresses), located, batch.in_one_go)
         in_time = self.hbm.clock() < located.ends
         if in_time and good < wanted and self._lease is not None:
-            self.backend.suspect(self._lease, first + good - self._leased_from)
+            self.backend.report_damage(self._lease, first + good - self._leased_from)
         with self.hbm.lock:
             self.copying -= 1
             if not in_time:
@@ -483,7 +483,7 @@ class PartLoad(ABC):
                 batch.located = None
             self.hbm.changed.notify_all()
         if under_way is not None:
-            self.mover.submit(Priority.LOAD, partial(self._let_go, under_way, good, batch))
+            self.mover.submit(Priority.LOAD, partial(self._release_source, under_way, good, batch))
         elif over:
             if good == stop - start:
                 self._measure_copies(batch)
@@ -501,7 +501,7 @@ class PartLoad(ABC):
             return None
         return _Copying(located, filling, self.hbm.clock)
 
-    def _let_go(self, under_way: _Copying, pages: int, batch: _Batch) -> None:
+    def _release_source(self, under_way: _Copying, pages: int, batch: _LoadBatch) -> None:
         """Give back what holds the source of copies, when they have ended."""
         in_time = under_way.wait()
         self._measure_copies(batch)

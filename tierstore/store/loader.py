@@ -10,7 +10,7 @@ from tierstore.errors import UsageError
 from tierstore.mover import Mover
 from tierstore.store.buffers import Buffers, PageTarget
 from tierstore.store.destinations import IntoBuffers, IntoHbm, IntoTarget
-from tierstore.store.hit import Hit, Part
+from tierstore.store.hit import Hit, HitPart
 from tierstore.store.load import Load, Lower, Range
 from tierstore.store.lookup import Finder
 from tierstore.store.planning import Planning
@@ -41,7 +41,7 @@ class Loader:
             return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
         buffers = self._buffers(hit, into)
 
-        def make(load: Load, part: Part, positions: range) -> IntoBuffers:
+        def make(load: Load, part: HitPart, positions: range) -> IntoBuffers:
             return IntoBuffers(load, part, positions, buffers[part.group])
 
         chunks, deadline_s = self._planned(hit, deadline_s)
@@ -68,7 +68,7 @@ class Loader:
                 f"pages {first} … {stop} of a hit of {hit.num_pages} cannot be loaded into a target"
             )
 
-        def make(load: Load, part: Part, positions: range) -> IntoTarget:
+        def make(load: Load, part: HitPart, positions: range) -> IntoTarget:
             return IntoTarget(load, part, positions, target)
 
         return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=keep), make).start()

@@ -6,8 +6,8 @@ is a whole number of chunks, or it ends inside the chunk that the chains reach, 
 that ends at that token. Pages that the caller has named are found one by one (:meth:`Backend.find
 <tierstore.backend.Backend.find>`).
 
-Other hosts may have what would make the hit longer. :meth:`Store.bring <tierstore.Store.bring>` fetches it.
-"""
+Other hosts may have what would make the hit longer. :meth:`Store.fetch_remote <tierstore.Store.fetch_remote>`
+fetches it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tierstore.index.leases import PageLease
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens, named_chunks
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import ChainPart, Hit, NamedPart, Part, RemotePages, RulePart, Source
+from tierstore.store.hit import ChainPart, Hit, HitPart, NamedHitPart, RemotePages, RulePart, Source
 from tierstore.store.prompts import PromptCache
 from tierstore.transfer import Transfer, joined
 from tierstore.types import Promise
@@ -141,13 +141,19 @@ class Finder:
     # -- lookups -------------------------------------------------------------------------------------
 
     def begin(
-        self, prompt: Prompt | TokenIds, *, max_tokens: int | None, began: float, gain: int = 0
+        self,
+        prompt: Prompt | TokenIds,
+        *,
+        max_tokens: int | None,
+        began: float,
+        gain: int = 0,
+        counted: bool = True,
     ) -> Lookup:
         """A lookup, which has not asked yet. It has until ``lookup_s`` after ``began`` (by
         ``time.monotonic()``), whatever comes before its own request: lookups that began together end
-        together. ``gain``: see :func:`tierstore.lookup_all`."""
+        together. ``gain`` and ``counted``: see :func:`tierstore.lookup_all`."""
         limit = None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
-        return Lookup(self, prompt, limit, began + self.lookup_s, gain)
+        return Lookup(self, prompt, limit, began + self.lookup_s, gain, counted=counted)
 
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
         """See :meth:`Store.expect <tierstore.Store.expect>`."""
@@ -185,9 +191,17 @@ class Lookup:
     """One lookup, from the moment that it is asked to its hit. Belongs to one thread (or task)."""
 
     def __init__(
-        self, finder: Finder, prompt: Prompt | TokenIds, limit: int | None, ends: float, gain: int
+        self,
+        finder: Finder,
+        prompt: Prompt | TokenIds,
+        limit: int | None,
+        ends: float,
+        gain: int,
+        *,
+        counted: bool,
     ) -> None:
         self._finder = finder
+        self._counted = counted
         self._ends = ends
         self._asked = False
         self._found: FoundHit | None = None
@@ -196,11 +210,11 @@ class Lookup:
         if single is None:
             prompt = finder.prompt(prompt)
             chains = [finder.chain(prompt, group) for group in finder.chained]
-            self._request = HitLookup(finder, finder.chained, chains, limit, prompt)
+            self._request = HitLookup(finder, finder.chained, chains, limit, prompt, counted=counted)
         elif isinstance(single[1], NamedRequest):
             self._request = NamedLookup(finder, single[0], single[1], gain)
         else:
-            self._request = HitLookup(finder, [single[0]], [single[1]], limit)
+            self._request = HitLookup(finder, [single[0]], [single[1]], limit, counted=counted)
 
     def ask(self, *, caller_receives: bool = False) -> None:
         """Ask, once. ``caller_receives``: this thread waits for the answer."""
@@ -228,12 +242,13 @@ class Lookup:
             remote_tokens=found.remote_tokens,
             others=found.others,
         )
-        with hbm.lock:
-            counters = hbm.counters
-            counters.lookups += 1
-            counters.lookup_tokens += self._request.limit
-            for label, count in hit.by_tier.items():
-                counters.hit_tokens[label] += count
+        if self._counted:
+            with hbm.lock:
+                counters = hbm.counters
+                counters.lookups += 1
+                counters.lookup_tokens += self._request.limit
+                for label, count in hit.by_tier.items():
+                    counters.hit_tokens[label] += count
         return hit
 
     def give_up(self) -> None:
@@ -252,7 +267,7 @@ class FoundHit:
 
     tokens: int
     branch: int
-    parts: Sequence[Part]
+    parts: Sequence[HitPart]
     remote_tokens: int = 0
     others: Sequence[RemotePages] = ()
 
@@ -294,7 +309,7 @@ class NamedLookup:
         with hbm.lock:
             held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
         lease = answer if answer is not None and answer.tokens else None
-        part = NamedPart(finder.source(group, held, lease), request, here, self._asked)
+        part = NamedHitPart(finder.source(group, held, lease), request, here, self._asked)
         others = []
         if answer is not None and answer.remote_positions:
             far = [self._asked[at] for at in answer.remote_positions]
@@ -323,7 +338,10 @@ class HitLookup:
         chains: Sequence[LookupRequest],
         limit: int | None,
         prompt: Prompt | None = None,
+        *,
+        counted: bool = True,
     ) -> None:
+        self._counted = counted
         tokens = chains[0].num_tokens if prompt is None else len(prompt)
         self.limit = tokens if limit is None else min(limit, tokens)
         self.answer: Transfer[HitLease | None] | None = None
@@ -358,7 +376,7 @@ class HitLookup:
     def _hit_request(self) -> HitRequest:
         finder, prompt = self._finder, self._prompt
         here = [match.tokens for match in self._matches]
-        request = HitRequest(finder.chunk_tokens, self.limit, self._chains, here)
+        request = HitRequest(finder.chunk_tokens, self.limit, self._chains, here, counted=self._counted)
         if prompt is not None and self._named:
             chunks = self.limit // finder.chunk_tokens
             request.named = [
@@ -414,7 +432,7 @@ class HitLookup:
             chains, others = [_NOTHING] * len(self._chains), [_NOTHING] * len(self._named)
             found = HitLease(self._local, self._branch, chains, others)
         tokens, branch = found.tokens, found.branch if self._chained else found.tokens
-        parts: list[Part] = []
+        parts: list[HitPart] = []
         if tokens:
             parts += [self._chain_part(at, tokens, each.lease) for at, each in enumerate(found.chains)]
             named = zip(self._named, found.named, strict=True)
@@ -434,7 +452,7 @@ class HitLookup:
             return FoundHit(tokens, branch, parts)
         return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found))
 
-    def _chain_part(self, at: int, tokens: int, lease: Lease) -> Part:
+    def _chain_part(self, at: int, tokens: int, lease: Lease) -> HitPart:
         """What a hit of so many tokens needs of the chain ``at``."""
         finder, hbm, match = self._finder, self._finder.hbm, self._matches[at]
         chain, group = self._chains[at], self._chained[at]
@@ -445,7 +463,7 @@ class HitLookup:
         part.shorten(tokens)
         return part
 
-    def _named_part(self, group: Group, ends: Sequence[int], lease: Lease) -> Part:
+    def _named_part(self, group: Group, ends: Sequence[int], lease: Lease) -> HitPart:
         """The pages of a group that end at these tokens, which a hit needs."""
         finder, hbm, pages = self._finder, self._finder.hbm, self._here[group.number]
         request = self._pages_at(group, ends)

@@ -10,7 +10,7 @@ from tierstore.store.hit import Hit
 from tierstore.store.lookup import Finder
 
 
-class Pins:
+class StorePins:
     """Pins and unpins prompts for one store. Thread-safe."""
 
     def __init__(self, finder: Finder) -> None:

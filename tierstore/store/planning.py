@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from tierstore.backend import Backend
 from tierstore.groups import Group
 from tierstore.index import Tier
-from tierstore.planner import CLUSTER, Part, Plan, Planner
+from tierstore.planner import CLUSTER, Plan, Planner, TierPart
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import Hit, rank
-from tierstore.store.hit import Part as HitPart
+from tierstore.store.hit import Hit, HitPart, rank
 from tierstore.transfer import Transfer
 
 _BRING_S = 2.0  # that pages of other hosts are waited for
@@ -34,12 +33,12 @@ class Planning:
     def plan(self, hit: Hit, prompt_tokens: int | None, *, block: int) -> Plan:
         """See :meth:`Store.plan <tierstore.Store.plan>`."""
         now_s = self._hbm.clock()
-        for tier, way in self._backend.ways().items():
-            self.planner.told(tier, way, now_s=now_s)
+        for tier, rate in self._backend.rates().items():
+            self.planner.report(tier, rate, now_s=now_s)
         length = hit.tokens + 1 if prompt_tokens is None else prompt_tokens
         return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
 
-    def _parts(self, hit: Hit) -> list[Part]:
+    def _parts(self, hit: Hit) -> list[TierPart]:
         """What a load brings, in its order. Chained pages count run by run. With named pages it is all or
         nothing, since these serve the hit's end only: all tokens are the last tier's."""
         if hit.parts and all(part.leading for part in hit.parts):
@@ -50,17 +49,18 @@ class Planning:
                 if tier != Tier.HBM.label:
                     nbytes[tier] = nbytes.get(tier, 0) + pages * part.page_bytes
         tiers = sorted(nbytes, key=rank) or [Tier.HBM.label]
-        parts = [Part(tier, 0, nbytes[tier]) for tier in tiers[:-1]]
-        return [*parts, Part(tiers[-1], hit.tokens, nbytes.get(tiers[-1], 0))]
+        parts = [TierPart(tier, 0, nbytes[tier]) for tier in tiers[:-1]]
+        return [*parts, TierPart(tiers[-1], hit.tokens, nbytes.get(tiers[-1], 0))]
 
-    def _run_by_run(self, runs: Sequence[tuple[str, int]], page_bytes: int) -> list[Part]:
+    def _run_by_run(self, runs: Sequence[tuple[str, int]], page_bytes: int) -> list[TierPart]:
         token_bytes = page_bytes / self._chunk_tokens
         return [
-            Part(tier, tokens, 0 if tier == Tier.HBM.label else tokens * token_bytes) for tier, tokens in runs
+            TierPart(tier, tokens, 0 if tier == Tier.HBM.label else tokens * token_bytes)
+            for tier, tokens in runs
         ]
 
-    def meet(self, hit: Hit, front: int, back: int) -> int:
-        """See :meth:`Store.meet <tierstore.Store.meet>`."""
+    def meeting_point(self, hit: Hit, front: int, back: int) -> int:
+        """See :meth:`Store.meeting_point <tierstore.Store.meeting_point>`."""
         chain = _first_chain(hit)
         if chain is None:
             return back
@@ -68,9 +68,9 @@ class Planning:
         for part in self._run_by_run(chain.by_runs(), chain.page_bytes):
             tokens = min(part.tokens, max(back - start, 0))
             if tokens:
-                parts.append(Part(part.tier, tokens, part.nbytes * tokens / part.tokens))
+                parts.append(TierPart(part.tier, tokens, part.nbytes * tokens / part.tokens))
             start += part.tokens
-        return self.planner.meet(parts, front, now_s=self._hbm.clock())
+        return self.planner.meeting_point(parts, front, now_s=self._hbm.clock())
 
     def decline(self, hit: Hit, planned: Plan) -> None:
         """See :meth:`Store.decline <tierstore.Store.decline>`."""
@@ -101,40 +101,40 @@ class Planning:
                 backend.release(lease)
                 return
             began = clock()
-            brought = backend.locate(lease, first, count, wait_s=_PROBE_WAIT_S)
+            fetched = backend.locate(lease, first, count, wait_s=_PROBE_WAIT_S)
 
             def came() -> None:
-                located = brought.wait()
+                located = fetched.wait()
                 if located is not None:
                     now_s, nbytes = clock(), len(located.addresses) * part.page_bytes
                     self.planner.moved(tier, nbytes, now_s - began, now_s=now_s)
                     located.release()
                 backend.release(lease)
 
-            brought.on_end(came)
+            fetched.on_end(came)
 
         found.on_end(leased)
 
-    def bring(self, hit: Hit, tokens: int | None, deadline_s: float | None) -> Transfer[int] | None:
-        """See :meth:`Store.bring <tierstore.Store.bring>`."""
+    def fetch_remote(self, hit: Hit, tokens: int | None, deadline_s: float | None) -> Transfer[int] | None:
+        """See :meth:`Store.fetch_remote <tierstore.Store.fetch_remote>`."""
         remote = hit.remote_tokens if tokens is None else min(hit.remote_tokens, tokens - hit.tokens)
         if remote <= 0:
             return None
         length = hit.tokens + remote
         nbytes = sum(sum(end <= length for end in part.remote_ends) * part.page_bytes for part in hit.others)
-        within_s = self.worth_bringing(hit.tokens, remote, nbytes)
+        within_s = self.worth_fetching(hit.tokens, remote, nbytes)
         if within_s is None:
             return None
-        return hit.bring(within_s if deadline_s is None else deadline_s, tokens=length)
+        return hit.fetch_remote(within_s if deadline_s is None else deadline_s, tokens=length)
 
-    def worth_bringing(self, behind: int, tokens: int, nbytes: int) -> float | None:
-        """See :meth:`Store.worth_bringing <tierstore.Store.worth_bringing>`."""
+    def worth_fetching(self, behind: int, tokens: int, nbytes: int) -> float | None:
+        """See :meth:`Store.worth_fetching <tierstore.Store.worth_fetching>`."""
         prefill = self.planner.prefill()
         if prefill is None:
             return _BRING_S
         computing_s = prefill.seconds(tokens, behind)
-        way = self._backend.ways().get(CLUSTER)
-        slower = way is not None and way.seconds(nbytes) > computing_s
+        rate = self._backend.rates().get(CLUSTER)
+        slower = rate is not None and rate.seconds(nbytes) > computing_s
         return None if slower else min(computing_s, _BRING_S)
 
 

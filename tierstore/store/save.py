@@ -1,7 +1,7 @@
 """Saves: from HBM pages or a caller's buffers into slots that the backend reserves.
 
-A save goes by windows, in prefix order: reserve, copy, commit. The first ones are small, so that copying
-begins soon. The next window is reserved while the last one is copied (one at a time: a daemon may decide a
+A save goes by batches, in prefix order: reserve, copy, commit. The first ones are small, so that copying
+begins soon. The next batch is reserved while the last one is copied (one at a time: a daemon may decide a
 short one before a long one that came earlier), and all saves of a store together keep within what it may hold
 in reservations; those that would not, wait their turn. What finds no slot is not stored, at once.
 
@@ -28,16 +28,16 @@ from tierstore.store.prompts import PromptCache
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.transfer import Transfer, TransferState
 
-_FIRST_WINDOW_BYTES = 4 << 20  # each is twice as large as the one before …
-_WINDOW_BYTES = 32 << 20  # … up to this
-_WINDOWS_AT_ONCE = 4  # what a client may hold in reservations is shared by that many windows
+_FIRST_BATCH_BYTES = 4 << 20  # each is twice as large as the one before …
+_BATCH_BYTES = 32 << 20  # … up to this
+_BATCHES_AT_ONCE = 4  # what a client may hold in reservations is shared by that many batches
 _COPY_BYTES = 4 << 20  # one task of the mover
 _WRITE_BYTES = 8 << 20  # one message with pages
-_WRITES = 2  # of them under way in a window
+_WRITES = 2  # of them under way in a batch
 
 
 @dataclass(slots=True, eq=False)
-class _Window:
+class _SaveBatch:
     """Pages ``first … first + count`` of a save. ``done`` are the checksums of those that have been written,
     by their positions within it."""
 
@@ -48,7 +48,7 @@ class _Window:
     stored_tokens: int = 0
     positions: Sequence[int] = ()
     done: dict[int, int] = field(default_factory=dict)
-    groups: deque[tuple[int, int]] = field(default_factory=deque)  # (first, stop) of positions to write
+    runs: deque[tuple[int, int]] = field(default_factory=deque)  # (first, stop) of positions to write
     tasks: int = 0
 
 
@@ -63,12 +63,12 @@ class SaveBudget:
         self._pumping = False
 
     def request(self, save: Save) -> None:
-        """Let ``save`` reserve its next window, as soon as there is room for one."""
+        """Let ``save`` reserve its next batch, as soon as there is room for one."""
         with self._lock:
             self._waiting.append(save)
         self._pump()
 
-    def window_ended(self, nbytes: int) -> None:
+    def batch_ended(self, nbytes: int) -> None:
         with self._lock:
             self._reserved_bytes -= nbytes
         self._pump()
@@ -80,23 +80,23 @@ class SaveBudget:
             self._pumping = True
         try:
             while (turn := self._next_turn()) is not None:
-                save, window = turn
-                save.reserve(window)
+                save, batch = turn
+                save.reserve(batch)
         except BaseException:
             with self._lock:
                 self._pumping = False  # the next that comes goes on
             raise
 
-    def _next_turn(self) -> tuple[Save, _Window] | None:
+    def _next_turn(self) -> tuple[Save, _SaveBatch] | None:
         with self._lock:
             if self._waiting:
                 save = self._waiting[0]
                 room = self._backend.reserve_bytes
-                window = save.next_window(room)
-                if not self._reserved_bytes or self._reserved_bytes + window.nbytes <= room:
+                batch = save.next_batch(room)
+                if not self._reserved_bytes or self._reserved_bytes + batch.nbytes <= room:
                     self._waiting.popleft()
-                    self._reserved_bytes += window.nbytes
-                    return save, window
+                    self._reserved_bytes += batch.nbytes
+                    return save, batch
             self._pumping = False
             return None
 
@@ -135,7 +135,7 @@ class Save:
         self._lacking = lacking
         self._page_bytes = request.page_bytes
         self._next = 0
-        self._window_bytes = _FIRST_WINDOW_BYTES
+        self._batch_bytes = _FIRST_BATCH_BYTES
         self._windows = 0  # reserved, and not ended yet
         self._closed = False
         self._copying = 0
@@ -156,60 +156,58 @@ class Save:
 
     # -- reserve -------------------------------------------------------------------------------------
 
-    def next_window(self, room: int) -> _Window:
+    def next_batch(self, room: int) -> _SaveBatch:
         """What is to be reserved next, of at most ``room`` bytes: all that is left where there is nowhere to
         put it."""
         count = self._count - self._next
         if not room or self._closed:
-            return _Window(self._next, count, 0)
-        limit = min(self._window_bytes, room // _WINDOWS_AT_ONCE)
+            return _SaveBatch(self._next, count, 0)
+        limit = min(self._batch_bytes, room // _BATCHES_AT_ONCE)
         slot = slot_bytes(self._page_bytes)
         count = min(count, max(limit // slot, 1))
-        return _Window(self._next, count, count * slot)
+        return _SaveBatch(self._next, count, count * slot)
 
-    def reserve(self, window: _Window) -> None:
-        """The next window's turn has come."""
-        nowhere = not window.nbytes
+    def reserve(self, batch: _SaveBatch) -> None:
+        """The next batch's turn has come."""
+        nowhere = not batch.nbytes
         with self._hbm.lock:
-            self._next += window.count
+            self._next += batch.count
             self._windows += 1
-            self._window_bytes = min(2 * self._window_bytes, _WINDOW_BYTES)
-            self._hbm.counters.not_stored_pages += window.count * nowhere
+            self._batch_bytes = min(2 * self._batch_bytes, _BATCH_BYTES)
+            self._hbm.counters.not_stored_pages += batch.count * nowhere
         if nowhere:
-            self._end(window)
+            self._end(batch)
             return
-        prompt, first = self._request.window(self._first + window.first, window.count)
+        prompt, first = self._request.slice(self._first + batch.first, batch.count)
         try:
-            answer = self._backend.reserve(
-                prompt, first, window.count, hints=self._hints, handle=self._handle
-            )
+            answer = self._backend.reserve(prompt, first, batch.count, hints=self._hints, handle=self._handle)
         except BaseException:  # what nobody could know to be wrong; the store goes on without this save
             with self._hbm.lock:
-                self._hbm.counters.not_stored_pages += self._count - window.first
+                self._hbm.counters.not_stored_pages += self._count - batch.first
                 self._skip_the_rest()
-            self._end(window)
+            self._end(batch)
             raise
-        answer.on_end(lambda: self._reserved(window, answer.wait()))
+        answer.on_end(lambda: self._reserved(batch, answer.wait()))
 
-    def _reserved(self, window: _Window, reservation: Reservation | None) -> None:
+    def _reserved(self, batch: _SaveBatch, reservation: Reservation | None) -> None:
         if reservation is not None:
-            window.reservation = reservation
-            window.positions = reservation.positions
-            window.stored_tokens = min(reservation.stored_tokens, self._tokens(window.first, window.count))
+            batch.reservation = reservation
+            batch.positions = reservation.positions
+            batch.stored_tokens = min(reservation.stored_tokens, self._tokens(batch.first, batch.count))
             self._handle = reservation.handle
-            self._give_back(window, keep=set(window.positions))
-            self.transfer.advance(window.count - len(window.positions), 0)
+            self._give_back(batch, keep=set(batch.positions))
+            self.transfer.advance(batch.count - len(batch.positions), 0)
         with self._hbm.lock:
             counters = self._hbm.counters
-            if window.stored_tokens >= self._tokens(window.first, window.count):
-                counters.already_stored_pages += window.count - len(window.positions)
+            if batch.stored_tokens >= self._tokens(batch.first, batch.count):
+                counters.already_stored_pages += batch.count - len(batch.positions)
             else:
-                counters.not_stored_pages += self._count - window.first - len(window.positions)
+                counters.not_stored_pages += self._count - batch.first - len(batch.positions)
                 self._skip_the_rest()  # what follows a page that is not there could never be found
             more = self._next < self._count
         if more:
             self._budget.request(self)
-        self._write(window)
+        self._write(batch)
 
     def _skip_the_rest(self) -> None:
         for position in range(self._next, self._count):
@@ -219,33 +217,33 @@ class Save:
 
     # -- write ---------------------------------------------------------------------------------------
 
-    def _write(self, window: _Window) -> None:
-        reservation = window.reservation
+    def _write(self, batch: _SaveBatch) -> None:
+        reservation = batch.reservation
         sent = reservation is not None and reservation.addresses is None
         step = max((_WRITE_BYTES if sent else _COPY_BYTES) // self._page_bytes, 1)
-        total = len(window.positions)
-        groups = [(start, min(start + step, total)) for start in range(0, total, step)]
-        if reservation is None or not groups:
-            self._commit(window)
+        total = len(batch.positions)
+        runs = [(start, min(start + step, total)) for start in range(0, total, step)]
+        if reservation is None or not runs:
+            self._commit(batch)
             return
-        window.tasks = len(groups)
-        at_once = _WRITES if sent else len(groups)
-        window.groups.extend(groups[at_once:])
-        for group in groups[:at_once]:
-            self._submit(window, reservation, group)
+        batch.tasks = len(runs)
+        at_once = _WRITES if sent else len(runs)
+        batch.runs.extend(runs[at_once:])
+        for run in runs[:at_once]:
+            self._submit(batch, reservation, run)
 
-    def _submit(self, window: _Window, reservation: Reservation, group: tuple[int, int]) -> None:
-        self._mover.submit(Priority.SAVE, lambda: self._copy(window, reservation, group))
+    def _submit(self, batch: _SaveBatch, reservation: Reservation, run: tuple[int, int]) -> None:
+        self._mover.submit(Priority.SAVE, lambda: self._copy(batch, reservation, run))
 
-    def _copy(self, window: _Window, reservation: Reservation, group: tuple[int, int]) -> None:
+    def _copy(self, batch: _SaveBatch, reservation: Reservation, run: tuple[int, int]) -> None:
         with self._hbm.lock:
             stopped = self._closed or not reservation.usable()
             self._copying += not stopped
         if stopped:
-            self._group_ended(window, reservation, group, {})
+            self._run_ended(batch, reservation, run, {})
             return
-        positions = window.positions[slice(*group)]
-        pages = [window.first + position for position in positions]
+        positions = batch.positions[slice(*run)]
+        pages = [batch.first + position for position in positions]
         addresses = reservation.addresses
         frames: list[memoryview] = []
         done: dict[int, int] = {}
@@ -253,7 +251,7 @@ class Save:
         try:
             checksums: Sequence[int | None]
             if addresses is not None:
-                targets = list(zip(pages, addresses[slice(*group)], strict=True))
+                targets = list(zip(pages, addresses[slice(*run)], strict=True))
                 checksums = self._source.copy(targets, self._page_bytes)
             else:
                 frames, checksums = self._source.frames(pages, self._page_bytes)
@@ -266,68 +264,68 @@ class Save:
                 self._copying -= 1
                 self._hbm.changed.notify_all()
             if addresses is not None or not copied:
-                self._group_ended(window, reservation, group, done)
+                self._run_ended(batch, reservation, run, done)
         if addresses is None:
-            self._send(window, reservation, group, frames, done)
+            self._send(batch, reservation, run, frames, done)
 
     def _send(
         self,
-        window: _Window,
+        batch: _SaveBatch,
         reservation: Reservation,
-        group: tuple[int, int],
+        run: tuple[int, int],
         frames: Sequence[memoryview],
         done: dict[int, int],
     ) -> None:
         """Send pages from where they are. A caller who cancels the save may write over them before they are
         sent: the daemon compares checksums."""
-        sent = self._backend.write(reservation, group[0], frames)
-        sent.on_end(lambda: self._group_ended(window, reservation, group, done if sent.wait() else {}))
+        sent = self._backend.write(reservation, run[0], frames)
+        sent.on_end(lambda: self._run_ended(batch, reservation, run, done if sent.wait() else {}))
 
-    def _group_ended(
-        self, window: _Window, reservation: Reservation, group: tuple[int, int], done: dict[int, int]
+    def _run_ended(
+        self, batch: _SaveBatch, reservation: Reservation, run: tuple[int, int], done: dict[int, int]
     ) -> None:
         with self._hbm.lock:
-            window.done.update(done)
-            window.tasks -= 1
-            last = window.tasks == 0
-            following = window.groups.popleft() if window.groups else None
+            batch.done.update(done)
+            batch.tasks -= 1
+            last = batch.tasks == 0
+            following = batch.runs.popleft() if batch.runs else None
         self.transfer.advance(len(done), len(done) * self._page_bytes)
         if following is not None:
-            self._submit(window, reservation, following)
+            self._submit(batch, reservation, following)
         if last:
-            self._commit(window)
+            self._commit(batch)
 
     # -- commit --------------------------------------------------------------------------------------
 
-    def _commit(self, window: _Window) -> None:
-        reservation = window.reservation
-        if reservation is None or not window.positions or not window.done:
-            if reservation is not None and window.positions:
+    def _commit(self, batch: _SaveBatch) -> None:
+        reservation = batch.reservation
+        if reservation is None or not batch.positions or not batch.done:
+            if reservation is not None and batch.positions:
                 self._backend.abort(reservation)
-            self._committed(window, 0)
+            self._committed(batch, 0)
             return
         # Without an answer they may be there or not: they are not counted, and saved again some day.
-        committed = self._backend.commit(reservation, window.done)
-        committed.on_end(lambda: self._committed(window, committed.wait()))
+        committed = self._backend.commit(reservation, batch.done)
+        committed.on_end(lambda: self._committed(batch, committed.wait()))
 
-    def _committed(self, window: _Window, pages: int) -> None:
-        there = sorted(window.done)[:pages]
-        given_up = set(window.positions).difference(there)
-        missing = sum(self._tokens(window.first + position, 1) for position in given_up)
+    def _committed(self, batch: _SaveBatch, pages: int) -> None:
+        there = sorted(batch.done)[:pages]
+        given_up = set(batch.positions).difference(there)
+        missing = sum(self._tokens(batch.first + position, 1) for position in given_up)
         with self._hbm.lock:
-            self._stored_tokens += max(window.stored_tokens - missing, 0)
+            self._stored_tokens += max(batch.stored_tokens - missing, 0)
             self._hbm.counters.saved_pages += len(there)
             self._hbm.counters.not_stored_pages += len(given_up)
-        self._end(window)
+        self._end(batch)
 
-    def _end(self, window: _Window) -> None:
-        self._give_back(window, keep=set())
+    def _end(self, batch: _SaveBatch) -> None:
+        self._give_back(batch, keep=set())
         with self._hbm.lock:
             self._windows -= 1
-            self._hbm.pending_saves -= window.count
+            self._hbm.pending_saves -= batch.count
             last = not self._windows and self._next == self._count
             self._hbm.changed.notify_all()
-        self._budget.window_ended(window.nbytes)
+        self._budget.batch_ended(batch.nbytes)
         if last:
             if self._handle is not None:  # an engine saves as it computes: what comes next goes on from here
                 self._prompts.remember(self._request, self._handle)
@@ -342,12 +340,12 @@ class Save:
         tokens = min(start + count * chunk_tokens, self._request.num_tokens) - start
         return tokens - self._lacking * (0 < count == self._count - position)
 
-    def _give_back(self, window: _Window, *, keep: set[int]) -> None:
+    def _give_back(self, batch: _SaveBatch, *, keep: set[int]) -> None:
         """Give the leases on HBM pages back that need no copy (any more)."""
         with self._hbm.lock:
-            for position in range(window.count):
+            for position in range(batch.count):
                 if position not in keep:
-                    self._unhold(window.first + position)
+                    self._unhold(batch.first + position)
             self._hbm.changed.notify_all()
 
     def _unhold(self, position: int) -> None:

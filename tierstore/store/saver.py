@@ -25,7 +25,7 @@ _DONE = Hint(reuse="done")
 
 
 @dataclass(frozen=True, slots=True)
-class _Pages:
+class _PagesToSave:
     """Pages to save: of ``request``, from page ``first`` on. Where they are of a group with named pages,
     ``ends`` says where in ``prompt`` they end, and the last chunk is ``lacking`` so many tokens."""
 
@@ -77,27 +77,27 @@ class Saver:
             held = self._hbm.save(request, number, tail_key, source, pages.first, hints)
         return self._start(pages, source, held, len(held), hints)
 
-    def _pages(self, prompt: Prompt | TokenIds, group: Group, first: int, count: int) -> _Pages:
+    def _pages(self, prompt: Prompt | TokenIds, group: Group, first: int, count: int) -> _PagesToSave:
         """Raises :class:`UsageError` for chunks that the prompt does not have."""
         finder = self._finder
         single = finder.single(prompt)
         if single is not None:
             of, request = single
-            return _Pages(of, request, _checked_first(first, count, request.num_chunks))
+            return _PagesToSave(of, request, _checked_first(first, count, request.num_chunks))
         prompt = finder.prompt(prompt)
         chunk_tokens = finder.chunk_tokens
         first = _checked_first(first, count, -(-len(prompt) // chunk_tokens))
         if not group.named:
-            return _Pages(group, finder.chain(prompt, group), first)
+            return _PagesToSave(group, finder.chain(prompt, group), first)
         ends = [min((chunk + 1) * chunk_tokens, len(prompt)) for chunk in range(first, first + count)]
         lacking = (first + count) * chunk_tokens - ends[-1] if ends else 0
-        return _Pages(group, finder.pages_at(prompt, group, ends), 0, prompt, ends, lacking)
+        return _PagesToSave(group, finder.pages_at(prompt, group, ends), 0, prompt, ends, lacking)
 
     def _start(
-        self, pages: _Pages, source: PageSource, held: dict[int, Page], count: int, hints: SaveHints
+        self, pages: _PagesToSave, source: PageSource, held: dict[int, Page], count: int, hints: SaveHints
     ) -> Transfer[int]:
         request, first = pages.request, pages.first
-        self._backend.introduce(request.registration)
+        self._backend.register(request.registration)
         if hints and not count:
             self._backend.reserve(request.cut(first * request.chunk_tokens), first, 0, hints=hints)
         saved = Save(

@@ -30,11 +30,11 @@ from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit
 from tierstore.store.loader import Loader
 from tierstore.store.lookup import Finder, Lookup
-from tierstore.store.pins import Pins
+from tierstore.store.pins import StorePins
 from tierstore.store.planning import Planning
 from tierstore.store.saver import Saver, checked_hbm_pages
-from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 
@@ -105,7 +105,7 @@ class Store:
         self._finder = Finder(self._hbm, backend, spec, self.identity, self.lookup_s, groups)
         self.groups: tuple[Group, ...] = self._finder.groups
         self._planning = Planning(self._hbm, backend, self.groups, spec.chunk_tokens, self.lookup_s)
-        self._pins = Pins(self._finder)
+        self._pins = StorePins(self._finder)
         self._mover = Mover(whole_number("mover_threads", mover_threads, least=1))
         self._loader = Loader(self._finder, self._mover, self._planning)
         distance = default_checkpoint(spec) if checkpoint_tokens is None else checkpoint_tokens
@@ -142,12 +142,12 @@ class Store:
     def planner(self, planner: Planner) -> None:
         self._planning.planner = planner
 
-    def introduce(self, identity: Identity) -> None:
+    def register(self, identity: Identity) -> None:
         """Have the backend know an identity before its first prompt is saved or looked up, which waits for
         that (``lookup_s`` at most) otherwise. Costs nothing once it does."""
         self._hbm.require_process()
         for group, each in zip(self.groups, identity.groups, strict=True):
-            self.backend.introduce(Registration(each, group.page_bytes, self.spec.chunk_tokens))
+            self.backend.register(Registration(each, group.page_bytes, self.spec.chunk_tokens))
 
     # -- finding -------------------------------------------------------------------------------------
 
@@ -156,10 +156,14 @@ class Store:
         self._hbm.require_process()
         return self._finder.prompt(tokens)
 
-    def lookup(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
-        """The longest prefix of ``prompt`` (at most ``max_tokens``) that all layer groups can serve from any
-        tier, leased until the hit is loaded or released, or the lease ends."""
-        return lookup_all([(self, prompt)], max_tokens=max_tokens)[0]
+    def lookup(
+        self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, counted: bool = True
+    ) -> Hit:
+        """Return the longest prefix of ``prompt`` (at most ``max_tokens``) that all layer groups can serve
+        from any tier, leased until the hit is loaded or released, or the lease ends.
+
+        ``counted`` is False for a second look on behalf of one request: the statistics leave it out."""
+        return lookup_all([(self, prompt)], max_tokens=max_tokens, counted=counted)[0]
 
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
         """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves are awaitable.)"""
@@ -174,10 +178,16 @@ class Store:
             raise
 
     def _begin(
-        self, prompt: Prompt | TokenIds, max_tokens: int | None, began: float, gain: int = 0
+        self,
+        prompt: Prompt | TokenIds,
+        max_tokens: int | None,
+        began: float,
+        gain: int = 0,
+        *,
+        counted: bool = True,
     ) -> Lookup:
         self._require_open()
-        return self._finder.begin(prompt, max_tokens=max_tokens, began=began, gain=gain)
+        return self._finder.begin(prompt, max_tokens=max_tokens, began=began, gain=gain, counted=counted)
 
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
         """Wait for pages of ``prompt`` that somebody has promised to save. Ends when all that a hit of the
@@ -260,10 +270,11 @@ class Store:
         see :meth:`decline`."""
         return self._planning.plan(hit, prompt_tokens, block=block)
 
-    def meet(self, hit: Hit, front: int, back: int) -> int:
+    def meeting_point(self, hit: Hit, front: int, back: int) -> int:
         """Where an engine that has computed the first ``front`` tokens of a hit would meet a load of those
-        before ``back``, in groups with chained pages; see :meth:`~tierstore.planner.Planner.meet`."""
-        return self._planning.meet(hit, front, back)
+        before ``back``, in groups with chained pages; see
+        :meth:`~tierstore.planner.Planner.meeting_point`."""
+        return self._planning.meeting_point(hit, front, back)
 
     def decline(self, hit: Hit, planned: Plan) -> None:
         """Count what a plan does not use. A tier that is declined is measured now and then all the same, by a
@@ -277,7 +288,7 @@ class Store:
         """Whether other hosts may have pages."""
         return self.backend.remote
 
-    def bring(
+    def fetch_remote(
         self, hit: Hit, *, tokens: int | None = None, deadline_s: float | None = None
     ) -> Transfer[int] | None:
         """Have pages that other hosts have behind a hit (``hit.remote_tokens``), up to ``tokens`` of its
@@ -286,13 +297,13 @@ class Store:
         computing takes, 2 s at most); look the prompt up again to have them. The hit is not changed, and
         still to be released."""
         self._check_hit(hit)
-        return self._planning.bring(hit, tokens, optional_seconds("deadline_s", deadline_s))
+        return self._planning.fetch_remote(hit, tokens, optional_seconds("deadline_s", deadline_s))
 
-    def worth_bringing(self, behind: int, tokens: int, nbytes: int) -> float | None:
+    def worth_fetching(self, behind: int, tokens: int, nbytes: int) -> float | None:
         """How long ``nbytes`` of other hosts' pages are best waited for, which spare computing ``tokens``
         tokens ``behind`` others: as long as that takes, 2 s at most. None where computing them is faster, as
         far as both were measured."""
-        return self._planning.worth_bringing(behind, tokens, nbytes)
+        return self._planning.worth_fetching(behind, tokens, nbytes)
 
     def offer(self, hit: Hit) -> None:
         """The pages of a hit are in use again: where hosts share pages, those that are held below HBM are
@@ -413,7 +424,7 @@ class Store:
         with self._hbm.lock:
             self._hbm.resize(nbytes)
         pool.settle(wait=True)
-        return pool.frames.size
+        return pool.large_pages.size
 
     def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
         """The caller is done with these pages (once for each time it came to own one)."""
@@ -566,19 +577,23 @@ def checked_pools(spec: KVSpec, pools: PagePool | Sequence[PagePool] | None) -> 
     for pool, part in zip(pools, spec.split(), strict=True):
         if replace(pool.spec, hashed=part.hashed) != part:
             raise UsageError("the page pool was made for another KV spec than the store's")
-    if any(pool.frames is not pools[0].frames for pool in pools):
+    if any(pool.large_pages is not pools[0].large_pages for pool in pools):
         raise UsageError("the pools of a model's layer groups lie in one memory: see open_pools")
     return pools
 
 
 def lookup_all(
-    wanted: Iterable[tuple[Store, Prompt | TokenIds]], *, max_tokens: int | None = None, gain: int = 0
+    wanted: Iterable[tuple[Store, Prompt | TokenIds]],
+    *,
+    max_tokens: int | None = None,
+    gain: int = 0,
+    counted: bool = True,
 ) -> list[Hit]:
     """:meth:`Store.lookup` of many prompts, in one store or in several: all are asked before any answer is
     waited for, and ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in
     the order of ``wanted``. ``gain``: tokens that a prompt need not compute if pages that the caller has
-    named, and that are lacking, come from other hosts (0: these are not asked). Raises what
-    :meth:`Store.lookup` raises; nothing is leased then.
+    named, and that are lacking, come from other hosts (0: these are not asked). ``counted``: see
+    :meth:`Store.lookup`. Raises what :meth:`Store.lookup` raises; nothing is leased then.
 
     An engine has as many prompts to ask about as it has workers times KV cache groups: with a round trip for
     each they would come near the end of its patience."""
@@ -587,7 +602,7 @@ def lookup_all(
     hits: list[Hit] = []
     try:
         for store, prompt in wanted:  # the backend works on the first while the next is made
-            lookup = store._begin(prompt, max_tokens, began, gain)
+            lookup = store._begin(prompt, max_tokens, began, gain, counted=counted)
             before = lookups[-_LOOKUPS_AT_ONCE].answer if len(lookups) >= _LOOKUPS_AT_ONCE else None
             if before is not None:
                 before.wait()

@@ -51,7 +51,7 @@ def request_of(identity: Identity, tokens: Sequence[int]) -> LookupRequest:
     return LookupRequest(identity, SPEC.page_bytes, CHUNK, data, len(data), list(prompt.keys))
 
 
-class Model:
+class ReferenceModel:
     """A model of several layer groups, and one prompt: which pages there could be, and their bytes."""
 
     def __init__(self, identity: Identity, rng: random.Random, number: int) -> None:
@@ -95,7 +95,7 @@ class Model:
         whole = saved // CHUNK
         request = self.request(len(self.tokens))
         for known in request.registrations:
-            backend.introduce(known)
+            backend.register(known)
         tests.save(backend, request.chains[0].cut(whole * CHUNK), self._pages(0, whole))
         held = [set(range(1, whole * CHUNK + 1))]
         ends = [*range(CHUNK, len(self.tokens) + 1, CHUNK), len(self.tokens)]
@@ -109,11 +109,11 @@ class Model:
     def save_all(self, tests: BackendTests, backend: Backend) -> None:
         request = self.request(len(self.tokens))
         chain = request.chains[0]
-        backend.introduce(chain.registration)
+        backend.register(chain.registration)
         tests.save(backend, chain, self._pages(0, chain.num_chunks))
         for at, group in enumerate(request.named, 1):
             ends = list(group.rule.ends(len(self.tokens), CHUNK))
-            backend.introduce(group.registration)
+            backend.register(group.registration)
             if ends:
                 tests.save(backend, request.pages(group, ends), [self.page(at, end) for end in ends])
 
@@ -158,7 +158,7 @@ class BackendTests:
     def backend(self, open_backend: OpenBackend, identity: Identity) -> Backend:
         backend = open_backend(identity=identity)
         assert backend.wait_connected(_WAIT_S)
-        backend.introduce(Registration(identity, SPEC.page_bytes, CHUNK))
+        backend.register(Registration(identity, SPEC.page_bytes, CHUNK))
         return backend
 
     # -- what a store does with one --------------------------------------------------------------------
@@ -214,7 +214,7 @@ class BackendTests:
         memory or on disk only, and by the caller."""
         rng = random.Random(7)
         for round_ in range(24):
-            model = Model(identity, rng, round_)
+            model = ReferenceModel(identity, rng, round_)
             request = model.request(rng.randrange(1, len(model.tokens) + 1))
             held = model.save_some(self, backend)
             if round_ % 3 == 1:
@@ -237,7 +237,7 @@ class BackendTests:
                 backend.release(group.lease)
 
     def test_a_hit_goes_on_where_a_chain_has_a_handle(self, backend: Backend, identity: Identity) -> None:
-        model = Model(identity, random.Random(3), 0)
+        model = ReferenceModel(identity, random.Random(3), 0)
         model.save_all(self, backend)
         request = model.request(len(model.tokens))
         first = backend.find_hit(request, patience_s=_WAIT_S).wait(_WAIT_S)
@@ -262,7 +262,7 @@ class BackendTests:
         assert (lease.tokens, lease.pages, list(lease.runs)) == (len(TOKENS), 5, [("host", 5)])
         assert self.read(backend, lease, 0, 5) == content
         assert self.read(backend, lease, 3, 1) == content[3:4]
-        assert backend.window_pages(lease, 0) >= 1
+        assert backend.batch_pages(lease, 0) >= 1
         assert backend.holds(lease)
         backend.release(lease)
         assert backend.lease_s > 0
@@ -380,7 +380,7 @@ class BackendTests:
         if self.shares_memory:
             ctypes.memset(located.addresses[2], 0x55, SPEC.page_bytes)
             located.release()
-            backend.suspect(lease, 2)
+            backend.report_damage(lease, 2)
             backend.release(lease)
 
             def found() -> Lease:

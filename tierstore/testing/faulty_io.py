@@ -23,7 +23,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class IoCall:
     """One call. ``offset`` and ``nbytes`` are 0 where the call has none."""
 
     number: int  # from 0, in the order in which they began
@@ -117,7 +117,7 @@ class Stall(Effect):
 class Fault:
     """``effect`` on the calls that ``when`` is true of; at most ``times`` of them (None: all)."""
 
-    when: Callable[[Call], bool]
+    when: Callable[[IoCall], bool]
     effect: Effect
     times: int | None = None
     hits: int = 0  # how often it has struck
@@ -131,7 +131,7 @@ class FaultyIO(FileIO):
         self._lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._faults: list[Fault] = []
-        self.calls: list[Call] = []
+        self.calls: list[IoCall] = []
 
     def set(self, *faults: Fault) -> None:
         """From now on these faults, and no others."""
@@ -223,13 +223,13 @@ class FaultyIO(FileIO):
     def _begin(self, kind: str, path: Path, offset: int = 0, nbytes: int = 0) -> Effect:
         """Log a call, and do what has to be done before it. Raises :class:`OSError` when it is to fail."""
         with self._lock:
-            call = Call(len(self.calls), kind, path, offset, nbytes)
+            call = IoCall(len(self.calls), kind, path, offset, nbytes)
             self.calls.append(call)
             effect = self._effect(call)
         effect.begin()
         return effect
 
-    def _effect(self, call: Call) -> Effect:
+    def _effect(self, call: IoCall) -> Effect:
         for fault in self._faults:
             if (fault.times is None or fault.hits < fault.times) and fault.when(call):
                 fault.hits += 1

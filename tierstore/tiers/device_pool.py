@@ -47,8 +47,8 @@ from tierstore.tiers.device import (
     Stream,
 )
 from tierstore.tiers.device_region import DeviceRegion, Filling
-from tierstore.tiers.frames import Books, WholePages
 from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool, PendingCopy, check_pages
+from tierstore.tiers.large_pages import Books, WholePages
 from tierstore.tiers.pinned import Pin
 from tierstore.units import format_size
 
@@ -130,7 +130,7 @@ class DevicePool(PagePool):
             region = DeviceRegion(device, spec.page_bytes, num_pages, most=most)
         except DeviceMemoryError as error:
             raise _no_room(spec, num_pages, device) from error
-        self._open(spec, region, WholePages(region.frames), layered_bytes)
+        self._open(spec, region, WholePages(region.large_pages), layered_bytes)
 
     @classmethod
     def within(  # type: ignore[override]  # the memory is the device's
@@ -167,26 +167,26 @@ class DevicePool(PagePool):
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
         pages = super().allocate(count, near=near)
-        for filling in self._region.fillings_in(self._frames_of(pages or ())):
+        for filling in self._region.fillings_in(self._large_of(pages or ())):
             self.runtime.wait(self.compute, filling.last)  # rule 6
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
         if pages:
-            under_way: dict[int, list[Filling]] = {}  # by frame
+            under_way: dict[int, list[Filling]] = {}  # by large page
             with self._lock:
                 for page in pages if self._filling else ():
                     if (filling := self._filling.get(page)) is not None:
-                        under_way.setdefault(page // self.books.per_frame, []).append(filling)
-            self._region.leave(self._frames_of(pages), under_way)  # rules 5 and 6
+                        under_way.setdefault(page // self.books.per_large, []).append(filling)
+            self._region.leave(self._large_of(pages), under_way)  # rules 5 and 6
         super().free(pages)
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:
         self._region.settle(wait=wait)
 
-    def _frames_of(self, pages: Iterable[int]) -> set[int]:
-        return {page // self.books.per_frame for page in pages}
+    def _large_of(self, pages: Iterable[int]) -> set[int]:
+        return {page // self.books.per_large for page in pages}
 
     # -- copies ----------------------------------------------------------------------------------------
 
@@ -285,12 +285,12 @@ class DevicePool(PagePool):
     def _await_former(self, stream: Stream, pages: Sequence[int]) -> None:
         """What is put on ``stream`` happens after what computed with ``pages`` for somebody else, and after
         copies into them from elsewhere."""
-        frames = self._frames_of(pages)
-        for event in self._region.computed_in(frames):
+        large_pages = self._large_of(pages)
+        for event in self._region.computed_in(large_pages):
             self.runtime.wait(stream, event)  # rule 5
         with self._lock:
             fillings = {self._filling[page] for page in pages if page in self._filling}
-        for filling in fillings | self._region.fillings_in(frames):
+        for filling in fillings | self._region.fillings_in(large_pages):
             self.runtime.wait(stream, filling.last)
 
     def _write(

@@ -45,7 +45,7 @@ def open_group_pools(
     most = None if most_bytes is None else most_bytes // pages.large_bytes
     if device is None:
         region = HostRegion(pages.large_bytes, present, most=most)
-        books = books_of(page_bytes, pages, region.frames)
+        books = books_of(page_bytes, pages, region.large_pages)
         return tuple(PagePool.within(spec, region, each) for spec, each in zip(specs, books, strict=True))
     from tierstore.tiers.device_pool import LAYERED_BYTES, DevicePool  # not before somebody has a device
     from tierstore.tiers.device_region import DeviceRegion
@@ -61,7 +61,7 @@ def open_group_pools(
     layered = LAYERED_BYTES if layered_bytes is None else layered_bytes
     return tuple(
         DevicePool.within(spec, on_device, each, layered_bytes=layered)
-        for spec, each in zip(specs, books_of(page_bytes, pages, on_device.frames), strict=True)
+        for spec, each in zip(specs, books_of(page_bytes, pages, on_device.large_pages), strict=True)
     )
 
 
@@ -75,11 +75,11 @@ def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
 
 
 def room_for(
-    pools: Sequence[PagePool], counts: Sequence[int], idle: Sequence[int], idle_frames: Callable[[int], int]
+    pools: Sequence[PagePool], counts: Sequence[int], idle: Sequence[int], idle_large: Callable[[int], int]
 ) -> bool:
     """Return whether so many more pages of each of a model's pools can be had together.
 
-    ``idle`` is the number of cached pages of each pool that may leave. ``idle_frames(group)`` is the number
+    ``idle`` is the number of cached pages of each pool that may leave. ``idle_large(group)`` is the number
     of large pages that these would empty; it is called only where the free large pages are too few.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
@@ -94,17 +94,17 @@ def room_for(
     missing, spare = 0, []
     for pool, count, leaving in zip(pools, counts, idle, strict=True):
         books = pool.books
-        own = books.free_pages - books.frames.free * books.per_frame + leaving
-        missing += -(-max(count - own, 0) // books.per_frame)
-        spare.append(max(own - count, 0) // books.per_frame)
-    free = pools[0].frames.free
+        own = books.free_pages - books.large_pages.free * books.per_large + leaving
+        missing += -(-max(count - own, 0) // books.per_large)
+        spare.append(max(own - count, 0) // books.per_large)
+    free = pools[0].large_pages.free
     if missing <= free:
         return True
-    return missing <= free + sum(min(most, idle_frames(group)) for group, most in enumerate(spare) if most)
+    return missing <= free + sum(min(most, idle_large(group)) for group, most in enumerate(spare) if most)
 
 
-def fits(pools: Sequence[PagePool], counts: Sequence[int], *, frames: int | None = None) -> bool:
+def fits(pools: Sequence[PagePool], counts: Sequence[int], *, large_pages: int | None = None) -> bool:
     """Whether so many pages of each of a model's pools could be had at a time, if nothing else were held, in
-    a memory of its target's size (or of ``frames`` large pages)."""
-    large = sum(-(-count // pool.books.per_frame) for pool, count in zip(pools, counts, strict=True))
-    return large <= (pools[0].frames.target if frames is None else frames)
+    a memory of its target's size (or of ``large_pages`` large pages)."""
+    large = sum(-(-count // pool.books.per_large) for pool, count in zip(pools, counts, strict=True))
+    return large <= (pools[0].large_pages.target if large_pages is None else large_pages)

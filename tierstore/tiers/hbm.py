@@ -17,7 +17,7 @@ from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
 from tierstore.tiers.device import Event
-from tierstore.tiers.frames import Books, Frames, HostBacking, PoolSize, WholePages
+from tierstore.tiers.large_pages import Books, HostBacking, LargePages, PoolSize, WholePages
 from tierstore.tiers.pinned import Pin
 from tierstore.units import format_size
 
@@ -90,17 +90,17 @@ def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> C
 
 
 class HostRegion:
-    """``present`` frames of ``frame_bytes`` bytes, which may become ``most``, in one mapping of ordinary
+    """``present`` large pages of ``large_bytes`` bytes, which may become ``most``, in one mapping of ordinary
     memory: what the pools of a model lie in."""
 
     device = "cpu"
 
-    def __init__(self, frame_bytes: int, present: int, *, most: int | None = None) -> None:
+    def __init__(self, large_bytes: int, present: int, *, most: int | None = None) -> None:
         count = max(present, most or 0)
-        self._memory = Memory(count * frame_bytes, shared=False, reserve=count > present)
-        self._memory.populate(nbytes=present * frame_bytes)
+        self._memory = Memory(count * large_bytes, shared=False, reserve=count > present)
+        self._memory.populate(nbytes=present * large_bytes)
         self.address = self._memory.address
-        self.frames = Frames(frame_bytes, count, present=present, backing=HostBacking(self._memory))
+        self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(self._memory))
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
         """The memory as uint8 ``[count, nbytes]``, rows ``stride`` bytes apart."""
@@ -118,7 +118,7 @@ class Region(Protocol):
     def address(self) -> int: ...
 
     @property
-    def frames(self) -> Frames: ...
+    def large_pages(self) -> LargePages: ...
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any: ...
 
@@ -129,9 +129,8 @@ class PagePool:
 
     ``array`` is the memory as uint8 ``[num_pages, page_bytes]``, rows ``stride`` bytes apart; an engine views
     it in its own dtype. ``num_pages`` is how many there may be, ``capacity`` how many there are
-    (:mod:`tierstore.tiers.frames`): where the pools of other layer groups lie in the same memory, if this one
-    had all of it. ``overlaps`` says whether copies go on beside what computes.
-    """
+    (:mod:`tierstore.tiers.large_pages`): where the pools of other layer groups lie in the same memory, if
+    this one had all of it. ``overlaps`` says whether copies go on beside what computes."""
 
     overlaps = False
     array: Any
@@ -141,7 +140,7 @@ class PagePool:
         """``num_pages`` pages, which :meth:`resize` may make ``most`` (None: as many)."""
         check_pages(spec, num_pages)
         region = HostRegion(spec.page_bytes, num_pages, most=most)
-        self._place(spec, region, WholePages(region.frames))
+        self._place(spec, region, WholePages(region.large_pages))
 
     @classmethod
     def within(cls, spec: KVSpec, region: HostRegion, books: Books) -> PagePool:
@@ -154,14 +153,14 @@ class PagePool:
         self.spec = spec
         self.device = region.device
         self.books = books
-        self.frames = region.frames
-        self.num_pages = region.frames.count * books.per_frame
-        self.stride = region.frames.large_bytes // books.per_frame
+        self.large_pages = region.large_pages
+        self.num_pages = region.large_pages.count * books.per_large
+        self.stride = region.large_pages.large_bytes // books.per_large
         self._start = region.address
         self.array = region.rows(self.num_pages, spec.page_bytes, self.stride)
 
     def __repr__(self) -> str:
-        size = format_size(self.frames.nbytes)
+        size = format_size(self.large_pages.nbytes)
         return f"{type(self).__name__}({self.device}, {self.free_pages}/{self.capacity} pages free, {size})"
 
     @property
@@ -172,31 +171,31 @@ class PagePool:
     @property
     def capacity(self) -> int:
         """Pages that there are."""
-        return self.frames.present * self.books.per_frame
+        return self.large_pages.present * self.books.per_large
 
     @property
     def target(self) -> int:
         """Pages that there will be, once those that are too many have been given back."""
-        return self.frames.target * self.books.per_frame
+        return self.large_pages.target * self.books.per_large
 
     @property
     def excess(self) -> int:
         """Pages that are too many: none of them is given out again."""
-        return self.frames.excess * self.books.per_frame
+        return self.large_pages.excess * self.books.per_large
 
     def resize(self, nbytes: int) -> PoolSize:
         """Have ``nbytes`` of memory from now on, rounded down to whole (large) pages. More is had at once, as
         far as there is more; less as soon as pages are free, and those that are free go at once. No page in
         use moves. Raises :class:`UsageError` for a size that cannot be,
         or a device that cannot change it."""
-        size = self.frames.large_bytes
-        if not size <= nbytes <= self.frames.count * size:
+        size = self.large_pages.large_bytes
+        if not size <= nbytes <= self.large_pages.count * size:
             raise UsageError(
                 f"a pool of {format_size(nbytes)} cannot be: this one may have {format_size(size)} to "
-                f"{format_size(self.frames.count * size)}"
+                f"{format_size(self.large_pages.count * size)}"
             )
-        self.frames.resize(nbytes // size)
-        return self.frames.size
+        self.large_pages.resize(nbytes // size)
+        return self.large_pages.size
 
     def settle(self, *, wait: bool = False) -> None:
         """Give back the memory of pages that there are no more, as far as nothing works on it; ``wait`` until

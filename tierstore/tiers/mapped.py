@@ -19,7 +19,7 @@ _MOST_PIECES = 4096  # that a pool is mapped in: each is a few calls of the driv
 
 class MappedMemory:
     """``nbytes`` of reserved addresses of ``device``, none of which has memory at first. Implements
-    :class:`tierstore.tiers.frames.Backing`. Thread-safe.
+    :class:`tierstore.tiers.large_pages.Backing`. Thread-safe.
 
     ``streams`` are those that work on it. Their owner may add to the list.
     """

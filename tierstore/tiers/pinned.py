@@ -16,7 +16,7 @@ from typing import TypeAlias
 from tierstore.tiers.device import Device
 
 
-class Pinned:
+class PinnedMemory:
     """``nbytes`` of host memory at ``address``. Known to the driver between :meth:`register` and
     :meth:`unregister`, each of which is called once, by one thread; any thread may ask."""
 
@@ -57,7 +57,7 @@ class Pinned:
         return self._there and self.address <= low and high < self.address + self.nbytes
 
 
-Pin: TypeAlias = Callable[[Device], Pinned]
+Pin: TypeAlias = Callable[[Device], PinnedMemory]
 """Prepares memory that others use too for a device, once for all of them, and takes care of its end."""
 
 
@@ -68,7 +68,7 @@ class Reach:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._lock = threading.Lock()
-        self._pinned: tuple[Pinned, ...] = ()  # replaced, never changed
+        self._pinned: tuple[PinnedMemory, ...] = ()  # replaced, never changed
         self._asked = Counter[int]()  # by address: the driver takes memory once
 
     def register(self, address: int, nbytes: int) -> None:
@@ -79,7 +79,7 @@ class Reach:
             self._asked[address] += known
         if known:
             return
-        pinned = Pinned(self.device, address, nbytes)
+        pinned = PinnedMemory(self.device, address, nbytes)
         pinned.register()
         self._know(pinned)
         with self._lock:
@@ -104,6 +104,6 @@ class Reach:
         """Whether the addresses ``low … high`` are all in one range that is pinned by now."""
         return any(pinned.covers(low, high) for pinned in self._pinned)
 
-    def _know(self, pinned: Pinned) -> None:
+    def _know(self, pinned: PinnedMemory) -> None:
         with self._lock:
             self._pinned = (*(each for each in self._pinned if not each.over and each is not pinned), pinned)

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import UsageError
-from tierstore.tiers.frames import Frames
+from tierstore.tiers.large_pages import LargePages
 from tierstore.units import format_size
 
 _ALIGN = 64  # bytes: where a small page may begin
@@ -89,12 +89,12 @@ def _worst(each: Cut, sizes: Sequence[int]) -> float:
 
 class SmallPages:
     """The books of one group: which pages of ``page_bytes`` bytes are free in the large pages that it has.
-    Page ``p`` is in large page ``p // per_frame``. Implements :class:`tierstore.tiers.frames.Books`. Not
+    Page ``p`` is in large page ``p // per_large``. Implements :class:`tierstore.tiers.large_pages.Books`. Not
     thread-safe: its owner locks."""
 
-    def __init__(self, frames: Frames, per_frame: int, page_bytes: int) -> None:
-        self.frames = frames
-        self.per_frame = per_frame
+    def __init__(self, large_pages: LargePages, per_large: int, page_bytes: int) -> None:
+        self.large_pages = large_pages
+        self.per_large = per_large
         self.page_bytes = page_bytes
         self.parts: dict[int, list[int]] = {}  # by large page, its free small pages
         self._open: set[int] = set()  # large pages that have any
@@ -103,11 +103,11 @@ class SmallPages:
     @property
     def free_pages(self) -> int:
         """Pages that could be had, those of large pages that nobody has included."""
-        return self.free_parts + self.frames.free * self.per_frame
+        return self.free_parts + self.large_pages.free * self.per_large
 
     @property
     def used_pages(self) -> int:
-        return len(self.parts) * self.per_frame - self.free_parts
+        return len(self.parts) * self.per_large - self.free_parts
 
     @property
     def taken(self) -> int:
@@ -120,8 +120,8 @@ class SmallPages:
         for page in reversed(near) if self._open else ():
             if len(taken) >= count:
                 break
-            if page // self.per_frame in self._open:
-                taken += self._take(page // self.per_frame, count - len(taken))
+            if page // self.per_large in self._open:
+                taken += self._take(page // self.per_large, count - len(taken))
         while len(taken) < count:
             chosen = self._choose(count - len(taken))
             if chosen is None:
@@ -132,7 +132,7 @@ class SmallPages:
 
     def _choose(self, count: int) -> int | None:
         """The large page to take ``count`` pages from, or the first of them; None where all are in use."""
-        fresh = self._open_fresh() if count >= self.per_frame else None
+        fresh = self._open_fresh() if count >= self.per_large else None
         if fresh is not None:
             return fresh
         left = {number: len(self.parts[number]) for number in self._open}
@@ -142,13 +142,13 @@ class SmallPages:
         return max(left, key=lambda number: left[number]) if left else self._open_fresh()
 
     def _open_fresh(self) -> int | None:
-        taken = self.frames.take()
+        taken = self.large_pages.take()
         if taken is not None:
             [number] = taken
-            first = number * self.per_frame
-            self.parts[number] = list(range(first + self.per_frame - 1, first - 1, -1))
+            first = number * self.per_large
+            self.parts[number] = list(range(first + self.per_large - 1, first - 1, -1))
             self._open.add(number)
-            self.free_parts += self.per_frame
+            self.free_parts += self.per_large
             return number
         return None
 
@@ -165,35 +165,35 @@ class SmallPages:
     def free(self, pages: Sequence[int]) -> None:
         """Give pages back; large pages that are empty then are everybody's."""
         for page in pages:
-            number = page // self.per_frame
+            number = page // self.per_large
             parts = self.parts[number]
             parts.append(page)
             self._open.add(number)
             self.free_parts += 1
-            if len(parts) == self.per_frame:
+            if len(parts) == self.per_large:
                 del self.parts[number]
                 self._open.discard(number)
-                self.free_parts -= self.per_frame
-                self.frames.give([number])
+                self.free_parts -= self.per_large
+                self.large_pages.give([number])
 
     def emptied_by(self, pages: Iterable[int]) -> int:
         """How many large pages would be empty without these small ones, which are in use; about, where other
         threads give pages back meanwhile."""
-        leaving = Counter(page // self.per_frame for page in pages)
+        leaving = Counter(page // self.per_large for page in pages)
         parts = self.parts
-        return sum(len(parts.get(number, ())) + count == self.per_frame for number, count in leaving.items())
+        return sum(len(parts.get(number, ())) + count == self.per_large for number, count in leaving.items())
 
 
 def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
     """The books for pages of these sizes in ``nbytes`` bytes. Raises what :func:`checked_cut` does."""
     pages = checked_cut(page_bytes, nbytes)
-    return books_of(page_bytes, pages, Frames(pages.large_bytes, nbytes // pages.large_bytes))
+    return books_of(page_bytes, pages, LargePages(pages.large_bytes, nbytes // pages.large_bytes))
 
 
-def books_of(page_bytes: Sequence[int], pages: Cut, frames: Frames) -> tuple[SmallPages, ...]:
+def books_of(page_bytes: Sequence[int], pages: Cut, large_pages: LargePages) -> tuple[SmallPages, ...]:
     """The books for pages of these sizes in large pages that are cut so."""
     sizes = zip(page_bytes, pages.per_large, strict=True)
-    return tuple(SmallPages(frames, per_large, size) for size, per_large in sizes)
+    return tuple(SmallPages(large_pages, per_large, size) for size, per_large in sizes)
 
 
 def checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
@@ -209,7 +209,7 @@ def checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
 
 def waste(groups: Sequence[SmallPages]) -> PoolWaste:
     """Of the memory that these groups, all there are, share."""
-    large = groups[0].frames
+    large = groups[0].large_pages
     used = sum(group.used_pages * group.page_bytes for group in groups)
     external = sum(group.free_parts * group.page_bytes for group in groups)
     taken = sum(len(group.parts) for group in groups) * large.large_bytes
@@ -220,11 +220,11 @@ def check(groups: Sequence[SmallPages]) -> None:
     """Assert that each large page is free or has one owner, and that no page is counted twice."""
     owned = [number for group in groups for number in group.parts]
     assert len(set(owned)) == len(owned), "two groups have one large page"
-    large = groups[0].frames
+    large = groups[0].large_pages
     large.check()
-    assert not set(owned) & large.free_frames, "a large page is free and has an owner"
+    assert not set(owned) & large.free_large, "a large page is free and has an owner"
     assert len(owned) + large.free == large.present, "a large page is lost"
     for group in groups:
         assert sum(map(len, group.parts.values())) == group.free_parts
         assert group._open == {number for number, parts in group.parts.items() if parts}
-        assert all(len(set(parts)) == len(parts) < group.per_frame for parts in group.parts.values())
+        assert all(len(set(parts)) == len(parts) < group.per_large for parts in group.parts.values())

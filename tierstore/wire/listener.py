@@ -36,7 +36,7 @@ _PAUSE_S = 0.1  # after an error of accept
 _LOG_S = 1.0
 
 
-class Place:
+class ListenerPlace:
     """One connection's. ``hang_up`` ends the connection; whoever serves it then calls :meth:`leave`."""
 
     def __init__(self, places: Places, hang_up: Callable[[], None]) -> None:
@@ -71,9 +71,9 @@ class Places:
         self._most = most
         self._most_waiting = max(min(_MOST_WAITING, limit() // _WAITING_SHARE), 4 * _BATCH)
         self._loop = asyncio.get_running_loop()
-        self.waiting: dict[Place, None] = {}  # the one that has waited longest first
-        self.served: set[Place] = set()
-        self.probes: set[Place] = set()
+        self.waiting: dict[ListenerPlace, None] = {}  # the one that has waited longest first
+        self.served: set[ListenerPlace] = set()
+        self.probes: set[ListenerPlace] = set()
         self.hung_up = 0  # connections without a request, since the start
         self.refused = 0
 
@@ -85,11 +85,11 @@ class Places:
         """Whether as many connections are served as may be."""
         return len(self.served) >= self._most
 
-    def enter(self, hang_up: Callable[[], None]) -> Place:
+    def enter(self, hang_up: Callable[[], None]) -> ListenerPlace:
         """Give a new connection a place."""
         if len(self.waiting) >= self._most_waiting:
             self.make_room()
-        place = Place(self, hang_up)
+        place = ListenerPlace(self, hang_up)
         place.wait()
         return place
 
@@ -100,7 +100,7 @@ class Places:
             return True
         return False
 
-    def _serve(self, place: Place, probe: bool) -> bool:
+    def _serve(self, place: ListenerPlace, probe: bool) -> bool:
         self._forget(place)
         if not self.full:
             self.served.add(place)
@@ -112,12 +112,12 @@ class Places:
             return False
         return True
 
-    def _wait(self, place: Place, seconds: float) -> None:
+    def _wait(self, place: ListenerPlace, seconds: float) -> None:
         self._forget(place)
         self.waiting[place] = None
         place._deadline = self._loop.call_later(seconds, self._give_up, place)
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: ListenerPlace) -> None:
         self.waiting.pop(place, None)
         self.served.discard(place)
         self.probes.discard(place)
@@ -125,7 +125,7 @@ class Places:
             place._deadline.cancel()
             place._deadline = None
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: ListenerPlace) -> None:
         self._forget(place)
         self.hung_up += 1
         place.hang_up()
@@ -140,7 +140,7 @@ class Listener:
         self,
         listening: Iterable[socket.socket],
         places: Places,
-        enter: Callable[[socket.socket, Place], None],
+        enter: Callable[[socket.socket, ListenerPlace], None],
     ) -> None:
         self.places = places
         self._enter = enter

@@ -68,7 +68,7 @@ class Hello(Message):
 
 class Welcome(Message):
     id: int
-    session: int
+    connection: int
     server: Text  # version, for people
     lease_s: float  # how long a lease lasts, from the daemon's answer on
     reserve_bytes: int  # how much a client may hold in reservations at once
@@ -135,13 +135,13 @@ class PromptPart(Message):
 # -- reading -------------------------------------------------------------------------------------------
 
 
-class Lookup(Message):
+class Find(Message):
     """The longest held prefix, leased until :class:`Release`, the lease's end, or the client's. ``released``
     are leases given back on this occasion; ``declined`` is what earlier lookups found and the client did not
     load: tokens by tier and reason. ``expect``: so many leading tokens have been promised by whoever computes
     them, and the answer waits until they are held, ``expect_s`` seconds at most; ``wait_s`` counts from then
     on. ``gain``, of named chunks: so many tokens of a prompt need not be computed if those that are not held
-    here come from other hosts. Where that is enough, the pool is asked for them; 0: it is not."""
+    here come from other hosts. Where that is enough, the shared store is asked for them; 0: it is not."""
 
     id: int
     prompt: PromptPart
@@ -155,7 +155,7 @@ class Lookup(Message):
 
 
 class Unexpect(Message):
-    """One-way: nobody waits any more for what the :class:`Lookup` of this id expects. It is answered at
+    """One-way: nobody waits any more for what the :class:`Find` of this id expects. It is answered at
     once."""
 
     lookup: int
@@ -165,7 +165,7 @@ class Found(Message):
     """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
     page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
     later messages of this session, with up to ``known`` chunks. Of named chunks, ``positions`` (uint32) are
-    those that are held, and the lease's pages in their order. ``ways`` says what bytes of a tier cost now:
+    those that are held, and the lease's pages in their order. ``rates`` says what bytes of a tier cost now:
     bytes a second, the latency and the queue in front of it, both in seconds; see
     :mod:`tierstore.planner`. Of named chunks, those at ``remote_positions`` (uint32), which are not held, can
     perhaps be brought from other hosts."""
@@ -178,7 +178,7 @@ class Found(Message):
     path: int
     known: int
     positions: Payload = b""
-    ways: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
+    rates: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
     remote_positions: Payload = b""
 
 
@@ -199,7 +199,8 @@ class FindHit(Message):
     of ``chains[i]`` itself. A later chain has the first one's keys, or tokens, where it has none of its own.
     ``named`` are the other groups. ``names`` (32 bytes each) are those of the
     pages of all whole chunks, ``root`` is what the first one was chained behind, and ``tail`` are the tokens
-    of the chunk that the ``num_tokens`` end in. The other fields are those of :class:`Lookup`."""
+    of the chunk that the ``num_tokens`` end in. ``counted`` is false for a second look on behalf of one
+    request: the daemon's counters leave it out. The other fields are those of :class:`Find`."""
 
     id: int
     chains: Annotated[list[PromptPart], Meta(max_length=MAX_GROUPS)]
@@ -212,6 +213,7 @@ class FindHit(Message):
     wait_s: float
     released: Numbers = []
     declined: Annotated[dict[Text, int], Meta(max_length=256)] = {}
+    counted: bool = True
 
 
 class GroupFound(msgspec.Struct, array_like=True):
@@ -230,7 +232,7 @@ class GroupFound(msgspec.Struct, array_like=True):
 
 class HitFound(Message):
     """The hit has ``tokens`` tokens; the groups that need every token reach to ``branch``. With what other
-    hosts seem to have it would be ``remote_tokens`` longer. ``ways`` is as in :class:`Found`."""
+    hosts seem to have it would be ``remote_tokens`` longer. ``rates`` is as in :class:`Found`."""
 
     id: int
     tokens: int
@@ -238,10 +240,10 @@ class HitFound(Message):
     chains: Annotated[list[GroupFound], Meta(max_length=MAX_GROUPS)]
     named: Annotated[list[GroupFound], Meta(max_length=MAX_GROUPS)]
     remote_tokens: int = 0
-    ways: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
+    rates: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
 
 
-class Bring(Message):
+class FetchRemote(Message):
     """Have ``count`` whole chunks of a prompt from ``first`` on come from other hosts into the arena. (Named
     ones, too; a daemon that shares none of these answers 0.)"""
 
@@ -252,7 +254,7 @@ class Bring(Message):
     wait_s: float
 
 
-class Brought(Message):
+class FetchedRemote(Message):
     id: int
     chunks: int  # that have come, one behind the other; look them up
 
@@ -271,7 +273,7 @@ class Prefetched(Message):
     pages: int  # those from ``first`` on that are in the arena now, one behind the other
 
 
-class Load(Message):
+class Locate(Message):
     """Where in the arena pages ``first … first + count`` of a lease are; brings them there first."""
 
     id: int
@@ -281,7 +283,7 @@ class Load(Message):
     wait_s: float
 
 
-class Located(Message):
+class Offsets(Message):
     """``offsets`` (uint64, little-endian) of the leading pages that are there: fewer than asked for when the
     wait was over, a page was damaged or the arena full. They stay until the lease ends. ``checksums``
     (likewise) are the XXH3-64 of what was saved, 0 where it is not known."""
@@ -292,7 +294,7 @@ class Located(Message):
 
 
 class Fetch(Message):
-    """Like :class:`Load`, for clients on other hosts: the pages themselves. At most ``MAX_FETCH_BYTES``."""
+    """Like :class:`Locate`, for clients on other hosts: the pages themselves. At most ``MAX_FETCH_BYTES``."""
 
     id: int
     lease: int
@@ -309,7 +311,7 @@ class Fetched(Message):
     checksums: Payload  # XXH3-64 of each (uint64, little-endian)
 
 
-class Suspect(Message):
+class ReportDamage(Message):
     """One-way: what the arena has of a page of a lease is not what its checksum is of."""
 
     lease: int
@@ -491,13 +493,13 @@ Request: TypeAlias = (
     | Bye
     | Register
     | Ping
-    | Lookup
+    | Find
     | FindHit
-    | Bring
+    | FetchRemote
     | Prefetch
-    | Load
+    | Locate
     | Fetch
-    | Suspect
+    | ReportDamage
     | Unexpect
     | Release
     | Reserve
@@ -519,9 +521,9 @@ Answer: TypeAlias = (
     | Refused
     | Found
     | HitFound
-    | Brought
+    | FetchedRemote
     | Prefetched
-    | Located
+    | Offsets
     | Fetched
     | Reserved
     | Written
@@ -535,7 +537,7 @@ Answer: TypeAlias = (
     | StatsAnswer
 )
 
-OneWay: TypeAlias = Release | Suspect | Unexpect | Abort | Bye
+OneWay: TypeAlias = Release | ReportDamage | Unexpect | Abort | Bye
 """Requests that have no id and no answer."""
 
 _encoder = msgspec.msgpack.Encoder()

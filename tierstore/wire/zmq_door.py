@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from tierstore.descriptors import in_reserve
-from tierstore.wire.listener import Listener, Place, Places, shut_down
+from tierstore.wire.listener import Listener, ListenerPlace, Places, shut_down
 
 _GREETING_BYTES = 64  # of ZMTP 3
 _LONG = 0x02  # a frame's flag: its length has 8 bytes
@@ -48,7 +48,7 @@ class ZmqDoor:
             if side.transport is not None:
                 side.transport.abort()
 
-    def _enter(self, connection: socket.socket, place: Place) -> None:
+    def _enter(self, connection: socket.socket, place: ListenerPlace) -> None:
         inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if in_reserve(inside.fileno()):
@@ -62,7 +62,7 @@ class ZmqDoor:
         self._passing.add(task)
         task.add_done_callback(self._passing.discard)
 
-    async def _pass_on(self, connection: socket.socket, inside: socket.socket, place: Place) -> None:
+    async def _pass_on(self, connection: socket.socket, inside: socket.socket, place: ListenerPlace) -> None:
         outer, inner = _Side(self._sides, place), _Side(self._sides)
         outer.other, inner.other = inner, outer
         try:
@@ -79,7 +79,7 @@ class ZmqDoor:
 class _Side(asyncio.Protocol):
     """One of the two connections that belong together. The outer one has a place, and comes first."""
 
-    def __init__(self, sides: set[_Side], place: Place | None = None) -> None:
+    def __init__(self, sides: set[_Side], place: ListenerPlace | None = None) -> None:
         self.other: _Side
         self._sides = sides  # that are open
         self.transport: asyncio.Transport | None = None

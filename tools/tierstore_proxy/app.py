@@ -33,11 +33,11 @@ from starlette.routing import Route
 
 from tierstore_engine.server.admission import Admission
 from tierstore_engine.server.errors import ApiError
-from tierstore_engine.server.http import JSON, Endpoint, Exchange, Handler, has_key, not_routed
+from tierstore_engine.server.http import JSON, Exchange, Handler, MeteredRoute, has_key, not_routed
 from tierstore_proxy.choice import rank_decode, rank_prefill, worth_handing_over
-from tierstore_proxy.metrics import ProxyMetrics, Way
-from tierstore_proxy.prompts import Api, Asked, Prompt, token_ids
-from tierstore_proxy.residency import DaemonLookups, PromptLookups, Residency, Selector, read_bounded
+from tierstore_proxy.metrics import Outcome, ProxyMetrics
+from tierstore_proxy.prompts import Api, Asked, RoutedPrompt, token_ids
+from tierstore_proxy.residency import DaemonLookups, KnownResidency, PromptLookups, Selector, read_bounded
 from tierstore_proxy.settings import ProxySettings
 from tierstore_proxy.upstream import Upstream, UpstreamError, watch, within
 
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 class _Prefilled:
     """What came of a prefill: ``params`` for the decode engine, or none."""
 
-    way: Way
+    way: Outcome
     params: Mapping[str, Any] | None = None
 
 
@@ -84,7 +84,7 @@ class Proxy:
         self._prefill = [Upstream(url, "prefill") for url in settings.prefill]
         self._decode = [Upstream(url, "decode") for url in settings.decode]
         self.metrics = ProxyMetrics([*self._prefill, *self._decode])
-        self._residency = Residency(
+        self._residency = KnownResidency(
             len(self._decode),
             [
                 DaemonLookups(PromptLookups(url, settings.identity, *settings.key_files))
@@ -100,9 +100,9 @@ class Proxy:
         # A web page elsewhere has no key, and a proxy with one may have a name of its own.
         host = settings.address[0] if settings.api_key is None else None
 
-        def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
+        def endpoint(name: str, handler: Handler, *, public: bool = False) -> MeteredRoute:
             key = None if public else settings.api_key
-            return Endpoint(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
+            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
 
         self.app = Starlette(
             routes=[
@@ -236,7 +236,7 @@ class Proxy:
         if prompt is not None and (exchange.status or 500) < 400:
             self._residency.note(prompt, at)
 
-    async def _with_tokens(self, asked: Asked, headers: Mapping[str, str]) -> Prompt | None:
+    async def _with_tokens(self, asked: Asked, headers: Mapping[str, str]) -> RoutedPrompt | None:
         """The prompt with its token ids, if somebody can say them who wants to."""
         prompt = asked.prompt
         wanted = self._residency.wants_tokens and time.monotonic() >= self._tokenize_at
@@ -264,13 +264,13 @@ class Proxy:
     # -- prefill -------------------------------------------------------------------------------------
 
     async def _prefilled(
-        self, asked: Asked, prompt: Prompt | None, held: int, headers: Mapping[str, str]
+        self, asked: Asked, prompt: RoutedPrompt | None, held: int, headers: Mapping[str, str]
     ) -> _Prefilled:
         """Have a prompt computed, if that is worth it. Whatever goes wrong, decode goes on without."""
         if not self._prefill or prompt is None:
-            return _Prefilled(Way.UNSUITED if prompt is None else Way.NO_PREFILL)
+            return _Prefilled(Outcome.UNSUITED if prompt is None else Outcome.NO_PREFILL)
         if not worth_handing_over(prompt.length, held, self.settings.min_prefill_tokens):
-            return _Prefilled(Way.HELD)
+            return _Prefilled(Outcome.HELD)
         begun = time.monotonic()
         try:
             found = await within(
@@ -278,11 +278,11 @@ class Proxy:
                 self._ask_prefill(asked.prefill_body, asked.api.value, prompt.length, headers),
             )
         except asyncio.TimeoutError:
-            return _Prefilled(Way.LATE)
+            return _Prefilled(Outcome.LATE)
         except (UpstreamError, ValueError, msgspec.MsgspecError) as error:
             _log.warning("a prompt is computed where it is continued: %s", error)
-            return _Prefilled(Way.FAILED)
-        if found.way is Way.HANDED_OVER:
+            return _Prefilled(Outcome.FAILED)
+        if found.way is Outcome.HANDED_OVER:
             self.metrics.prefill_s.observe(time.monotonic() - begun)
         return found
 
@@ -291,24 +291,24 @@ class Proxy:
     ) -> _Prefilled:
         """Ask the engine with the shortest queue, and the next one where that is busy, fails or cannot be
         reached."""
-        way = Way.NO_PREFILL
+        way = Outcome.NO_PREFILL
         for at in rank_prefill([engine.load for engine in self._prefill], self._turn):
             engine = self._prefill[at]
             try:
                 with engine.under_way(tokens):
                     async with engine.ask("POST", path, body, headers) as answer:
                         if _passes(answer.status_code):
-                            way = Way.REFUSED
+                            way = Outcome.REFUSED
                             continue
                         if answer.status_code != 200:
-                            return _Prefilled(Way.REFUSED)  # the decode engine says why, or does better
+                            return _Prefilled(Outcome.REFUSED)  # the decode engine says why, or does better
                         document = msgspec.json.decode(await read_bounded(answer, _MOST_PREFILL_BYTES))
             except UpstreamError as error:
                 if error.sent:
                     raise
                 continue
             params = document.get("kv_transfer_params") if isinstance(document, dict) else None
-            return _Prefilled(Way.HANDED_OVER, params if isinstance(params, dict) else None)
+            return _Prefilled(Outcome.HANDED_OVER, params if isinstance(params, dict) else None)
         return _Prefilled(way)
 
     # -- decode --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """What an engine is asked for at the moment by this proxy. ``tokens`` are the prompt tokens of its
     requests; ``up`` is False while it does not answer."""
 
@@ -16,7 +16,7 @@ class Load:
     up: bool = True
 
 
-def rank_prefill(loads: Sequence[Load], turn: int = 0) -> list[int]:
+def rank_prefill(loads: Sequence[EngineLoad], turn: int = 0) -> list[int]:
     """The engines that are up, the shortest queue first. Equals take turns, by ``turn``.
 
     >>> rank_prefill([Load(2, 900), Load(1, 4000), Load(0, 0, up=False)])
@@ -25,7 +25,7 @@ def rank_prefill(loads: Sequence[Load], turn: int = 0) -> list[int]:
     return _ranked(loads, [load.tokens for load in loads], turn)
 
 
-def rank_decode(loads: Sequence[Load], held: Sequence[int], tokens: int, turn: int = 0) -> list[int]:
+def rank_decode(loads: Sequence[EngineLoad], held: Sequence[int], tokens: int, turn: int = 0) -> list[int]:
     """The engines for a prompt of ``tokens`` tokens, of which they hold ``held``, the best first: the one
     with the least to do, which is the tokens that it does not hold and those of the requests it has. Where
     all are down it is all of them: asking is the way to find out.
@@ -36,7 +36,7 @@ def rank_decode(loads: Sequence[Load], held: Sequence[int], tokens: int, turn: i
     [1, 0]
     """
     if not any(load.up for load in loads):
-        loads = [Load(load.requests, load.tokens) for load in loads]
+        loads = [EngineLoad(load.requests, load.tokens) for load in loads]
     costs = [load.tokens + max(tokens - there, 0) for load, there in zip(loads, held, strict=True)]
     return _ranked(loads, costs, turn)
 
@@ -50,7 +50,7 @@ def worth_handing_over(tokens: int, held: int, least: int) -> bool:
     return tokens - held >= least
 
 
-def _ranked(loads: Sequence[Load], costs: Sequence[int], turn: int) -> list[int]:
+def _ranked(loads: Sequence[EngineLoad], costs: Sequence[int], turn: int) -> list[int]:
     count = len(loads)
     up = [index for index in range(count) if loads[index].up]
     return sorted(up, key=lambda index: (costs[index], loads[index].requests, (index - turn) % count))

@@ -15,7 +15,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _PREFIX = "tierstore_proxy"
 
 
-class Way(Enum):
+class Outcome(Enum):
     """Where a request went, and why it went to a decode engine alone."""
 
     HANDED_OVER = "handed over"
@@ -37,7 +37,7 @@ class ProxyMetrics:
         )
         self.hang_ups = Counter(f"{_PREFIX}_hang_ups", "Clients that left before the end", registry=registry)
         self._ways = Counter(f"{_PREFIX}_ways", "Requests by the way they went", ["way"], registry=registry)
-        for way in Way:
+        for way in Outcome:
             self._ways.labels(way.value)
         self.retried = Counter(
             f"{_PREFIX}_retried", "Sent to another decode engine, since one failed", registry=registry
@@ -68,7 +68,7 @@ class ProxyMetrics:
         )
         registry.register(_Engines(engines))
 
-    def went(self, way: Way) -> None:
+    def went(self, way: Outcome) -> None:
         """Count a request's way."""
         self._ways.labels(way.value).inc()
 

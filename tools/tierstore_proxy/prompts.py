@@ -38,7 +38,7 @@ class Api(Enum):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RoutedPrompt:
     """One prompt. ``tokens`` are its ids (uint32), where they are known; ``text`` stands for it otherwise:
     what two prompts have in common at their beginnings they have there, too."""
 
@@ -64,7 +64,7 @@ class Asked:
     api: Api
     body: bytes
     fields: Mapping[str, Any]
-    prompt: Prompt | None
+    prompt: RoutedPrompt | None
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Asked:
@@ -113,18 +113,18 @@ class Asked:
         return {_HINTS: hints} if hints is not None else {}
 
 
-def _prompt(api: Api, fields: Mapping[str, Any]) -> Prompt | None:
+def _prompt(api: Api, fields: Mapping[str, Any]) -> RoutedPrompt | None:
     if api is Api.CHAT:
         messages = fields.get("messages")
         # Without the closing bracket: a conversation that goes on begins like itself.
-        return Prompt(None, msgspec.json.encode(messages)[:-1]) if isinstance(messages, list) else None
+        return RoutedPrompt(None, msgspec.json.encode(messages)[:-1]) if isinstance(messages, list) else None
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return Prompt(None, prompt.encode(errors="surrogatepass"))
+        return RoutedPrompt(None, prompt.encode(errors="surrogatepass"))
     tokens = token_ids(prompt)
-    return Prompt(tokens, b"") if tokens is not None else None
+    return RoutedPrompt(tokens, b"") if tokens is not None else None
 
 
 def token_ids(value: object) -> npt.NDArray[np.uint32] | None:

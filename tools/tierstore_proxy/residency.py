@@ -33,7 +33,7 @@ from tierstore.errors import StoreUnavailableError, TierStoreError, UsageError
 from tierstore.keys import Identity
 from tierstore.spec import is_opaque
 from tierstore.wire import messages
-from tierstore_proxy.prompts import Prompt
+from tierstore_proxy.prompts import RoutedPrompt
 from tierstore_proxy.upstream import within
 
 _BLOCK_BYTES = 256  # of a prompt's content: some 64 tokens
@@ -58,14 +58,14 @@ class SentPrompts:
         self._engines = engines
         self._sent: OrderedDict[bytes, int] = OrderedDict()  # engines as bits
 
-    def note(self, prompt: Prompt, engine: int) -> None:
+    def note(self, prompt: RoutedPrompt, engine: int) -> None:
         """It is going to be held there."""
         for block in self._blocks(prompt):
             self._sent[block] = self._sent.pop(block, 0) | 1 << engine
         while len(self._sent) > _MOST_BLOCKS:
             self._sent.popitem(last=False)
 
-    def held(self, prompt: Prompt) -> list[int]:
+    def held(self, prompt: RoutedPrompt) -> list[int]:
         """Leading tokens that each engine was sent before."""
         held = [0] * self._engines
         everywhere = (1 << self._engines) - 1
@@ -78,7 +78,7 @@ class SentPrompts:
         return [min(tokens, prompt.length) for tokens in held]
 
     @staticmethod
-    def _blocks(prompt: Prompt) -> list[bytes]:
+    def _blocks(prompt: RoutedPrompt) -> list[bytes]:
         content, name, names = prompt.content, b"", []
         for start in range(0, len(content) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
             name = xxhash.xxh3_128_digest(name + content[start : start + _BLOCK_BYTES])
@@ -124,7 +124,7 @@ class PromptLookups:
                 self._identities.clear()  # names are the clients' to choose
             self._identities[model] = self._chosen(known_identities(operator), model)
         part = register(operator, tokens, self._identities[model])
-        lookup = messages.Lookup(0, part, len(tokens), wait_s / 2)
+        lookup = messages.Find(0, part, len(tokens), wait_s / 2)
         found = operator.ask(lookup, messages.Found, wait_s=wait_s)
         if found.lease:
             operator.tell(messages.Release([found.lease]))
@@ -183,7 +183,7 @@ class DaemonLookups:
         return found
 
 
-class _Worker(msgspec.Struct):
+class _FollowerWorker(msgspec.Struct):
     worker_id: int
     endpoint: str
 
@@ -242,7 +242,7 @@ class Selector:
 
     async def _scores(self, tokens: npt.NDArray[np.uint32], model: str) -> _Overlaps:
         if time.monotonic() > self._read_at + _WORKERS_S:
-            workers = msgspec.json.decode(await self._read("GET", "/workers"), type=list[_Worker])
+            workers = msgspec.json.decode(await self._read("GET", "/workers"), type=list[_FollowerWorker])
             self._numbers = {
                 each.worker_id: self._engines.index(each.endpoint.rstrip("/"))
                 for each in workers
@@ -259,7 +259,7 @@ class Selector:
             return await read_bounded(answer, _MOST_ANSWER_BYTES)
 
 
-class Residency:
+class KnownResidency:
     """All that is known of ``engines`` decode engines. ``daemons`` are theirs, one for each or one for
     all."""
 
@@ -285,7 +285,7 @@ class Residency:
             problems[self._selector.url] = self._selector.problem
         return {url: problem for url, problem in problems.items() if problem}
 
-    async def held(self, prompt: Prompt, model: str) -> list[int]:
+    async def held(self, prompt: RoutedPrompt, model: str) -> list[int]:
         """Leading tokens of a prompt at each engine."""
         remembered = self._sent.held(prompt)
         if prompt.tokens is None:
@@ -293,7 +293,7 @@ class Residency:
         told = await self._told(prompt.tokens, model)
         return [each if each is not None else mine for each, mine in zip(told, remembered, strict=True)]
 
-    def note(self, prompt: Prompt, engine: int) -> None:
+    def note(self, prompt: RoutedPrompt, engine: int) -> None:
         """A prompt was sent to an engine."""
         self._sent.note(prompt, engine)
 

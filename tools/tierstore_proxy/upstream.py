@@ -11,7 +11,7 @@ from typing import TypeVar
 import httpx
 
 from tierstore.errors import TierStoreError
-from tierstore_proxy.choice import Load
+from tierstore_proxy.choice import EngineLoad
 
 _CONNECT_S = 2.0
 _KEEP_ALIVE_S = (
@@ -52,8 +52,8 @@ class Upstream:
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
 
     @property
-    def load(self) -> Load:
-        return Load(self.requests, self.tokens, not self.problem)
+    def load(self) -> EngineLoad:
+        return EngineLoad(self.requests, self.tokens, not self.problem)
 
     @contextmanager
     def under_way(self, tokens: int) -> Iterator[None]:

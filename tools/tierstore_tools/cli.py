@@ -13,13 +13,11 @@ from typing import Annotated
 import typer
 
 from tierstore.arguments import json_object
-from tierstore.command_line import one_line_errors
+from tierstore.command_line import make_app, one_line_errors, version_option
 from tierstore.errors import UsageError
 from tierstore.units import parse_size
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = make_app()
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Write one JSON document: a file, or - for stdout")
@@ -38,7 +36,7 @@ def main() -> None:
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(version: Annotated[bool, version_option("tierstore-bench")] = False) -> None:
     """What each tier is worth, measured beside this machine's own limits."""
 
 

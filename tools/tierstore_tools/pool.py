@@ -90,7 +90,7 @@ class TwoLevel(Policy):
 
     @property
     def taken_bytes(self) -> int:  # type: ignore[override]
-        return sum(len(group.parts) for group in self._groups) * self._groups[0].frames.large_bytes
+        return sum(len(group.parts) for group in self._groups) * self._groups[0].large_pages.large_bytes
 
     def grow(self, request: _Request, tokens: int) -> bool:
         held = self._held.setdefault(request, [_Held() for _ in self._groups])

@@ -38,7 +38,7 @@ from tierstore.planner import Prefill
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, load_model, make_runner
 from tierstore_engine.engine import Engine
-from tierstore_engine.ordering import Entry, Place, turns
+from tierstore_engine.ordering import Place, WaitingEntry, turns
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.overtaking import Spent, passed
 from tierstore_engine.sampling import SamplingParams
@@ -326,7 +326,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 # -- the simulator -------------------------------------------------------------------------------------
 
-Order: TypeAlias = Callable[[Sequence[Entry], float], Entry]
+Order: TypeAlias = Callable[[Sequence[WaitingEntry], float], WaitingEntry]
 """Whose chunk is next, of those that wait, at a time."""
 
 
@@ -348,16 +348,16 @@ def orders(prefill: Prefill, *, block_tokens: int, overtake_s: float) -> dict[st
     """By name; ``cache`` is the engine's."""
 
     def by_turns(bound_s: float) -> Order:
-        def first(entries: Sequence[Entry], now_s: float) -> Entry:
+        def first(entries: Sequence[WaitingEntry], now_s: float) -> WaitingEntry:
             found = turns(entries, prefill, chunk_tokens=block_tokens, bound_s=bound_s, now_s=now_s)
             return next(found).entry
 
         return first
 
-    def longest_match(entries: Sequence[Entry], now_s: float) -> Entry:
+    def longest_match(entries: Sequence[WaitingEntry], now_s: float) -> WaitingEntry:
         return min(entries, key=lambda entry: (-entry.held, entry.place))
 
-    def least_left(entries: Sequence[Entry], now_s: float) -> Entry:
+    def least_left(entries: Sequence[WaitingEntry], now_s: float) -> WaitingEntry:
         return min(entries, key=lambda e: (prefill.seconds(max(e.tokens - e.held, 0), e.held), e.place))
 
     return {
@@ -378,7 +378,7 @@ def simulate(
     coming = [
         (
             request.timestamp_s * stretch,
-            Entry(
+            WaitingEntry(
                 (0, number, number),
                 [PageKey(block.to_bytes(16, "big")) for block in request.blocks],
                 max(request.input_tokens, 1),
@@ -388,10 +388,10 @@ def simulate(
     ]
     coming.reverse()
     ttft_s, arrived = [0.0] * len(coming), {entry.place: at for at, entry in coming}
-    waiting: list[Entry] = []
+    waiting: list[WaitingEntry] = []
     now = hits = total = 0.0
 
-    def held(entry: Entry) -> int:
+    def held(entry: WaitingEntry) -> int:
         count = next((n for n, key in enumerate(entry.keys) if key not in cache), len(entry.keys))
         return min(count * width, entry.tokens - 1)
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 
 
-class Counters:
+class ConnectorCounters:
     """Amounts by name since the last :meth:`take`. Thread-safe."""
 
     def __init__(self) -> None:

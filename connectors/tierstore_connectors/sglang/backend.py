@@ -35,7 +35,7 @@ from tierstore.groups import GroupRule, page_ranges, served_lengths
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
-from tierstore_connectors.sglang.config import SAMPLE, Settings
+from tierstore_connectors.sglang.config import SAMPLE, SglangSettings
 from tierstore_connectors.sglang.identity import (
     model_digest,
     pages_named,
@@ -66,7 +66,7 @@ class TierStoreHiCache(HiCacheStorage):
                 "tierstore needs 0.5.20 or newer"
             )
         self._config = storage_config
-        self._settings = Settings.parse(storage_config.extra_config)
+        self._settings = SglangSettings.parse(storage_config.extra_config)
         self._lock = threading.Lock()  # of everything below that changes
         self._pools: dict[str, HostPool] = {}
         self._stores: dict[tuple[int, int], Store] = {}
@@ -128,14 +128,17 @@ class TierStoreHiCache(HiCacheStorage):
             mover_threads=settings.threads,
             keys=settings.keys,
             server_key=settings.server_key,
+            model_name=self._config.model_name or "",
             wait_s=0,
         )
 
-    def _place(self, name: str) -> _Place:
+    def _place(self, name: str) -> _BufferPlace:
         """Raises :class:`KeyError` for a pool that was not registered."""
         with self._lock:
             pool = self._pools[name]
-            return _Place(pool, self._stores[pool.page_bytes, pool.chunk_tokens], self._identity_of(pool))
+            return _BufferPlace(
+                pool, self._stores[pool.page_bytes, pool.chunk_tokens], self._identity_of(pool)
+            )
 
     def _identity_of(self, pool: HostPool) -> Identity:
         """The identity that the pool's pages have now: another one after new weights. Under the lock."""
@@ -214,7 +217,7 @@ class TierStoreHiCache(HiCacheStorage):
             query.hit.prefetch(deadline_s=self._settings.load_s)
         return held
 
-    def _find(self, place: _Place, keys: Sequence[str], extra_info: Any) -> Query | None:
+    def _find(self, place: _BufferPlace, keys: Sequence[str], extra_info: Any) -> Query | None:
         """None where there is nothing, and while the daemon does not answer."""
         with self._lock:
             if not keys or not self._breaker.allows(time.monotonic()):
@@ -275,7 +278,7 @@ class TierStoreHiCache(HiCacheStorage):
         return [at in loaded for at in range(len(keys))]
 
     def _load_held(
-        self, place: _Place, query: Query, first: int, keys: Sequence[str], indices: Any
+        self, place: _BufferPlace, query: Query, first: int, keys: Sequence[str], indices: Any
     ) -> set[int]:
         """Load what the query holds of ``keys``, which are its pages ``first …``. Which of them came."""
         wanted = query.held(first, len(keys))
@@ -380,7 +383,7 @@ class TierStoreHiCache(HiCacheStorage):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BufferPlace:
     """Where the pages of a pool are kept."""
 
     pool: HostPool

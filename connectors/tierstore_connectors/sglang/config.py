@@ -22,7 +22,7 @@ WHOLE, SAMPLE = "whole", "sample"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SglangSettings:
     """``store`` is the daemon's address, ``keys`` and ``server_key`` are the files for ``tcp://``.
     ``namespace`` keeps engines apart that nothing else tells apart, and names weights that nothing else
     identifies.
@@ -47,7 +47,7 @@ class Settings:
             raise UsageError(f"hash_weights must be {WHOLE!r} or {SAMPLE!r}, got {self.hash_weights!r}")
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any] | None) -> Settings:
+    def parse(cls, extra: Mapping[str, Any] | None) -> SglangSettings:
         """Raises :class:`~tierstore.errors.UsageError` for an unknown key or a wrong value."""
         ours = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         return cls(**checked_options("hicache-storage-backend-extra-config", cls, ours))

@@ -15,7 +15,7 @@ from tierstore_connectors.common.options import checked_options
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class VllmSettings:
     """``store`` is the daemon's address, ``keys`` and ``server_key`` are the files for ``tcp://``.
     ``namespace`` keeps engines apart that nothing else tells apart, and names weights that nothing else
     identifies. ``model_name`` is what the daemon's KV events call the model (empty: as vLLM serves it).
@@ -45,7 +45,7 @@ class Settings:
     hash_weights: str = "whole"
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> Settings:
+    def parse(cls, extra: Mapping[str, Any]) -> VllmSettings:
         """Raises :class:`UsageError` for an unknown key or a wrong value."""
         settings = cls(**checked_options("kv_connector_extra_config", cls, extra))
         if settings.handover_s > MOST_HANDOVER_S:

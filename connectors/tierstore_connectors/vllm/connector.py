@@ -32,9 +32,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tierstore.errors import TierStoreError
 from tierstore_connectors.common import handover
-from tierstore_connectors.common.counters import Counters, added
+from tierstore_connectors.common.counters import ConnectorCounters, added
 from tierstore_connectors.common.guard import ErrorLog, guarded
-from tierstore_connectors.vllm.config import Settings
+from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.groups import read_groups
 from tierstore_connectors.vllm.identity import Weights, hashes_are_private, weights_revision
 from tierstore_connectors.vllm.layout import UnsupportedError
@@ -163,8 +163,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.errors = ErrorLog(_log)
-        self.counters = Counters()
-        self._settings: Settings | None = None
+        self.counters = ConnectorCounters()
+        self._settings: VllmSettings | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._caches: Mapping[str, Any] = {}
@@ -181,7 +181,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _open(self) -> None:
         config = self._vllm_config
         try:
-            settings = Settings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
+            settings = VllmSettings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
             if not settings.model_name:
                 settings = replace(settings, model_name=str(config.model_config.served_model_name or ""))
             groups = read_groups(

@@ -18,7 +18,7 @@ Pages = Sequence[tuple[Sequence[int], int]]  # the blocks of a chunk, and where 
 Problem = Callable[[str, Exception], None]
 
 
-class Blocks(Protocol):
+class GroupBlockCopies(Protocol):
     """The KV blocks of a group on one worker. Called on mover threads, by several at once."""
 
     def gather(self, pages: Pages) -> None:
@@ -80,7 +80,7 @@ class SavedBlocks:
     """What a save reads: page ``i`` is made of the blocks of chunk ``i``. Pages whose copy has raised are not
     stored."""
 
-    def __init__(self, blocks: Blocks, chunks: Chunks, problem: Problem) -> None:
+    def __init__(self, blocks: GroupBlockCopies, chunks: Chunks, problem: Problem) -> None:
         self._blocks = blocks
         self._chunks = chunks
         self._problem = problem
@@ -105,7 +105,7 @@ class LoadedBlocks:
     """What a load writes: page ``first + i`` goes to the blocks of chunk ``i``. ``failed`` once a copy has
     raised: then nothing that was loaded may be believed."""
 
-    def __init__(self, blocks: Blocks, chunks: Chunks, first: int, problem: Problem) -> None:
+    def __init__(self, blocks: GroupBlockCopies, chunks: Chunks, first: int, problem: Problem) -> None:
         self._blocks = blocks
         self._chunks = chunks
         self._first = first

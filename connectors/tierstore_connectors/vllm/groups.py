@@ -36,7 +36,7 @@ _MIXED = "UniformTypeKVCacheSpecs"  # layers of one kind with different sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CacheGroup:
     """``number`` is its place in vLLM's block tables, ``rule`` what a hit needs of it. ``meaning``: what the
     bytes of a block are, as far as neither its tensors nor the model's configuration say."""
 
@@ -57,7 +57,7 @@ class Groups:
     """All groups of a model: ``len(tables)`` of a block table is ``count``. ``hash_tokens`` is how many
     tokens each of vLLM's block hashes covers, ``chunk_tokens`` a whole number of blocks of every group."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[CacheGroup, ...]
     count: int
     hash_tokens: int
     chunk_tokens: int
@@ -72,11 +72,11 @@ class Groups:
         """Whether what was found serves a hit of that length only: a shorter one may need other pages."""
         return any(kept_by_name(group.rule) for group in self.groups)
 
-    def blocks_per_page(self, group: Group) -> int:
+    def blocks_per_page(self, group: CacheGroup) -> int:
         """A page is the blocks of a chunk, or the state at its end, which is one block."""
         return 1 if group.rule.past is Past.STATE else self.chunk_tokens // group.block_tokens
 
-    def label(self, group: Group) -> str:
+    def label(self, group: CacheGroup) -> str:
         """What the identities of its pages call it. Followers of the daemon's events hear of ``group…``, of
         all of which every hit needs every page."""
         if group.rule.past is Past.STATE:
@@ -131,7 +131,7 @@ def _check_states(cache_config: Any, offers_states: bool) -> None:
         raise UnsupportedError("with use_replayssm blocks do not hold whole states")
 
 
-def _hash_tokens(kv_cache_config: Any, cache_config: Any, groups: Sequence[Group]) -> int:
+def _hash_tokens(kv_cache_config: Any, cache_config: Any, groups: Sequence[CacheGroup]) -> int:
     """How many tokens a block hash covers. Before 0.32 vLLM does not say; this is how it decides there."""
     size = vars(kv_cache_config).get("hash_block_size")
     if size:
@@ -141,11 +141,11 @@ def _hash_tokens(kv_cache_config: Any, cache_config: Any, groups: Sequence[Group
     return int(vars(cache_config).get("prefix_match_unit") or math.gcd(*_sizes(groups)))
 
 
-def _sizes(groups: Sequence[Group]) -> list[int]:
+def _sizes(groups: Sequence[CacheGroup]) -> list[int]:
     return [group.block_tokens for group in groups]
 
 
-def _group(number: int, described: Any) -> Group:
+def _group(number: int, described: Any) -> CacheGroup:
     spec = described.kv_cache_spec
     fields = vars(described)
     kind = type(spec).__name__
@@ -155,19 +155,21 @@ def _group(number: int, described: Any) -> Group:
     layers, tokens = tuple(described.layer_names), int(spec.block_size)
     kinds = {type(each).__name__ for each in specs}
     if kinds <= _FULL:
-        return Group(number, layers, tokens, GroupRule.all())
+        return CacheGroup(number, layers, tokens, GroupRule.all())
     if kinds == {_WINDOW}:
         # Each token attends ``sliding_window`` of them, itself included.
-        return Group(number, layers, tokens, GroupRule.window(max(_size(specs, "sliding_window") - 1, 0)))
+        return CacheGroup(
+            number, layers, tokens, GroupRule.window(max(_size(specs, "sliding_window") - 1, 0))
+        )
     if kinds == {_CHUNKED}:
-        return Group(number, layers, tokens, GroupRule.chunked(_size(specs, "attention_chunk_size")))
+        return CacheGroup(number, layers, tokens, GroupRule.chunked(_size(specs, "attention_chunk_size")))
     if kinds == {_STATE}:
         if _size(specs, "num_speculative_blocks"):
             # The state at a boundary is put right when the drafts behind it have been rejected, which is
             # after the step in which vLLM says that it is there.
             raise UnsupportedError("recurrent states are not kept with speculative decoding")
         meaning = sorted({f"{each.mamba_type} {each.shapes} {each.dtypes}" for each in specs})
-        return Group(number, layers, tokens, GroupRule.state(), "; ".join(meaning))
+        return CacheGroup(number, layers, tokens, GroupRule.state(), "; ".join(meaning))
     kept = ", ".join(sorted(kinds))
     raise UnsupportedError(
         f"KV cache group {number} keeps {kept}: only attention over blocks and recurrent states can be kept"
@@ -230,7 +232,9 @@ class BlockTables:
         self._so_far.pop(request, None)
 
 
-def blocks_to_load(groups: Groups, group: Group, table: Sequence[int], start: int, end: int) -> GroupBlocks:
+def blocks_to_load(
+    groups: Groups, group: CacheGroup, table: Sequence[int], start: int, end: int
+) -> GroupBlocks:
     """The blocks of tokens ``start … end``: of a state, the one at ``end``. Leading chunks without any
     (outside of a window) are left out."""
     if group.rule.past is Past.STATE:
@@ -253,7 +257,9 @@ def state_blocks(groups: Groups, group: int, block: int, tokens: int) -> GroupBl
     return GroupBlocks(group, tokens // groups.chunk_tokens - 1, ((block,),))
 
 
-def blocks_to_save(groups: Groups, group: Group, table: Sequence[int], first: int, end: int) -> GroupBlocks:
+def blocks_to_save(
+    groups: Groups, group: CacheGroup, table: Sequence[int], first: int, end: int
+) -> GroupBlocks:
     """The blocks of chunks ``first … end``, from where on none is missing (outside of a window)."""
     per_chunk = groups.blocks_per_page(group)
     chunks: list[tuple[int, ...]] = []

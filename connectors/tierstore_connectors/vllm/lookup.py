@@ -1,10 +1,10 @@
 """Lookups: threads ask the daemon what it holds of prompts, the scheduler polls in every step.
 
-A worker's pages of one KV cache group are a layer group of the store (:class:`Lookups`), so one question
-finds the longest hit of a prompt that all groups on all workers support. Prompts that wait at the same time
-are asked for together (:meth:`Lookups.ask`). Pages on disk are *brought* into memory, with a deadline, before
-anything is promised to vLLM: a page that turns out to be damaged is then a shorter hit (none, where a hit
-needs named pages) and not a failed load. A lease holds what was found all along.
+A worker's pages of one KV cache group are a layer group of the store (:class:`VllmLookups`), so one
+question finds the longest hit of a prompt that all groups on all workers support. Prompts that wait at the
+same time are asked for together (:meth:`VllmLookups.ask`). Pages on disk are *brought* into memory, with a
+deadline, before anything is promised to vLLM: a page that turns out to be damaged is then a shorter hit
+(none, where a hit needs named pages) and not a failed load. A lease holds what was found all along.
 
 Pages that another engine has promised to save are waited for first, as long as it said. Pages that other
 hosts have are fetched, where that is faster than computing, and the prompt is asked for again.
@@ -27,7 +27,7 @@ from tierstore.planner import Planner
 from tierstore.spec import KVSpec
 from tierstore.types import Promise
 from tierstore_connectors.common.guard import Breaker, ErrorLog
-from tierstore_connectors.vllm.config import Settings
+from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.identity import EnginePrompt
 from tierstore_connectors.vllm.orders import RENEW_S, Shard, kept_by_name, under_epoch
 
@@ -61,7 +61,7 @@ class PromptLookup:
         self._answered = threading.Event()
         self._lock = threading.Lock()
         self._hit: Hit | None = None  # guarded by _lock, as is all below
-        self._brought: Transfer[int] | None = None
+        self._fetched: Transfer[int] | None = None
         self._expected: Transfer[None] | None = None
         self._released = False
 
@@ -92,7 +92,7 @@ class PromptLookup:
     def wait(self, timeout: float) -> None:
         """Wait for what comes next: promised pages, the answer, or pages on their way."""
         with self._lock:
-            next_of_it = self._expected if self.promise is not None else self._brought
+            next_of_it = self._expected if self.promise is not None else self._fetched
         if next_of_it is not None and not next_of_it.done:
             with suppress(TimeoutError):
                 next_of_it.wait(timeout)
@@ -104,12 +104,12 @@ class PromptLookup:
         if not self._answered.is_set():
             return None
         with self._lock:
-            hit, brought = self._hit, self._brought
-        if hit is None or brought is None:
+            hit, fetched = self._hit, self._fetched
+        if hit is None or fetched is None:
             return 0 if hit is None else hit.tokens
-        if not brought.done:  # ends where its time is over
+        if not fetched.done:  # ends where its time is over
             return None
-        came = min(brought.wait(), hit.tokens)
+        came = min(fetched.wait(), hit.tokens)
         leading = sum(part.leading for part in hit.parts)
         if came < hit.tokens and leading < len(self.identities):
             return 0  # named pages serve one length only
@@ -120,8 +120,8 @@ class PromptLookup:
         with self._lock:
             self._released = True
             hit, self._hit = self._hit, None
-            under_way = [each for each in (self._brought, self._expected) if each is not None]
-            self._brought = self._expected = None
+            under_way = [each for each in (self._fetched, self._expected) if each is not None]
+            self._fetched = self._expected = None
         for transfer in under_way:
             transfer.cancel()
         if hit is not None:
@@ -157,23 +157,23 @@ class PromptLookup:
         if unwanted is not None:
             unwanted.release()
 
-    def bring(self, within_s: float) -> Transfer[int] | None:
+    def prefetch(self, within_s: float) -> Transfer[int] | None:
         """Begin to bring what is on disk; None if there is nothing to bring, or the lookup was released."""
         with self._lock:
             if self._hit is not None and self._hit.by_tier.get("disk"):
-                self._brought = self._hit.prefetch(deadline_s=within_s)
-            return self._brought
+                self._fetched = self._hit.prefetch(deadline_s=within_s)
+            return self._fetched
 
     def end(self) -> None:
         """There is nothing more to ask."""
         self._answered.set()
 
 
-class Lookups:
+class VllmLookups:
     """Asks the daemon, unless it is away or does not answer. Belongs to the scheduler's thread."""
 
     def __init__(
-        self, settings: Settings, errors: ErrorLog, clock: Callable[[], float] = time.monotonic
+        self, settings: VllmSettings, errors: ErrorLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.breaker = Breaker()
         self.planner = Planner()  # what bringing pages and computing prompts has taken
@@ -327,7 +327,7 @@ class Lookups:
         fetched = []
         for lookup in lookups:
             hit, within_s = lookup.hit, self._settings.prefetch_s
-            fetching = store.bring(hit, deadline_s=within_s) if hit is not None else None
+            fetching = store.fetch_remote(hit, deadline_s=within_s) if hit is not None else None
             if fetching is None:
                 self._bring(store, lookup)
             else:
@@ -336,15 +336,15 @@ class Lookups:
         for _, fetching in fetched:
             fetching.wait()
         again = [lookup for lookup, _ in fetched]
-        self._look_up(store, again)
+        self._look_up(store, again, counted=False)
         for lookup in again:
             self._bring(store, lookup)
 
-    def _look_up(self, store: Store, lookups: Sequence[PromptLookup]) -> None:
+    def _look_up(self, store: Store, lookups: Sequence[PromptLookup], *, counted: bool = True) -> None:
         """Ask for all of these prompts at once, except for those that were released."""
         asked = [each for each in lookups if not each.released]
         began = time.monotonic()
-        hits = lookup_all((store, each.prompt()) for each in asked)
+        hits = lookup_all(((store, each.prompt()) for each in asked), counted=counted)
         late = time.monotonic() - began >= self._settings.lookup_s
         for lookup, hit in zip(asked, hits, strict=True):
             lookup.late = late and not hit.tokens  # else the daemon has said that there is none
@@ -354,20 +354,20 @@ class Lookups:
         """Bring what is on disk, but for what computing would have sooner, and measure that. The lookup has
         its answer then."""
         self._decline(store, lookup)
-        began, brought, hit = self._clock(), lookup.bring(self._settings.prefetch_s), lookup.hit
+        began, fetched, hit = self._clock(), lookup.prefetch(self._settings.prefetch_s), lookup.hit
         lookup.end()
-        if brought is None or hit is None:
+        if fetched is None or hit is None:
             return
         runs = [(part.page_bytes, *run) for part in hit.parts for run in part.page_runs()]
         nbytes = sum(page_bytes * pages for page_bytes, tier, pages in runs if tier == "disk")
 
         def came() -> None:
-            now, complete = self._clock(), brought.wait() >= hit.tokens
-            late = brought.state is TransferState.EXPIRED
-            if late or (complete and brought.state is TransferState.DONE):
+            now, complete = self._clock(), fetched.wait() >= hit.tokens
+            late = fetched.state is TransferState.EXPIRED
+            if late or (complete and fetched.state is TransferState.DONE):
                 self.planner.moved("disk", nbytes, now - began, now_s=now)
 
-        brought.on_end(came)
+        fetched.on_end(came)
 
     def _decline(self, store: Store, lookup: PromptLookup) -> None:
         """Ask again for less where the rest would come from disk later than computing it."""
@@ -379,4 +379,4 @@ class Lookups:
             store.decline(hit, planned)
             used = planned.tokens // lookup.chunk_tokens * lookup.chunk_tokens
             lookup.declined = hit.tokens - used
-            lookup.hold(store.lookup(lookup.prompt(), max_tokens=used))
+            lookup.hold(store.lookup(lookup.prompt(), max_tokens=used, counted=False))

@@ -14,7 +14,7 @@ _NOTHING_SAID = Hint()
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPages:
+class GroupShard:
     """Pages of one KV cache group on one worker. ``rule``: those of them that a hit needs."""
 
     group: int
@@ -28,7 +28,7 @@ class Shard:
     """The pages that one worker keeps."""
 
     chunk_tokens: int
-    groups: tuple[GroupPages, ...]
+    groups: tuple[GroupShard, ...]
 
 
 @dataclass(frozen=True, slots=True)

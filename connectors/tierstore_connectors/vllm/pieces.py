@@ -101,7 +101,7 @@ def fits_kernel(layout: PageLayout) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _CopyStream:
     """A stream as CuPy's launch takes it: it asks for nothing but the handle."""
 
     ptr: int
@@ -128,7 +128,7 @@ def cupy_launch(device: torch.device) -> Launch | None:
         values = tuple(
             np.uintp(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments
         )
-        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        stream = _CopyStream(torch.cuda.current_stream(device).cuda_stream)
         with cupy.cuda.Device(index):
             function(tuple(grid), (THREADS,), values, stream=stream)
 

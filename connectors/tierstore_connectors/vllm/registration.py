@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from tierstore_connectors.common.facts import host_device
-from tierstore_connectors.vllm.copies import Blocks, HostBlocks
-from tierstore_connectors.vllm.groups import Group, Groups
+from tierstore_connectors.vllm.copies import GroupBlockCopies, HostBlocks
+from tierstore_connectors.vllm.groups import CacheGroup, Groups
 from tierstore_connectors.vllm.identity import model_digest, page_identity
 from tierstore_connectors.vllm.layout import PageLayout, TensorShape, UnsupportedError, page_layout
-from tierstore_connectors.vllm.orders import GroupPages
+from tierstore_connectors.vllm.orders import GroupShard
 from tierstore_connectors.vllm.worker import WorkerGroup
 
 
@@ -74,12 +74,12 @@ def register_groups(
             shard=rank.shard(groups.label(group)),
             meaning=group.meaning,
         )
-        pages = GroupPages(group.number, identity, layout.page_bytes, group.rule)
+        pages = GroupShard(group.number, identity, layout.page_bytes, group.rule)
         kept[group.number] = WorkerGroup(pages, layout, blocks_on(layout, list(own.values())))
     return kept
 
 
-def _own(group: Group, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _own(group: CacheGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A group's tensors on this worker; layers that share one are kept once."""
     own: dict[str, torch.Tensor] = {}
     seen: set[object] = set()
@@ -100,7 +100,7 @@ def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
     return TensorShape(name, tensor.data_ptr(), tuple(tensor.shape), strides, size, str(tensor.dtype))
 
 
-def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Tensor]], Blocks]:
+def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Tensor]], GroupBlockCopies]:
     """What makes a group's blocks on this device."""
     if device.type == "cpu":
         return lambda layout, tensors: HostBlocks(layout)

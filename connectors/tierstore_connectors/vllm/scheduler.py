@@ -28,9 +28,9 @@ from tierstore.errors import UsageError
 from tierstore.groups import Past
 from tierstore.keys import PageKey, encode_tokens
 from tierstore.types import Promise
-from tierstore_connectors.common.counters import Counters
+from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog, RecentKeys
-from tierstore_connectors.vllm.config import RequestOptions, Settings
+from tierstore_connectors.vllm.config import RequestOptions, VllmSettings
 from tierstore_connectors.vllm.groups import (
     BlockTable,
     BlockTables,
@@ -48,7 +48,7 @@ from tierstore_connectors.vllm.identity import (
     request_salt,
 )
 from tierstore_connectors.vllm.layout import UnsupportedError
-from tierstore_connectors.vllm.lookup import Lookups, PromptLookup
+from tierstore_connectors.vllm.lookup import PromptLookup, VllmLookups
 from tierstore_connectors.vllm.orders import (
     NULL_BLOCK,
     GroupBlocks,
@@ -171,17 +171,17 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: VllmSettings,
         groups: Groups,
         errors: ErrorLog,
-        counters: Counters,
+        counters: ConnectorCounters,
         *,
         loads: bool = True,
         saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = groups
-        self.lookups = Lookups(settings, errors, clock)
+        self.lookups = VllmLookups(settings, errors, clock)
         self.counters = counters
         self.errors = errors
         # Chunks that were promised and could not be loaded: a page which cannot be had is not asked for in a

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from tierstore import Hint, Hit, Loaded, Prompt, Store, Transfer, lookup_all
 from tierstore.errors import StoreClosedError
-from tierstore_connectors.common.counters import Counters
+from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.copies import LoadedBlocks, SavedBlocks
 from tierstore_connectors.vllm.orders import GroupBlocks, LoadOrder
@@ -54,7 +54,7 @@ class LoadPart:
         return self.blocks.first if self.prompt.named else max(pages, first)
 
 
-class Load:
+class BlockLoad:
     """One request's load. ``poll`` is for the model's thread, the rest happens on others."""
 
     def __init__(
@@ -159,7 +159,7 @@ class Load:
 
 
 @dataclass(slots=True, eq=False)
-class Save:
+class BlockSave:
     """Pages of one group of one request."""
 
     request: str
@@ -183,7 +183,7 @@ class Saves:
     def __init__(
         self,
         threads: Executor,
-        counters: Counters,
+        counters: ConnectorCounters,
         errors: ErrorLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -194,15 +194,15 @@ class Saves:
         self._lock = threading.Lock()
         self._fenced = threading.Condition(self._lock)
         self._fences = 0  # that wait; guarded by _lock
-        self._reading: dict[int, list[Save]] = {}  # by block; guarded by _lock, as is the next
-        self._under_way: dict[str, list[Save]] = {}  # by request
+        self._reading: dict[int, list[BlockSave]] = {}  # by block; guarded by _lock, as is the next
+        self._under_way: dict[str, list[BlockSave]] = {}  # by request
 
     def __len__(self) -> int:
         """Saves under way."""
         with self._lock:
             return sum(map(len, self._under_way.values()))
 
-    def begin(self, saves: Sequence[Save]) -> None:
+    def begin(self, saves: Sequence[BlockSave]) -> None:
         """Copy these blocks soon; they are read until their save has ended, or been fenced."""
         if not saves:
             return
@@ -230,7 +230,7 @@ class Saves:
             with self._lock:
                 self._fences -= 1
 
-    def _end_by(self, saves: Iterable[Save], ends: float) -> None:
+    def _end_by(self, saves: Iterable[BlockSave], ends: float) -> None:
         """Wait for these saves until then, and give up those that take longer."""
         for save in saves:
             if save.stopped or save.ended.wait(max(ends - self._clock(), 0.0)):
@@ -250,15 +250,15 @@ class Saves:
         """Wait for all of them, and give up those that take longer."""
         self.fence(None, timeout)
 
-    def _start_all(self, saves: Sequence[Save], due: float) -> None:
+    def _start_all(self, saves: Sequence[BlockSave], due: float) -> None:
         with self._lock:
             self._fenced.wait_for(lambda: self._fences, max(due - self._clock(), 0.0))
         for save in saves:
             self._start(save)
 
-    def _start(self, save: Save) -> None:
+    def _start(self, save: BlockSave) -> None:
         try:
-            save.store.introduce(save.prompt.identity)  # so that nothing below waits for the daemon
+            save.store.register(save.prompt.identity)  # so that nothing below waits for the daemon
             with save.lock:
                 if not save.stopped:
                     save.transfer = save.store.save_from(
@@ -272,14 +272,14 @@ class Saves:
         else:
             transfer.on_end(lambda: self._ended(save, transfer.wait()))
 
-    def _stop(self, save: Save) -> None:
+    def _stop(self, save: BlockSave) -> None:
         with save.lock:
             save.stopped = True
             transfer = save.transfer
         if transfer is not None:  # else it has read nothing, and is not going to
             transfer.cancel()  # waits for copies that are under way
 
-    def _ended(self, save: Save, tokens: int) -> None:
+    def _ended(self, save: BlockSave, tokens: int) -> None:
         wanted = save.count * save.prompt.chunk_tokens
         self._counters.add("saves")
         self._counters.add("saved_tokens", tokens)

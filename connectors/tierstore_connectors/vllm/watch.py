@@ -26,7 +26,7 @@ _READING = words(
 )
 
 
-class Watcher(Protocol):
+class ChangeWatcher(Protocol):
     """A connector that wants to know."""
 
     def weights_changed(self) -> None: ...
@@ -34,23 +34,23 @@ class Watcher(Protocol):
     def adapter_loads(self, adapter: Any) -> None: ...
 
 
-def watch_engines(kind: type[Watcher]) -> list[str]:
+def watch_engines(kind: type[ChangeWatcher]) -> list[str]:
     """From now on tell connectors of this ``kind`` what their engines do. Returns what this vLLM lacks."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    def engine_changed(engine: Any, *args: Any, **kwargs: Any) -> list[Watcher]:
+    def engine_changed(engine: Any, *args: Any, **kwargs: Any) -> list[ChangeWatcher]:
         return list(_watchers(kind, vars(engine).get("scheduler")))
 
-    def rpc_changed(engine: Any, method: Any, *args: Any, **kwargs: Any) -> list[Watcher]:
+    def rpc_changed(engine: Any, method: Any, *args: Any, **kwargs: Any) -> list[ChangeWatcher]:
         return [] if method in _READING else engine_changed(engine)
 
-    def sleep_changed(engine: Any, level: int = 1, *args: Any, **kwargs: Any) -> list[Watcher]:
+    def sleep_changed(engine: Any, level: int = 1, *args: Any, **kwargs: Any) -> list[ChangeWatcher]:
         return engine_changed(engine) if level >= 1 else []
 
     def reset_changed(
         scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> list[Watcher]:
+    ) -> list[ChangeWatcher]:
         return list(_watchers(kind, scheduler)) if reset_connector else []
 
     def adapter_loads(engine: Any, adapter: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ def watch_engines(kind: type[Watcher]) -> list[str]:
     ]
 
 
-def _watchers(kind: type[Watcher], scheduler: Any) -> Iterator[Watcher]:
+def _watchers(kind: type[ChangeWatcher], scheduler: Any) -> Iterator[ChangeWatcher]:
     """The connectors of a scheduler, also those in vLLM's ``MultiConnector``."""
     connectors = [getattr(scheduler, "connector", None)]
     while connectors:
@@ -85,7 +85,7 @@ def _wrap(
     name: str,
     *,
     before: Callable[..., None] = _nothing,
-    after: Callable[..., list[Watcher]] | None = None,
+    after: Callable[..., list[ChangeWatcher]] | None = None,
     needed: bool = True,
 ) -> list[str]:
     """Have ``after`` name those that hear of a change when the method has ended, also when it has failed."""

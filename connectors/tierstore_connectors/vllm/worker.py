@@ -19,16 +19,16 @@ from tierstore.groups import Past
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore.tiers.pinned import Pin
-from tierstore_connectors.common.counters import Counters
+from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog
-from tierstore_connectors.vllm.config import Settings
-from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, valid_blocks
+from tierstore_connectors.vllm.config import VllmSettings
+from tierstore_connectors.vllm.copies import GroupBlockCopies, LoadedBlocks, SavedBlocks, valid_blocks
 from tierstore_connectors.vllm.identity import ChunkNames
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import (
     RENEW_S,
     GroupBlocks,
-    GroupPages,
+    GroupShard,
     LoadOrder,
     LoadReport,
     PromptUpdate,
@@ -38,7 +38,7 @@ from tierstore_connectors.vllm.orders import (
     kept_by_name,
     under_epoch,
 )
-from tierstore_connectors.vllm.transfers import Load, LoadPart, Save, Saves, blocks_of
+from tierstore_connectors.vllm.transfers import BlockLoad, BlockSave, LoadPart, Saves, blocks_of
 
 _IDLE_WAIT_S = (
     0.002  # an engine that has nothing to do but wait for loads spins: give the loads the processor
@@ -51,9 +51,9 @@ _CLOSE_S = 2.0
 class WorkerGroup:
     """One KV cache group of this worker: what its pages are, and where its blocks are."""
 
-    pages: GroupPages
+    pages: GroupShard
     layout: PageLayout
-    blocks: Blocks
+    blocks: GroupBlockCopies
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class _KnownPrompt:
         self.keys += grown.keys
         self.tokens += grown.tokens
 
-    def pages(self, pages: GroupPages, identity: Identity, chunks: range) -> tuple[Prompt, int]:
+    def pages(self, pages: GroupShard, identity: Identity, chunks: range) -> tuple[Prompt, int]:
         """What finds pages of a group, and the number of the first of ``chunks`` in it."""
         if kept_by_name(pages.rule):
             return self.names.pages(identity, chunks, self.keys, self.tokens), 0
@@ -92,20 +92,20 @@ class _KnownPrompt:
         return Prompt.with_keys(identity, tokens, keys, chunk_tokens=chunk_tokens), chunks.start
 
 
-class Stores:
+class WorkerStores:
     """A worker's connections: one for each page size (groups of one size share one). ``reach`` is called with
     each arena that is mapped, so that a device can be made to reach it.
 
     Belongs to the thread that opens them; the stores themselves are thread-safe.
     """
 
-    def __init__(self, settings: Settings, chunk_tokens: int, reach: Callable[[Pin], None]) -> None:
+    def __init__(self, settings: VllmSettings, chunk_tokens: int, reach: Callable[[Pin], None]) -> None:
         self._settings = settings
         self._chunk_tokens = chunk_tokens
         self._reach = reach
         self._stores: dict[int, Store] = {}
 
-    def of(self, pages: GroupPages) -> Store:
+    def of(self, pages: GroupShard) -> Store:
         """The store for a group's pages, opened with the first of them. Raises
         :class:`~tierstore.errors.UsageError` for an address that is none."""
         store = self._stores.get(pages.page_bytes)
@@ -143,12 +143,12 @@ class WorkerHalf:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: VllmSettings,
         groups: Mapping[int, WorkerGroup],
         model_groups: int,
         chunk_tokens: int,
         errors: ErrorLog,
-        counters: Counters,
+        counters: ConnectorCounters,
     ) -> None:
         self._settings = settings
         self._groups = dict(groups)
@@ -156,12 +156,12 @@ class WorkerHalf:
         self._chunk_tokens = chunk_tokens
         self._errors = errors
         self._counters = counters
-        self._stores = Stores(settings, chunk_tokens, self._share)
+        self._stores = WorkerStores(settings, chunk_tokens, self._share)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="tierstore-save")
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="tierstore-load")
         self._saves = Saves(self._saver, counters, errors)
         self._prompts: dict[str, _KnownPrompt] = {}
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, BlockLoad] = {}
         self._refused: dict[str, LoadOrder | None] = {}  # that vLLM waits for, and that are not under way
         self._report = LoadReport()
         self._moved = threading.Event()
@@ -319,7 +319,7 @@ class WorkerHalf:
     def _own(self, groups: Sequence[GroupBlocks]) -> list[GroupBlocks]:
         return [blocks for blocks in groups if blocks.group in self._groups]
 
-    def _make_load(self, order: LoadOrder) -> Load | None:
+    def _make_load(self, order: LoadOrder) -> BlockLoad | None:
         known = self._prompts.get(order.request)
         if known is None or len(known.keys) < order.chunks or not order.groups:
             return None
@@ -334,9 +334,9 @@ class WorkerHalf:
             store = self._stores.of(group.pages)
             target = LoadedBlocks(group.blocks, blocks.chunks, first, self._errors.caught)
             parts.append(LoadPart(store, prompt, blocks, target, first))
-        return Load(order, parts, deadline_s=self._settings.load_s, errors=self._errors)
+        return BlockLoad(order, parts, deadline_s=self._settings.load_s, errors=self._errors)
 
-    def _loaded(self, load: Load) -> None:
+    def _loaded(self, load: BlockLoad) -> None:
         tokens = max(len(each.chunks) for each in load.order.groups) * self._chunk_tokens
         self._counters.add("loads")
         self._counters.add("loaded_tokens", tokens)
@@ -355,7 +355,7 @@ class WorkerHalf:
             if at >= chunks:
                 results.blocks.update(block for block in chunk if block)
 
-    def _make_save(self, order: SaveOrder, blocks: GroupBlocks) -> Save | None:
+    def _make_save(self, order: SaveOrder, blocks: GroupBlocks) -> BlockSave | None:
         known = self._prompts.get(order.request)
         if known is None or len(known.keys) < blocks.end or not self._valid(blocks):
             self._errors.warn("orders", "a save named chunks that this worker does not know")
@@ -366,7 +366,7 @@ class WorkerHalf:
         store = self._stores.of(group.pages)
         source = SavedBlocks(group.blocks, blocks.chunks, self._errors.caught)
         count = len(blocks.chunks)
-        return Save(
+        return BlockSave(
             order.request,
             store,
             prompt,

@@ -44,7 +44,7 @@ _MOST_PARTS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _PagedStep:
     """A batch as the kernels want it."""
 
     slots: Slots
@@ -102,7 +102,7 @@ class CudaAttention(Attention):
             for layer in group.layers
         }
         self._place = {layer: place for place, layer in enumerate(group.layers)}
-        self._steps: Prepared[_Step] = Prepared()
+        self._steps: Prepared[_PagedStep] = Prepared()
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         return kernel_pointwise(self._launcher, config)
@@ -111,7 +111,7 @@ class CudaAttention(Attention):
         """A batch of decoding sequences that is these tensors: what they hold when it is computed counts. Its
         spans are empty. For batches that are captured once and replayed for good."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
-        return self._steps.fix(layout, _Step(slots, decoding, ()))
+        return self._steps.fix(layout, _PagedStep(slots, decoding, ()))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         assert values is not None, "the kernels know no latents"
@@ -170,8 +170,8 @@ class CudaAttention(Attention):
             self._kernels.decode(self._layers[layer], queries, step.decoding, out, lse, sight=sight)
         return out
 
-    def _prepared(self, batch: BatchLayout, *, with_lse: bool = False) -> _Step:
-        def make() -> _Step:
+    def _prepared(self, batch: BatchLayout, *, with_lse: bool = False) -> _PagedStep:
+        def make() -> _PagedStep:
             at_library = self._at_library if not with_lse else _nowhere
             return _prepare(batch, self.chunk_tokens, at_library, self._splits, self._most_parts)
 
@@ -226,7 +226,7 @@ def _prepare(
     at_library: Callable[[Span], bool],
     splits_of: Callable[[Span], int],
     most_parts: int,
-) -> _Step:
+) -> _PagedStep:
     """Sort the sequences by kernel and put their numbers on the device, in one copy."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     everyone = list(zip(batch.spans, first_rows, strict=False))
@@ -245,15 +245,15 @@ def _prepare(
             singles.append(member)
         elif not at_library(span):
             (whole if splits_of(span) == 1 else split).append(member)
-    kinds = [_Kind(group, singles), _Kind(group, whole)]
+    kinds = [_KernelKind(group, singles), _KernelKind(group, whole)]
     for members in _groups(split, splits_of, most_parts):
-        kinds.append(_Kind(group, members, [splits_of(span) for span, _ in members]))
+        kinds.append(_KernelKind(group, members, [splits_of(span) for span, _ in members]))
     parts = [kind.numbers(chunk_tokens) for kind in kinds]
     numbers = to_device(torch.from_numpy(np.concatenate(parts)), device)
     on_device = torch.split(numbers, [len(part) for part in parts])
     decoding, *prefilling = (kind.sequences(part) for part, kind in zip(on_device, kinds, strict=True))
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
-    return _Step(slots, decoding, [each for each in prefilling if each is not None], gathered)
+    return _PagedStep(slots, decoding, [each for each in prefilling if each is not None], gathered)
 
 
 def _groups(
@@ -274,7 +274,7 @@ def _groups(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _KernelKind:
     """The sequences of one launch, with the number of ``splits`` of each, if they are split."""
 
     group: int

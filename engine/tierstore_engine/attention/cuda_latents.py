@@ -27,7 +27,7 @@ from tierstore_engine.pointwise import Pointwise
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _LatentStep:
     """A batch as the kernels want it."""
 
     slots: Slots
@@ -60,7 +60,7 @@ class CudaLatentAttention(Attention):
             layer: LayerPages(pool, pool.stride(0), spec.layer(layer).start // pool.element_size())
             for layer in group.layers
         }
-        self._steps: Prepared[_Step] = Prepared()
+        self._steps: Prepared[_LatentStep] = Prepared()
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         return kernel_pointwise(self._launcher, config)
@@ -69,7 +69,7 @@ class CudaLatentAttention(Attention):
         """As :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         entries = Entries(decoding.rows, decoding.lengths, decoding.tables, decoding.max_length)
-        return self._steps.fix(layout, _Step(slots, entries, None))
+        return self._steps.fix(layout, _LatentStep(slots, entries, None))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         assert values is None, "latents are keys"
@@ -96,16 +96,16 @@ class CudaLatentAttention(Attention):
             self._kernels.attend(pages, queries, step.decoding, out, lse, split=True)
         return out
 
-    def _prepared(self, batch: BatchLayout) -> _Step:
+    def _prepared(self, batch: BatchLayout) -> _LatentStep:
         return self._steps.of(batch, lambda: _prepare(batch, self.chunk_tokens))
 
 
-def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
+def _prepare(batch: BatchLayout, chunk_tokens: int) -> _LatentStep:
     """Tell single tokens from chunks and put their numbers on the device, in one copy."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     members = list(zip(batch.spans, first_rows, strict=False))
     kinds = [
-        _Kind(batch.group, [member for member in members if (member[0].tokens == 1) is single])
+        _LatentKind(batch.group, [member for member in members if (member[0].tokens == 1) is single])
         for single in (True, False)
     ]
     parts = [kind.numbers(chunk_tokens) for kind in kinds]
@@ -113,11 +113,11 @@ def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
     on_device = torch.split(numbers, [len(part) for part in parts])
     decoding, chunks = (kind.entries(part) for part, kind in zip(on_device, kinds, strict=True))
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
-    return _Step(slots, decoding, chunks)
+    return _LatentStep(slots, decoding, chunks)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _LatentKind:
     """The spans of one launch, each with its first row: an entry for each of their tokens."""
 
     group: int

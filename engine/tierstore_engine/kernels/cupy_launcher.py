@@ -52,7 +52,7 @@ class CupyLauncher(Launcher):
         block = (instance.threads,)
 
         def launch(grid: Sequence[int], arguments: Sequence[Argument]) -> None:
-            stream = _Stream(torch.cuda.current_stream(self._index).cuda_stream)
+            stream = _LauncherStream(torch.cuda.current_stream(self._index).cuda_stream)
             values = tuple(_value(argument) for argument in arguments)
             with self._cupy.cuda.Device(self._index):
                 function(tuple(grid), block, values, shared_mem=instance.shared_bytes, stream=stream)
@@ -61,7 +61,7 @@ class CupyLauncher(Launcher):
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _LauncherStream:
     """A stream as CuPy's launch takes it: it asks for nothing but the handle. (CuPy's class for streams of
     others, ``ExternalStream``, warns at every use from CuPy 14 on, and its successor is not in CuPy 13.)"""
 

@@ -22,7 +22,7 @@ class AdmissionLimits(Protocol):
     def max_queued_tokens(self) -> int: ...
 
 
-class Place:
+class AdmissionPlace:
     """One request's. ``tokens`` are what its prompts hold of the queue."""
 
     def __init__(self, admission: Admission) -> None:
@@ -57,7 +57,7 @@ class Admission:
         self._idle.set()
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
+    def place(self) -> Iterator[AdmissionPlace]:
         """Hold a place. Raises :class:`ApiError`: 503 when the server is about to end, 429 when all are
         taken."""
         if self.draining:
@@ -70,7 +70,7 @@ class Admission:
                 "try again in a moment",
                 retry_after_s=_RETRY_S,
             )
-        place = Place(self)
+        place = AdmissionPlace(self)
         self.requests += 1
         self._idle.clear()
         try:

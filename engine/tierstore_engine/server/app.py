@@ -40,12 +40,12 @@ from tierstore_engine.errors import DeadlineError
 from tierstore_engine.limits import check_tokens
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
-from tierstore_engine.server.admission import Admission, Place
+from tierstore_engine.server.admission import Admission, AdmissionPlace
 from tierstore_engine.server.chat import ChatTemplate
+from tierstore_engine.server.dashboard import EnginePage
 from tierstore_engine.server.errors import ApiError, bad_request
-from tierstore_engine.server.http import Endpoint, Exchange, Handler, has_key, not_routed, require_key
+from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, has_key, not_routed, require_key
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
-from tierstore_engine.server.page import EnginePage
 from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -58,7 +58,7 @@ from tierstore_engine.server.requests import (
 )
 from tierstore_engine.server.responses import Answer, ChatAnswer, Json, TextAnswer, usage
 from tierstore_engine.server.settings import ServerSettings
-from tierstore_engine.stepping import EngineClosedError, EngineThread, Job
+from tierstore_engine.stepping import EngineClosedError, EngineThread, StepJob
 from tierstore_engine.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedRequest:
     """A request whose prompts are token ids: what the engine is going to be asked."""
 
     prompts: list[list[int]]
@@ -116,14 +116,14 @@ class Plan:
 
 
 @dataclass
-class _Watch:
+class _EngineWatch:
     """Why a request may end before it is done."""
 
     gone: bool = False
     expired: bool = False
-    job: Job | None = None
+    job: StepJob | None = None
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: StepJob) -> None:
         """The engine works on it, and may have to be stopped at once."""
         self.job = job
         if self.gone or self.expired:
@@ -167,7 +167,7 @@ class _Choices:
         return found
 
 
-class Server:
+class ApiServer:
     """The API over ``engine``, which is this object's until :meth:`close`. On one event loop."""
 
     def __init__(
@@ -195,11 +195,11 @@ class Server:
         self._feed = Feed(self._page.look)
         self._feed.start()
 
-        def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
+        def endpoint(name: str, handler: Handler, *, public: bool = False) -> MeteredRoute:
             key = None if public else settings.api_key
             # A web page elsewhere has no key, and a server with one may have a name of its own.
             host = settings.host if settings.api_key is None and handler != self._dashboard else None
-            return Endpoint(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
+            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
 
         page = endpoint("dashboard", self._dashboard, public=True)  # the site asks for the key itself
         self.app = Starlette(
@@ -372,7 +372,7 @@ class Server:
         exchange: Exchange,
         kind: type[R],
         answers: type[Answer],
-        plan_of: Callable[[R, str | None], Plan],
+        plan_of: Callable[[R, str | None], PlannedRequest],
     ) -> None:
         body = await exchange.body(self.settings.max_body_bytes)
         with self.admission.place() as place:
@@ -404,7 +404,7 @@ class Server:
 
     # These two run on threads of their own: tokenizing a long text takes seconds.
 
-    def _text_plan(self, request: CompletionRequest, session: str | None) -> Plan:
+    def _text_plan(self, request: CompletionRequest, session: str | None) -> PlannedRequest:
         asked = request.prompts
         self._check_choices(len(asked) * request.samples)
         encode = self._tokenizer.encode
@@ -416,7 +416,7 @@ class Server:
             max_new_tokens=self._new_tokens(asked_tokens, room),
             logprobs=0 if request.logprobs is None and best_of else request.logprobs,
         )
-        return Plan(
+        return PlannedRequest(
             prompts,
             params,
             request.samples,
@@ -426,7 +426,7 @@ class Server:
             request.promise(prompts),
         )
 
-    def _chat_plan(self, request: ChatRequest, session: str | None) -> Plan:
+    def _chat_plan(self, request: ChatRequest, session: str | None) -> PlannedRequest:
         self._check_choices(request.n)
         prompts = [self._chat_tokens(request)]
         room = self._room(prompts)
@@ -434,7 +434,7 @@ class Server:
         tokens = min(room, self.settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(max_new_tokens=tokens, logprobs=logprobs)
-        return Plan(
+        return PlannedRequest(
             prompts,
             params,
             request.samples,
@@ -480,7 +480,7 @@ class Server:
             )
         return min(asked, room)
 
-    async def _submit(self, plan: Plan, place: Place) -> Job:
+    async def _submit(self, plan: PlannedRequest, place: AdmissionPlace) -> StepJob:
         place.take(plan.tokens)
         if self.engine.failed is not None:
             raise ApiError(503, "the engine has failed and does not go on: the server must be restarted")
@@ -489,10 +489,10 @@ class Server:
     async def _whole(
         self,
         exchange: Exchange,
-        job: Job,
+        job: StepJob,
         choices: _Choices,
         answer: Answer,
-        watch: _Watch,
+        watch: _EngineWatch,
         *,
         n: int,
         hands_over: bool,
@@ -508,7 +508,7 @@ class Server:
             await exchange.reply(200, document)
 
     async def _stream(
-        self, exchange: Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch
+        self, exchange: Exchange, job: StepJob, choices: _Choices, answer: Answer, watch: _EngineWatch
     ) -> None:
         opened: set[int] = set()
         await exchange.start_events()
@@ -529,7 +529,7 @@ class Server:
             await exchange.event(_api_error(error).body)
         await exchange.end_events()
 
-    def _check_ended(self, choices: _Choices, watch: _Watch) -> None:
+    def _check_ended(self, choices: _Choices, watch: _EngineWatch) -> None:
         """Raises :class:`ApiError` for requests that were cut off."""
         if watch.expired:
             raise ApiError(504, f"this took longer than the {self.settings.request_s:g} s of one request")
@@ -537,9 +537,9 @@ class Server:
             raise ApiError(503, "the server is shutting down", retry_after_s=1)
 
     @asynccontextmanager
-    async def _watched(self, exchange: Exchange) -> AsyncIterator[_Watch]:
+    async def _watched(self, exchange: Exchange) -> AsyncIterator[_EngineWatch]:
         """Ends the watch's job when the client leaves, or takes too long."""
-        watch = _Watch()
+        watch = _EngineWatch()
 
         def expire() -> None:
             watch.expired = True

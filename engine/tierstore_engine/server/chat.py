@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tierstore_engine.errors import ModelError
 from tierstore_engine.server.errors import bad_request
-from tierstore_engine.server.requests import Message
+from tierstore_engine.server.requests import ChatMessage
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -47,7 +47,7 @@ class ChatTemplate:
             raise ModelError(f"the chat template is not valid Jinja: {error}") from None
         self._special_tokens = dict(special_tokens or {})
 
-    def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str:
+    def render(self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None = None) -> str:
         """The prompt, up to where the answer begins. Raises :class:`ApiError` (400) when the template refuses
         the messages: roles that do not alternate, for example."""
         try:
@@ -97,7 +97,7 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes for HTML
 
 
-def _plain(message: Message) -> dict[str, str]:
+def _plain(message: ChatMessage) -> dict[str, str]:
     role = "system" if message.role == "developer" else message.role
     plain = {"role": role, "content": message.text}
     for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tierstore.descriptors import limit
-from tierstore.wire.listener import Listener, Place, Places
+from tierstore.wire.listener import Listener, ListenerPlace, Places
 from tierstore_engine.server.errors import ApiError
 
 BODY_S = 30.0  # for a body to arrive
@@ -52,12 +52,12 @@ class BoundedServer(uvicorn.Server):
         self._listener.close()
         await super().shutdown([])
 
-    def _enter(self, connection: socket.socket, place: Place) -> None:
+    def _enter(self, connection: socket.socket, place: ListenerPlace) -> None:
         task = asyncio.get_running_loop().create_task(self._connect(connection, place))
         self._entering.add(task)
         task.add_done_callback(self._entering.discard)
 
-    async def _connect(self, connection: socket.socket, place: Place) -> None:
+    async def _connect(self, connection: socket.socket, place: ListenerPlace) -> None:
         def protocol() -> asyncio.Protocol:
             made: asyncio.Protocol = self._protocol(
                 place, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
@@ -75,7 +75,7 @@ def _with_place(base: type[Any]) -> type[Any]:
     """uvicorn's protocol class, which is one of two, for a connection that has a place."""
 
     class WithPlace(base):  # type: ignore[misc]
-        def __init__(self, place: Place, **options: Any) -> None:
+        def __init__(self, place: ListenerPlace, **options: Any) -> None:
             super().__init__(**options)
             self._place = place
             self._head_bytes = 0  # since the last request

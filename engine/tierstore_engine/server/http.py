@@ -144,7 +144,7 @@ class Counts(Protocol):
     hang_ups: Counter
 
 
-class Endpoint:
+class MeteredRoute:
     """An ASGI application for one route: every error is an answer, and every answer is counted.
 
     With ``api_key`` a request must carry it. With ``host``, the address that the server listens at, a request

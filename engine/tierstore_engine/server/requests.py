@@ -218,7 +218,7 @@ class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text")
     text: Text
 
 
-class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. What OpenAI's client sends back of an answer is taken, as far as it is text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -238,7 +238,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.content or ""
 
 
-Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1, max_length=1 << 16)]
+Messages: TypeAlias = Annotated[list[ChatMessage], Meta(min_length=1, max_length=1 << 16)]
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):

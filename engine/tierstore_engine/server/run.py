@@ -26,9 +26,9 @@ from tierstore_engine.build import (
     pages_within,
     pool_bytes,
 )
-from tierstore_engine.drafting import Drafter, PromptLookup
+from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
-from tierstore_engine.server.app import Server
+from tierstore_engine.server.app import ApiServer
 from tierstore_engine.server.chat import ChatTemplate, load_template
 from tierstore_engine.server.http import listening_at, serve_app
 from tierstore_engine.server.settings import ServerSettings
@@ -130,7 +130,7 @@ def _drafter(
     options: ServeOptions, model: LoadedModel, pages: int | None, draft: OpenModel | None
 ) -> Drafter | None:
     if options.draft == PROMPT_LOOKUP:
-        return PromptLookup(tokens=options.draft_tokens)
+        return PromptLookupDrafter(tokens=options.draft_tokens)
     if draft is None or pages is None:
         return None
     return build_draft_model(
@@ -154,7 +154,7 @@ async def _serve(
     listening: Sequence[socket.socket],
     err: TextIO,
 ) -> None:
-    server = Server(engine, options.server, template)
+    server = ApiServer(engine, options.server, template)
 
     async def drain() -> None:
         if not await server.drain():

@@ -15,13 +15,13 @@ from tests.tierstore.daemon.client.conftest import shared_daemon  # noqa: F401  
 from tierstore.groups import GroupRule
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore_connectors.common.counters import Counters
+from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog
-from tierstore_connectors.vllm.config import Settings
+from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.copies import HostBlocks
-from tierstore_connectors.vllm.groups import Group, Groups
+from tierstore_connectors.vllm.groups import CacheGroup, Groups
 from tierstore_connectors.vllm.layout import TensorShape, page_layout
-from tierstore_connectors.vllm.orders import GroupPages
+from tierstore_connectors.vllm.orders import GroupShard
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
 from tierstore_connectors.vllm.worker import WorkerGroup, WorkerHalf
 
@@ -121,10 +121,12 @@ class Engine:
         **settings,
     ):
         self.on = on or HostMemory()
-        self.settings = Settings(store=url, **{"lookup_s": 5.0, **settings})
-        self.errors, self.counters = ErrorLog(logging.getLogger("vllm.tierstore")), Counters()
+        self.settings = VllmSettings(store=url, **{"lookup_s": 5.0, **settings})
+        self.errors, self.counters = ErrorLog(logging.getLogger("vllm.tierstore")), ConnectorCounters()
         rules = rules or [GroupRule.window(WINDOW) if each else GroupRule.all() for each in windowed]
-        groups = tuple(Group(number, (f"layer {number}",), BLOCK, rule) for number, rule in enumerate(rules))
+        groups = tuple(
+            CacheGroup(number, (f"layer {number}",), BLOCK, rule) for number, rule in enumerate(rules)
+        )
         self.groups = Groups(groups, len(groups), BLOCK, CHUNK)
         self.memory, kept = [], {}
         for group in groups:
@@ -136,7 +138,7 @@ class Engine:
             layout = page_layout([shape], num_blocks=NUM_BLOCKS, blocks=blocks)
             spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=CHUNK)
             identity = Identity.of(spec, model=model, shard=f"group{group.number}")
-            pages = GroupPages(group.number, identity, layout.page_bytes, group.rule)
+            pages = GroupShard(group.number, identity, layout.page_bytes, group.rule)
             if group.number not in lacking:
                 kept[group.number] = WorkerGroup(pages, layout, self.on.blocks(layout, array))
         self.worker = WorkerHalf(self.settings, kept, len(groups), CHUNK, self.errors, self.counters)

@@ -15,10 +15,10 @@ from tierstore.groups import GroupRule
 from tierstore.keys import PageKey
 from tierstore.types import Promise
 from tierstore_connectors.common import handover
-from tierstore_connectors.common.counters import Counters, added
+from tierstore_connectors.common.counters import ConnectorCounters, added
 from tierstore_connectors.common.facts import host_device, plain
 from tierstore_connectors.common.guard import Breaker, ErrorLog, RecentKeys, guarded
-from tierstore_connectors.vllm.config import RequestOptions, Settings
+from tierstore_connectors.vllm.config import RequestOptions, VllmSettings
 from tierstore_connectors.vllm.groups import BlockTables, blocks_to_load, read_groups
 from tierstore_connectors.vllm.identity import (
     AdapterVersions,
@@ -52,8 +52,8 @@ def test_a_chunk_has_the_key_of_its_last_block():
 
 
 def test_settings_are_checked():
-    assert Settings.parse({}).store.startswith("ipc://")
-    settings = Settings.parse({"store": "tcp://h:1", "lookup_s": 1, "chunk_tokens": 128})
+    assert VllmSettings.parse({}).store.startswith("ipc://")
+    settings = VllmSettings.parse({"store": "tcp://h:1", "lookup_s": 1, "chunk_tokens": 128})
     assert (settings.store, settings.lookup_s, settings.chunk_tokens) == ("tcp://h:1", 1, 128)
     for wrong in (
         {"stor": "x"},
@@ -66,7 +66,7 @@ def test_settings_are_checked():
         {"load_s": float("nan")},
     ):
         with pytest.raises(UsageError, match="kv_connector_extra_config"):
-            Settings.parse(wrong)
+            VllmSettings.parse(wrong)
 
 
 def options_of(params):
@@ -328,7 +328,7 @@ def test_hashes_that_only_one_process_knows(algorithm, fixed_seed, private):
 
 
 def test_counts_add_up():
-    counts = Counters()
+    counts = ConnectorCounters()
     counts.add("loads")
     counts.add("loaded_bytes", 10)
     taken = counts.take()

@@ -20,7 +20,7 @@ import torch
 
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.cubins import CubinCache
-from tierstore_engine.kernels.cupy_launcher import CupyLauncher, _Stream, architecture
+from tierstore_engine.kernels.cupy_launcher import CupyLauncher, _LauncherStream, architecture
 from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.toolkit import find_toolkit
 
@@ -135,7 +135,7 @@ def test_the_installed_cupy_takes_these_calls(tmp_path: Path) -> None:
         cupy.RawModule(path=str(image)).get_function("symbol")
     kernel = cupy.RawKernel("", "symbol")
     with pytest.raises(no_driver):
-        kernel((1,), (32,), (np.uintp(0), np.int32(1)), shared_mem=0, stream=_Stream(HANDLE))
+        kernel((1,), (32,), (np.uintp(0), np.int32(1)), shared_mem=0, stream=_LauncherStream(HANDLE))
     with pytest.raises(no_driver):
         kernel.max_dynamic_shared_size_bytes = 64 << 10
     with pytest.raises(no_driver), cupy.cuda.Device(0):

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from tierstore.testing.clock import wait_until
 from tierstore_engine.engine import Engine, EngineStats
-from tierstore_engine.server.app import Server
+from tierstore_engine.server.app import ApiServer
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.settings import ServerSettings
 
@@ -64,7 +64,7 @@ class Live(LiveApp):
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[ASGIApp]:
-        self.server = Server(self.own_engine, self.settings, self._template)
+        self.server = ApiServer(self.own_engine, self.settings, self._template)
         yield self.server.app
         self.server.close()
 

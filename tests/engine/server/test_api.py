@@ -18,7 +18,7 @@ import openai
 from tests.engine.conftest import Stored
 from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
-from tierstore_engine.drafting import PromptLookup
+from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.sampling import SamplingParams
 
@@ -327,7 +327,7 @@ def test_hints_reach_the_store(
 def test_drafts_show_in_the_metrics(
     tiny: LoadedModel, engine_of: Callable[..., Engine], serve: Callable[..., Live]
 ) -> None:
-    live = serve(engine_of(tiny, drafter=PromptLookup()))
+    live = serve(engine_of(tiny, drafter=PromptLookupDrafter()))
     live.client.completions.create(model="tiny", prompt="abcabcabc" * 9, max_tokens=50, temperature=0)
     metrics = live.http.get("/metrics").text
     [drafted] = [

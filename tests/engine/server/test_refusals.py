@@ -26,7 +26,7 @@ from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.server.errors import ApiError
-from tierstore_engine.server.http import Endpoint, Exchange
+from tierstore_engine.server.http import Exchange, Route
 from tierstore_engine.server.metrics import ServerMetrics
 from tierstore_engine.server.settings import ServerSettings
 
@@ -270,7 +270,7 @@ def test_a_long_step_keeps_no_scrape_waiting(
 ) -> None:
     """Probes and metrics answer with what was true before the step; the pool's size is asked for again."""
     monkeypatch.setattr("tierstore_engine.server.app._POOL_S", 0.1)
-    monkeypatch.setattr("tierstore_engine.server.page._LONG_STEP_S", 0.0)
+    monkeypatch.setattr("tierstore_engine.server.dashboard._LONG_STEP_S", 0.0)
     live = serve(engine_of(tiny))
     post(live, "completions", {**GOOD, "max_tokens": 1})
     begun, done = threading.Event(), threading.Event()
@@ -309,7 +309,7 @@ def test_an_error_of_a_handler_is_answered_and_no_hang_up(error: OSError) -> Non
         raise error
 
     counts = ServerMetrics()
-    endpoint = Endpoint("broken", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
+    endpoint = Route("broken", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(
@@ -333,7 +333,7 @@ def test_a_client_whose_connection_is_lost_has_hung_up() -> None:
         raise ConnectionResetError
 
     counts = ServerMetrics()
-    endpoint = Endpoint("lost", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
+    endpoint = Route("lost", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
     asyncio.run(endpoint(scope, receive, send))
     assert counts.hang_ups._value.get() == 1

@@ -27,6 +27,7 @@ from tierstore.daemon.stats import BOUNDS_S, LatencyStats, Slowest
 from tierstore.errors import StoreUnavailableError
 from tierstore.stats import ClusterStats
 from tierstore.testing.clock import wait_until
+from tierstore.units import parse_size
 from tierstore.wire import keys, messages
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -82,9 +83,9 @@ def test_the_curve_says_what_more_memory_would_be_worth(daemon):
 
 def test_an_operators_session_ends_with_it(daemon):
     with Operator(daemon.url) as operator:
-        assert operator.stats().service.sessions == 2
+        assert operator.stats().service.connections == 2
     with Operator(daemon.url) as operator:
-        wait_until(lambda: operator.stats().service.sessions <= 2)  # at once: the daemon has missed nobody
+        wait_until(lambda: operator.stats().service.connections <= 2)  # at once: the daemon has missed nobody
         assert operator.stats().server.silent_sessions == 0
 
 
@@ -363,6 +364,40 @@ def test_dashboards_and_alerts_ask_for_metrics_that_there_are(daemon, name):
     assert asked <= known.keys()
     for label, metric_name in re.findall(r"by \((\w+)\) \(rate\((tierstore_\w+)", text):
         assert label in known[metric_name], (label, metric_name)
+
+
+def daemon_flags(arguments):
+    """The settings that these arguments of `tierstore serve` give."""
+    flags = dict(each.removeprefix("--").replace("-", "_").split("=", 1) for each in arguments)
+    return Settings.load({name: [value] if name == "listen" else value for name, value in flags.items()})
+
+
+def test_the_kubernetes_manifest_is_valid():
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    yaml = pytest.importorskip("yaml")
+    manifest = yaml.safe_load((DOCS / "deploy" / "kubernetes.yaml").read_text())
+    kubernetes_validate.validate(manifest, "1.33", strict=True)
+    pod = manifest["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    settings = daemon_flags(container["args"])
+    limit = parse_size(container["resources"]["limits"]["memory"] + "B")
+    assert settings.host_bytes + (2 << 30) <= limit
+    assert pod["terminationGracePeriodSeconds"] > settings.drain_s
+
+
+def test_the_compose_file_starts_the_daemon_as_it_is():
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load((DOCS / "deploy" / "compose.yaml").read_text())["services"]
+    words = services["tierstore"]["command"].split()
+    arguments = [f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)]
+    assert daemon_flags(arguments).host_bytes < parse_size("10GiB")
+    configuration = re.search(r"--kv-transfer-config '(.*)'", services["vllm"]["command"], re.S)
+    connector = json.loads(configuration[1])
+    assert connector["kv_connector_extra_config"]["store"] == daemon_flags(arguments).listen[0]
+    assert {name.split(":")[0] for each in services.values() for name in each["volumes"]} == {
+        "socket",
+        "pages",
+    }
 
 
 def test_the_dashboard_can_be_read():

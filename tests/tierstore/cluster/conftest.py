@@ -1,4 +1,4 @@
-"""Hosts that share a fake pool."""
+"""Hosts that share a fake shared store."""
 
 from __future__ import annotations
 

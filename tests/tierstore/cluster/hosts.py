@@ -1,4 +1,4 @@
-"""Hosts of one machine: daemons in processes of their own that share a pool."""
+"""Hosts of one machine: daemons in processes of their own that share a shared store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDENTITY = Identity.of(SPEC, model="m")
 
 
 class Host:
-    """A daemon over the pool at ``url``, run by the interpreter ``python``."""
+    """A daemon over the shared store at ``url``, run by the interpreter ``python``."""
 
     def __init__(
         self, url: str, *options: str, prefix: tuple[str, ...] = (), python: str = sys.executable
@@ -63,7 +63,7 @@ class Host:
         return seen[0]
 
     def wait_online(self):
-        """Until both agents speak to the pool."""
+        """Until both agents speak to the shared store."""
         return self.wait_for(lambda stats: stats.cluster.online and not stats.cluster.trouble)
 
     def agents(self) -> list[int]:
@@ -89,15 +89,15 @@ class Host:
             if again:
                 store.lookup(tokens).release()
 
-    def bring(self, tokens, *, identity=IDENTITY, deadline_s=10.0):
+    def fetch_remote(self, tokens, *, identity=IDENTITY, deadline_s=10.0):
         """(tokens that other hosts seemed to have, tokens found after they have been brought). What is found
         then is loaded, and is the right bytes."""
         with self.store(identity) as store:
             with store.lookup(tokens) as hit:
                 remote = hit.remote_tokens
-                bringing = store.bring(hit, deadline_s=deadline_s)
-                if bringing is not None:
-                    bringing.wait(60)
+                fetching = store.fetch_remote(hit, deadline_s=deadline_s)
+                if fetching is not None:
+                    fetching.wait(60)
             return remote, check(store, tokens)
 
     def kill(self) -> None:
@@ -119,7 +119,7 @@ class Host:
 
 
 def published(host, pages):
-    """Wait until so many pages are in the pool."""
+    """Wait until so many pages are in the shared store."""
     return host.wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) >= pages)
 
 

@@ -16,7 +16,7 @@ from tests.tierstore.cluster.hosts import SPEC, published
 from tests.tierstore.store.grouped_model import CHUNK, GEMMA, HYBRID, Engine
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
-from tierstore.testing.fake_pool import set_faults
+from tierstore.testing.fake_shared_store import set_faults
 from tierstore.testing.pages import pages_of
 from tierstore.transfer import TransferState
 from tierstore.types import Hint, Promise
@@ -40,14 +40,14 @@ def grouped(host, spec=GEMMA):
     return engine
 
 
-def bring(engine, tokens, deadline_s=10.0):
+def fetch_remote(engine, tokens, deadline_s=10.0):
     """(tokens that were held, tokens that other hosts seemed to have, tokens that are loaded after they have
     been brought): their bytes are compared."""
     with engine.lookup(tokens) as hit:
         held, remote = hit.tokens, hit.remote_tokens
-        bringing = engine.store.bring(hit, deadline_s=deadline_s)
-    if bringing is not None:
-        bringing.wait(60)
+        fetching = engine.store.fetch_remote(hit, deadline_s=deadline_s)
+    if fetching is not None:
+        fetching.wait(60)
     return held, remote, engine.load(engine.lookup(tokens))
 
 
@@ -66,16 +66,16 @@ def test_what_one_host_has_used_twice_another_one_goes_on_with(start, spec):
     with grouped(one, spec) as first, grouped(other, spec) as second:
         for end in (96, 192):
             first.save_to(TOKENS[: end + 8], end)
-        assert bring(second, TOKENS) == (0, 0, 0), "used once: nobody else's"
+        assert fetch_remote(second, TOKENS) == (0, 0, 0), "used once: nobody else's"
         assert first.load(first.lookup(TOKENS)) == 192  # from HBM: the daemon has not moved a byte
         published(one, needed(first, 192))
-        while (came := bring(second, TOKENS)) == (0, 0, 0):  # for 2 s it is not asked for again
+        while (came := fetch_remote(second, TOKENS)) == (0, 0, 0):  # for 2 s it is not asked for again
             time.sleep(0.05)
         assert came == (0, 192, 192)
-        assert other.counts()["brought_pages"] == needed(second, 192)
+        assert other.counts()["fetched_pages"] == needed(second, 192)
         # What was brought is not published again, nor asked for.
         second.evict("hbm")
-        assert bring(second, TOKENS) == (192, 0, 192)
+        assert fetch_remote(second, TOKENS) == (192, 0, 192)
         assert "published_pages" not in other.counts()
         second.store.check()
 
@@ -86,10 +86,10 @@ def test_what_the_longest_hit_needs_nobody_has(start, spec):
     with grouped(one, spec) as first, grouped(other, spec) as second:
         first.save_to(TOKENS[:192], 96)
         published(one, pages := 192 // CHUNK + len(first.rules[1].pages(96, CHUNK)))
-        assert bring(second, TOKENS) == (0, 96, 96)
-        assert other.counts()["brought_pages"] == needed(second, 96)
+        assert fetch_remote(second, TOKENS) == (0, 96, 96)
+        assert other.counts()["fetched_pages"] == needed(second, 96)
         parting = [*TOKENS[:150], *range(64)]
-        assert bring(second, parting) == (96, 0, 96)
+        assert fetch_remote(second, parting) == (96, 0, 96)
         chunks = first.rules[1].pages(144, CHUNK)
         first.save(1, TOKENS, chunks)
         published(one, pages + len(chunks))
@@ -97,10 +97,10 @@ def test_what_the_longest_hit_needs_nobody_has(start, spec):
         for group in second.chains:
             second.save(group, parting, range(6, 8))
         longer = [*parting, *range(16)]
-        while (came := bring(second, longer)) == (96, 0, 96):  # for 2 s it is not asked for again
+        while (came := fetch_remote(second, longer)) == (96, 0, 96):  # for 2 s it is not asked for again
             time.sleep(0.05)
         assert came == (96, 48, 144)
-        assert other.counts()["brought_pages"] == needed(second, 96) + 2
+        assert other.counts()["fetched_pages"] == needed(second, 96) + 2
         second.store.check()
 
 
@@ -114,7 +114,7 @@ def test_a_pool_that_lies_is_a_miss(start, pool):
             first.save_to(tokens[:192], 192)
             published(one, pages := pages + needed(first, 192))
             set_faults(pool, **{lie: True})
-            assert bring(second, tokens) == (0, 192, 0)
+            assert fetch_remote(second, tokens) == (0, 192, 0)
             stats = other.stats()
             before, damaged = damaged, stats.cluster.counts.get("damaged_pages", 0)
             assert (damaged > before) == (lie != "short")
@@ -159,7 +159,7 @@ def ask(store, numbers, identity=NAMED, *, gain=4096):
     """Look pages up and have those come that other hosts seem to have. Which these are."""
     [hit] = tierstore.lookup_all([(store, named(numbers, identity))], gain=gain)
     others = [list(numbers)[at] for at in hit.remote_positions]
-    hit.bring(10.0).wait(30)
+    hit.fetch_remote(10.0).wait(30)
     hit.release()
     return others
 
@@ -175,7 +175,7 @@ def test_any_of_them_by_themselves(start):
         assert ask(second, range(8), gain=0) == []
         assert ask(second, range(8)) == [1, 5, 7]
         assert loaded(second, range(8)) == [1, 2, 3, 5, 7]
-        assert other.counts()["brought_pages"] == 3
+        assert other.counts()["fetched_pages"] == 3
         assert ask(second, range(8)) == []
 
 
@@ -188,7 +188,7 @@ def test_tenants_other_models_and_chains_find_nothing(start):
         first.save(named([2, 3], tenant), PAGES[2:4]).wait(10)
         published(one, 2)
         assert ask(second, [0, 1], stranger) == ask(second, [2, 3], tenant) == ask(second, [2, 3]) == []
-        # A chain of the same keys and tokens is another page, in the pool, too.
+        # A chain of the same keys and tokens is another page, in the shared store, too.
         pages = named([0, 1])
         chain = Prompt.with_keys(NAMED, pages.token_bytes, pages.keys, chunk_tokens=16)
         assert second.lookup(chain).remote_tokens == 0
@@ -227,7 +227,7 @@ def test_promised_pages_come_as_they_are_published(start):
         expected.wait(30)
         assert expected.state is TransferState.DONE
         assert loaded(second, range(6)) == list(range(6))
-    assert other.counts()["brought_pages"] == 5
+    assert other.counts()["fetched_pages"] == 5
     assert other.stats().service.broken_promises == 0
 
 
@@ -283,7 +283,7 @@ def test_agents_that_die_cost_pages_and_nothing_else(start):
                 tokens = [token + 1000 * number for token in TOKENS]
                 first.save_to(tokens, 192)
                 began = time.monotonic()
-                bring(second, tokens, deadline_s=0.3)
+                fetch_remote(second, tokens, deadline_s=0.3)
                 assert time.monotonic() - began < 20
         finally:
             stop.set()

@@ -27,7 +27,7 @@ class Pool:
         self.ended: dict[int, int] = {}
         self.changed = threading.Condition()
         self.damaged: set[int] = set()
-        self.pages = PromisedPages(self.exists, self.bring, self.end)
+        self.pages = PromisedPages(self.exists, self.fetch_remote, self.end)
 
     def exists(self, names):
         with self.changed:
@@ -36,7 +36,7 @@ class Pool:
             self.changed.notify_all()
             return [name in self.published for name in names]
 
-    def bring(self, prompt):
+    def fetch_remote(self, prompt):
         if prompt.order.id in self.damaged:
             return 0
         there = [each.name in self.published for each in prompt.objects[prompt.done :]]
@@ -54,7 +54,7 @@ class Pool:
 
     def promise(self, number, chunks=4, wait_s=WAIT_S):
         pages = o.PromptPages({}, 0, 16, b"", b"")
-        order = o.Bring(number, pages, 0, chunks, wait_s, promised=True)
+        order = o.FetchRemote(number, pages, 0, chunks, wait_s, promised=True)
         self.pages.add(order, [an_object(number, chunk) for chunk in range(chunks)])
 
     def wait(self, condition):
@@ -125,18 +125,18 @@ def test_a_page_that_cannot_be_had_ends_it():
 
 def test_what_has_had_no_turn_until_its_end_is_not_brought():
     """Each of a few hundred would take its time after its end, and the agent that answers late is killed."""
-    pool, gate, brought = Pool(), threading.Event(), []
+    pool, gate, fetched = Pool(), threading.Event(), []
 
-    def bring(prompt):
-        brought.append(prompt.order.id)
+    def fetch_remote(prompt):
+        fetched.append(prompt.order.id)
         assert gate.wait(WAIT_S)
-        return Pool.bring(pool, prompt)
+        return Pool.fetch_remote(pool, prompt)
 
-    pool.pages = PromisedPages(pool.exists, bring, pool.end)
+    pool.pages = PromisedPages(pool.exists, fetch_remote, pool.end)
     for number in range(4):
         pool.promise(number)
         pool.publish(number, 0, 1, 2, 3)
-    wait_until(lambda: len(brought) == 4)
+    wait_until(lambda: len(fetched) == 4)
     pool.promise(4, wait_s=0.2)
     ends = time.monotonic() + 0.2
     pool.publish(4, 0, 1, 2, 3)
@@ -145,4 +145,4 @@ def test_what_has_had_no_turn_until_its_end_is_not_brought():
     gate.set()
     pool.wait(lambda: len(pool.ended) == 5)
     assert pool.ended[4] == 0
-    assert 4 not in brought
+    assert 4 not in fetched

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import tierstore
-from tierstore.planner import Way
+from tierstore.planner import TierRate
 from tierstore.spec import LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
 
@@ -37,15 +37,15 @@ def come(store, pages) -> list[bytes]:
 
 
 def test_loads_tell_what_their_tiers_take(store):
-    assert not store.planner.ways(store._hbm.clock())
+    assert not store.planner.rates(store._hbm.clock())
     on_disk(store)
     store.release_hbm(store.load(store.lookup(TOKENS)).wait().pages)
-    ways = store.planner.ways(store._hbm.clock())
-    assert set(ways) >= {"disk"}
+    rates = store.planner.rates(store._hbm.clock())
+    assert set(rates) >= {"disk"}
     store.evict("hbm")
     store.release_hbm(store.load(store.lookup(TOKENS)).wait().pages)
-    assert "host" in store.planner.ways(store._hbm.clock())
-    assert set(store.backend.ways()) == {"disk"}
+    assert "host" in store.planner.rates(store._hbm.clock())
+    assert set(store.backend.rates()) == {"disk"}
 
 
 def test_a_hit_that_computing_beats_is_declined_and_counted(store):
@@ -124,7 +124,7 @@ def test_a_part_behind_a_gap_is_found_again_when_the_gap_is_filled(store):
 def test_what_is_told_by_the_backend_is_planned_with(store, monkeypatch):
     on_disk(store)
     store.computed(1000, 0, 1e-3)
-    monkeypatch.setattr(store.backend, "ways", lambda: {"disk": Way(1.0)})
+    monkeypatch.setattr(store.backend, "rates", lambda: {"disk": TierRate(1.0)})
     assert store.plan(store.lookup(TOKENS)).declined == {"disk": len(TOKENS)}
 
 

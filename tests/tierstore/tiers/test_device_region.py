@@ -47,7 +47,7 @@ class Bench:
         pages = cut(sizes)
         assert pages.per_large == (3, 1)
         region = planted.region(self.device, pages.large_bytes, FRAMES, most=MOST)
-        books = books_of(sizes, pages, region.frames)
+        books = books_of(sizes, pages, region.large_pages)
         self.small, self.large = (
             planted.pool.within(spec, region, each, layered_bytes=0)
             for spec, each in zip((SMALL, LARGE), books, strict=True)
@@ -202,13 +202,13 @@ def memory_goes_after_what_any_pool_put_to_work(bench: Bench) -> None:
     bench.read(bench.small, 0, seen)
     bench.large.free([2, 3])
     bench.small.free([3, 4, 5])
-    size = bench.small.resize(FRAMES * bench.small.frames.large_bytes // 2)
-    assert size.nbytes == 2 * bench.small.frames.large_bytes
+    size = bench.small.resize(FRAMES * bench.small.large_pages.large_bytes // 2)
+    assert size.nbytes == 2 * bench.small.large_pages.large_bytes
     bench.finish()
     assert seen == [bytes([7]) * SMALL.page_bytes]
     bench.large.settle(wait=True)
-    assert bench.device.mapped - bench.left[0] < 3 * bench.small.frames.large_bytes
-    bench.large.resize(MOST * bench.small.frames.large_bytes)
+    assert bench.device.mapped - bench.left[0] < 3 * bench.small.large_pages.large_bytes
+    bench.large.resize(MOST * bench.small.large_pages.large_bytes)
     assert bench.large.free_pages == MOST - 1
     bench.load(bench.large, 7, 3)
     bench.read(bench.large, 7, seen)
@@ -248,19 +248,19 @@ SCENES = {
     )
 }
 BUGS = (
-    Bug("copies into what was given back are forgotten", ".union(fillings.get(frame, ()))", ""),
+    Bug("copies into what was given back are forgotten", ".union(fillings.get(large_page, ()))", ""),
     Bug("those of before are forgotten",
         "{filling for filling in before.fillings if not filling.done} if before else set()", "set()"),
     Bug("what was given back is known by page",
-        "{page // self.books.per_frame for page in pages}", "{*pages}"),
-    Bug("copies into it are known by page", "under_way.setdefault(page // self.books.per_frame, [])",
+        "{page // self.books.per_large for page in pages}", "{*pages}"),
+    Bug("copies into it are known by page", "under_way.setdefault(page // self.books.per_large, [])",
         "under_way.setdefault(page, [])"),
     Bug("it is known until somebody asks", "if each.computed not in under_way and all(", "if all("),
     Bug("it is known until what computed is over", " and all(filling.done for filling in each.fillings)", ""),
-    Bug("nobody waits for what computed", "        for event in self._region.computed_in(frames):",
+    Bug("nobody waits for what computed", "        for event in self._region.computed_in(large_pages):",
         "        for event in ():"),
-    Bug("a load does not wait for another pool's", "fillings | self._region.fillings_in(frames)", "fillings"),
-    Bug("only the first pool's streams are waited for", "self._streams.append(stream)",
+    Bug("a load does not wait for another pool's", "fillings | self._region.fillings_in(large_pages)",
+    "fillings"), Bug("only the first pool's streams are waited for", "self._streams.append(stream)",
         "self._streams += [stream][: len(self._streams) < 5]"),
     Bug("the region goes with its pools", "weakref.finalize(array, _keep, self).atexit = False", "pass"),
     Bug("pages are where they would be without others",

@@ -97,7 +97,7 @@ def test_what_fits_best_is_taken_from():
     first.free(other[:1])
     assert first.allocate(1) == [other[0]]
     first.free(one[3:])
-    assert first.frames.free == 15
+    assert first.large_pages.free == 15
 
 
 def test_pages_that_lie_apart_are_saved_as_they_are():
@@ -152,7 +152,7 @@ class OneMemory(RuleBasedStateMachine):
         for (group, page), stamp in self.held.items():
             assert (self.pools[group].array[page] == stamp).all()
         found = waste(groups)
-        large = groups[0].frames
+        large = groups[0].large_pages
         sums = found.used_bytes + found.internal_bytes + found.external_bytes + found.free_bytes
         assert sums == large.count * large.large_bytes
 
@@ -160,7 +160,7 @@ class OneMemory(RuleBasedStateMachine):
         for group, page in getattr(self, "held", ()):
             self.pools[group].free([page])
         if hasattr(self, "pools"):
-            large = self.pools[0].frames
+            large = self.pools[0].large_pages
             assert large.free == large.count
 
 

@@ -94,7 +94,7 @@ def _connect(scheduler):
     from tierstore.spec import KVSpec
     from tierstore_connectors.vllm import lookup
     from tierstore_connectors.vllm.connector import WorkerShard
-    from tierstore_connectors.vllm.orders import GroupPages, Shard
+    from tierstore_connectors.vllm.orders import GroupShard, Shard
 
     half = scheduler.connector._scheduler
     if half is None:
@@ -102,7 +102,7 @@ def _connect(scheduler):
     lookup._CONNECT_S = 0.0
     spec = KVSpec.opaque(4096, chunk_tokens=half.groups.chunk_tokens)
     pages = tuple(
-        GroupPages(group.number, Identity.of(spec, model="m", shard=str(group.number)), 4096, group.rule)
+        GroupShard(group.number, Identity.of(spec, model="m", shard=str(group.number)), 4096, group.rule)
         for group in half.groups.groups
     )
     shard = WorkerShard(Shard(half.groups.chunk_tokens, pages))

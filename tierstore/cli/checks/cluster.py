@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from tierstore.cli.checks.check import Check, fail, ok
-from tierstore.cluster.pool import check_url
+from tierstore.cluster.shared_store import check_url
 
 _LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}  # the import fails without them, also for TCP
 _CONNECT_S = 2.0
@@ -45,8 +45,8 @@ def checks(url: str) -> Iterator[Check]:
         socket.create_connection((place.hostname or "", place.port or 0), timeout=_CONNECT_S).close()
     except OSError as error:
         advice = (
-            "start mooncake_master there, or mend the address: until then the daemon serves without the pool"
+            "start mooncake_master there, or correct the address; the daemon serves without it until then"
         )
-        yield fail("pool", f"{place.netloc} does not answer: {error}", advice)
+        yield fail("shared store", f"{place.netloc} does not answer: {error}", advice)
     else:
-        yield ok("pool", f"{place.netloc} answers")
+        yield ok("shared store", f"{place.netloc} answers")

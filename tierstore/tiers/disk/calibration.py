@@ -34,7 +34,7 @@ _MOST_SMALL = 32
 _CLEARLY = 1.25  # where a file system reads what is queued one by one, threads are several times as fast
 
 
-class Calibration(msgspec.Struct, frozen=True):
+class DiskCalibration(msgspec.Struct, frozen=True):
     """What was chosen, when, and the best figure of each way in GB/s."""
 
     direct: bool
@@ -49,7 +49,7 @@ class Calibration(msgspec.Struct, frozen=True):
         return ReadMode(self.direct, self.streams, self.queued)
 
 
-def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> Calibration:
+def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> DiskCalibration:
     """Measure and choose. Uses the beginning of an extent space that holds nothing yet.
 
     Raises :class:`OSError` when the disk cannot be written.
@@ -57,7 +57,7 @@ def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> C
     direct = ReadMode(direct=True, streams=io_threads)
     pages = min(extents.capacity_bytes // _PAGE_BYTES, _MOST_PAGES)
     if pages < _LEAST_PAGES:
-        return Calibration(direct.direct, direct.streams, time.time())
+        return DiskCalibration(direct.direct, direct.streams, time.time())
     deadline = time.perf_counter() + _TIME_LIMIT_S
     memory = Memory(pages * _PAGE_BYTES, shared=False)
     memory.populate()
@@ -72,7 +72,7 @@ def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> C
     chosen = max(best, key=lambda mode: best[mode])
     of_direct, of_buffered = best.values()
     queued = chosen.direct and extents.direct and _queue_is_worth_it(payloads, memory, chosen.streams)
-    return Calibration(chosen.direct, chosen.streams, time.time(), of_direct, of_buffered, queued)
+    return DiskCalibration(chosen.direct, chosen.streams, time.time(), of_direct, of_buffered, queued)
 
 
 def _queue_is_worth_it(payloads: Payloads, memory: Memory, streams: int) -> bool:

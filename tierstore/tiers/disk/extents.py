@@ -25,7 +25,7 @@ VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
-class _File:
+class _ExtentFile:
     cached_fd: int
     direct_fd: int | None  # None: this file system has no O_DIRECT
     nbytes: int
@@ -46,7 +46,7 @@ class ExtentFiles:
         self._directory = directory
         self._io = io
         self._growing = threading.Lock()  # guards _files and the sizes in it
-        self._files: list[_File] = []
+        self._files: list[_ExtentFile] = []
         self._dirty_lock = threading.Lock()
         self._dirty: set[int] = set()  # numbers of the files written to since they were last synced
         try:
@@ -170,7 +170,7 @@ class ExtentFiles:
             finally:
                 self._io.close(fd)
 
-    def _close_file(self, file: _File) -> None:
+    def _close_file(self, file: _ExtentFile) -> None:
         self._io.close(file.cached_fd)
         if file.direct_fd is not None:
             self._io.close(file.direct_fd)
@@ -182,7 +182,7 @@ class ExtentFiles:
         fd = self._io.open(path, os.O_RDWR | os.O_CREAT)
         try:
             direct_fd = self._open_direct(path)
-            self._files.append(_File(fd, direct_fd, self._io.size(fd)))
+            self._files.append(_ExtentFile(fd, direct_fd, self._io.size(fd)))
         except OSError:
             self._io.close(fd)
             raise
@@ -217,7 +217,7 @@ class ExtentFiles:
         with self._dirty_lock:
             self._dirty.add(number)
 
-    def _write_some(self, file: _File, offset: int, views: Sequence[memoryview], direct: bool) -> int:
+    def _write_some(self, file: _ExtentFile, offset: int, views: Sequence[memoryview], direct: bool) -> int:
         if direct and file.direct_fd is not None:
             try:
                 return _at_least_one(self._io.pwritev(file.direct_fd, views, offset))

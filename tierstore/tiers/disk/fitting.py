@@ -55,7 +55,7 @@ class Fitted:
     lost_pages: int = 0  # could not be read, or found no place to move to, and what comes after them
 
 
-class _Found(NamedTuple):
+class _FittingPage(NamedTuple):
     """A page in the extents, as the index has it."""
 
     place: int
@@ -160,14 +160,14 @@ def _lacking_bytes(sizes: Mapping[int, int], space: SlabAllocator) -> int:
     return (units - space.units) * space.unit_bytes
 
 
-def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_Found], list[int]]:
+def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_FittingPage], list[int]]:
     """The pages in the extents in order of their places, and the serials of those that lie where others do:
     that is damage."""
-    pages: list[_Found] = []
+    pages: list[_FittingPage] = []
     overlapping: list[int] = []
     end = 0
     columns = (facts[name][facts["place"] != INLINE].tolist() for name in ("place", "nbytes", "serial"))
-    for page in sorted(itertools.starmap(_Found, zip(*columns, strict=True))):
+    for page in sorted(itertools.starmap(_FittingPage, zip(*columns, strict=True))):
         if page.place >= end:
             pages.append(page)
             end = page.place + page.size
@@ -183,15 +183,15 @@ def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_Found], list[int]]:
 class _Arrangement:
     """Pages that have to move, in order of their places, and free slots for all of them by slot bytes."""
 
-    moving: Sequence[_Found]
+    moving: Sequence[_FittingPage]
     targets: Mapping[int, Sequence[int]]
     space: SlabAllocator  # that has the targets, and the slots of those that stay
 
 
-def _arrange(space: SlabAllocator, pages: Sequence[_Found]) -> _Arrangement:
+def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangement:
     """Find slots for pages (in order of their places) that fit into ``space``. What lies in a slot stays;
     where that leaves no room for slabs of the others, the emptier half of its slabs moves, too, and so on."""
-    by_slab: dict[int, list[_Found]] = defaultdict(list)  # first unit of a slab → pages in it
+    by_slab: dict[int, list[_FittingPage]] = defaultdict(list)  # first unit of a slab → pages in it
     for page in pages:
         if space.claim(page.place, page.nbytes):
             slab = space.slab_of(page.place // space.unit_bytes)
@@ -219,15 +219,15 @@ class _Schedule:
 
     def __init__(self, arrangement: _Arrangement) -> None:
         self._space = arrangement.space
-        self._blocked: dict[_Found, list[int]] = defaultdict(list)  # page → targets that it lies in
+        self._blocked: dict[_FittingPage, list[int]] = defaultdict(list)  # page → targets that it lies in
         self._blockers: dict[int, int] = {}  # target → pages in it
         self._sizes: dict[int, int] = {}  # target → its slot bytes, while it is not ready
         self._ready: dict[int, deque[int]] = defaultdict(deque)  # by slot bytes
-        self._left: dict[int, deque[_Found]] = defaultdict(deque)
+        self._left: dict[int, deque[_FittingPage]] = defaultdict(deque)
         self._moving = arrangement.moving
         self._starts = [page.place for page in self._moving]
         self._ends = [page.place + page.size for page in self._moving]
-        self._gone: set[_Found] = set()  # from their old places
+        self._gone: set[_FittingPage] = set()  # from their old places
         for size, targets in arrangement.targets.items():
             self._offer(size, targets)
         for page in self._moving:
@@ -239,10 +239,10 @@ class _Schedule:
     def pages(self) -> int:
         return len(self._moving)
 
-    def batch(self) -> list[tuple[_Found, int]]:
+    def batch(self) -> list[tuple[_FittingPage, int]]:
         """Pages to move now, and where to. An empty list says that all have moved, or that those
         that are left are in one another's way."""
-        batch: list[tuple[_Found, int]] = []
+        batch: list[tuple[_FittingPage, int]] = []
         nbytes = 0
         for size, left in self._left.items():
             ready = self._ready[size]
@@ -253,11 +253,11 @@ class _Schedule:
                 nbytes += size
         return batch
 
-    def drop_one(self) -> _Found | None:
+    def drop_one(self) -> _FittingPage | None:
         """Take out a page that is in others' way; None when there is none left."""
         return next((left.popleft() for left in self._left.values() if left), None)
 
-    def has_left(self, page: _Found) -> None:
+    def has_left(self, page: _FittingPage) -> None:
         """Its old place is free, durably."""
         for target in self._blocked.pop(page, ()):
             self._blockers[target] -= 1
@@ -305,7 +305,7 @@ class _Mover:
             for page, _ in batch:
                 schedule.has_left(page)
 
-    def _move(self, batch: Sequence[tuple[_Found, int]]) -> int:
+    def _move(self, batch: Sequence[tuple[_FittingPage, int]]) -> int:
         copies: list[tuple[PageRecord, memoryview]] = []
         moved: list[tuple[PageRecord, int]] = []
         for (page, target), (record, view) in self._read(batch):
@@ -325,13 +325,13 @@ class _Mover:
         return len(good)
 
     def _read(
-        self, batch: Sequence[tuple[_Found, int]]
-    ) -> Iterator[tuple[tuple[_Found, int], tuple[PageRecord, memoryview]]]:
+        self, batch: Sequence[tuple[_FittingPage, int]]
+    ) -> Iterator[tuple[tuple[_FittingPage, int], tuple[PageRecord, memoryview]]]:
         """The pages that are as they were saved. Raises :class:`OSError` where the disk gave none of them."""
         total = sum(page.size for page, _ in batch)
         if self._memory is None or self._memory.nbytes < total:
             self._memory = Memory(total, shared=False)
-        known: list[tuple[_Found, int]] = []
+        known: list[tuple[_FittingPage, int]] = []
         wanted: list[tuple[PageRecord, memoryview]] = []
         start = 0
         records = self._index_db.records(page.serial for page, _ in batch)

@@ -93,7 +93,7 @@ class Change:
     tick: int = 0
 
 
-class Writing:
+class IndexTransaction:
     """One write transaction of LMDB's, which its owner begins and ends. ``trees`` are the open trees in the
     order of :data:`~tierstore.tiers.disk.records.TREES`."""
 
@@ -199,6 +199,9 @@ class Unwritten:
     roots: Mapping[int, bytes]
 
 
+_MODEL_NAME = "model_name"  # a field of a root beside those of the identity, which earlier versions ignore
+
+
 class Serials:
     """Thread-safe. Pages and roots are numbered from one count."""
 
@@ -208,6 +211,11 @@ class Serials:
             identity.digest: serial
             for serial, root in roots.items()
             if (identity := identity_of(root)) is not None  # damaged: its pages are not found
+        }
+        self._names = {
+            identity.digest: name
+            for root in roots.values()
+            if (name := model_name_of(root)) and (identity := identity_of(root)) is not None
         }
         self._lock = threading.Lock()
         self._next = next_serial
@@ -223,15 +231,21 @@ class Serials:
         """The serial of the root of everything under an identity digest; None if nothing ever was."""
         return self._by_digest.get(identity)
 
-    def add_root(self, identity: Identity) -> int:
-        """The serial of an identity's root, made if there is none (and durable with the next commit)."""
+    def add_root(self, identity: Identity, name: str = "") -> int:
+        """Return the serial of an identity's root. A new root is durable with the next commit, together with
+        the ``name`` of its model for people (empty: none)."""
         serial = self._by_digest.get(identity.digest)
         if serial is None:
             serial = self.new()
             with self._lock:
-                self._unwritten[serial] = msgspec.json.encode(asdict(identity))
+                named = {_MODEL_NAME: name} if name else {}
+                self._unwritten[serial] = msgspec.json.encode({**asdict(identity), **named})
             self._by_digest[identity.digest] = serial
         return serial
+
+    def names(self) -> dict[bytes, str]:
+        """Return the names of models by their identity's digest, as they were in the index at the opening."""
+        return dict(self._names)
 
     def roots(self) -> set[int]:
         """Those of all roots, durable or not."""
@@ -255,6 +269,14 @@ def identity_of(root: bytes) -> Identity | None:
         return msgspec.json.decode(root, type=Identity)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+def model_name_of(root: bytes) -> str:
+    """Return the name for people that a root's model has; empty if it has none, or is damaged."""
+    try:
+        return msgspec.json.decode(root, type=dict[str, str]).get(_MODEL_NAME, "")
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
 
 
 def _is_root(key: bytes, value: bytes) -> bool:
@@ -596,7 +618,7 @@ class IndexDB:
     def _delete(self, serials: Sequence[int]) -> None:
         with self._env.begin(write=True) as txn:
             for serial in serials:
-                Writing(txn, self._trees).delete(serial)
+                IndexTransaction(txn, self._trees).delete(serial)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Give pages new places (in extents), durably: each record as it is to be, and the place it had.
@@ -627,7 +649,7 @@ class IndexDB:
 
     def _apply(self, change: Change) -> None:
         with self._env.begin(write=True) as txn:
-            Writing(txn, self._trees).make(change)
+            IndexTransaction(txn, self._trees).make(change)
 
     def _make_room(self, change: Change) -> None:
         # LMDB reuses what a transaction freed only in the second one after it (the one before must stay

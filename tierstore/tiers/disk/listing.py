@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import TOKEN_BYTES, Identity
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory, StoreInUseError
-from tierstore.tiers.disk.index_db import IndexDB
+from tierstore.tiers.disk.index_db import IndexDB, model_name_of
 from tierstore.tiers.disk.index_file import check_index, stored_format
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
 from tierstore.tiers.disk.page_table import parent_rows
@@ -34,6 +34,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored under one identity. Times are wall-clock seconds; None where there is no page."""
 
     identity: Identity
+    name: str  # of the model, for people; empty if the engine gave none
     pages: int
     prompts: int  # pages that nothing comes after
     tokens: int
@@ -152,7 +153,11 @@ def _holdings(
         for name, (reduce, column) in columns.items()
     }
     holdings = [
-        Holding(identity=identities[serial], **{name: totals[name][row] for name in totals})
+        Holding(
+            identity=identities[serial],
+            name=model_name_of(roots[serial]),
+            **{name: totals[name][row] for name in totals},
+        )
         for row, serial in enumerate(serials.tolist())
     ]
     return sorted(holdings, key=lambda each: -each.bytes), int((~known).sum())

@@ -26,7 +26,7 @@ from tierstore.codec import Codec
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import ALIGNMENT
 from tierstore.policy import Policy
-from tierstore.tiers.disk.calibration import Calibration, calibrate
+from tierstore.tiers.disk.calibration import DiskCalibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.fitting import Fitted, evict_down_to, fit
@@ -37,8 +37,8 @@ from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
 from tierstore.tiers.disk.payloads import Payloads
 from tierstore.tiers.disk.records import INLINE
 from tierstore.tiers.disk.space import (
-    Layout,
     Space,
+    SpaceLayout,
     file_bytes,
     index_cost,
     index_room,
@@ -157,7 +157,7 @@ class StoreMeta(msgspec.Struct, kw_only=True):
     created_s: float
     unit_bytes: int
     file_bytes: int
-    calibration: Calibration | None = None
+    calibration: DiskCalibration | None = None
     capacity_bytes: int | None = None  # the cap of the last life …
     extent_bytes: int | None = None  # … and the extent space, in whose slots the pages are …
     moving: bool = False  # … but for those that this life has moved to the slots of another one
@@ -169,7 +169,7 @@ class OpenedParts:
     """Everything a disk tier is made of."""
 
     directory: StoreDirectory
-    layout: Layout
+    layout: SpaceLayout
     meta: StoreMeta
     index_db: IndexDB
     extents: ExtentFiles
@@ -182,7 +182,7 @@ class OpenedParts:
 
 def open_parts(
     path: Path,
-    layout: Layout,
+    layout: SpaceLayout,
     *,
     inline_bytes: int,
     io_threads: int,
@@ -252,7 +252,7 @@ class _Opening:
     def __init__(
         self,
         directory: StoreDirectory,
-        layout: Layout,
+        layout: SpaceLayout,
         inline_bytes: int,
         io_threads: int,
         io: FileIO,
@@ -537,7 +537,7 @@ class _Opening:
                 done += cost
         return done
 
-    def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> Calibration | None:
+    def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> DiskCalibration | None:
         try:
             return calibrate(payloads, extents, io_threads=self._io_threads)
         except OSError as error:  # a full disk is no reason not to start

@@ -70,7 +70,7 @@ _NEAR_SHARE = 1 / 32  # of all bytes: pages among these are as good as the very 
 _NEAR_STEPS = 8  # which share that is is looked at again when an eighth of it has left
 
 
-class Entry(NamedTuple):
+class LeavingEntry(NamedTuple):
     """A page as it was when it was put in order. One that has been used since has another tick."""
 
     score: float
@@ -106,30 +106,30 @@ class Facts(NamedTuple):
         return Facts(*(column[rows] for column in self))
 
 
-class Order:
+class LeavingOrder:
     """Pages in the order in which they should leave. None leaves before those below it, and what comes last
     in a prompt was mostly written last: so most of the worst pages have to wait for some that are better."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[LeavingEntry]) -> None:
         self._entries = deque(entries)
-        self._held_up: dict[int, Entry] = {}  # by serial
+        self._held_up: dict[int, LeavingEntry] = {}  # by serial
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
     @property
-    def first(self) -> Entry:
+    def first(self) -> LeavingEntry:
         return self._entries[0]
 
     def take(self) -> None:
         """The first one is being dealt with."""
         self._entries.popleft()
 
-    def hold_up(self, entry: Entry) -> None:
+    def hold_up(self, entry: LeavingEntry) -> None:
         """There are pages below it."""
         self._held_up[entry.serial] = entry
 
-    def let_go(self, serial: int) -> None:
+    def drop(self, serial: int) -> None:
         """There are none any more: if it was held up it is the first one now."""
         entry = self._held_up.pop(serial, None)
         if entry is not None:
@@ -153,7 +153,7 @@ def commonest_class(facts: Facts) -> int | None:
     return int(classes[np.argmax(pages)]) if len(classes) else None
 
 
-def worst_first(facts: Facts, policy: Policy, count: int) -> list[Entry]:
+def worst_first(facts: Facts, policy: Policy, count: int) -> list[LeavingEntry]:
     """At least ``count`` of the pages (or all), worst first by ``policy``; among equals the deepest first."""
     scores = facts.scores(policy)
     latest = int(facts.tick.max(initial=0))
@@ -162,7 +162,7 @@ def worst_first(facts: Facts, policy: Policy, count: int) -> list[Entry]:
         facts, scores = facts.take(chosen), scores[chosen]
     order = np.lexsort((-facts.depth, scores))
     columns = (scores[order].tolist(), facts.serial[order].tolist(), facts.tick[order].tolist())
-    return [Entry(*entry, latest) for entry in zip(*columns, strict=True)]
+    return [LeavingEntry(*entry, latest) for entry in zip(*columns, strict=True)]
 
 
 def worst_share(facts: Facts, policy: Policy, share: float) -> float:
@@ -200,7 +200,7 @@ class NearWorst:
 _LEAST_ROWS = 1024
 _ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms …
 _LEAST_ORDERED = 1024  # … and over a few no longer than to put this many in order
-_END = Entry(np.inf, -1, 0)
+_END = LeavingEntry(np.inf, -1, 0)
 _EXPIRY_S = 1.0  # between two passes that look for hints whose time is over
 _COLUMNS = {
     "serial": np.int64,
@@ -229,7 +229,7 @@ class PageTable:
         self._rows = 0 if facts is None else len(facts)
         self._alive = self._rows
         # What is left of the last time they were put in order: of all pages, and of single size classes.
-        self._orders: dict[int | None, Order] = {}
+        self._orders: dict[int | None, LeavingOrder] = {}
         self._near = NearWorst()
         self._expires_s = np.inf  # no hint ends before
         size = max(self._rows * 9 // 8, _LEAST_ROWS)
@@ -478,7 +478,7 @@ class PageTable:
                 if above is not None:
                     left[above] += 1
                     if self._columns["children"][above] == left[above]:
-                        order.let_go(parent)
+                        order.drop(parent)
             return chosen
 
     def _page_facts(self, row: int) -> PageFacts:
@@ -490,12 +490,12 @@ class PageTable:
         with self._lock:
             return self._near.score(policy, self._facts)
 
-    def _order(self, policy: Policy, count: int, size_class: int | None) -> Order:
+    def _order(self, policy: Policy, count: int, size_class: int | None) -> LeavingOrder:
         order = self._orders.get(size_class)
         if not order:
             facts = self._facts(size_class)
             least = max(count, len(facts.serial) // _ORDERED_FRACTION, _LEAST_ORDERED)
-            order = self._orders[size_class] = Order([*worst_first(facts, policy, least), _END])
+            order = self._orders[size_class] = LeavingOrder([*worst_first(facts, policy, least), _END])
         return order
 
     def _facts(self, size_class: int | None = None) -> Facts:

@@ -74,7 +74,7 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Part(NamedTuple):
+class ExtentPart(NamedTuple):
     """Bytes ``start … stop`` of extent number ``page`` of the batch."""
 
     page: int
@@ -83,42 +83,42 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Request:
+class ExtentRequest:
     """One read or write: ``parts`` side by side, from ``offset`` of the extent space on, within one file."""
 
     offset: int
     nbytes: int
-    parts: list[Part]
+    parts: list[ExtentPart]
 
-    def singles(self) -> Iterator[Request]:
+    def singles(self) -> Iterator[ExtentRequest]:
         """The same, one part at a time."""
         offset = self.offset
         for part in self.parts:
-            yield Request(offset, part.stop - part.start, [part])
+            yield ExtentRequest(offset, part.stop - part.start, [part])
             offset += part.stop - part.start
 
 
-def plan(extents: Sequence[Extent], *, request_bytes: int, file_bytes: int) -> list[Request]:
+def plan(extents: Sequence[Extent], *, request_bytes: int, file_bytes: int) -> list[ExtentRequest]:
     """Cover ``extents``, which do not overlap, with requests in order of their places.
 
     Neighbours share a request, up to ``request_bytes`` of them. What is larger, or lies across the border of
     two files, is cut.
     """
-    requests: list[Request] = []
-    last: Request | None = None
+    requests: list[ExtentRequest] = []
+    last: ExtentRequest | None = None
     for index in sorted(range(len(extents)), key=lambda index: extents[index].place):
         place = extents[index].place
         for start, stop in _cuts(extents[index], request_bytes, file_bytes):
             if last is not None and _joins(last, place + start, stop - start, request_bytes, file_bytes):
                 last.nbytes += stop - start
-                last.parts.append(Part(index, start, stop))
+                last.parts.append(ExtentPart(index, start, stop))
             else:
-                last = Request(place + start, stop - start, [Part(index, start, stop)])
+                last = ExtentRequest(place + start, stop - start, [ExtentPart(index, start, stop)])
                 requests.append(last)
     return requests
 
 
-def _joins(last: Request, offset: int, nbytes: int, request_bytes: int, file_bytes: int) -> bool:
+def _joins(last: ExtentRequest, offset: int, nbytes: int, request_bytes: int, file_bytes: int) -> bool:
     return (
         last.offset + last.nbytes == offset
         and offset % file_bytes != 0
@@ -312,12 +312,12 @@ class Payloads:
 
         On return, also by :class:`OSError`, no request is in flight any more.
         """
-        batch = _Batch(pages)
+        batch = _ReadBatch(pages)
         for buffer in batch.buffers:
             buffer.fill_tail()
         self._extents.grow(batch.end)
 
-        def work(request: Request) -> None:
+        def work(request: ExtentRequest) -> None:
             self._extents.write(request.offset, batch.memory(request), direct=batch.aligned)
             batch.hash(request, request.nbytes)
 
@@ -338,7 +338,7 @@ class Payloads:
         ]
         total = sum(sizes)
         if not total:
-            return self._read(pages, _Batch(pages))
+            return self._read(pages, _ReadBatch(pages))
         try:
             staged = self._staging.take(total)
         except UsageError as error:  # there is no memory to be had
@@ -350,15 +350,15 @@ class Payloads:
                 own = staged.view(start, nbytes) if nbytes else view
                 buffers.append(_buffer(record, view, own, encoded))
                 start += nbytes
-            return self._read(pages, _Batch(pages, buffers))
+            return self._read(pages, _ReadBatch(pages, buffers))
         finally:
             self._staging.give_back([staged])
 
-    def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _Batch) -> ReadBatch:
+    def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _ReadBatch) -> ReadBatch:
         mode = self.read_mode
         failed: dict[int, OSError] = {}  # by page
 
-        def attempt(request: Request, direct: bool) -> OSError | None:
+        def attempt(request: ExtentRequest, direct: bool) -> OSError | None:
             try:
                 got = self._extents.read(request.offset, batch.memory(request), direct=direct)
             except OSError as error:
@@ -366,7 +366,7 @@ class Payloads:
             batch.hash(request, got, read=True)
             return None
 
-        def work(request: Request) -> None:
+        def work(request: ExtentRequest) -> None:
             if attempt(request, mode.direct and batch.aligned) is not None:
                 for single in request.singles():  # one bad block must not cost its neighbours
                     error = attempt(single, False)
@@ -386,11 +386,11 @@ class Payloads:
                 outcomes.append(PageRead.FAILED if unread else PageRead.DAMAGED)
         return ReadBatch(outcomes, next(iter(failed.values()), None))
 
-    def _read_queued(self, batch: _Batch, requests: Sequence[Request]) -> list[Request]:
+    def _read_queued(self, batch: _ReadBatch, requests: Sequence[ExtentRequest]) -> list[ExtentRequest]:
         """Do the small requests all at once. Returns the others, and those that did not come as they should
         have: they are done again, one by one."""
-        small: list[Request] = []
-        left: list[Request] = []
+        small: list[ExtentRequest] = []
+        left: list[ExtentRequest] = []
         places: list[tuple[int, memoryview]] = []
         for request in requests:
             views = batch.memory(request)
@@ -428,7 +428,7 @@ def _buffer(record: PageRecord, view: memoryview, own: memoryview, encoded: bool
     return EncodedBuffer(record, own, view)
 
 
-class _Batch:
+class _ReadBatch:
     """The pages of one call: their extents and their memory."""
 
     def __init__(
@@ -447,7 +447,7 @@ class _Batch:
         """The first byte of the extent space beyond this batch."""
         return self._end
 
-    def plan(self, streams: int, file_bytes: int) -> list[Request]:
+    def plan(self, streams: int, file_bytes: int) -> list[ExtentRequest]:
         """The requests to make, and each page made ready for them."""
         # Large requests are faster, but only while there are enough of them to keep every stream busy.
         share = sum(extent.nbytes for extent in self._extents) // (2 * max(streams, 1))
@@ -459,12 +459,12 @@ class _Batch:
                     self.buffers[part.page].expect_pieces()
         return requests
 
-    def memory(self, request: Request) -> list[memoryview]:
+    def memory(self, request: ExtentRequest) -> list[memoryview]:
         return [
             view for part in request.parts for view in self.buffers[part.page].memory(part.start, part.stop)
         ]
 
-    def hash(self, request: Request, moved: int, *, read: bool = False) -> None:
+    def hash(self, request: ExtentRequest, moved: int, *, read: bool = False) -> None:
         """Hash the parts of a request that lie within the ``moved`` bytes."""
         for part in request.parts:
             moved -= part.stop - part.start
@@ -477,7 +477,7 @@ class _Batch:
 
 
 def _work_off(
-    requests: Sequence[Request], work: Callable[[Request], None], threads: IOThreads, streams: int
+    requests: Sequence[ExtentRequest], work: Callable[[ExtentRequest], None], threads: IOThreads, streams: int
 ) -> None:
     """Do ``work`` for all requests, ``streams`` at a time, the caller included. After an error no further
     request is begun, those in flight are waited for, and the error is raised."""
@@ -501,7 +501,7 @@ def _work_off(
             raise error
 
 
-def _next(queue: deque[Request]) -> Request | None:
+def _next(queue: deque[ExtentRequest]) -> ExtentRequest | None:
     try:
         return queue.popleft()
     except IndexError:  # another thread took the last one

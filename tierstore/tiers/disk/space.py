@@ -43,7 +43,7 @@ _MOST_UNITS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SpaceLayout:
     """``index_bytes`` + ``extent_bytes`` + what the file system needs for them ≤ ``capacity_bytes``."""
 
     capacity_bytes: int
@@ -51,7 +51,7 @@ class Layout:
     payload_bytes: int  # of these, what inline payloads may take: the rest is for the records
     extent_bytes: int
 
-    def keeping(self, *, index_bytes: int, extent_bytes: int) -> Layout:
+    def keeping(self, *, index_bytes: int, extent_bytes: int) -> SpaceLayout:
         """The same cap, shared out so that an index and extents which need so much keep it, up to half of the
         cap. Pages of another size than this life's would have to leave otherwise, though there is room."""
         room = self.capacity_bytes - _ALLOWANCE
@@ -66,10 +66,10 @@ class Layout:
         else:
             return self
         extents = _extents_beside(index, room)
-        return Layout(self.capacity_bytes, index, min(self.payload_bytes, index), extents)
+        return SpaceLayout(self.capacity_bytes, index, min(self.payload_bytes, index), extents)
 
 
-def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
+def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> SpaceLayout:
     """Share out a cap for a life that mostly writes pages of ``page_bytes``.
 
     Raises :class:`UsageError` when not even one such page would fit.
@@ -98,7 +98,7 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
             f"a disk capacity of {format_size(capacity_bytes)} cannot hold a page of "
             f"{format_size(page_bytes)}: give at least {format_size(needed)}"
         )
-    return Layout(capacity_bytes, index, payload, extents)
+    return SpaceLayout(capacity_bytes, index, payload, extents)
 
 
 def unit_bytes(extent_bytes: int, before: int | None) -> int:
@@ -316,7 +316,7 @@ class Space:
     holds the old one too, until :meth:`vacate`.
     """
 
-    def __init__(self, layout: Layout, *, unit_bytes: int, inline_bytes: int, index: IndexUsage) -> None:
+    def __init__(self, layout: SpaceLayout, *, unit_bytes: int, inline_bytes: int, index: IndexUsage) -> None:
         self._inline_bytes = inline_bytes
         self._index_bytes = layout.index_bytes
         self._payload_bytes = layout.payload_bytes

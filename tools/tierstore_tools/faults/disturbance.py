@@ -11,12 +11,12 @@ from pathlib import Path
 from tierstore.errors import TierStoreError
 from tierstore.stats import StoreStats
 from tierstore.testing.faulty_io import (
-    Call,
     Effect,
     Fail,
     Fault,
     FaultyIO,
     FlipBit,
+    IoCall,
     Misdirect,
     Short,
     Stall,
@@ -87,7 +87,7 @@ class _When:
         self._kinds = _WRITES if only_writes else _ALL if isinstance(effect, Fail) else (moment.kind,)
         self._seen = 0
 
-    def __call__(self, call: Call) -> bool:
+    def __call__(self, call: IoCall) -> bool:
         self._seen += call.kind == self._moment.kind
         if self._lasting:
             return self._seen >= self._moment.count and call.kind in self._kinds

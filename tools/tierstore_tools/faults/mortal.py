@@ -57,7 +57,7 @@ def live(directory: Path, life: Life, seed: int, durable: Mapping[int, int]) -> 
     while True:
         number = chance.randrange(_PROMPTS)
         tokens = chance.randint(1, _MOST_PAGES * spec.chunk_tokens)
-        for each in _to_let_go(pinned, number, tokens, life, chance):
+        for each in _to_unpin(pinned, number, tokens, life, chance):
             _say(f"- {each}")
             store.unpin(prompt_tokens(each, pinned.pop(each), spec))
         if chance.random() < 0.2:
@@ -75,7 +75,7 @@ def live(directory: Path, life: Life, seed: int, durable: Mapping[int, int]) -> 
             _say(f"+ {number} {held}")
 
 
-def _to_let_go(
+def _to_unpin(
     pinned: Mapping[int, int], number: int, tokens: int, life: Life, chance: random.Random
 ) -> list[int]:
     """The prompts to unpin before ``tokens`` tokens of ``number`` are saved."""

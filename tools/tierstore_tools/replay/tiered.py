@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tierstore.planner import Part, Way, plan
+from tierstore.planner import TierPart, TierRate, plan
 from tierstore_tools.replay.hints import Hinter
 from tierstore_tools.replay.machine import Machine
 from tierstore_tools.replay.simulator import Cache, Memory
@@ -342,19 +342,19 @@ class Engine:
         ends = [self._tokens(request, blocks) for blocks in (found.hbm, found.host, found.disk)]
         sizes = [0, found.host - found.hbm, found.disk - found.host]
         parts = [
-            Part(tier, end - start, blocks * self._block_bytes)
+            TierPart(tier, end - start, blocks * self._block_bytes)
             for tier, start, end, blocks in zip(_TIERS, [0, *ends], ends, sizes, strict=False)
         ]
-        rates = self._machine.bandwidths
+        bandwidths = self._machine.bandwidths
         up_s = max(self._to_hbm.free_at_s - now_s, 0.0)
         read_s = max(self._reads.free_at_s - now_s, up_s)
-        # Pieces go on to HBM as they come from disk: the slower of the two ways decides.
-        read_gb_per_s = min(rates.disk_read_gb_per_s, rates.host_to_hbm_gb_per_s)
-        ways = {
-            "host": Way(rates.host_to_hbm_gb_per_s * 1e9, backlog_s=up_s),
-            "disk": Way(read_gb_per_s * 1e9, backlog_s=read_s),
+        # Pieces continue to HBM as they arrive from disk: the slower of the two links decides.
+        read_gb_per_s = min(bandwidths.disk_read_gb_per_s, bandwidths.host_to_hbm_gb_per_s)
+        rates = {
+            "host": TierRate(bandwidths.host_to_hbm_gb_per_s * 1e9, backlog_s=up_s),
+            "disk": TierRate(read_gb_per_s * 1e9, backlog_s=read_s),
         }
-        planned = plan(parts, request.input_tokens, ways, self._machine.prefill)
+        planned = plan(parts, request.input_tokens, rates, self._machine.prefill)
         used = next(
             (
                 blocks

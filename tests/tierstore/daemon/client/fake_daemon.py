@@ -83,7 +83,7 @@ class FakeDaemon:
                 return p.Registered(m.id, 0)
             case p.Ping():
                 return p.Pong(m.id)
-            case p.Lookup():
+            case p.Find():
                 return p.Found(m.id, 0, 0, 0, [], 0, 0)
             case p.FindHit():
                 return hit_found(m)

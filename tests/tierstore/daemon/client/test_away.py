@@ -61,7 +61,7 @@ def test_killed_and_started_again(make_daemon, connect):
     assert store.flush(10)
     hit = store.lookup(TOKENS)
     daemon.kill()
-    wait_until(lambda: store.backend.connection.session is None)
+    wait_until(lambda: store.backend.connection.link is None)
     assert load_bytes(store, hit)[0] == 0
     assert store.lookup(TOKENS).tokens == 0
     daemon.start()
@@ -82,10 +82,10 @@ def test_all_identities_are_known_to_the_next_daemon(make_daemon, connect):
         assert store.save(prompt, pages_of(TOKENS)[:1]).wait(10) == SPEC.chunk_tokens
     assert store.flush(10)
     daemon.kill()
-    wait_until(lambda: store.backend.connection.session is None)
+    wait_until(lambda: store.backend.connection.link is None)
     daemon.start()
     assert store.wait_connected(30)
-    assert len(store.backend.connection.session.identities) == 1 + len(prompts)
+    assert len(store.backend.connection.link.identities) == 1 + len(prompts)
     for prompt in prompts:
         assert store.lookup(prompt).tokens == SPEC.chunk_tokens
 
@@ -164,7 +164,7 @@ def test_killed_and_started_again_under_load(make_daemon, connect):
                 before = loaded[0]
                 wait_until(lambda before=before: loaded[0] > before + 1000)
                 daemon.kill()
-                wait_until(lambda: all(store.backend.connection.session is None for store in stores))
+                wait_until(lambda: all(store.backend.connection.link is None for store in stores))
                 daemon.start()
                 assert all(store.wait_connected(30) for store in stores)
             before = loaded[0]
@@ -174,7 +174,7 @@ def test_killed_and_started_again_under_load(make_daemon, connect):
 
     in_threads(kill, *(lambda seed=seed: work(seed) for seed in range(4)))
     for store in stores:
-        assert store.stats().counters["connection"]["sessions"] == 4
+        assert store.stats().counters["connection"]["links"] == 4
         assert store.stats().pending_saves == 0
     assert stores[1].available_hbm() == 60
 

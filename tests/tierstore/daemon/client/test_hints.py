@@ -116,7 +116,7 @@ def test_while_the_daemon_is_away_nothing_is_said(running, store):
 def test_what_makes_no_sense_is_refused(running, store):
     from tierstore.wire import messages as p
 
-    session = store.backend.connection.session
+    session = store.backend.connection.link
     request = PromptCache(SPEC.chunk_tokens).request_of(store.identity, SPEC.page_bytes, encode_tokens(A))
     part = prompt_part(session, request, None)
     for hint, name in ((p.HintPart(-1.0), ""), (p.HintPart(None, "maybe"), ""), (None, "x" * 1000)):

@@ -57,7 +57,7 @@ def test_a_restarted_daemons_arena_is_another_one(make_daemon, connect):
     daemon = make_daemon()
     stores = [connect(daemon.url) for _ in range(2)]
     daemon.kill()
-    wait_until(lambda: all(store.backend.connection.session is None for store in stores))
+    wait_until(lambda: all(store.backend.connection.link is None for store in stores))
     daemon.start()
     for store in stores:
         assert store.wait_connected(30)
@@ -73,17 +73,17 @@ def test_one_file_is_mapped_once_until_its_last_holder_lets_go(shared_file):
     assert holders[0] is holders[1] is holders[2]
     assert map_arena(os.dup(other), 1 << 20) is not holders[0]
     assert arenas_mapped() == before + 2
-    holders.pop().let_go()
-    holders.pop().let_go()
+    holders.pop().release()
+    holders.pop().release()
     assert map_arena(os.dup(fd), 1 << 20) is holders[0]
-    holders[0].let_go()
-    holders.pop().let_go()
+    holders[0].release()
+    holders.pop().release()
     assert arenas_mapped() == before + 1
     again = map_arena(os.dup(fd), 1 << 20)
     again.wait_populated()
     assert again.memory.view(0, 8) == bytes(8)
-    again.let_go()
-    map_arena(os.dup(other), 1 << 20).let_go()
+    again.release()
+    map_arena(os.dup(other), 1 << 20).release()
 
 
 def test_a_file_that_is_too_short_is_refused_and_stays_open(shared_file):
@@ -102,8 +102,8 @@ def test_a_forked_child_begins_anew(shared_file):
         assert theirs is not ours
         theirs.wait_populated()
         theirs.memory.view(0, 5)[:] = b"child"
-        theirs.let_go()
+        theirs.release()
 
     assert fork(child) == 0
     assert ours.memory.view(0, 5) == b"child"
-    ours.let_go()
+    ours.release()

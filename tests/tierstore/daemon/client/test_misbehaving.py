@@ -13,7 +13,7 @@ from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, load_bytes, pag
 from tests.tierstore.daemon.client.fake_daemon import hit_found, slowly
 from tierstore.keys import Identity
 from tierstore.wire import messages as p
-from tierstore.wire.messages import Abort, FindHit, Located, Release, Reserve, Reserved
+from tierstore.wire.messages import Abort, FindHit, Offsets, Release, Reserve, Reserved
 
 PAGE = SPEC.page_bytes
 
@@ -23,7 +23,7 @@ def found(tokens=70, tiers=(("host", 5),), lease=9, path=0, known=0):
 
 
 def located(*offsets):
-    return lambda m: Located(m.id, struct.pack(f"<{len(offsets)}Q", *offsets))
+    return lambda m: Offsets(m.id, struct.pack(f"<{len(offsets)}Q", *offsets))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def located(*offsets):
 )
 def test_offsets_outside_the_arena_are_not_read(fake, connect, offsets):
     daemon = fake()
-    daemon.answers |= {FindHit: found(), p.Load: located(*offsets)}
+    daemon.answers |= {FindHit: found(), p.Locate: located(*offsets)}
     store = connect(daemon.url)
     assert load_bytes(store, store.lookup(TOKENS))[0] == 0
 
@@ -45,7 +45,7 @@ def test_offsets_outside_the_arena_are_not_read(fake, connect, offsets):
 def test_fewer_pages_than_asked_for_are_a_shorter_hit(fake, connect):
     daemon = fake()
     two, none = located(0, PAGE), located()
-    daemon.answers |= {FindHit: found(), p.Load: lambda m: none(m) if m.first else two(m)}
+    daemon.answers |= {FindHit: found(), p.Locate: lambda m: none(m) if m.first else two(m)}
     store = connect(daemon.url)
     contents = pages_of(TOKENS)
     daemon.arena.view(0, 2 * PAGE)[:] = b"".join(contents[:2])
@@ -75,7 +75,7 @@ def test_ragged_numbers_are_none(fake, connect):
     daemon = fake()
     daemon.answers |= {
         FindHit: found(),
-        p.Load: lambda m: Located(m.id, b"x" * 39),
+        p.Locate: lambda m: Offsets(m.id, b"x" * 39),
         Reserve: lambda m: Reserved(m.id, 7, b"x" * 3, b"y" * 9, 70),
     }
     store = connect(daemon.url)
@@ -88,7 +88,7 @@ def test_a_bug_in_what_follows_an_answer_does_not_end_the_connection(fake, conne
     daemon.answers[FindHit] = found()
     store = connect(daemon.url)
     connection = store.backend.connection
-    call = connection.call(connection.session, p.Ping(0), p.Pong, lambda answer, _: answer)
+    call = connection.call(connection.link, p.Ping(0), p.Pong, lambda answer, _: answer)
     call.on_end(lambda: 1 // 0) if not call.done else None
     call.wait(5)
     assert store.lookup(TOKENS).tokens == 70
@@ -147,7 +147,7 @@ def test_many_identities_are_registered_in_one_round_trip(fake, connect):
     store = connect(daemon.url)
     others = [replace(store.identity, adapter=str(number)) for number in range(40)]
     for identity in others:
-        store.introduce(identity)
+        store.register(identity)
     before = len(daemon.of(p.Register))
     wanted = {identity: number for number, identity in enumerate([store.identity, *others])}
 
@@ -157,18 +157,21 @@ def test_many_identities_are_registered_in_one_round_trip(fake, connect):
             return None
         return [p.Registered(each.id, wanted[Identity(**each.identity)]) for each in reversed(new)]
 
-    daemon.answers |= {p.Register: all_at_once, FindHit: lambda m: p.Refused(m.id, "session", "who are you?")}
-    session = store.backend.connection.session
+    daemon.answers |= {
+        p.Register: all_at_once,
+        FindHit: lambda m: p.Refused(m.id, "connection", "who are you?"),
+    }
+    session = store.backend.connection.link
     assert store.lookup(TOKENS).tokens == 0
-    wait_until(lambda: store.backend.connection.session not in (None, session))
-    known = store.backend.connection.session.identities
+    wait_until(lambda: store.backend.connection.link not in (None, session))
+    known = store.backend.connection.link.identities
     assert known == {identity.digest: number for identity, number in wanted.items()}
 
 
 def test_a_session_that_is_refused_is_greeted_again(fake, connect):
     daemon = fake()
     store = connect(daemon.url)
-    daemon.answers[FindHit] = lambda m: p.Refused(m.id, "session", "who are you")
+    daemon.answers[FindHit] = lambda m: p.Refused(m.id, "connection", "who are you")
     assert store.lookup(TOKENS).tokens == 0
     daemon.answers[FindHit] = found()
     wait_until(lambda: store.lookup(TOKENS).tokens == 70)
@@ -215,10 +218,10 @@ def test_a_load_goes_on_while_pages_come_from_disk(fake, connect, monkeypatch):
         time.sleep(0.01)
         return located(*range(m.first * PAGE, (m.first + m.count) * PAGE, PAGE))(m)
 
-    daemon.answers |= {FindHit: found(144, [("host", 3), ("disk", 6)]), p.Load: answer}
+    daemon.answers |= {FindHit: found(144, [("host", 3), ("disk", 6)]), p.Locate: answer}
     store = connect(daemon.url)
     assert load_bytes(store, store.lookup(tokens)) == (144, contents)
-    assert [(m.first, m.count) for m in daemon.of(p.Load)] == [(0, 3), (3, 2), (5, 2), (7, 2)]
+    assert [(m.first, m.count) for m in daemon.of(p.Locate)] == [(0, 3), (3, 2), (5, 2), (7, 2)]
 
 
 def test_a_load_that_runs_out_of_time_brings_what_came(fake, connect, monkeypatch):
@@ -234,7 +237,7 @@ def test_a_load_that_runs_out_of_time_brings_what_came(fake, connect, monkeypatc
             over.wait(60)
         return located(*range(m.first * PAGE, (m.first + m.count) * PAGE, PAGE))(m)
 
-    daemon.answers |= {FindHit: found(70, [("disk", 5)]), p.Load: answer}
+    daemon.answers |= {FindHit: found(70, [("disk", 5)]), p.Locate: answer}
     store = connect(daemon.url)
     assert load_bytes(store, store.lookup(TOKENS), deadline_s=2.0) == (32, contents[:2])
     over.set()

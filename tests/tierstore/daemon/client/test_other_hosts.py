@@ -46,7 +46,7 @@ def test_positions_that_cannot_be_are_passed_over(daemon, store, said, held):
     raw = said if isinstance(said, bytes) else b"".join(at.to_bytes(4, "little") for at in said)
     there = b"".join(at.to_bytes(4, "little") for at in sorted(held))
     tiers = [("host", len(held))] if held else []
-    daemon.answers[p.Lookup] = lambda m: p.Found(
+    daemon.answers[p.Find] = lambda m: p.Found(
         m.id, 16 * len(held), 16, 7 if held else 0, tiers, 0, 0, there, {}, raw
     )
     hit = look(store)
@@ -62,14 +62,14 @@ def test_positions_that_cannot_be_are_passed_over(daemon, store, said, held):
 
 
 def test_those_and_no_others_are_brought(daemon, store):
-    daemon.answers[p.Lookup] = lambda m: p.Found(
+    daemon.answers[p.Find] = lambda m: p.Found(
         m.id, 16, 16, 7, [("host", 1)], 0, 0, b"\2\0\0\0", {}, b"\0\0\0\0\4\0\0\0"
     )
-    daemon.answers[p.Bring] = lambda m: p.Brought(m.id, m.count)
+    daemon.answers[p.FetchRemote] = lambda m: p.FetchedRemote(m.id, m.count)
     hit = look(store)
-    assert daemon.of(p.Lookup)[-1].gain == 1000
-    assert hit.bring(1.0).wait(10) == 2
-    [asked] = daemon.of(p.Bring)
+    assert daemon.of(p.Find)[-1].gain == 1000
+    assert hit.fetch_remote(1.0).wait(10) == 2
+    [asked] = daemon.of(p.FetchRemote)
     assert (asked.first, asked.count, asked.prompt.named) == (0, 2, True)
     assert asked.prompt.keys == bytes(16) + b"\4" * 16
     hit.release()
@@ -77,8 +77,8 @@ def test_those_and_no_others_are_brought(daemon, store):
 
 def test_a_daemon_that_names_none_is_not_asked_for_any(daemon, store):
     hit = look(store)
-    assert daemon.of(p.Lookup)[-1].gain == 1000
+    assert daemon.of(p.Find)[-1].gain == 1000
     assert (hit.tokens, hit.remote_tokens, list(hit.remote_positions)) == (0, 0, [])
-    assert store.bring(hit) is None
-    assert hit.bring(1.0).wait(10) == 0
-    assert not daemon.of(p.Bring)
+    assert store.fetch_remote(hit) is None
+    assert hit.fetch_remote(1.0).wait(10) == 0
+    assert not daemon.of(p.FetchRemote)

@@ -110,7 +110,7 @@ def test_a_daemon_that_is_killed_is_noticed_at_once(tcp_daemon, connect):
     assert store.flush(10)
     hit = store.lookup(TOKENS)
     tcp_daemon.kill()
-    wait_until(lambda: store.backend.connection.session is None)
+    wait_until(lambda: store.backend.connection.link is None)
     assert load_bytes(store, hit)[0] == 0
     tcp_daemon.start()
     assert store.wait_connected(30)
@@ -122,9 +122,9 @@ def test_a_store_that_is_closed_is_gone_at_once(tcp_daemon, connect):
     store.save(TOKENS, pages_of(TOKENS)).wait(10)
     hit = store.lookup(TOKENS)
     assert hit.tokens == 70
-    assert daemon_stats(monitor)["service"]["sessions"] == 2
+    assert daemon_stats(monitor)["service"]["connections"] == 2
     store.close()
-    wait_until(lambda: daemon_stats(monitor)["service"]["sessions"] == 1)
+    wait_until(lambda: daemon_stats(monitor)["service"]["connections"] == 1)
     assert daemon_stats(monitor)["server"]["silent_sessions"] == 0
     assert daemon_stats(monitor)["service"]["leases"] == 0
 

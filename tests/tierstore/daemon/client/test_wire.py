@@ -75,7 +75,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_received_soon(make_daemon, 
 
     def send_and_do_not_wait():
         return connection.call(
-            connection.session, p.Ping(0), p.Pong, lambda answer, _: answer, caller_receives=True
+            connection.link, p.Ping(0), p.Pong, lambda answer, _: answer, caller_receives=True
         )
 
     store.lookup(TOKENS).release()
@@ -93,9 +93,7 @@ def test_after_a_slow_answer_the_next_that_nobody_waits_for_is_still_received_so
     store = connect(daemon.url, lookup_s=120.0)
     connection = store.backend.connection
     store.lookup(TOKENS)
-    call = connection.call(
-        connection.session, p.Ping(0), p.Pong, lambda answer, _: answer, caller_receives=True
-    )
+    call = connection.call(connection.link, p.Ping(0), p.Pong, lambda answer, _: answer, caller_receives=True)
     wait_until(lambda: call._answer is not None)
 
 

@@ -116,7 +116,7 @@ class Client:
 
     def lookup(self, prompt, number=0, *, wait_s=5.0, max_tokens=None, path=0, known=0):
         limit = len(prompt) if max_tokens is None else max_tokens
-        return self.ask(p.Lookup(0, part(prompt, number, path=path, known=known), limit, wait_s))
+        return self.ask(p.Find(0, part(prompt, number, path=path, known=known), limit, wait_s))
 
     def save(self, tokens, number=0, *, prompt=None, first=0, nbytes=PAGE_BYTES, wrong=()):
         """Reserve, write through the arena, commit. Returns the answer to Reserve."""
@@ -137,8 +137,8 @@ class Client:
         return reserved
 
     def load(self, lease, count, first=0, *, nbytes=PAGE_BYTES, wait_s=5.0) -> list[bytes]:
-        located = self.ask(p.Load(0, lease, first, count, wait_s))
-        assert isinstance(located, p.Located), located
+        located = self.ask(p.Locate(0, lease, first, count, wait_s))
+        assert isinstance(located, p.Offsets), located
         return [self.arena.map[offset : offset + nbytes] for offset in offsets(located.offsets)]
 
     def drain(self):

@@ -63,7 +63,7 @@ def test_a_killed_writers_slots_and_leases_are_back_at_once(start, connect, writ
     stats = daemon.stats()
     assert (stats.service.reserved_bytes, stats.service.leases) == (10 * 8192, 1)
     os.kill(process.pid, signal.SIGKILL)
-    daemon.wait_for(lambda stats: stats.service.sessions == 1)
+    daemon.wait_for(lambda stats: stats.service.connections == 1)
     stats = daemon.stats()
     assert stats.server.silent_sessions == 0  # its end was seen, not its silence
     assert (stats.service.reserved_bytes, stats.service.leases) == (0, 0)
@@ -89,7 +89,7 @@ def test_many_killed_writers_leave_nothing_behind(start, connect, writer):
         [told] = select.select(list(processes), [], [], 60)[0]
         assert told.readline() == "10\n"
         os.kill(processes.pop(told).pid, signal.SIGKILL)
-    daemon.wait_for(lambda stats: stats.service.sessions == 1)
+    daemon.wait_for(lambda stats: stats.service.connections == 1)
     assert daemon.stats().server.silent_sessions == 0
     daemon.check()
 

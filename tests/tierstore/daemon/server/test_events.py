@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import tierstore
 from tests.tierstore.daemon.server.conftest import RunningDaemon
 from tierstore.backend import Registration
-from tierstore.core.change_log import ChangeLog, Followed, Lost, Named, Removed, Stored
+from tierstore.core.change_log import ChangeLog, Followed, Lost, Named, PageRemoved, Stored
 from tierstore.daemon import event_publisher
-from tierstore.daemon.events import BlockRemoved, Blocks, BlockStored, block_hash, block_hashes
+from tierstore.daemon.events import BlockRemoved, BlockStored, EventBlocks, block_hash, block_hashes
 from tierstore.daemon.settings import Settings
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.index import Tier
@@ -427,7 +427,7 @@ def followed(log_identity, chunk_tokens=2):
 
 def test_pages_that_follow_one_another_share_an_event():
     identity = Identity.of(SPEC, model="m", tenant="t", adapter="a")
-    blocks = Blocks()
+    blocks = EventBlocks()
     assert blocks.add(*followed(identity)) == [identity.digest]
     digest = identity.digest
     keys = [bytes(8) + bytes([0] * 7 + [n]) for n in range(4)]
@@ -437,9 +437,9 @@ def test_pages_that_follow_one_another_share_an_event():
         Stored(Tier.HOST, digest, keys[2], keys[1], tokens[2]),
         Stored(Tier.DISK, digest, keys[1], b"", tokens[1]),
         Stored(Tier.DISK, digest, keys[3], keys[2], tokens[3]),
-        Removed(Tier.HOST, digest, keys[2]),
-        Removed(Tier.HOST, digest, keys[1]),
-        Removed(Tier.DISK, digest, keys[3]),
+        PageRemoved(Tier.HOST, digest, keys[2]),
+        PageRemoved(Tier.HOST, digest, keys[1]),
+        PageRemoved(Tier.DISK, digest, keys[3]),
     ]
     common = {"group_idx": 0, "locality": "LOCAL"}
     assert list(blocks.events(changes)) == [
@@ -455,7 +455,7 @@ def test_pages_that_follow_one_another_share_an_event():
 
 def test_a_page_is_told_of_as_smaller_blocks():
     identity = Identity.of(SPEC, model="m")
-    blocks = Blocks(block_tokens=2)
+    blocks = EventBlocks(block_tokens=2)
     blocks.add(*followed(identity, 8))
     assert blocks.add(*followed(Identity.of(SPEC, model="other"), 9)) == [], "no multiple of the blocks"
     first, second = bytes(15) + b"\1", bytes(15) + b"\2"
@@ -464,7 +464,7 @@ def test_a_page_is_told_of_as_smaller_blocks():
         [
             Stored(Tier.HOST, identity.digest, first, b"", tokens[:8].tobytes()),
             Stored(Tier.HOST, identity.digest, second, first, tokens[8:].tobytes()),
-            Removed(Tier.HOST, identity.digest, second),
+            PageRemoved(Tier.HOST, identity.digest, second),
         ]
     )
     assert stored.token_ids == tokens.tolist()
@@ -493,7 +493,7 @@ def test_a_block_is_told_of_while_all_its_parts_are_there(changes, order):
     """Against a model that knows who has what: two workers, two groups of full attention, and a window, of
     which nothing is told."""
     identities = [Identity.of(SPEC, model="m", shard=shard) for shard in SHARDS]
-    blocks = Blocks()
+    blocks = EventBlocks()
     window = Identity.of(SPEC, model="m", shard="tp0/2,pp0/1,window2")
     assert blocks.add(*followed(window)) == []
     assert not list(blocks.events([Stored(Tier.HOST, window.digest, bytes(16), b"", bytes(8))]))
@@ -507,7 +507,7 @@ def test_a_block_is_told_of_while_all_its_parts_are_there(changes, order):
         held ^= {(tier, who, page)}
         key, tokens = bytes(15) + bytes([page]), bytes(8)
         digest = identities[who].digest
-        change = Stored(tier, digest, key, b"", tokens) if comes else Removed(tier, digest, key)
+        change = Stored(tier, digest, key, b"", tokens) if comes else PageRemoved(tier, digest, key)
         for event in blocks.events([change]):
             names = {(event.medium, name) for name in event.block_hashes}
             told = told | names if isinstance(event, BlockStored) else told - names

@@ -102,7 +102,7 @@ def test_a_lookup_of_all_groups_is_one_message(daemon, client):
     assert client.ask(find()).tokens == 48
     after = daemon.stats()
     assert after.service.requests["FindHit"] == before.service.requests.get("FindHit", 0) + 1
-    assert "Lookup" not in after.service.requests
+    assert "Find" not in after.service.requests
     assert after.store.counters["lookups"] == before.store.counters["lookups"] + 1
     assert after.store.counters["hit_tokens"]["host"] == before.store.counters["hit_tokens"]["host"] + 48
 

@@ -83,7 +83,7 @@ def test_a_tenant_sees_and_moves_nothing_of_the_others(curve):
     seen = json.loads(eve.ask(p.Stats(0)).json)
     assert list(seen["service"]["tenants"]) == ["eve"]
     assert seen["service"]["tenants"]["eve"]["host_bytes"] == 4 * PAGE_BYTES
-    assert [each["session"] for each in seen["service"]["clients"]] == [eve.welcome.session]
+    assert [each["number"] for each in seen["service"]["clients"]] == [eve.welcome.connection]
     assert "bob" not in json.dumps(seen)
     assert "store" not in seen
 
@@ -96,7 +96,7 @@ def test_an_unknown_key_is_not_let_in(curve):
         mallory.tell(p.Hello(1))
     assert mallory.hear(1.0) == (None, [])
     daemon.wait_for(lambda stats: stats.server.denied > 0)
-    assert daemon.stats().service.sessions == 0
+    assert daemon.stats().service.connections == 0
 
 
 def test_a_client_without_keys_is_not_let_in(curve, connect):

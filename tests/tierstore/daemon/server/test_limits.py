@@ -243,7 +243,7 @@ def test_identities_without_pages_and_without_a_session_go(start, connect):
             client.register(Identity(model=f"{session}-{n}", layout="chunk=16"))
         client.save(list(range(64)))
         client.close()
-        daemon.wait_for(lambda stats: stats.service.sessions == 0)
+        daemon.wait_for(lambda stats: stats.service.connections == 0)
     client = connect(daemon.url, line=True)
     assert identities_of(client)[0] == [IDENTITY.model]  # which has pages
     client.ask(p.Evict(0, "host", -1))
@@ -273,7 +273,7 @@ def test_a_tenant_has_a_bounded_number_of_identities(start, connect, monkeypatch
     assert (type(refused), refused.kind) == (p.Refused, "busy")
     assert second.register(Identity(model="3", layout="chunk=16")) == 0  # is known
     first.close()
-    daemon.wait_for(lambda stats: stats.service.sessions == 1)
+    daemon.wait_for(lambda stats: stats.service.connections == 1)
     assert second.register(Identity(model="10", layout="chunk=16")) == 1
     assert identities_of(second)[0] == ["10", "3"]
 
@@ -289,6 +289,6 @@ def test_identities_whose_pages_have_left_go_when_there_are_too_many(start, conn
         if n % 10 == 9:
             client.ask(p.Evict(0, "host", -1))
         client.close()
-        daemon.wait_for(lambda stats: stats.service.sessions == 0)
+        daemon.wait_for(lambda stats: stats.service.connections == 0)
     assert len(identities_of(connect(daemon.url, line=True))[0]) <= 10
     daemon.check()

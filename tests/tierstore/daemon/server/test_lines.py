@@ -43,9 +43,9 @@ def test_a_session_is_opened_with_the_token_of_its_own_line(start, connect):
     daemon = start()
     other = connect(daemon.url, line=True)
     client = connect(daemon.url, line=True, hello=False)
-    assert client.ask(p.Ping(0)).kind == "session"
+    assert client.ask(p.Ping(0)).kind == "connection"
     for token in (other.arena.token, secrets.token_bytes(16)):
-        assert client.ask(p.Hello(0, token, "thief")).kind == "session"
+        assert client.ask(p.Hello(0, token, "thief")).kind == "connection"
     client.hello()
     assert isinstance(client.ask(p.Ping(0)), p.Pong)
     assert isinstance(other.ask(p.Ping(0)), p.Pong)
@@ -70,7 +70,7 @@ def test_who_hangs_up_has_nothing_left(start, connect):
     client.lookup(prompt_of(TOKENS))
     client.ask(p.Reserve(0, part(prompt_of(range(1000, 1160))), 0, 10))
     client.close()
-    daemon.wait_for(lambda stats: not stats.service.sessions)
+    daemon.wait_for(lambda stats: not stats.service.connections)
     daemon.check()
 
 
@@ -110,7 +110,7 @@ def test_who_hangs_up_in_the_middle_of_a_flood_is_gone(start, connect):
     ping = p.encode(p.Ping(7))
     flood.send_bytes((LENGTH.pack(len(ping)) + ping) * 3000)
     flood.close()
-    daemon.wait_for(lambda stats: not stats.server.arena_connections and not stats.service.sessions)
+    daemon.wait_for(lambda stats: not stats.server.arena_connections and not stats.service.connections)
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 100, 100_000])

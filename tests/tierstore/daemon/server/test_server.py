@@ -174,10 +174,10 @@ def test_a_lookup_gives_leases_back_whatever_its_answer(start, connect):
     client.register()
     client.save(TOKENS)
     first, second = client.lookup(prompt_of(TOKENS)), client.lookup(prompt_of(TOKENS))
-    found = client.ask(p.Lookup(0, part(prompt_of(TOKENS)), len(TOKENS), 0.0, [first.lease, 4711]))
+    found = client.ask(p.Find(0, part(prompt_of(TOKENS)), len(TOKENS), 0.0, [first.lease, 4711]))
     assert client.load(first.lease, 6) == []
     assert client.load(second.lease, 6) == client.load(found.lease, 6) == PAGES
-    refused = client.ask(p.Lookup(0, part(prompt_of(TOKENS)), -1, 0.0, [second.lease, found.lease]))
+    refused = client.ask(p.Find(0, part(prompt_of(TOKENS)), -1, 0.0, [second.lease, found.lease]))
     assert refused.kind == "usage"
     assert client.save(list(range(1000, 1000 + 8 * CHUNK_TOKENS))).stored_tokens == 8 * CHUNK_TOKENS
 
@@ -191,7 +191,7 @@ def test_pages_behind_those_of_a_lease_are_none(start, connect):
     client.ask(p.Evict(0, "host", -1))
     found = client.lookup(prompt_of(TOKENS[:CHUNK_TOKENS]))
     for first in (1, 2, 1 << 40):
-        assert client.ask(p.Load(0, found.lease, first, 2, 1.0)).offsets == b""
+        assert client.ask(p.Locate(0, found.lease, first, 2, 1.0)).offsets == b""
     assert daemon.stats().service.failed_requests == 0
 
 
@@ -234,7 +234,7 @@ def test_pages_come_back_from_disk_after_a_restart(start, connect, tmp_path):
     assert client.ask(p.Flush(0, 10.0)).done
     assert daemon.stats().store.tiers["disk"].pages == before == 6
     client.close()
-    daemon.wait_for(lambda stats: stats.service.sessions == 0)
+    daemon.wait_for(lambda stats: stats.service.connections == 0)
     daemon.check()
 
 
@@ -272,7 +272,7 @@ def test_a_page_with_a_wrong_checksum_is_dropped_everywhere(start, connect):
     assert client.ask(p.Flush(0, 10.0)).done
     assert client.lookup(prompt_of(TOKENS)).tokens == len(TOKENS)
     client.close()
-    daemon.wait_for(lambda stats: stats.service.sessions == 0)
+    daemon.wait_for(lambda stats: stats.service.connections == 0)
     daemon.check()
 
 
@@ -336,9 +336,9 @@ def test_a_tcp_client_that_falls_silent_is_given_up(start, connect, monkeypatch)
         assert isinstance(client.ask(p.Ping(0)), p.Pong)
     assert daemon.stats().service.reservations == 1
     clock.advance(1.1 * p.SILENCE_S)
-    daemon.wait_for(lambda stats: stats.service.sessions == 0)
+    daemon.wait_for(lambda stats: stats.service.connections == 0)
     daemon.check()
-    assert client.ask(p.Ping(0)).kind == "session"
+    assert client.ask(p.Ping(0)).kind == "connection"
 
 
 def test_a_tcp_client_that_says_bye_is_gone_at_once(start, connect):
@@ -347,10 +347,10 @@ def test_a_tcp_client_that_says_bye_is_gone_at_once(start, connect):
     client.register()
     assert client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 6)).reservation
     client.tell(p.Bye())
-    daemon.wait_for(lambda stats: not stats.service.sessions)
+    daemon.wait_for(lambda stats: not stats.service.connections)
     assert daemon.stats().server.silent_sessions == 0
     daemon.check()
-    assert client.ask(p.Ping(0)).kind == "session"
+    assert client.ask(p.Ping(0)).kind == "connection"
     client.tell(p.Bye())  # has no answer
     client.hello()  # and it may come back
     assert client.register() == 0
@@ -387,7 +387,7 @@ def test_a_client_that_does_not_read_costs_a_window_and_nobody_else(start, conne
     pages = [slow.hear()[0].pages for _ in range(5)]  # now it reads, and is sent more
     assert pages == [4] * 5
     slow.close()  # what ZMQ held for it is free, and what it waited for is given up
-    daemon.wait_for(lambda stats: stats.service.sessions <= 1)
+    daemon.wait_for(lambda stats: stats.service.connections <= 1)
     daemon.wait_for(lambda stats: not stats.service.sending_bytes)
 
 
@@ -423,8 +423,8 @@ def test_messages_of_another_version_are_refused(start, connect):
 def test_the_first_message_is_hello(start, connect):
     daemon = start()
     client = connect(daemon.url, hello=False)
-    assert client.ask(p.Ping(0)).kind == "session"
-    assert client.ask(p.Hello(0, b"not a token 1234")).kind == "session"
+    assert client.ask(p.Ping(0)).kind == "connection"
+    assert client.ask(p.Hello(0, b"not a token 1234")).kind == "connection"
     client.tell(p.Release([1]))
     client.hello()
     assert isinstance(client.ask(p.Ping(0)), p.Pong)
@@ -436,7 +436,7 @@ def test_after_a_restart_the_session_is_unknown(start, connect):
     address = daemon.address
     daemon.stop()
     start(listen=(address,))
-    assert client.ask(p.Ping(0)).kind == "session"
+    assert client.ask(p.Ping(0)).kind == "connection"
     client.hello()
     assert client.lookup(prompt_of(TOKENS)).kind == "identity"
 
@@ -449,7 +449,7 @@ def test_hello_once_more_keeps_what_a_process_holds(start, connect):
     reserved = client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 6))
     again = Client(client.url, hello=False, arena=False)
     again.arena = client.arena
-    assert again.hello().session == client.welcome.session
+    assert again.hello().connection == client.welcome.connection
     client.socket.close(0)
     assert daemon.stats().service.reservations == 1
     sums = bytes(8 * len(positions(reserved)))
@@ -460,20 +460,20 @@ def test_hello_once_more_keeps_what_a_process_holds(start, connect):
 @pytest.mark.parametrize(
     ("request_", "kind"),
     [
-        (p.Lookup(0, p.PromptPart(0, b"", b""), -1, 1.0), "usage"),
-        (p.Lookup(0, p.PromptPart(0, b"", b""), 1, float("nan")), "usage"),
-        (p.Lookup(0, p.PromptPart(0, b"", b""), 1, -1.0), "usage"),
-        (p.Lookup(0, p.PromptPart(0, b"x" * 16, b""), 1, 1.0), "usage"),
-        (p.Lookup(0, p.PromptPart(0, b"", b"123"), 1, 1.0), "usage"),
-        (p.Lookup(0, p.PromptPart(0, b"", b"", 0, -1), 1, 1.0), "usage"),
-        (p.Lookup(0, p.PromptPart(1, b"", b""), 1, 1.0), "identity"),
-        (p.Lookup(0, p.PromptPart(-1, b"", b""), 1, 1.0), "identity"),
-        (p.Lookup(0, p.PromptPart(0, b"", b"", 9, 1), 1, 1.0), "path"),
+        (p.Find(0, p.PromptPart(0, b"", b""), -1, 1.0), "usage"),
+        (p.Find(0, p.PromptPart(0, b"", b""), 1, float("nan")), "usage"),
+        (p.Find(0, p.PromptPart(0, b"", b""), 1, -1.0), "usage"),
+        (p.Find(0, p.PromptPart(0, b"x" * 16, b""), 1, 1.0), "usage"),
+        (p.Find(0, p.PromptPart(0, b"", b"123"), 1, 1.0), "usage"),
+        (p.Find(0, p.PromptPart(0, b"", b"", 0, -1), 1, 1.0), "usage"),
+        (p.Find(0, p.PromptPart(1, b"", b""), 1, 1.0), "identity"),
+        (p.Find(0, p.PromptPart(-1, b"", b""), 1, 1.0), "identity"),
+        (p.Find(0, p.PromptPart(0, b"", b"", 9, 1), 1, 1.0), "path"),
         (p.Reserve(0, p.PromptPart(0, b"", b"1234"), 0, 2), "usage"),
         (p.Reserve(0, p.PromptPart(0, b"", b"1234"), -1, 1), "usage"),
         (p.Commit(0, 1, b"", b""), "usage"),
         (p.Write(0, 1, 0), "usage"),
-        (p.Load(0, 1, -1, 1, 1.0), "usage"),
+        (p.Locate(0, 1, -1, 1, 1.0), "usage"),
         (p.Flush(0, 1e9), "usage"),
         (p.Evict(0, "cellar", 1), "usage"),
         (p.Register(0, {"model": "x"}, 8192, 16), "usage"),

@@ -148,7 +148,7 @@ class ServiceMachine(RuleBasedStateMachine):
         released = [lease for lease in self.leases if lease.session is session][:give_back]
         self.leases = [lease for lease in self.leases if lease not in released]
         numbers = [lease.number for lease in released]
-        found = self.ask(session, p.Lookup(0, asked, limit, SECONDS, numbers))
+        found = self.ask(session, p.Find(0, asked, limit, SECONDS, numbers))
         assert not session.client.leases.keys() & set(numbers)
         if isinstance(found, p.Refused):
             assert found.kind == "path", found
@@ -181,7 +181,7 @@ class ServiceMachine(RuleBasedStateMachine):
         lease = self.leases[which % len(self.leases)]
         if prefetch:
             self.ask(lease.session, p.Prefetch(0, lease.number, SECONDS))
-        located = self.ask(lease.session, p.Load(0, lease.number, first, count, SECONDS))
+        located = self.ask(lease.session, p.Locate(0, lease.number, first, count, SECONDS))
         pages = sum(held for _, held in lease.found.tiers)
         there = offsets(located.offsets)
         assert len(there) <= max(min(count, pages - first), 0)
@@ -418,7 +418,7 @@ def save(service, session, tokens):
 
 def found(service, session, tokens):
     prompt = Prompt(IDENTITIES[0], tokens, chunk_tokens=CHUNK)
-    answer = service.handle(session, p.Lookup(1, part(prompt), len(prompt), 0.0))
+    answer = service.handle(session, p.Find(1, part(prompt), len(prompt), 0.0))
     service.handle(session, p.Release([answer.lease]))
     return answer.tokens // CHUNK
 

@@ -16,7 +16,7 @@ LMDB believes its file, and a damaged one can kill its reader. So the file is ch
 (index_file.py). What fails there is set aside as a whole.
 """
 
-from tierstore.tiers.disk.fsck.check import Watcher, fsck
+from tierstore.tiers.disk.fsck.check import CheckWatcher, fsck
 from tierstore.tiers.disk.fsck.findings import Category, Finding, FsckReport, PageName
 
-__all__ = ["Category", "Finding", "FsckReport", "PageName", "Watcher", "fsck"]
+__all__ = ["Category", "CheckWatcher", "Finding", "FsckReport", "PageName", "fsck"]

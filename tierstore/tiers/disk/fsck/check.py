@@ -32,7 +32,7 @@ from tierstore.tiers.disk.fsck.files import (
     mend_files,
 )
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, FsckReport
-from tierstore.tiers.disk.fsck.scrub import WHY, ExtentReader, ExtentScrub, Verdict, scrub_inline
+from tierstore.tiers.disk.fsck.scrub import WHY, ExtentReader, ExtentScrub, PageVerdict, scrub_inline
 from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.index_file import DamagedIndexError, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
@@ -51,7 +51,7 @@ _READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Watcher:
+class CheckWatcher:
     """Who is told how far a check is. Called from several threads, one at a time is not promised."""
 
     phase: Callable[[str], None] = lambda text: None
@@ -63,7 +63,7 @@ def fsck(
     path: Path,
     *,
     repair: bool = False,
-    watcher: Watcher | None = None,
+    watcher: CheckWatcher | None = None,
     limit: int = DEFAULT_LIMIT,
     io: FileIO | None = None,
 ) -> FsckReport:
@@ -80,7 +80,7 @@ def fsck(
     :class:`~tierstore.errors.StoreUnavailableError` when it is in use, of another format, or cannot be read.
     """
     started = time.perf_counter()
-    watcher = watcher or Watcher()
+    watcher = watcher or CheckWatcher()
     directory = StoreDirectory.visit(path, make_lock=repair)
     try:
         check = _Check(directory, repair, watcher, Findings(limit), io or FileIO())
@@ -110,7 +110,7 @@ class _Check:
     """One run."""
 
     def __init__(
-        self, directory: StoreDirectory, repair: bool, watcher: Watcher, findings: Findings, io: FileIO
+        self, directory: StoreDirectory, repair: bool, watcher: CheckWatcher, findings: Findings, io: FileIO
     ) -> None:
         self._directory = directory
         self._repair = repair
@@ -234,7 +234,7 @@ class _Check:
         self._payload_seconds = max(scrub.seconds, inline_seconds)
         for verdict, why in WHY.items():
             found.condemn(chosen[verdicts == verdict], Category.DAMAGED, "payload", why)
-        self._verified = _sizes(rows[verdicts == Verdict.GOOD])
+        self._verified = _sizes(rows[verdicts == PageVerdict.GOOD])
 
     def report(self, started: float) -> FsckReport:
         findings, found = self._findings, self._found

@@ -1,7 +1,7 @@
 """Every payload is read back and hashed, at the speed of the disk.
 
-The pages are taken in order of their places and cut into windows of neighbours, each one request. A few
-threads take window after window: while one hashes what it has just read, and has in its cache, the others
+The pages are taken in order of their places and cut into batches of neighbours, each one request. A few
+threads take batch after batch: while one hashes what it has just read, and has in its cache, the others
 wait for the disk. They begin as soon as the records are known, so that the rest of the index is examined
 meanwhile. Payloads that are in the index are read from there.
 
@@ -33,14 +33,14 @@ from tierstore.tiers.disk.payloads import ReadMode
 from tierstore.tiers.disk.records import INLINE
 from tierstore.units import MIB, round_up
 
-_WINDOW = 4 * MIB
+_BATCH_BYTES = 4 * MIB
 _LARGEST_ENCODED = 1 << 30  # bytes of a page: no codec keeps a larger one
 _GAP = 256 * 1024  # reading a hole of this size is no slower than another request
 
 Progress = Callable[[int, int], None]  # pages and bytes verified since the last call, from any thread
 
 
-class Verdict(enum.IntEnum):
+class PageVerdict(enum.IntEnum):
     """What became of one payload."""
 
     GOOD = 0
@@ -50,9 +50,9 @@ class Verdict(enum.IntEnum):
 
 
 WHY = {
-    Verdict.DIFFERENT: "its payload does not match its checksum",
-    Verdict.CUT_SHORT: "its payload is not there in full",
-    Verdict.UNREADABLE: "its payload cannot be read: the disk reports an error",
+    PageVerdict.DIFFERENT: "its payload does not match its checksum",
+    PageVerdict.CUT_SHORT: "its payload is not there in full",
+    PageVerdict.UNREADABLE: "its payload cannot be read: the disk reports an error",
 }
 
 
@@ -133,8 +133,8 @@ class _Payload(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """Pages side by side. One that is larger than a window is alone in its own."""
+class _ScrubBatch:
+    """Pages side by side. One that is larger than a batch is alone in its own."""
 
     offset: int
     nbytes: int
@@ -152,7 +152,7 @@ class ExtentScrub:
     ) -> None:
         self.seconds = 0.0
         self._verdicts = np.zeros(len(rows), np.int8)
-        self._windows = _windows(rows)
+        self._batches = _batches(rows)
         self._taking = threading.Lock()
         self._stopped = False
         self._reader = reader
@@ -167,7 +167,7 @@ class ExtentScrub:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends after the windows under way."""
+        """Ends after the batches under way."""
         self._stopped = True
         self._pool.shutdown()
 
@@ -179,20 +179,20 @@ class ExtentScrub:
 
     def _work(self) -> None:
         scrubber = _Scrubber(self._reader, self._direct)
-        while (window := self._next()) is not None:
+        while (batch := self._next()) is not None:
             try:
-                for row, verdict in scrubber.verdicts(window):
+                for row, verdict in scrubber.verdicts(batch):
                     self._verdicts[row] = verdict
-                self._progress(len(window.pages), sum(page.nbytes for page in window.pages))
+                self._progress(len(batch.pages), sum(page.nbytes for page in batch.pages))
             except BaseException:
                 self._stopped = True
                 raise
 
-    def _next(self) -> _Window | None:
+    def _next(self) -> _ScrubBatch | None:
         with self._taking:
-            window = None if self._stopped else next(self._windows, None)
+            batch = None if self._stopped else next(self._batches, None)
             self.seconds = time.perf_counter() - self._started
-            return window
+            return batch
 
 
 def scrub_inline(rows: npt.NDArray[np.void], index_db: IndexDB, progress: Progress) -> npt.NDArray[np.int8]:
@@ -202,18 +202,18 @@ def scrub_inline(rows: npt.NDArray[np.void], index_db: IndexDB, progress: Progre
     records = index_db.records(int(rows["serial"][row]) for row in inline)
     for row, record in zip(inline, records, strict=True):
         if record is None or record.nbytes > index_db.map_bytes:
-            verdicts[row] = Verdict.CUT_SHORT
+            verdicts[row] = PageVerdict.CUT_SHORT
             continue
         view = memoryview(bytearray(record.nbytes))
         if not index_db.read_payload(record, view):
-            verdicts[row] = Verdict.CUT_SHORT
+            verdicts[row] = PageVerdict.CUT_SHORT
         elif xxhash.xxh3_64_intdigest(view) != record.checksum:
-            verdicts[row] = Verdict.DIFFERENT
+            verdicts[row] = PageVerdict.DIFFERENT
         progress(1, record.nbytes)
     return verdicts
 
 
-def _windows(rows: npt.NDArray[np.void]) -> Iterator[_Window]:
+def _batches(rows: npt.NDArray[np.void]) -> Iterator[_ScrubBatch]:
     outside = np.flatnonzero(rows["place"] != INLINE)
     outside = outside[np.argsort(rows["place"][outside], kind="stable")]
     names = ("place", "payload_bytes", "checksum", "page_bytes", "codec")
@@ -222,41 +222,41 @@ def _windows(rows: npt.NDArray[np.void]) -> Iterator[_Window]:
     start = stop = 0
     for page in map(_Payload, *(column.tolist() for column in columns)):
         place, end = page.place, page.place + round_up(page.nbytes, ALIGNMENT)
-        if pages and (place - stop > _GAP or max(end, stop) - start > _WINDOW):
-            yield _Window(start, stop - start, pages)
+        if pages and (place - stop > _GAP or max(end, stop) - start > _BATCH_BYTES):
+            yield _ScrubBatch(start, stop - start, pages)
             pages = []
         if not pages:
             start = stop = place
         pages.append(page)
         stop = max(stop, end)
     if pages:
-        yield _Window(start, stop - start, pages)
+        yield _ScrubBatch(start, stop - start, pages)
 
 
 class _Scrubber:
-    """One thread's part: its buffer, and what it does with a window."""
+    """One thread's part: its buffer, and what it does with a batch."""
 
     def __init__(self, reader: ExtentReader, direct: bool) -> None:
         self._reader = reader
         self._direct = direct
-        self._view = Memory(_WINDOW, shared=False).view(0, _WINDOW)
+        self._view = Memory(_BATCH_BYTES, shared=False).view(0, _BATCH_BYTES)
         self._decoded = memoryview(bytearray())  # a page, as far as one had to be decoded
 
-    def verdicts(self, window: _Window) -> Iterator[tuple[int, Verdict]]:
+    def verdicts(self, batch: _ScrubBatch) -> Iterator[tuple[int, PageVerdict]]:
         got = 0
-        if window.nbytes <= _WINDOW:
+        if batch.nbytes <= _BATCH_BYTES:
             try:
-                got = self._reader.read(window.offset, self._view[: window.nbytes], direct=self._direct)
+                got = self._reader.read(batch.offset, self._view[: batch.nbytes], direct=self._direct)
             except OSError:
                 got = 0  # one bad block must not cost its neighbours: each is read by itself
-        for page in window.pages:
-            start = page.place - window.offset
+        for page in batch.pages:
+            start = page.place - batch.offset
             if start + page.nbytes <= got:
                 good = self._is_page(page, self._view[start : start + page.nbytes])
-                yield page.row, Verdict.GOOD if good else Verdict.DIFFERENT
-        if got < window.nbytes:
-            for page in window.pages:
-                if page.place - window.offset + page.nbytes > got:
+                yield page.row, PageVerdict.GOOD if good else PageVerdict.DIFFERENT
+        if got < batch.nbytes:
+            for page in batch.pages:
+                if page.place - batch.offset + page.nbytes > got:
                     yield page.row, self._alone(page)
 
     def _is_page(self, page: _Payload, payload: memoryview) -> bool:
@@ -273,23 +273,23 @@ class _Scrubber:
             payload = whole
         return xxhash.xxh3_64_intdigest(payload) == page.checksum
 
-    def _alone(self, page: _Payload) -> Verdict:
+    def _alone(self, page: _Payload) -> PageVerdict:
         hashed = xxhash.xxh3_64()
         payload = bytearray()  # of a page that has to be decoded
-        for start in range(0, page.nbytes, _WINDOW):
-            wanted = min(_WINDOW, page.nbytes - start)
+        for start in range(0, page.nbytes, _BATCH_BYTES):
+            wanted = min(_BATCH_BYTES, page.nbytes - start)
             try:
                 got = self._read(page.place + start, wanted)
             except OSError:
-                return Verdict.UNREADABLE
+                return PageVerdict.UNREADABLE
             if got < wanted:
-                return Verdict.CUT_SHORT
+                return PageVerdict.CUT_SHORT
             if page.codec:
                 payload += self._view[:wanted]
             else:
                 hashed.update(self._view[:wanted])
         good = self._is_page(page, memoryview(payload)) if page.codec else hashed.intdigest() == page.checksum
-        return Verdict.GOOD if good else Verdict.DIFFERENT
+        return PageVerdict.GOOD if good else PageVerdict.DIFFERENT
 
     def _read(self, offset: int, wanted: int) -> int:
         view = self._view[: round_up(wanted, ALIGNMENT)]

@@ -3,22 +3,22 @@
 A pool's *addresses* are reserved once, for as many large pages as it may ever have, so a page in use never
 moves and an array over all of them stays what it is. Memory is behind those that are *present*. ::
 
-    frames   [ in use ][ free ][ in use ][ absent ][ absent ]     present: 3 of 5
+    large pages   [ in use ][ free ][ in use ][ absent ][ absent ]     present: 3 of 5
 
-:meth:`Frames.resize` sets a target. Growing maps memory at once. Shrinking gives back free frames at once,
-the last ones first, and every frame that becomes free later until the target is reached; who owns cached
-pages lets these leave meanwhile. Memory is given and taken in granules of the operating system's or the
-driver's, which need not be frames: one goes when all frames that it has a part of are absent, so no byte of a
-present frame ever has no memory.
+:meth:`LargePages.resize` sets a target. Growing maps memory at once. Shrinking gives back free large pages at
+once, the last ones first, and every large page that becomes free later until the target is reached; who owns
+cached pages lets these leave meanwhile. Memory is given and taken in granules of the operating system's or
+the driver's, which need not be large pages: one goes when all large pages that it has a part of are absent,
+so no byte of a present large page ever has no memory.
 
-Frame 0 stays: whoever makes a view of a device's memory looks at its first byte.
+Large page 0 stays: whoever makes a view of a device's memory looks at its first byte.
 
->>> frames = Frames(4096, 4)
->>> frames.take(2), frames.resize(1), frames.present
+>>> large_pages = LargePages(4096, 4)
+>>> large_pages.take(2), large_pages.resize(1), large_pages.present
 ([0, 1], 2, 2)
->>> frames.give([1, 0]), frames.present
+>>> large_pages.give([1, 0]), large_pages.present
 (None, 1)
->>> frames.resize(3)
+>>> large_pages.resize(3)
 3
 """
 
@@ -87,7 +87,7 @@ def _bytes(granules: range) -> tuple[int, int]:
     return granules.start * ALIGNMENT, granules.stop * ALIGNMENT
 
 
-class Frames:
+class LargePages:
     """``count`` large pages of ``large_bytes`` bytes each, of which at first ``present`` have memory, and
     which of them are free. Thread-safe: pools of several locks share one.
 
@@ -111,7 +111,7 @@ class Frames:
         self._fixed = fixed
         self._lock = threading.Lock()
         # Guarded by it: all that changes.
-        self._free = list(range(self.present - 1, -1, -1))  # popped from the end: frame 0 first
+        self._free = list(range(self.present - 1, -1, -1))  # popped from the end: large page 0 first
         self._there = bytearray(b"\1" * self.present + b"\0" * (count - self.present))
 
     @property
@@ -130,7 +130,7 @@ class Frames:
         return len(self._free)
 
     @property
-    def free_frames(self) -> frozenset[int]:
+    def free_large(self) -> frozenset[int]:
         """Those, for who checks the books."""
         with self._lock:
             return frozenset(self._free)
@@ -149,16 +149,16 @@ class Frames:
             del self._free[len(self._free) - count :]
         return taken[::-1]
 
-    def give(self, frames: Sequence[int]) -> None:
+    def give(self, large_pages: Sequence[int]) -> None:
         """They are free again."""
         with self._lock:
-            self._free.extend(reversed(frames))
+            self._free.extend(reversed(large_pages))
             if self.present > self.target:
                 self._shrink()
 
     def resize(self, target: int) -> int:
-        """Have ``target`` frames from now on, of those that there may be, or as close to it as can be; how
-        many there are now. Raises :class:`UsageError` for a number that cannot be."""
+        """Have ``target`` large pages from now on, of those that there may be, or as close to it as can be;
+        how many there are now. Raises :class:`UsageError` for a number that cannot be."""
         if self._fixed:
             raise UsageError(self._fixed)
         if not 1 <= target <= self.count:
@@ -176,45 +176,45 @@ class Frames:
         """Assert that the books agree."""
         with self._lock:
             free = set(self._free)
-            assert len(free) == len(self._free), "a frame is free twice"
-            assert all(self._there[frame] for frame in free), "a frame without memory is free"
+            assert len(free) == len(self._free), "a large page is free twice"
+            assert all(self._there[large_page] for large_page in free), "a large page without memory is free"
             assert sum(self._there) == self.present
-            assert not (self.excess and free - {0}), "a frame is kept that should have been given back"
+            assert not (self.excess and free - {0}), "a large page is kept that should have been given back"
 
     # -- inside, under the lock ------------------------------------------------------------------------
 
     def _shrink(self) -> None:
-        going = [frame for frame in heapq.nlargest(self.excess, self._free) if frame]
+        going = [large_page for large_page in heapq.nlargest(self.excess, self._free) if large_page]
         gone = set(going)
-        self._free = [frame for frame in self._free if frame not in gone]
-        for frame in going:
-            self._there[frame] = 0
+        self._free = [large_page for large_page in self._free if large_page not in gone]
+        for large_page in going:
+            self._there[large_page] = 0
             self.present -= 1
-            granules = self._granules(frame)
+            granules = self._granules(large_page)
             if self._backing is not None and granules:
                 self._backing.release(granules)
 
     def _grow(self) -> None:
         come: list[int] = []
-        frame = -1
+        large_page = -1
         try:
             while self.present < self.target:
-                frame = self._there.index(0, frame + 1)
-                missing = self._granules(frame)
+                large_page = self._there.index(0, large_page + 1)
+                missing = self._granules(large_page)
                 if self._backing is not None and missing and not self._backing.back(missing):
                     break
-                self._there[frame] = 1
+                self._there[large_page] = 1
                 self.present += 1
-                come.append(frame)
+                come.append(large_page)
         finally:
             self._free[:0] = reversed(come)  # those that were there before are taken first
 
-    def _granules(self, frame: int) -> range:
-        """The granules that have a part of ``frame`` and of no present frame beside it."""
+    def _granules(self, large_page: int) -> range:
+        """The granules that have a part of ``large_page`` and of no present large page beside it."""
         if self._backing is None:
             return range(0)
         size = self._backing.granule_bytes
-        start, stop = frame * self.large_bytes, (frame + 1) * self.large_bytes
+        start, stop = large_page * self.large_bytes, (large_page + 1) * self.large_bytes
         first, last = start // size, -(-stop // size)
         if self._present_in(first * size, start):
             first += 1
@@ -223,20 +223,20 @@ class Frames:
         return range(first, max(last, first))
 
     def _present_in(self, start: int, stop: int) -> bool:
-        """Whether a present frame has any of these bytes."""
-        frames = self._there[start // self.large_bytes : -(-stop // self.large_bytes)]
-        return start < stop and any(frames)
+        """Whether a present large page has any of these bytes."""
+        large_pages = self._there[start // self.large_bytes : -(-stop // self.large_bytes)]
+        return start < stop and any(large_pages)
 
 
 class Books(Protocol):
-    """Which of a pool's pages are free. Page ``p`` is in frame ``p // per_frame``, which is the pool's alone
-    as long as one of its pages is in use."""
+    """Which of a pool's pages are free. Page ``p`` is in large page ``p // per_large``, which is the pool's
+    alone as long as one of its pages is in use."""
 
     @property
-    def frames(self) -> Frames: ...
+    def large_pages(self) -> LargePages: ...
 
     @property
-    def per_frame(self) -> int: ...
+    def per_large(self) -> int: ...
 
     @property
     def free_pages(self) -> int:
@@ -247,7 +247,7 @@ class Books(Protocol):
 
     @property
     def taken(self) -> int:
-        """Frames that have a page in use."""
+        """Large pages that have a page in use."""
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
         """``count`` pages, or None if fewer are free. ``near`` are pages that will be given back at about the
@@ -257,35 +257,36 @@ class Books(Protocol):
         """Give pages back."""
 
     def emptied_by(self, pages: Iterable[int]) -> int:
-        """How many frames would be free without these pages, which are in use; about, where other threads
-        give pages back meanwhile."""
+        """How many large pages would be free without these pages, which are in use; about, where other
+        threads give pages back meanwhile."""
 
 
 class WholePages:
-    """The books of a pool that is its memory's only one: each frame is a page. Implements :class:`Books`."""
+    """The books of a pool that is its memory's only one: each large page is a page. Implements
+    :class:`Books`."""
 
-    per_frame = 1
+    per_large = 1
 
-    def __init__(self, frames: Frames) -> None:
-        self.frames = frames
+    def __init__(self, large_pages: LargePages) -> None:
+        self.large_pages = large_pages
 
     @property
     def free_pages(self) -> int:
-        return self.frames.free
+        return self.large_pages.free
 
     @property
     def used_pages(self) -> int:
-        return self.frames.present - self.frames.free
+        return self.large_pages.present - self.large_pages.free
 
     @property
     def taken(self) -> int:
         return self.used_pages
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        return self.frames.take(count)
+        return self.large_pages.take(count)
 
     def free(self, pages: Sequence[int]) -> None:
-        self.frames.give(pages)
+        self.large_pages.give(pages)
 
     def emptied_by(self, pages: Iterable[int]) -> int:
         return sum(1 for _ in pages)

@@ -12,7 +12,7 @@ from tierstore.core.busiest import BusyPrefix
 from tierstore.daemon.stats import DaemonStats, LatencyStats
 from tierstore.dashboard import of_store
 from tierstore.dashboard.of_store import duration, percent, short
-from tierstore.dashboard.view import Condition, Number, Plot, Sample, State, Table, Tile, Unit, View
+from tierstore.dashboard.view import ConditionRow, Number, Plot, Sample, Table, Tile, Unit, View, ViewState
 from tierstore.printable import printable
 from tierstore.stats import StoreRates
 from tierstore.units import format_size
@@ -35,7 +35,7 @@ _PLOTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _DaemonMoment:
     at: float
     stats: DaemonStats
 
@@ -53,13 +53,13 @@ class DaemonPage:
         self._stats = stats
         self._busiest = busiest
         self._clock = clock
-        self._lately: deque[_Moment] = deque()
+        self._lately: deque[_DaemonMoment] = deque()
         self._prefixes: list[BusyPrefix] = []
         self._prefixes_due = -math.inf
 
     def look(self) -> Sample:
         """What is true now, with rates since the last look, and since a minute ago."""
-        now = _Moment(self._clock(), self._stats())
+        now = _DaemonMoment(self._clock(), self._stats())
         if now.at >= self._prefixes_due:
             self._prefixes = self._busiest(_PREFIXES)
             self._prefixes_due = now.at + max((self._clock() - now.at) / _PREFIXES_DUTY, _PREFIXES_S)
@@ -72,7 +72,7 @@ class DaemonPage:
             time.time(), self._view(now, minute_ago), _values(_rates(now, before)) if before else {}
         )
 
-    def _view(self, now: _Moment, minute_ago: _Moment | None) -> View:
+    def _view(self, now: _DaemonMoment, minute_ago: _DaemonMoment | None) -> View:
         stats = now.stats
         return View(
             title="tierstore daemon",
@@ -93,7 +93,7 @@ class DaemonPage:
         )
 
 
-def _rates(now: _Moment, before: _Moment | None) -> StoreRates:
+def _rates(now: _DaemonMoment, before: _DaemonMoment | None) -> StoreRates:
     if before is None:
         return StoreRates(now.stats.store, None, now.stats.uptime_s)
     return StoreRates(now.stats.store, before.stats.store, now.at - before.at)
@@ -115,20 +115,20 @@ def _values(rates: StoreRates) -> dict[str, tuple[Number, ...]]:
     }
 
 
-def _conditions(stats: DaemonStats) -> list[Condition]:
-    serving = Condition("daemon", State.GOOD, "serves") if stats.ready else _NOT_READY
+def _conditions(stats: DaemonStats) -> list[ConditionRow]:
+    serving = ConditionRow("daemon", ViewState.GOOD, "serves") if stats.ready else _NOT_READY
     found = [serving, *of_store.conditions(stats.store)]
     if stats.cluster is not None:
-        state = State.GOOD if stats.cluster.online else State.WARNING
-        found.append(Condition("cluster", state, printable(stats.cluster.line.removeprefix("cluster "))))
+        state = ViewState.GOOD if stats.cluster.online else ViewState.WARNING
+        found.append(ConditionRow("cluster", state, printable(stats.cluster.line.removeprefix("cluster "))))
     failed = stats.service.failed_requests
     if failed:
         text = f"{failed:,} requests ended in a bug of tierstore: its log has a traceback"
-        found.append(Condition("requests", State.WARNING, text))
+        found.append(ConditionRow("requests", ViewState.WARNING, text))
     return found
 
 
-_NOT_READY = Condition("daemon", State.BAD, "does not serve: it starts or ends")
+_NOT_READY = ConditionRow("daemon", ViewState.BAD, "does not serve: it starts or ends")
 
 
 def _tiles(stats: DaemonStats, lately: StoreRates) -> tuple[Tile, ...]:
@@ -149,7 +149,7 @@ def _tiles(stats: DaemonStats, lately: StoreRates) -> tuple[Tile, ...]:
             f"saved {lately.gb_per_s_in('host'):.2f} GB",
         ),
         Tile("Lookups a second", short(lately.of("lookups")), f"{stats.service.leases:,} leases"),
-        Tile("Clients", f"{stats.service.sessions:,}", f"{stats.service.reservations:,} saves under way"),
+        Tile("Clients", f"{stats.service.connections:,}", f"{stats.service.reservations:,} saves under way"),
         Tile("On the way to disk", f"{pending:,} pages", f"{dropped:,} dropped so far"),
     )
 
@@ -197,7 +197,7 @@ def _busy(prefixes: list[BusyPrefix]) -> Table:
     )
 
 
-def _requests(now: _Moment, before: _Moment | None) -> Table:
+def _requests(now: _DaemonMoment, before: _DaemonMoment | None) -> Table:
     def row(name: str) -> tuple[str, ...]:
         latency = now.stats.service.latency[name]
         lately = latency.since(before.stats.service.latency[name] if before else None)
@@ -207,7 +207,7 @@ def _requests(now: _Moment, before: _Moment | None) -> Table:
 
     return Table(
         "Requests, last minute",
-        ("request", "a second", "half within", "99 of 100 within"),
+        ("request", "per second", "p50", "p99"),
         tuple(map(row, now.stats.service.latency)),
         "",
     )

@@ -1,5 +1,6 @@
-"""The sessions of a daemon's clients, and what all of them share. A session reads its client's messages, and
-believes nothing that they say."""
+"""The connections of a daemon's clients and the state that they share.
+
+A connection reads its client's messages and trusts none of their content."""
 
 from __future__ import annotations
 
@@ -50,21 +51,21 @@ Reply: TypeAlias = "p.Answer | PageFrames | None"
 
 
 class ServiceState:
-    """What the sessions of a daemon share. ``stats_json`` makes the answer to :class:`p.Stats`. ``cluster``
-    is None while no pages come from other hosts."""
+    """State that all client connections of a daemon share. ``stats_json`` makes the answer to
+    :class:`p.Stats`. ``cluster`` is None while no pages come from other hosts."""
 
     def __init__(self, core: Core, stats_json: Callable[[], bytes]) -> None:
         self.core = core
         self.stats_json = stats_json
         self.cluster: Cluster | None = None
-        self.sessions: dict[int, Session] = {}
+        self.connections: dict[int, ClientConnection] = {}
         self.promised_lookups = 0
         self.broken_promises = 0
         self.threads = ThreadPoolExecutor(_WAIT_THREADS, thread_name_prefix="tierstore-wait")
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ClientConnection:
     """One client, by its messages. ``sending_bytes`` of pages are on their way to it, handed to ZMQ and not
     yet sent; ``sent`` waits for that."""
 
@@ -94,8 +95,8 @@ class Session:
 
     @property
     def cluster(self) -> Cluster | None:
-        """What this session's requests may ask for pages of other hosts. None also for the cluster's own
-        agents: their requests make no work for it."""
+        """The agents that this client's requests may use to fetch pages from other hosts. None also for the
+        cluster's own agents: their requests make no work for it."""
         cluster, name = self.service.cluster, self.client.name
         if cluster is None or (self.local and any(name.endswith(f", pid {pid}") for pid in cluster.pids)):
             return None
@@ -107,7 +108,7 @@ class Session:
         return lease if lease is not None and self.backend.holds(lease) else None
 
     def release(self, leases: Sequence[int]) -> None:
-        """Release these leases. Those of other sessions are passed over."""
+        """Release these leases. Leases of other clients are ignored."""
         for number in leases:
             lease = self.client.leases.get(number)
             if lease is not None:
@@ -177,9 +178,9 @@ class Session:
         )
         if m.num_tokens < 0 or any(chain.num_tokens < m.num_tokens for chain in chains) or not named_fit:
             raise Refusal("usage", f"{m.num_tokens} tokens are not all in the prompt, or have no names")
-        return HitView(chunk_tokens, m.num_tokens, chains, m.here, named, names, m.root, m.tail)
+        return HitView(chunk_tokens, m.num_tokens, chains, m.here, named, names, m.root, m.tail, m.counted)
 
-    def pages_asked_for(self, m: p.Load | p.Fetch) -> tuple[LocalLease | None, int]:
+    def pages_asked_for(self, m: p.Locate | p.Fetch) -> tuple[LocalLease | None, int]:
         """Return the lease, None when it has ended, and how many of the pages asked for there are."""
         if m.first < 0 or m.count < 0:
             raise Refusal("usage", f"pages {m.first} … {m.first} + {m.count}")

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from tierstore.dashboard import of_store
 from tierstore.dashboard.of_store import percent, short
-from tierstore.dashboard.view import Condition, Meter, Number, Plot, Sample, State, Tile, Unit, View
+from tierstore.dashboard.view import ConditionRow, Meter, Number, Plot, Sample, Tile, Unit, View, ViewState
 from tierstore.printable import printable
 from tierstore.stats import StoreStats
 from tierstore_engine.engine import Engine
@@ -75,11 +75,11 @@ class Lately:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _ServerMoment:
     at: float
     engine: EngineStats
     store: StoreStats | None
-    trouble: Condition | None
+    trouble: ConditionRow | None
     prompt_tokens: int
     cached_tokens: Mapping[str, int]
     ttft_s: Sequence[float]
@@ -104,13 +104,13 @@ class EnginePage:
         self._store = store
         self._admission = admission
         self._started = time.monotonic()
-        self._moments: deque[_Moment] = deque()
+        self._moments: deque[_ServerMoment] = deque()
 
     async def look(self) -> Sample:
         """Return what is true now, of the engine from before the step that it computes."""
         store = await asyncio.to_thread(self._store)
         lately = self.lately
-        now = _Moment(
+        now = _ServerMoment(
             time.monotonic(),
             self._engine.stats,
             store,
@@ -126,17 +126,17 @@ class EnginePage:
             self._moments.popleft()
         return await asyncio.to_thread(self._sample, now, before, self._moments[0])
 
-    def _trouble(self) -> Condition | None:
+    def _trouble(self) -> ConditionRow | None:
         """Return what is wrong with the engine, or None."""
         if self._engine.failed is not None:
-            return Condition("engine", State.BAD, "has failed and does not go on: restart the server")
+            return ConditionRow("engine", ViewState.BAD, "has failed and does not go on: restart the server")
         since = self._engine.stepping_since
         if since is not None and time.monotonic() > since + _LONG_STEP_S:
             text = f"has been at one step for more than {_LONG_STEP_S:g} s"
-            return Condition("engine", State.WARNING, text)
+            return ConditionRow("engine", ViewState.WARNING, text)
         return None
 
-    def _sample(self, now: _Moment, before: _Moment | None, minute_ago: _Moment) -> Sample:
+    def _sample(self, now: _ServerMoment, before: _ServerMoment | None, minute_ago: _ServerMoment) -> Sample:
         drafts = (_DRAFTS,) if now.engine.drafted_tokens else ()
         store = now.store
         view = View(
@@ -153,21 +153,21 @@ class EnginePage:
         )
         return Sample(time.time(), view, _values(now, before) if before is not None else {})
 
-    def _conditions(self, now: _Moment) -> list[Condition]:
-        found = [now.trouble or Condition("engine", State.GOOD, "serves")]
+    def _conditions(self, now: _ServerMoment) -> list[ConditionRow]:
+        found = [now.trouble or ConditionRow("engine", ViewState.GOOD, "serves")]
         if self._admission.draining:
-            found.append(Condition("server", State.WARNING, "is about to end: no new requests"))
+            found.append(ConditionRow("server", ViewState.WARNING, "is about to end: no new requests"))
         if self._engine.errors:
             text = f"{self._engine.errors:,} steps failed since the start, and their requests: see the log"
-            found.append(Condition("steps", State.WARNING, text))
+            found.append(ConditionRow("steps", ViewState.WARNING, text))
         if now.store is None:
             return found
         if not now.store.tiers.keys() - {"hbm"}:
             why = now.store.health_line or "holds nothing but the page pool"
-            found.append(Condition("store", State.WARNING, f"{why}: prompts are computed"))
+            found.append(ConditionRow("store", ViewState.WARNING, f"{why}: prompts are computed"))
         return [*found, *of_store.conditions(now.store)]
 
-    def _tiles(self, now: _Moment, ago: _Moment) -> tuple[Tile, ...]:
+    def _tiles(self, now: _ServerMoment, ago: _ServerMoment) -> tuple[Tile, ...]:
         engine, seconds = now.engine, max(now.at - ago.at, 1e-9)
         steps = engine.steps - ago.engine.steps
         generated = (engine.generated_tokens - ago.engine.generated_tokens) / seconds
@@ -211,7 +211,7 @@ def _pool(engine: EngineStats) -> Meter:
     return Meter(f"batch {percent(share)}", share, text)
 
 
-def _values(now: _Moment, before: _Moment) -> dict[str, tuple[Number, ...]]:
+def _values(now: _ServerMoment, before: _ServerMoment) -> dict[str, tuple[Number, ...]]:
     seconds = max(now.at - before.at, 1e-9)
     engine, was = now.engine, before.engine
     accepted = _accepted(now, before)
@@ -232,7 +232,7 @@ def _values(now: _Moment, before: _Moment) -> dict[str, tuple[Number, ...]]:
     }
 
 
-def _accepted(now: _Moment, before: _Moment) -> float | None:
+def _accepted(now: _ServerMoment, before: _ServerMoment) -> float | None:
     drafted = now.engine.drafted_tokens - before.engine.drafted_tokens
     return (now.engine.accepted_tokens - before.engine.accepted_tokens) / drafted if drafted else None
 

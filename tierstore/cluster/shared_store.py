@@ -17,34 +17,35 @@ NOT_THERE = 0
 """Instead of an object's size."""
 
 
-class PoolError(StoreUnavailableError):
-    """The pool does not answer, or not in a way that can be understood."""
+class SharedStoreError(StoreUnavailableError):
+    """The shared store does not answer, or not in a way that can be understood."""
 
 
-class Pool(Protocol):
+class SharedStore(Protocol):
     """Objects by name. Every call may take as long as it likes, and be made from several threads."""
 
     transport: str
     """How bytes travel: ``tcp``, ``rdma``, … For people."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Raises :class:`PoolError`."""
+        """Raises :class:`SharedStoreError`."""
 
     def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
-        """Have objects written to memory: the size of each, ``NOT_THERE`` for what the pool does not have
-        (its memory is left alone), less than 0 for what did not come. Memory of a call in which something did
-        not come may be written to later. Raises :class:`PoolError`."""
+        """Have objects written to memory: the size of each, ``NOT_THERE`` for what the shared store does not
+        have (its memory is left alone), less than 0 for what did not come. Memory of a call in which
+        something did not come may be written to later. Raises :class:`SharedStoreError`."""
 
     def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
         """Which of them are there now; for others there was no room. A name that exists keeps its bytes.
-        Raises :class:`PoolError` for any other failure: then something may still be read from that memory."""
+        Raises :class:`SharedStoreError` for any other failure: then something may still be read from that
+        memory."""
 
     def remove(self, name: str) -> None:
         """Best effort. Raises nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolOptions:
+class SharedStoreOptions:
     """``host`` is this host's address, as other hosts reach it (empty: found out)."""
 
     url: str
@@ -56,12 +57,12 @@ class PoolOptions:
 _KINDS: Mapping[str, str] = {
     "mooncake": "tierstore.cluster.mooncake",
     "etcd": "tierstore.cluster.mooncake",
-    "fake": "tierstore.testing.fake_pool",
+    "fake": "tierstore.testing.fake_shared_store",
 }
 
 
 def check_url(url: str) -> None:
-    """Raises :class:`UsageError` for an address that no pool has."""
+    """Raises :class:`UsageError` for an address that no shared store has."""
     scheme = urlsplit(url).scheme
     if scheme not in _KINDS or not url.partition("://")[2]:
         raise UsageError(
@@ -69,9 +70,9 @@ def check_url(url: str) -> None:
         )
 
 
-def open_pool(options: PoolOptions) -> Pool:
-    """Raises :class:`UsageError` for what cannot be opened at all, :class:`PoolError` for what may be there
-    later."""
+def open_shared_store(options: SharedStoreOptions) -> SharedStore:
+    """Raises :class:`UsageError` for what cannot be opened at all, :class:`SharedStoreError` for what may be
+    there later."""
     check_url(options.url)
     module = import_module(_KINDS[urlsplit(options.url).scheme])
-    return cast("Callable[[PoolOptions], Pool]", module.open_pool)(options)
+    return cast("Callable[[SharedStoreOptions], SharedStore]", module.open_shared_store)(options)

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device import DeviceError
-from tierstore.tiers.frames import Frames
 from tierstore.tiers.group_pools import open_group_pools
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.large_pages import LargePages
 from tierstore.tiers.two_level import check
 
 
@@ -43,7 +43,7 @@ class Granules:
 
 
 class Elastic(RuleBasedStateMachine):
-    """Frames and granules of any sizes, against what each frame needs."""
+    """Large pages and granules of any sizes, against what each large page needs."""
 
     @initialize(
         sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
@@ -51,30 +51,30 @@ class Elastic(RuleBasedStateMachine):
         left=st.integers(9, 120),
     )
     def open(self, sizes, count, left):
-        frame, granule = sizes
+        large_page, granule = sizes
         self.backing = Granules(granule, left)
-        self.frames = Frames(frame, count, present=0, backing=self.backing)
-        self.frames.resize(1)
+        self.large_pages = LargePages(large_page, count, present=0, backing=self.backing)
+        self.large_pages.resize(1)
         self.held: set[int] = set()
 
     @rule(wanted=st.integers(1, 12))
     def resize(self, wanted):
-        before = self.frames.present
-        if wanted > self.frames.count:
+        before = self.large_pages.present
+        if wanted > self.large_pages.count:
             with pytest.raises(UsageError, match="cannot be"):
-                self.frames.resize(wanted)
+                self.large_pages.resize(wanted)
             return
-        assert self.frames.resize(wanted) == self.frames.present
+        assert self.large_pages.resize(wanted) == self.large_pages.present
         if wanted < before:
-            assert self.frames.present == max(wanted, len(self.held | {0}))
+            assert self.large_pages.present == max(wanted, len(self.held | {0}))
         else:
-            assert before <= self.frames.present <= wanted
-            assert self.frames.target == self.frames.present
+            assert before <= self.large_pages.present <= wanted
+            assert self.large_pages.target == self.large_pages.present
 
     @rule(count=st.integers(1, 4))
     def take(self, count):
-        free = self.frames.free_frames
-        taken = self.frames.take(count)
+        free = self.large_pages.free_large
+        taken = self.large_pages.take(count)
         assert (taken is None) == (count > len(free))
         assert free.issuperset(taken or ())
         self.held.update(taken or ())
@@ -82,21 +82,25 @@ class Elastic(RuleBasedStateMachine):
     @rule(data=st.data())
     def give(self, data):
         if self.held:
-            frames = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
-            self.held.difference_update(frames)
-            self.frames.give(frames)
+            large_pages = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
+            self.held.difference_update(large_pages)
+            self.large_pages.give(large_pages)
 
     def there(self) -> set[int]:
-        return self.held | self.frames.free_frames
+        return self.held | self.large_pages.free_large
 
     @invariant()
     def each_frame_has_its_memory_and_nothing_else_has(self):
-        if not hasattr(self, "frames"):
+        if not hasattr(self, "large_pages"):
             return
-        self.frames.check()
-        there, size, granule = self.there(), self.frames.large_bytes, self.backing.granule_bytes
-        assert len(there) == self.frames.present
-        needed = {byte // granule for frame in there for byte in range(frame * size, (frame + 1) * size)}
+        self.large_pages.check()
+        there, size, granule = self.there(), self.large_pages.large_bytes, self.backing.granule_bytes
+        assert len(there) == self.large_pages.present
+        needed = {
+            byte // granule
+            for large_page in there
+            for byte in range(large_page * size, (large_page + 1) * size)
+        }
         assert needed == self.backing.there
 
 
@@ -184,12 +188,12 @@ def test_frames_that_came_before_a_device_failed_are_there():
                 raise DeviceError("the driver refused")
             return super().back(granules)
 
-    frames = Frames(4, 8, present=0, backing=Failing(4, 6))
+    large_pages = LargePages(4, 8, present=0, backing=Failing(4, 6))
     with pytest.raises(DeviceError, match="refused"):
-        frames.resize(8)
-    frames.check()
-    assert (frames.present, frames.target, frames.free, frames.excess) == (4, 4, 4, 0)
-    assert frames.take(4) == [0, 1, 2, 3]
-    frames.give([3, 2, 1, 0])
-    assert frames.resize(2) == 2
-    frames.check()
+        large_pages.resize(8)
+    large_pages.check()
+    assert (large_pages.present, large_pages.target, large_pages.free, large_pages.excess) == (4, 4, 4, 0)
+    assert large_pages.take(4) == [0, 1, 2, 3]
+    large_pages.give([3, 2, 1, 0])
+    assert large_pages.resize(2) == 2
+    large_pages.check()

@@ -1,4 +1,5 @@
-"""Two hosts and a pool that does everything wrong that a pool can: real daemons, real agents, a fake pool."""
+"""Two hosts and a shared store that does everything wrong that a shared store can: real daemons, real agents,
+a fake shared store."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tierstore.core.clients import MOST_EXPECTED_TOKENS, Client
 from tierstore.core.prompts import ChainView
 from tierstore.keys import Identity, Prompt
 from tierstore.testing.clock import wait_until
-from tierstore.testing.fake_pool import set_faults
+from tierstore.testing.fake_shared_store import set_faults
 from tierstore.testing.pages import pages_of
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import Hint, Promise
@@ -33,11 +34,11 @@ def test_what_one_host_has_used_twice_another_one_brings(start, pool):
     one.save(prompt(1), again=False)
     one.save(prompt(2))
     published(one, 8)
-    assert other.bring(prompt(2)) == (128, 128)
-    assert other.bring(prompt(1)) == (0, 0), "used once: nobody else's"
-    assert other.counts()["brought_pages"] == 8
+    assert other.fetch_remote(prompt(2)) == (128, 128)
+    assert other.fetch_remote(prompt(1)) == (0, 0), "used once: nobody else's"
+    assert other.counts()["fetched_pages"] == 8
     # And what was brought is not published again, nor asked for.
-    assert other.bring(prompt(2)) == (0, 128)
+    assert other.fetch_remote(prompt(2)) == (0, 128)
     assert "published_pages" not in other.counts()
     assert len(list(pool.glob("ts1-*"))) == 8
 
@@ -47,18 +48,18 @@ def test_pages_behind_a_prefix_that_is_held(start):
     one.save(prompt(1, pages=20))
     published(one, 20)
     other.save(prompt(1, pages=7), again=False)
-    assert other.bring(prompt(1, pages=20)) == (13 * 16, 20 * 16)
-    assert other.counts()["brought_pages"] == 13
+    assert other.fetch_remote(prompt(1, pages=20)) == (13 * 16, 20 * 16)
+    assert other.counts()["fetched_pages"] == 13
     # A prompt that goes another way behind it gets what is common.
     tokens = np.concatenate([prompt(1, pages=10), prompt(5, pages=5)])
-    assert other.bring(tokens) == (0, 160)
+    assert other.fetch_remote(tokens) == (0, 160)
 
 
 def test_everything_is_published_where_that_is_asked_for(start):
     one, other = start("--cluster-publish=all"), start("--cluster-publish=none")
     one.save(prompt(1), again=False)
     published(one, 8)
-    assert other.bring(prompt(1)) == (128, 128)
+    assert other.fetch_remote(prompt(1)) == (128, 128)
     other.save(prompt(2))
     time.sleep(0.5)
     assert "published_pages" not in other.counts()
@@ -70,10 +71,10 @@ def test_tenants_and_other_models_find_nothing(start):
     one.save(prompt(1), identity=tenant)
     one.save(prompt(2))
     published(one, 8)
-    assert other.bring(prompt(1), identity=tenant) == (0, 0)
-    assert other.bring(prompt(2), identity=tenant) == (0, 0)
-    assert other.bring(prompt(2), identity=Identity.of(SPEC, model="n")) == (0, 0)
-    assert other.bring(prompt(2)) == (128, 128)
+    assert other.fetch_remote(prompt(1), identity=tenant) == (0, 0)
+    assert other.fetch_remote(prompt(2), identity=tenant) == (0, 0)
+    assert other.fetch_remote(prompt(2), identity=Identity.of(SPEC, model="n")) == (0, 0)
+    assert other.fetch_remote(prompt(2)) == (128, 128)
 
 
 def test_a_secret_keeps_others_out(start, tmp_path):
@@ -82,9 +83,9 @@ def test_a_secret_keeps_others_out(start, tmp_path):
     one = start(f"--cluster-secret={tmp_path}/right")
     one.save(prompt(1))
     published(one, 8)
-    assert start(f"--cluster-secret={tmp_path}/wrong").bring(prompt(1)) == (0, 0)
-    assert start().bring(prompt(1)) == (0, 0)
-    assert start(f"--cluster-secret={tmp_path}/right").bring(prompt(1)) == (128, 128)
+    assert start(f"--cluster-secret={tmp_path}/wrong").fetch_remote(prompt(1)) == (0, 0)
+    assert start().fetch_remote(prompt(1)) == (0, 0)
+    assert start(f"--cluster-secret={tmp_path}/right").fetch_remote(prompt(1)) == (128, 128)
 
 
 def test_an_agent_that_meets_an_error_of_its_own_goes_on(start, pool):
@@ -95,7 +96,7 @@ def test_an_agent_that_meets_an_error_of_its_own_goes_on(start, pool):
     set_faults(pool)
     one.save(prompt(2))
     published(one, 8)
-    assert other.bring(prompt(2)) == (128, 128)
+    assert other.fetch_remote(prompt(2)) == (128, 128)
     assert not one.counts().get("agent_ends")
 
 
@@ -105,7 +106,7 @@ def test_a_pool_that_lies_is_a_miss(start, pool, lie):
     one.save(prompt(1))
     published(one, 8)
     set_faults(pool, **{lie: True})
-    assert other.bring(prompt(1)) == (128, 0)
+    assert other.fetch_remote(prompt(1)) == (128, 0)
     stats = other.stats()
     assert stats.cluster.counts.get("damaged_pages", 0) == (lie != "short")
     assert stats.service.reserved_bytes == 0
@@ -113,7 +114,8 @@ def test_a_pool_that_lies_is_a_miss(start, pool, lie):
 
 
 def test_what_stands_under_another_name_is_a_miss(start, pool):
-    """Objects exchanged by somebody who can write to the pool; and pages after a bad one are not kept."""
+    """Objects exchanged by somebody who can write to the shared store; and pages after a bad one are not
+    kept."""
     one, other = start(), start()
     one.save(prompt(1))
     published(one, 8)
@@ -127,7 +129,7 @@ def test_what_stands_under_another_name_is_a_miss(start, pool):
     second.write_bytes(data)
     held = {}
     for number in (1, 2):
-        remote, found = other.bring(prompt(number))
+        remote, found = other.fetch_remote(prompt(number))
         assert remote == 128
         held[number] = found
     assert sum(held.values()) < 256
@@ -136,12 +138,12 @@ def test_what_stands_under_another_name_is_a_miss(start, pool):
 
 
 def test_bytes_that_come_after_the_call_change_nothing(start, pool):
-    """The call has failed, slots have been given to others, and then the pool writes."""
+    """The call has failed, slots have been given to others, and then the shared store writes."""
     one, other = start(), start()
     one.save(prompt(1, pages=40))
     published(one, 40)
     set_faults(pool, late_s=1.0)
-    assert other.bring(prompt(1, pages=40)) == (640, 0)
+    assert other.fetch_remote(prompt(1, pages=40)) == (640, 0)
     set_faults(pool)
     began = time.monotonic()
     with other.store() as store:
@@ -151,7 +153,7 @@ def test_bytes_that_come_after_the_call_change_nothing(start, pool):
         time.sleep(max(began + 1.5 - time.monotonic(), 0))
         assert sum(check(store, prompt(number, pages=40)) for number in range(2, 30)) > 0
     assert other.counts()["poisoned_lanes"] == 1
-    assert other.bring(prompt(1, pages=40)) == (640, 640)
+    assert other.fetch_remote(prompt(1, pages=40)) == (640, 640)
 
 
 def test_an_agent_that_hangs_is_killed_and_costs_a_miss(start, pool):
@@ -163,7 +165,7 @@ def test_an_agent_that_hangs_is_killed_and_costs_a_miss(start, pool):
         assert hit.remote_tokens == 128
         set_faults(pool, hang=True)
         began = time.monotonic()
-        assert store.bring(hit, deadline_s=0.3).wait(30) == 0
+        assert store.fetch_remote(hit, deadline_s=0.3).wait(30) == 0
         assert time.monotonic() - began < 5
         # Lookups come late three times, and then it is left alone.
         for number in range(10, 20):
@@ -174,7 +176,7 @@ def test_an_agent_that_hangs_is_killed_and_costs_a_miss(start, pool):
     set_faults(pool)
     other.wait_online()
     assert set(other.agents()) != set(agents)
-    assert other.bring(prompt(1)) in ((128, 128), (0, 0))  # or the looking still pauses
+    assert other.fetch_remote(prompt(1)) in ((128, 128), (0, 0))  # or the looking still pauses
     assert other.stats().service.reserved_bytes == 0
 
 
@@ -183,11 +185,11 @@ def test_an_agent_that_crashes_is_started_again(start, pool):
     one.save(prompt(1))
     published(one, 8)
     set_faults(pool, crash=True)
-    assert other.bring(prompt(1)) == (128, 0)
+    assert other.fetch_remote(prompt(1)) == (128, 0)
     set_faults(pool)
     other.wait_for(lambda stats: stats.cluster.counts.get("agent_ends", 0) >= 1)
     other.wait_online()
-    assert other.bring(prompt(1)) == (128, 128)
+    assert other.fetch_remote(prompt(1)) == (128, 128)
     assert other.stats().service.reserved_bytes == 0
 
 
@@ -203,10 +205,10 @@ def test_what_the_pool_has_lost_meanwhile_is_no_failed_call(start, pool):
                 assert hit.remote_tokens == 128
                 for each in pool.glob("ts1-*"):
                     each.rename(each.with_name(f"away-{each.name}"))
-                assert store.bring(hit, deadline_s=5).wait(30) == 0
+                assert store.fetch_remote(hit, deadline_s=5).wait(30) == 0
                 for each in pool.glob("away-*"):
                     each.rename(each.with_name(each.name.removeprefix("away-")))
-    assert other.bring(prompt(1)) == (128, 128)
+    assert other.fetch_remote(prompt(1)) == (128, 128)
     counts = other.counts()
     assert "poisoned_lanes" not in counts
     assert "agent_ends" not in counts
@@ -225,7 +227,7 @@ def test_what_the_pool_has_lost_is_published_again_by_the_next_agent(start, pool
     with one.store() as store:
         store.lookup(prompt(1)).release()
     published(one, 16)
-    assert start().bring(prompt(1)) == (128, 128)
+    assert start().fetch_remote(prompt(1)) == (128, 128)
 
 
 def test_an_agent_that_cannot_be_started_is_tried_again(monkeypatch):
@@ -286,8 +288,8 @@ def test_a_full_pool_and_one_that_refuses(start, pool):
 
 
 def test_kills_at_random(start, pool):
-    """Agents are killed while pages go back and forth, and the pool does what it likes: no wrong byte, no
-    call that does not end, nothing held at the end."""
+    """Agents are killed while pages go back and forth, and the shared store does what it likes: no wrong
+    byte, no call that does not end, nothing held at the end."""
     hosts = [start(), start()]
     stop = threading.Event()
     failures = []
@@ -300,9 +302,9 @@ def test_kills_at_random(start, pool):
                 while not stop.is_set():
                     tokens = prompt(draw.randrange(12), pages=draw.randrange(1, 40))
                     with store.lookup(tokens) as hit:
-                        bringing = store.bring(hit, deadline_s=0.2)
-                        if bringing is not None:
-                            bringing.wait(60)
+                        fetching = store.fetch_remote(hit, deadline_s=0.2)
+                        if fetching is not None:
+                            fetching.wait(60)
                     check(store, tokens)
                     if draw.random() < 0.3:
                         store.save(tokens, pages_of(tokens, SPEC)).wait(10)
@@ -328,7 +330,7 @@ def test_kills_at_random(start, pool):
         set_faults(pool, **({fault: 0.05} if fault.endswith("_s") else {fault: True}))
         wait_until(lambda after=tuple(rounds): one_more_each(after))
     set_faults(pool)
-    wait_until(lambda: failures or any(host.counts().get("brought_pages") for host in hosts))
+    wait_until(lambda: failures or any(host.counts().get("fetched_pages") for host in hosts))
     stop.set()
     for worker in workers:
         worker.join()
@@ -439,7 +441,8 @@ def test_promised_pages_that_cannot_be_had_cost_what_was_said(start, pool, fault
 
 
 def test_a_prompt_that_is_told_of_after_each_step_is_queued_once(start, pool):
-    """100 pages in as many steps, while the pool is slow: nothing is dropped, so the promise is kept."""
+    """100 pages in as many steps, while the shared store is slow: nothing is dropped, so the promise is
+    kept."""
     one, other = start("--cluster-publish=all"), start()
     set_faults(pool, slow_s=0.2)
     tokens = prompt(1, pages=100)

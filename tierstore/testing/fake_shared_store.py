@@ -1,4 +1,4 @@
-"""A pool for tests: objects are files of a directory, so several hosts' agents share it. ``fake:///PATH``.
+"""A shared store for tests: objects are files of a directory, so several hosts' agents share it. ``fake:///PATH``.
 
 What it does wrong stands in ``PATH/.faults.json``, read with every call::
 
@@ -10,7 +10,7 @@ What it does wrong stands in ``PATH/.faults.json``, read with every call::
     {"short": true}            objects that are got are shorter than they should be
     {"swap": true}             of two objects that are got together each is the other
     {"refuse": true}           calls fail
-    {"broken": true}           puts end in an error that no pool should raise
+    {"broken": true}           puts end in an error that no shared store should raise
     {"full": true}             there is no room
     {"crash": true}            the process ends in the middle of a get
 """
@@ -27,12 +27,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tierstore.cluster.pool import NOT_THERE, Memory, Pool, PoolError, PoolOptions
+from tierstore.cluster.shared_store import (
+    NOT_THERE,
+    Memory,
+    SharedStore,
+    SharedStoreError,
+    SharedStoreOptions,
+)
 
 _LOOK_S = 0.01
 
 
-class FakePool(Pool):
+class FakeSharedStore(SharedStore):
     """Thread-safe, as files are."""
 
     def __init__(self, directory: Path) -> None:
@@ -75,7 +81,7 @@ class FakePool(Pool):
     def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
         faults = self._faults()
         if faults.get("broken"):
-            raise RuntimeError("the fake pool is broken")
+            raise RuntimeError("the fake shared store is broken")
         if faults.get("full"):
             return [False] * len(names)
         for name, (address, nbytes) in zip(names, of, strict=True):
@@ -105,7 +111,7 @@ class FakePool(Pool):
             faults = self._read_faults()
         time.sleep(faults.get("slow_s", 0))
         if faults.get("refuse"):
-            raise PoolError("the fake pool refuses")
+            raise SharedStoreError("the fake shared store refuses")
         return faults
 
     def _read_faults(self) -> dict[str, Any]:
@@ -128,8 +134,8 @@ def _write(data: bytes | None, to: Memory) -> bool:
     return True
 
 
-def open_pool(options: PoolOptions) -> Pool:
+def open_shared_store(options: SharedStoreOptions) -> SharedStore:
     directory = Path(urlsplit(options.url).path)
     if not directory.is_dir():
-        raise PoolError(f"there is no directory {directory}")
-    return FakePool(directory)
+        raise SharedStoreError(f"there is no directory {directory}")
+    return FakeSharedStore(directory)

@@ -15,10 +15,10 @@ from tests.browser import wait_live
 from tests.engine.conftest import Stored
 from tierstore.dashboard.feed import MOST_VIEWERS
 from tierstore_engine.build import LoadedModel
-from tierstore_engine.drafting import PromptLookup
+from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, RequestMetrics
-from tierstore_engine.server.page import Lately
+from tierstore_engine.server.dashboard import Lately
 
 from .live import Live
 
@@ -37,7 +37,7 @@ def test_it_shows_the_queue_the_latencies_and_the_cache(
     serve: Callable[..., Live],
     visit: Callable[..., Any],
 ) -> None:
-    live = serve(stored_engine(tiny, drafter=PromptLookup(tokens=4)).engine)
+    live = serve(stored_engine(tiny, drafter=PromptLookupDrafter(tokens=4)).engine)
     page = visit(f"{live.url}/")
     wait_live(page)
     assert page.url == f"{live.url}/dashboard/"
