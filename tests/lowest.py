@@ -1,6 +1,6 @@
 """Print the lowest version of each dependency that pyproject.toml allows, as constraints for pip.
 
-``python tests/lowest.py [EXTRA …]`` prints ``name==version`` for the base dependencies and those of the extras.
+``python tests/lowest.py [EXTRA …]`` prints ``name==version`` for the base dependencies and the extras.
 ``make lowest`` installs them and runs the command line, the examples and the store's own tests with them.
 """
 

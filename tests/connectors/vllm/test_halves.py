@@ -376,7 +376,7 @@ def test_each_epoch_has_sessions_of_its_own(engine):
         first.save(Request(f"a{epoch}", TOKENS), (TABLE[0], TABLE[0]), 70)
         assert first.matched(Request(f"b{epoch}", TOKENS)) == 64
         stores = [*first.worker._stores._stores.values(), first.scheduler.lookups.store]
-        assert all(len(store.backend.connection.session.identities) <= 3 for store in stores)
+        assert all(len(store.backend.connection.link.identities) <= 3 for store in stores)
 
 
 def test_pins_wait_for_the_saves(engine):
