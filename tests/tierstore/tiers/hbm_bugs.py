@@ -110,7 +110,7 @@ BUGS = (
     Bug("a load waits for its first layer only", "        self._device.synchronize(self.last)",
         "        self._device.synchronize(self._events[0])"),
     Bug("a page that is given back is not marked",
-        "            self._region.leave(self._frames_of(pages), under_way)  # rules 5 and 6",
+        "            self._region.leave(self._large_of(pages), under_way)  # rules 5 and 6",
         "            pass"),
     Bug("a load does not wait for the page's former owner",
         "            self.runtime.wait(stream, event)  # rule 5", "            pass"),
