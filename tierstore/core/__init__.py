@@ -1,7 +1,9 @@
-"""What a store decides below HBM: index, leases, residency, eviction, write-behind. No socket is here.
+"""The decisions of a store below HBM: index, leases, residency, eviction, write-behind. This package has no
+sockets.
 
-``state.py`` holds everything that can change, behind one lock, and with its parts makes every decision: what
-is held and for how long (``index/leases.py``), who leaves, what is given back then, which slot is filled and
-what the disk hears of uses (``residency.py``). Nobody does I/O or copies bytes while holding that lock.
-``write_queue.py`` is what waits to be written, ``health.py`` knows whether the disk may be asked and notices
-when it stops answering."""
+``state.py`` holds all mutable state behind one lock. With its parts it makes every decision: which pages are
+held and for how long (``index/leases.py``), which pages are evicted, which slot a page gets, and which uses
+the disk records (``residency.py``). No code does I/O or copies pages while it holds that lock.
+``write_queue.py`` holds the pages that wait to be written. ``health.py`` decides whether the disk may be used
+and notices when it stops answering.
+"""

@@ -1,8 +1,9 @@
-"""Who waits for pages that somebody writes, or has promised to save. The end of the write wakes it, no clock.
+"""Wait for pages that another client writes or has promised to save. The end of the write wakes the waiter;
+nothing polls.
 
-A prompt is saved batch by batch, in steps that overtake one another. So a waiter names the first page that
-it lacks, is called when that one's write has ended, looks at how far its prompt goes by then, and names the
-next.
+A prompt is saved in batches, and the steps of different batches overlap. So a waiter names the first page
+that it lacks. When the write of that page has ended, the waiter is called, checks how much of its prompt is
+held by then, and names the next page.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from tierstore.index import Page
 from tierstore.keys import PageKey
 
 PageName: TypeAlias = "tuple[bytes, PageKey]"
-"""A page by its identity's digest and its key."""
+"""A page, by its identity's digest and its key."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """``look`` is called with it, holding no lock, when the write of its page has ended, well or not."""
+    """A callback for a page. ``look`` is called with the waiter, without a lock, when the page's write has
+    ended, successfully or not."""
 
     look: Callable[[Waiter], None]
     page: PageName | None = None
 
 
 class Arrivals:
-    """Guarded by the store's lock, which all but :meth:`wake` want held."""
+    """The waiters for pages. Guarded by the store's lock: the caller must hold it, except for
+    :meth:`wake`."""
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
@@ -39,13 +42,13 @@ class Arrivals:
         return sum(map(len, self._waiting.values()))
 
     def wait_for(self, page: PageName, waiter: Waiter) -> None:
-        """Have ``waiter`` called, once, when a write of ``page`` has ended."""
+        """Call ``waiter`` once, when a write of ``page`` has ended."""
         self.forget(waiter)
         waiter.page = page
         self._waiting.setdefault(page, []).append(waiter)
 
     def forget(self, waiter: Waiter) -> None:
-        """It does not wait any more."""
+        """Stop waiting."""
         page, waiter.page = waiter.page, None
         others = self._waiting.get(page, []) if page is not None else []
         if waiter in others:
@@ -54,14 +57,15 @@ class Arrivals:
                 del self._waiting[page]
 
     def ended(self, pages: Iterable[Page]) -> None:
-        """Writes of these have ended. :meth:`wake` is to be called as soon as the lock is free."""
+        """Note that writes of these pages have ended. The caller must call :meth:`wake` after it has released
+        the lock."""
         if self._waiting:
             for page in pages:
                 self._due += self._waiting.pop((page.identity, page.key), ())
 
     def wake(self) -> None:
-        """Call those whose page's write has ended."""
-        if not self._due:  # whoever adds to it comes here afterwards
+        """Call the waiters whose page's write has ended."""
+        if not self._due:  # code that adds to it calls wake() afterwards
             return
         with self._lock:
             due, self._due = self._due, []

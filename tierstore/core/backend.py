@@ -1,7 +1,8 @@
-"""What is below HBM, in this process: one client's way into a :class:`~tierstore.core.core.Core`.
+"""``LocalBackend``: everything below HBM in this process, for one client of a
+:class:`~tierstore.core.core.Core`.
 
-A daemon has one ``LocalBackend`` for each of its clients. It reads requests into views, and passes them to
-the part that decides: :mod:`tierstore.core.lookups`, :mod:`tierstore.core.reading` and
+A daemon has one ``LocalBackend`` for each of its clients. A ``LocalBackend`` turns requests into views and
+passes them to the module that decides: :mod:`tierstore.core.lookups`, :mod:`tierstore.core.reading` or
 :mod:`tierstore.core.writing`.
 """
 
@@ -54,8 +55,9 @@ _EVICTED_AT_ONCE = 256
 
 
 class LocalBackend:
-    """One client of ``core``. Thread-safe. ``owns_core``: closing this closes it, too. A daemon passes views
-    of its own where others pass requests."""
+    """One client of ``core``. Thread-safe. With ``owns_core``, :meth:`close` closes the core too. A daemon
+    passes its own views instead of requests.
+    """
 
     def __init__(self, core: Core, *, client: Client | None = None, owns_core: bool = False) -> None:
         self.core = core
@@ -80,11 +82,12 @@ class LocalBackend:
     def reserve_bytes(self) -> int:
         return self.core.reserve_bytes
 
-    # -- who asks ------------------------------------------------------------------------------------
+    # -- identities and views ------------------------------------------------------------------------
 
     def assign_number(self, registration: Registration) -> int:
-        """Make an identity known. Its number among this client's. Raises :class:`Refusal`, and
-        :class:`~tierstore.errors.UsageError` when there are pages of another size under it."""
+        """Register an identity and return its number for this client. Raise :class:`Refusal` at a limit, and
+        :class:`~tierstore.errors.UsageError` if the identity has pages of another size.
+        """
         return self.core.register(self.client, registration)
 
     def register(self, registration: Registration) -> None:
@@ -160,7 +163,7 @@ class LocalBackend:
     def expect(
         self, request: LookupRequest | PromptView, *, wait_s: float, tokens: int | None = None
     ) -> Transfer[None]:
-        """``tokens`` (None: all) of the prompt have been promised."""
+        """Wait for promised pages of the first ``tokens`` tokens of the prompt (None: all)."""
         view = self._view(request)
         chunks = view.whole_chunks if tokens is None else min(tokens // view.chunk_tokens, view.whole_chunks)
         if wait_s <= 0 or not chunks:
@@ -191,7 +194,7 @@ class LocalBackend:
 
     @property
     def remote(self) -> bool:
-        return False  # what is embedded has none
+        return False  # an embedded store fetches nothing from other hosts
 
     def fetch_remote(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
         return Transfer.completed(0)
@@ -229,7 +232,7 @@ class LocalBackend:
     def abort(self, reservation: Reservation) -> None:
         self.writing.abort(reservation)
 
-    # -- keeping, dropping, seeing -------------------------------------------------------------------
+    # -- pins, eviction, statistics ------------------------------------------------------------------
 
     def pin(
         self, request: LookupRequest, *, undo: bool = False, max_tokens: int | None = None
@@ -283,7 +286,9 @@ class LocalBackend:
     # -- ending --------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The client has gone, or is dead: take back what it held. Idempotent."""
+        """Release everything that the client held. Called when the client has disconnected or died. Repeated
+        calls do nothing.
+        """
         client = self.client
         with self._state.lock:
             if client.ended:
@@ -330,13 +335,14 @@ def open_core(
     io: FileIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Core:
-    """The core of backends of this process's own, whose pages have up to ``page_bytes``; see
-    :func:`tierstore.open`. ``pools`` are those that pages are going to be copied to and from: their devices
-    are told of the host tier's memory. ``io`` and ``clock`` are for tests that make the disk fail, or time
+    """Open a core for backends of this process, with pages of up to ``page_bytes``; see
+    :func:`tierstore.open`. ``pools`` are the pools that pages will be copied to and from: the host tier's
+    memory is registered with their devices. ``io`` and ``clock`` let tests make the disk fail or the time
     pass.
 
-    Raises :class:`UsageError` for capacities that cannot hold a page and
-    :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used."""
+    Raise :class:`UsageError` for a capacity that cannot hold a page, and
+    :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
+    """
     if policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r} (known: {', '.join(POLICIES)})")
     if path is not None and not host_bytes:
@@ -376,12 +382,14 @@ def open_core(
 
 
 def _reaches(core: Core, host: HostTier, pool: PagePool) -> bool:
-    """Whether a pool's device could be told of the host tier's memory."""
+    """Register the host tier's memory with a pool's device. Return False if the device refuses."""
     try:
         pool.register(host.address(0), host.capacity_bytes)
-    except DeviceError as error:  # copies take the slower way
+    except DeviceError as error:  # copies work without it, but slower
         size = format_size(host.capacity_bytes)
-        _log.warning("the host tier (%s) cannot be pinned, loads go up slowly: %s", size, error)
+        _log.warning(
+            "the host tier (%s) cannot be pinned, so loads to the device are slower: %s", size, error
+        )
         core.state.counters.unpinned_arenas += 1
         return False
     return True
@@ -393,7 +401,7 @@ def _unregister(pools: Sequence[PagePool], address: int) -> None:
 
 
 def _checked_room(name: str, nbytes: int, page_bytes: int) -> int:
-    """Raises :class:`UsageError` for a capacity that cannot hold a page."""
+    """Return a capacity in bytes. Raise :class:`UsageError` if it cannot hold a page."""
     nbytes = whole_number(name, nbytes, least=0)
     if nbytes and nbytes < page_bytes:
         raise UsageError(

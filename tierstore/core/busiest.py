@@ -1,11 +1,11 @@
-"""Which prefixes are found most often, without a look at the whole tree.
+"""Find the prefixes with the most hits, without walking the whole tree.
 
-Whoever finds a page finds those before it, so hits fall from the root on: the page with the most hits of all
-that are left is always the next to look at. A prefix *ends* where none of the pages behind it is found
-more than half as often: prompts part there (a system prompt's end), or stop.
+A lookup that finds a page also finds all pages before it, so hits never increase along a path. The page with
+the most hits among the remaining ones is therefore always the next to visit. A prefix *ends* where no page
+behind it has more than half as many hits: prompts diverge there (the end of a system prompt) or stop.
 
-What comes out has no tokens and no keys. A key is a hash of tokens, and whoever can guess a prompt could
-check the guess by it; the name of a prefix is another hash, of this life.
+The result has no tokens and no keys. A key is a hash of tokens, and anyone who can guess a prompt could check
+the guess with it. A prefix's name is a different hash, salted anew in each process.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tierstore.core.state import StoreState
 from tierstore.index.page import Page
 from tierstore.keys import Identity
 
-_LOOKS = 4096  # pages looked at: some milliseconds of one thread
-_CONTINUED = 0.5  # of a page's hits: the one behind it has more if the prefix goes on
+_LOOKS = 4096  # pages visited: some milliseconds of one thread
+_CONTINUED = 0.5  # share of a page's hits that a page behind it needs to continue the prefix
 _MOST_IDENTITIES = 1024
 _SALT = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
 class BusyPrefix:
-    """A prefix that is found often. ``tier`` is the fastest that has its last page; ``hits`` are of that
-    page, since it was saved."""
+    """A prefix that is found often. ``tier`` is the fastest tier that has its last page. ``hits`` are the
+    hits of that page since it was saved."""
 
     name: str
     model: str
@@ -43,18 +43,22 @@ class BusyPrefix:
 
 @dataclass(order=True, slots=True)
 class _Next:
-    """A page to look at. The one with the most hits comes first, then the one that was seen first."""
+    """A page to visit. The page with the most hits comes first, and among equals the one that was seen
+    first."""
 
-    cold: int  # its hits, negative
+    cold: int  # negative hits
     number: int
     page: Page
     tokens: int
 
 
 def busiest(state: StoreState, identities: Mapping[bytes, Identity], count: int) -> list[BusyPrefix]:
-    """The ``count`` prefixes that are found most often, the busiest first; fewer where no more are found at
-    all, or after looking at some thousands of pages. ``identities`` are by digest. From any thread; the
-    state's lock is held for one page, or to copy one list, at a time."""
+    """Return the ``count`` prefixes with the most hits, the busiest first. Return fewer if no others have
+    hits, or after visiting some thousand pages.
+
+    ``identities`` are by digest. Thread-safe: the state's lock is held for one page, or for one copy of a
+    list, at a time.
+    """
     number = itertools.count()
     with state.lock:
         roots = state.index.tree.roots()[:_MOST_IDENTITIES]
@@ -78,8 +82,8 @@ def busiest(state: StoreState, identities: Mapping[bytes, Identity], count: int)
 
 
 def _found_below(state: StoreState, page: Page) -> Sequence[Page]:
-    # Named pages are all children of one root, hundreds of thousands of them: a copy is quick, a look at each
-    # is not, and saves and lookups wait for the lock.
+    # The root can have hundreds of thousands of named pages as children. Copying the list under the lock is
+    # fast. Visiting each page under the lock would delay saves and lookups.
     with state.lock:
         children = list(page.children.values())
     return [child for child in children if child.hits]
@@ -96,9 +100,8 @@ def _add(
         identity = identities.get(page.identity) or state.identities.get(page.identity)
         tier = page.ready_tier()
     if identity is None or tier is None:
-        return  # it has left meanwhile
-    # Pages without a chain (SGLang's) are found one by one: of those of one prompt the last one stands for
-    # all.
+        return  # the page has left meanwhile
+    # Named pages (SGLang's) are found one by one. The last page of a prompt stands for all of them.
     named = page.depth > 1 and page.parent is not None and page.parent.parent is None
     tokens = page.depth * page.num_tokens if named else at.tokens
     key = (page.identity, page.hits) if named else (page.key, 0)

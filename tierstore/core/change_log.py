@@ -1,8 +1,9 @@
-"""What comes into the tiers and what leaves them, in order: for whoever follows a store from outside.
+"""A log of the pages that enter and leave the tiers, in order, for followers outside of the store.
 
-The store notes changes under its lock, as they happen; somebody else takes and tells them. What is not taken
-is bounded: when there are too many, all are dropped and the follower is told that it has to begin anew. What
-is held at some moment is in ``held.py``."""
+The store notes changes under its lock, as they happen; another thread takes and publishes them. The log is
+bounded: when it is full, all changes are dropped, and the follower is told to start again. ``held.py`` lists
+the pages that are held now.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _MOST = 1 << 16  # changes that wait to be taken
 
 
 class Stored(NamedTuple):
-    """A page is in a tier now, and can be served from it."""
+    """A page is now in a tier and can be served from it."""
 
     tier: Tier
     identity: bytes  # the digest
@@ -36,32 +37,32 @@ class PageRemoved(NamedTuple):
 
 
 class Named(NamedTuple):
-    """Pages of an identity are told of from now on; those that are held already were not."""
+    """Pages of an identity are reported from now on. Pages that are already held were not reported."""
 
     identity: bytes
 
 
 class Lost(NamedTuple):
-    """Changes were not taken in time, and nobody knows any more which: begin anew."""
+    """Changes were not taken in time and are lost: the follower must start again."""
 
 
 Change: TypeAlias = Stored | PageRemoved | Named | Lost
 
 
 class Followed(NamedTuple):
-    """What the pages of an identity are."""
+    """An identity that followers know, and the tokens in its chunks."""
 
     identity: Identity
     chunk_tokens: int
 
 
 class ChangeLog:
-    """Guarded by the store's lock, :meth:`take` included. ``wake`` is called, under the lock, when there is
-    something to take again.
+    """The changes of one store for one follower. Guarded by the store's lock, including :meth:`take`.
 
-    Only whole chunks of identities that were :meth:`register`-ed are told of: of others nobody could make
-    sense. Nor of pages that are named by a hash: followers know a block by its tokens and by the block before
-    it, and such a page says neither. Nor of those that ``wants`` says no to.
+    ``wake`` is called, under the lock, when the log is no longer empty. The log reports only whole chunks of
+    identities passed to :meth:`register`: followers cannot interpret others. It does not report pages named
+    by a hash: followers identify a block by its tokens and the block before it, and such a page has neither.
+    It also skips identities for which ``wants`` returns False.
     """
 
     def __init__(
@@ -86,16 +87,16 @@ class ChangeLog:
         self._add(Named(identity.digest))
 
     def followed(self, identity: bytes) -> Followed:
-        """The one with this digest, which must have been registered."""
+        """Return the followed identity of this digest. It must have been registered."""
         return self._followed[identity]
 
     @property
     def identities(self) -> list[bytes]:
-        """All that are followed."""
+        """The digests of all followed identities."""
         return list(self._followed)
 
     def tells(self, identity: bytes, tokens: bytes) -> bool:
-        """Whether followers are told of a page."""
+        """Return whether a page is reported to followers."""
         followed = self._followed.get(identity)
         return followed is not None and len(tokens) == followed.chunk_tokens * TOKEN_BYTES
 
@@ -108,7 +109,7 @@ class ChangeLog:
             self._add(PageRemoved(tier, identity, key))
 
     def take(self) -> list[Change]:
-        """What has happened since the last time."""
+        """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -122,7 +123,7 @@ class ChangeLog:
 
 
 def stored(page: Page, tier: Tier) -> Stored:
-    """That ``page`` is in ``tier``."""
+    """Return the change that reports ``page`` in ``tier``."""
     parent = page.parent
     assert parent is not None, "roots are in no tier"
     return Stored(tier, page.identity, page.key, parent.key, page.tokens)

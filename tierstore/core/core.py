@@ -1,7 +1,7 @@
-"""The parts below HBM put together: tiers, state, mover and write-behind, and how they end.
+"""The tiers below HBM, with their state, mover and write-behind, and how they are closed.
 
-Clients come to it through a :class:`~tierstore.core.backend.LocalBackend` each: one in this process, or one
-for each session of a daemon.
+Each client uses a core through its own :class:`~tierstore.core.backend.LocalBackend`: one in this process, or
+one for each client connection of a daemon.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ from tierstore.tiers.host import HostTier
 
 _log = logging.getLogger(__name__)
 
-_QUEUE_FRACTION = 1 / 2  # of the host tier, that may wait to be written to disk
-MOST_TENANT_IDENTITIES = 4096  # with a client or with pages in memory
-_SPARE_IDENTITIES = 1024  # that have come since the last look for those that may go
-_THREADS = 4  # that look on disk, and decide what takes long
+_QUEUE_FRACTION = 1 / 2  # share of the host tier that may wait to be written to disk
+MOST_TENANT_IDENTITIES = 4096  # identities of one tenant that have a client or pages in memory
+_SPARE_IDENTITIES = 1024  # new identities since the last sweep that start the next sweep
+_THREADS = 4  # threads for disk lookups and other slow work
 
 
 class Core:
-    """Owns the tiers it is given, and closes them. ``shared``: its clients are in other processes, so what
-    they hold ends by itself, what they may hold is bounded, and work that takes long is done on threads of
-    its own (else on the caller's). ``defer`` runs what an answer need not wait for; None: it is done before
-    the answer."""
+    """The tiers below HBM and everything that decides about them. A core owns its tiers and closes them.
+
+    ``shared`` says that the clients are in other processes. Their holds then expire, are limited, and slow
+    work runs on the core's threads instead of the caller's thread. ``defer`` runs work that an answer need
+    not wait for. If it is None, that work is done before the answer.
+    """
 
     def __init__(
         self,
@@ -81,13 +83,14 @@ class Core:
         self.quotas = Quotas(self.state, quotas or {})
         if reserve_bytes is None:
             reserve_bytes = host.capacity_bytes if host is not None else 0
-        self.reserve_bytes = reserve_bytes  # that one client may hold in reservations
+        self.reserve_bytes = reserve_bytes  # bytes that one client may reserve
         self.pins = Pins(self.state, self.quotas)
         self.clients: dict[int, Client] = {}
         self.registered: dict[bytes, Identity] = {}  # by digest
-        self._registrations: Counter[bytes] = Counter()  # clients that have registered it, by digest
-        self._swept = 0  # how many were registered after the last sweep
-        self._forgotten_bytes = 0  # of the index, when clients were last told to let go of such pages
+        # number of clients that have registered an identity, by digest
+        self._registrations: Counter[bytes] = Counter()
+        self._swept = 0  # number of registered identities after the last sweep
+        self._forgotten_bytes = 0  # ``index.forgotten_bytes`` when clients last dropped removed pages
         self.hit_tokens: Counter[tuple[str, str]] = Counter()  # by (tenant, tier)
         self.lookup_tokens: Counter[str] = Counter()  # by tenant
         self._write_worth: dict[str, WriteWorth] = {}  # by tenant
@@ -101,11 +104,13 @@ class Core:
             queue_bytes = int(host.capacity_bytes * _QUEUE_FRACTION)
             self.write_behind = WriteBehind(self.state, disk, queue_bytes=queue_bytes)
         self._given_back = False
-        self.before_giving_back: Callable[[], None] | None = None  # the host tier's memory
+        self.before_giving_back: Callable[[], None] | None = None  # called before the host tier is closed
         self.curve.start()
 
     def write_worth(self, tenant: str) -> WriteWorth:
-        """Whether what a tenant saves is worth writing to disk. Under the lock."""
+        """Return what is known of a tenant's disk reads, which decides whether its saves go to disk. Needs
+        the lock.
+        """
         worth = self._write_worth.get(tenant)
         if worth is None:
             worth = self._write_worth[tenant] = WriteWorth(self.state.clock)
@@ -113,14 +118,15 @@ class Core:
 
     @property
     def arena_address(self) -> int:
-        """Where the host tier begins; 0 without one."""
+        """Return the address of the host tier's memory, or 0 without a host tier."""
         return self.host.address(0) if self.host is not None else 0
 
     # -- identities ----------------------------------------------------------------------------------
 
     def know(self, tenant: str, registration: Registration) -> None:
-        """Pages are going to be spoken of under an identity. Raises
-        :class:`~tierstore.errors.UsageError` when there are others of another size."""
+        """Prepare the store for pages of an identity. Raise :class:`~tierstore.errors.UsageError` if the
+        identity has pages of another size.
+        """
         with self.state.lock:
             self._know(tenant, registration)
 
@@ -129,7 +135,7 @@ class Core:
         root = self.state.index.tree.root(identity.digest, registration.page_bytes)
         if root.nbytes != registration.page_bytes:
             raise UsageError(
-                f"pages of this identity have {root.nbytes} bytes, not {registration.page_bytes}"
+                f"this identity has pages of {root.nbytes} bytes, got {registration.page_bytes} bytes"
             )
         if registration.model_name:
             self.state.names[identity.digest] = registration.model_name
@@ -137,8 +143,10 @@ class Core:
         self.state.residency.register(registration)
 
     def register(self, client: Client, registration: Registration) -> int:
-        """:meth:`know`, for as long as ``client`` lasts or there are pages. Its number among the client's.
-        Raises :class:`Refusal`, too."""
+        """Register an identity for ``client`` and return its number there. The core keeps the identity as
+        long as the client is connected or the identity has pages. Raise :class:`Refusal` at a limit, or as
+        :meth:`know` does.
+        """
         digest = registration.identity.digest
         with self.state.lock:
             self._require_room(client.tenant, digest)
@@ -154,15 +162,16 @@ class Core:
             return number
 
     def client_ended(self, client: Client) -> None:
-        """Forget its identities, as far as no other client has them and there are no pages of them. Under the
-        state's lock."""
+        """Remove a client. Forget its identities that have no other client and no pages. Needs the state's
+        lock.
+        """
         self.clients.pop(client.number, None)
         for digest in {each.identity.digest for each in client.identities}:
             self._registrations[digest] -= 1
             self._forget(digest)
 
     def _require_room(self, tenant: str, digest: bytes) -> None:
-        """For one identity more. Raises :class:`Refusal`."""
+        """Raise :class:`Refusal` if the tenant may not have one identity more."""
         if digest in self.registered:
             return
         if len(self.registered) > 2 * self._swept + _SPARE_IDENTITIES:
@@ -173,10 +182,10 @@ class Core:
             for each in list(self.registered):
                 self._forget(each)
             if self.quotas.identities(tenant) >= MOST_TENANT_IDENTITIES:
-                raise Refusal("busy", f"there are {MOST_TENANT_IDENTITIES} identities already")
+                raise Refusal("busy", f"a tenant may have at most {MOST_TENANT_IDENTITIES} identities")
 
     def _forget(self, digest: bytes) -> None:
-        """Forget an identity without clients and without pages in the tree."""
+        """Forget an identity if it has no clients and no pages in the tree."""
         if self._registrations[digest] <= 0:
             del self._registrations[digest]
             if self.state.index.tree.forget_root(digest):
@@ -186,8 +195,9 @@ class Core:
                 self.quotas.forget(digest)
 
     def forget_gone(self) -> None:
-        """Let clients forget pages that have left the tree: now and then, all at once. Under the state's
-        lock."""
+        """Make clients drop their references to pages that have left the tree, once there are enough of them.
+        Needs the state's lock.
+        """
         forgotten = self.state.index.forgotten_bytes
         if forgotten - self._forgotten_bytes > GONE_BYTES:
             self._forgotten_bytes = forgotten
@@ -195,10 +205,10 @@ class Core:
             for client in self.clients.values():
                 client.forget_gone()
 
-    # -- seeing and ending ---------------------------------------------------------------------------
+    # -- statistics and shutdown ---------------------------------------------------------------------
 
     def _capacities(self) -> dict[str, int]:
-        """Bytes by tier, fastest first."""
+        """Return the capacities in bytes by tier, fastest first."""
         tiers: dict[Tier, int] = {}
         if self.host is not None:
             tiers[Tier.HOST] = self.host.capacity_bytes
@@ -213,8 +223,9 @@ class Core:
         return self.curve.stats(self._capacities(), hits / asked if asked else 0.0)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything saved so far is on disk, or was given up (``disk_dropped_pages``); False when
-        ``timeout`` seconds pass first, or when the disk does not answer."""
+        """Wait until everything saved so far is on disk or was given up (``disk_dropped_pages``). Return
+        False when ``timeout`` seconds pass first, or when the disk does not answer.
+        """
         state = self.state
         pending = self.write_behind
 
@@ -224,7 +235,7 @@ class Core:
         return state.stall_detector.wait_for(flushed, timeout)
 
     def stats(self) -> StoreStats:
-        """A snapshot. From any thread."""
+        """Return a snapshot of the statistics. Thread-safe."""
         state = self.state
         state.stall_detector.poll()
         curve = self._curve_stats()
@@ -250,11 +261,11 @@ class Core:
             )
 
     def busiest(self, count: int) -> list[BusyPrefix]:
-        """The prefixes that are found most often. From any thread; takes some milliseconds."""
+        """Return the prefixes with the most hits. Thread-safe; takes some milliseconds."""
         return busiest(self.state, self.registered, count)
 
     def check(self) -> None:
-        """Assert that index, arena and disk agree. For tests and idle moments."""
+        """Assert that index, arena and disk agree. For tests and idle stores."""
         if self.disk is not None:
             self.disk.wait_scanned()
         with self.state.lock:
@@ -263,8 +274,10 @@ class Core:
             self.disk.check()
 
     def close(self) -> None:
-        """Finish what is under way, write what is queued to disk, give everything back. Repeating it does
-        nothing. Returns all the same when the disk does not answer; what was durable stays so."""
+        """Finish running work, write the queue to disk and release everything. Repeated calls do nothing.
+
+        The call also returns when the disk does not answer. Durable pages stay durable.
+        """
         state = self.state
         with state.lock:
             if state.closed:
@@ -287,8 +300,8 @@ class Core:
                 self.write_behind.close()
             if self.disk is not None:
                 self.disk.close()
-        except OSError as error:  # nothing that was durable depends on it
-            _log.warning("disk tier: could not be closed in order: %s", error)
+        except OSError as error:  # durable pages do not depend on it
+            _log.warning("disk tier: could not be closed cleanly: %s", error)
         finally:
             if self.before_giving_back is not None:
                 self.before_giving_back()
@@ -302,7 +315,9 @@ class Core:
 def open_tiers(
     open_disk: Callable[[], DiskTier] | None, open_host: Callable[[], HostTier] | None
 ) -> tuple[DiskTier | None, HostTier | None]:
-    """Both tiers, or neither: where there is no memory for the arena, the directory is not left locked."""
+    """Open both tiers, or neither. If there is no memory for the host tier, the disk is closed again, so that
+    its directory does not stay locked.
+    """
     disk = open_disk() if open_disk is not None else None
     try:
         return disk, open_host() if open_host is not None else None

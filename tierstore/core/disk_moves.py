@@ -1,10 +1,12 @@
-"""Moving pages on disk out of the way, while the store goes on.
+"""Move pages on disk out of the way while the store is in use.
 
-A move copies: payload read and verified (as it is, also where a codec keeps the page), written to its new
-place, record changed in one transaction, the old place given up after that. A crash finds the page in one of
-the two places. Pages in use do not move; one that comes into use before its record is changed stays, and one
-that does so later keeps its old place until its lease ends. A disk that fails meanwhile is not our business:
-the move is abandoned, and whoever wants to write finds out.
+A move copies. It reads and verifies the payload (as stored, even if a codec has encoded it), writes it to the
+new place, changes the record in one transaction, and then frees the old place. After a crash, the page is in
+one of the two places.
+
+Pages in use do not move. A page that comes into use before its record is changed stays where it is. A page
+that comes into use later keeps its old place until its lease ends. If the disk fails, the move is abandoned;
+the next write finds and reports the failure.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from tierstore.tiers.disk.space import Window
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import MIB
 
-_AT_ONCE = 16 * MIB  # moved with one commit
+_AT_ONCE = 16 * MIB  # bytes moved with one commit
 
 
 @dataclass(frozen=True, slots=True)
 class MoveStats:
-    """What was moved since the store was opened."""
+    """Pages and bytes moved since the store was opened."""
 
     moved_pages: int
     moved_bytes: int
 
 
 class DiskMoves:
-    """Moves pages for the store's writer, on its thread."""
+    """Moves pages for the store's writer, on the writer's thread."""
 
     def __init__(self, state: StoreState, disk: DiskTier) -> None:
         self._state = state
@@ -44,24 +46,25 @@ class DiskMoves:
         self._memory: Memory | None = None
         self._pages = 0
         self._bytes = 0
-        self._leaving: dict[int, Page] = {}  # places that pages have moved away from, and are still read at
+        self._leaving: dict[int, Page] = {}  # old places of moved pages that are still being read
 
     def stats(self) -> MoveStats:
         return MoveStats(self._pages, self._bytes)
 
     def empty(self, windows: Iterable[Window]) -> None:
-        """Move what is in windows that are held, as far as it may move. Raises :class:`OSError`."""
+        """Move the pages in held windows, as far as they may move. Raise :class:`OSError` if the disk
+        fails."""
         records = [record for window in windows for record in self._movable(window)]
         for piece in _pieces(records):
             self._move(piece)
 
     def _movable(self, window: Window) -> list[PageRecord]:
-        """The records of the pages in a window; none if one of them cannot move."""
+        """Return the records of the pages in a window; none if one of the pages cannot move."""
         page_table = self._state.page_table
         assert page_table is not None
         found = [page for places in self._space.bytes_of(window) for page in page_table.within(places)]
         if len(found) != sum(slab.used_slots for slab in window.slabs):
-            return []  # some are about to leave
+            return []  # some pages are about to leave
         with self._state.lock:
             if not all(self._may_move(serial) for serial, _, _ in found):
                 return []
@@ -74,7 +77,7 @@ class DiskMoves:
         return good if len(good) == len(found) else []
 
     def _may_move(self, serial: int) -> bool:
-        """Whether nobody has to do with a page's disk copy. Under the lock."""
+        """Whether a page's disk copy is not in use. Needs the lock."""
         page = self._state.index.by_serial.get(serial)
         if page is None:
             return True
@@ -82,7 +85,8 @@ class DiskMoves:
         return copy is not None and copy.ready and not copy.leases
 
     def _move(self, records: Sequence[PageRecord]) -> None:
-        """Move pages to free slots elsewhere, as far as there are any. Raises :class:`OSError`."""
+        """Move pages to free slots elsewhere, as long as there are any. Raise :class:`OSError` if the disk
+        fails."""
         copies: list[tuple[PageRecord, memoryview]] = []
         moved: list[tuple[PageRecord, int]] = []
         try:
@@ -116,7 +120,7 @@ class DiskMoves:
         self.vacate()
 
     def _read(self, records: Sequence[PageRecord]) -> Iterator[tuple[PageRecord, memoryview]]:
-        """The pages that are as they were saved. One that is damaged is as good as gone."""
+        """Yield the pages that are as they were saved. A damaged page is dropped."""
         total = sum(slot_bytes(record.payload_bytes) for record in records)
         if self._memory is None or self._memory.nbytes < total:
             self._memory = Memory(total, shared=False)
@@ -139,20 +143,18 @@ class DiskMoves:
                 self._state.residency.damaged_on_disk(page)
             elif page is None and self._state.eviction.leaves_disk(record.serial):
                 self._state.counters.damaged_pages += 1
-            # else pages below it are there: whoever looks it up will find out
+            # Otherwise pages below it are there, and the next lookup finds the damage.
 
     def _ledger_place(self, record: PageRecord) -> int | None:
         assert self._state.page_table is not None
         return self._state.page_table.place(record.serial)
 
     def _moved(self, record: PageRecord, before: int) -> None:
-        """Note where a page is now. Under the lock."""
+        """Note a page's new place. Needs the lock."""
         state = self._state
         assert state.page_table is not None
         page = state.index.by_serial.get(record.serial)
-        if not state.page_table.move(
-            record.serial, record.place
-        ):  # it was removed while its record was changed
+        if not state.page_table.move(record.serial, record.place):  # removed while its record was changed
             state.residency.removed = [
                 removal._replace(place=record.place) if removal.serial == record.serial else removal
                 for removal in state.residency.removed
@@ -166,7 +168,7 @@ class DiskMoves:
         self._space.vacate(before)
 
     def vacate(self) -> None:
-        """Give up the places that pages have left, as far as nobody reads there any more."""
+        """Free the old places of moved pages that are no longer being read."""
         with self._state.lock:
             for place, page in list(self._leaving.items()):
                 copy = page.copies[Tier.DISK]
@@ -176,7 +178,7 @@ class DiskMoves:
 
 
 def _pieces(records: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
-    """What is moved with one commit."""
+    """Yield the records to move with one commit."""
     piece: list[PageRecord] = []
     nbytes = 0
     for record in records:

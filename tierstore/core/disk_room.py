@@ -1,23 +1,25 @@
-"""Making room on disk for pages that find none: which pages leave, and which move out of the way.
+"""Make room on disk for new pages: decide which pages to evict, and which to move.
 
-Pages of one size class share slabs (tiers/slabs.py). If it was always the worst page of all that left, it
-would mostly be one of another class, whose slot is of no use until, by luck, its whole slab is empty: under
-traffic of mixed sizes a tenth to a fifth of the disk would lie idle. So:
+Pages of one size class share slabs (tiers/slabs.py). Evicting the globally worst page would mostly free a
+slot of another class, which is useless until its whole slab happens to be empty. Under traffic of mixed
+sizes, a tenth to a fifth of the disk would be idle. So:
 
-* A class with pages **nearly as bad as the worst** of all (among the worst thirty-second of all bytes) makes
-  room for itself: each page that leaves is a slot at once. This is what mostly happens: in steady traffic the
-  ages of all classes are alike.
-* Otherwise the class has to **grow**, at the expense of whoever has the worst pages. These leave, wherever
-  they are, as many bytes as the slabs that are wanted; then the emptiest windows are chosen
-  (tiers/disk/space.py) and the pages that are still in them move to where room has come about
-  (disk_moves.py).
-* What lies **idle** in slabs of classes that nobody writes any more is collected in the same way, and nothing
-  has to leave for it. Where it is gaps between slabs, too small for what is written, neighbours of the gaps
-  move into the runs that have just become free, and the gaps are joined.
+* A class with pages **nearly as bad as the worst** of all (among the worst 1/32 of all bytes) evicts its own
+  pages: each frees a usable slot at once. This is the usual case, because in steady traffic the ages of all
+  classes are alike.
+* Otherwise the class has to **grow** at the expense of the classes with the worst pages. Pages of as many
+  bytes as the wanted slabs are evicted, wherever they are. Then the emptiest windows are chosen
+  (tiers/disk/space.py), and their remaining pages move to the freed slots (disk_moves.py).
+* **Idle** space in slabs of classes that are no longer written is collected in the same way, without
+  evictions. If the idle space consists of gaps between slabs, too small for new pages, neighbours of the gaps
+  move into freed runs, and the gaps are joined.
 
-**Rejected**: evicting what is in the windows instead of moving it (cheaper, but pages in use all day leave
-because of where they lie); a log with a cleaner instead of slabs (no classes at all, but every page that
-leaves out of order is a hole, and at 95 % full cleaning writes each page many times over).
+**Rejected alternatives**:
+
+* Evict the pages of the windows instead of moving them. This is cheaper, but pages that are used all day
+  would leave because of their position.
+* Use a log with a cleaner instead of slabs. There would be no classes, but each eviction out of order
+  leaves a hole. At 95 % full, the cleaner writes each page many times.
 """
 
 from __future__ import annotations
@@ -41,20 +43,21 @@ from tierstore.tiers.slabs import slot_bytes
 
 _log = logging.getLogger(__name__)
 
-_SHARE = 1 / 32  # of the disk's capacity is freed at once for one class at most …
-_MOST_PAGES = 512  # … and no more pages than this: the next ones to be written wait for it
-_AT_ONCE = 32  # while the store is locked
-_ROUNDS = 2  # of evicting and moving, until a class has to do with what it has
-_MOST_MOVED = 1.0  # bytes, for each that a class can grow by
-_MOST_MOVED_TO_JOIN = 4.0  # bytes, for each that would lie idle otherwise
-_LEAST_COLLECTED = 1 / 512  # of the capacity: less is not worth the look
-_TOLERATED_IDLE = 1 / 128  # of the capacity: as much may be free and too scattered to be of use
+_SHARE = 1 / 32  # largest share of the capacity that is freed at once for one class …
+_MOST_PAGES = 512  # … and the most pages: the next pages to be written wait for this
+_AT_ONCE = 32  # pages evicted under one hold of the lock
+_ROUNDS = 2  # rounds of evicting and moving before a class gets no more
+_MOST_MOVED = 1.0  # bytes moved for each byte that a class can grow by
+_MOST_MOVED_TO_JOIN = 4.0  # bytes moved for each byte that would otherwise be idle
+_LEAST_COLLECTED = 1 / 512  # share of the capacity; less idle space is not worth collecting
+_TOLERATED_IDLE = 1 / 128  # share of the capacity that may be free but too scattered to use
 _INDEX_ROUNDS = 64
-_LEAST_INDEX_PAGES = 16  # what a page of a tree holds of records: before they have left, nothing is free
+_LEAST_INDEX_PAGES = 16  # records in a page of the index tree: fewer evictions free no space
 
 
 class DiskRoom:
-    """Makes room for the store's writer, on its thread. ``commit`` makes pending removals durable."""
+    """Makes room for the store's writer, on the writer's thread. ``commit`` makes pending removals
+    durable."""
 
     def __init__(self, state: StoreState, disk: DiskTier, commit: Callable[[], bool]) -> None:
         self._state = state
@@ -63,16 +66,16 @@ class DiskRoom:
         self._commit = commit
         self._capacity_bytes = disk.stats().capacity_bytes
         self._moves = DiskMoves(state, disk)
-        self._idle_bytes = 0  # that could not be collected when it was last tried
+        self._idle_bytes = 0  # idle bytes that the last attempt could not collect
 
     @property
     def moves(self) -> DiskMoves:
-        """Who moves the pages, and knows what that has cost."""
+        """The moves of pages, with their cost so far."""
         return self._moves
 
     def make(self, nbytes: int, waiting: Mapping[int, int]) -> bool:
-        """Make room for a page of ``nbytes``, and for some of those that are ``waiting`` (bytes → pages) to
-        be written after it. False when nothing may leave, or the disk failed."""
+        """Make room for a page of ``nbytes``, and for some of the ``waiting`` pages (page bytes → number of
+        pages) that are written after it. Return False when no page may leave, or the disk failed."""
         page_table = self._state.page_table
         if page_table is None:
             return False
@@ -88,7 +91,7 @@ class DiskRoom:
     # -- the index -----------------------------------------------------------------------------------
 
     def _make_index_room(self, page_table: PageTable, nbytes: int, waiting: Mapping[int, int]) -> bool:
-        """The worst pages of the class that has most of them leave: each frees one record, of any size."""
+        """Evict the worst pages of the class that has the most pages. Each page frees one record."""
         pages = min(max(sum(waiting.values()), 1), _LEAST_INDEX_PAGES)
         for _ in range(_INDEX_ROUNDS):
             evicted = self._leave(pages, size_class=page_table.commonest_class())
@@ -111,7 +114,7 @@ class DiskRoom:
                 self._empty_windows(nbytes, wanted, joining=True)
             if self._has_room(nbytes) or self._empty_windows(nbytes, wanted):
                 return True
-            # The slots that others are about to take will do as well: they find new ones more easily.
+            # Alternatively, use the slots meant for the other classes, which find new slots more easily.
             if len(wanted) > 1 and self._empty_windows(nbytes, alone):
                 return True
             spare = 0
@@ -122,9 +125,12 @@ class DiskRoom:
         return self._space.shortage(nbytes) is Shortage.NONE
 
     def _evict(self, page_table: PageTable, nbytes: int, wanted: Counter[int], *, spare: int) -> bool:
-        """For each class of which more is wanted than there are slots: if it has pages nearly as bad as the
-        worst, these leave; if not, as much of the worst of all as it has to grow by, less the ``spare``
-        bytes. All with one commit. False when nothing could leave that had to."""
+        """Evict pages for each class that needs more slots than are free. Return False when no page could
+        leave.
+
+        A class with pages nearly as bad as the worst evicts those. Otherwise the worst pages of all classes
+        leave, for as many bytes as the class has to grow, less the ``spare`` bytes. One commit covers all.
+        """
         policy = self._state.eviction.disk_policy
         free = self._space.free_slots()
         with self._state.lock:
@@ -151,8 +157,8 @@ class DiskRoom:
         size_class: int | None = None,
         until: float = math.inf,
     ) -> int:
-        """Let pages leave as :meth:`~.Eviction.evict_from_disk` says, a few at a time: each
-        of them has to be taken out of the tree, and who looks something up would wait for all of them."""
+        """Evict pages as :meth:`~.Eviction.evict_from_disk` does, but a few at a time: each page must be
+        removed from the tree, and lookups would wait for all of them."""
         evicted = 0
         while evicted < pages and nbytes > 0:
             with self._state.lock:
@@ -167,14 +173,14 @@ class DiskRoom:
         return evicted
 
     def _most_pages(self, nbytes: int) -> int:
-        """How many pages may leave at once."""
+        """Return how many pages may leave at once."""
         return min(max(int(self._capacity_bytes * _SHARE) // nbytes, 1), _MOST_PAGES)
 
     def _windows_for(self, nbytes: int, pages: int) -> int:
         return -(-pages // max(self._space.slab_slots(nbytes), 1))
 
     def _collect_idle(self, nbytes: int, wanted: Counter[int]) -> bool:
-        """Use what is free and of no use to anybody, if there is so much of it."""
+        """Use idle free space, if there is enough of it to be worthwhile."""
         idle = self._idle(wanted)
         self._idle_bytes = min(self._idle_bytes, idle)
         worthwhile = max(self._space.slab_bytes(nbytes), int(self._capacity_bytes * _LEAST_COLLECTED))
@@ -186,7 +192,7 @@ class DiskRoom:
         return False
 
     def _idle(self, wanted: Counter[int]) -> int:
-        """Bytes that are free and not about to be taken."""
+        """Return the bytes that are free and not about to be used."""
         free = self._space.free_slots()
         taken = (min(free[slot_bytes(each)], pages) * slot_bytes(each) for each, pages in wanted.items())
         return max(self._space.free_bytes() - sum(taken), 0)
@@ -194,7 +200,7 @@ class DiskRoom:
     # -- windows -------------------------------------------------------------------------------------
 
     def _empty_windows(self, nbytes: int, wanted: Counter[int], *, joining: bool = False) -> bool:
-        """Move what is in the way of pages of ``nbytes``. Whether there is room now."""
+        """Move pages out of the way of pages of ``nbytes``. Return whether there is room now."""
         others = Counter({slot_bytes(each): pages for each, pages in wanted.items() if each != nbytes})
         count = self._windows_for(nbytes, min(wanted[nbytes], self._most_pages(nbytes)))
         most = _MOST_MOVED_TO_JOIN if joining else _MOST_MOVED
@@ -208,11 +214,13 @@ class DiskRoom:
         return self._has_room(nbytes)
 
 
-_AT_ONCE = 32  # pages: a lock taken for each of them is handed over thousands of times a second
+# pages under one hold of the lock: one hold for each would pass the lock on thousands of times a second
+_AT_ONCE = 32
 
 
 class DiskPlacement:
-    """For the store's writer, on its thread. ``commit`` makes pending removals durable."""
+    """Assigns places on disk to pages, for the store's writer and on its thread. ``commit`` makes pending
+    removals durable."""
 
     def __init__(
         self, state: StoreState, disk: DiskTier, queue: WriteQueue, commit: Callable[[], bool]
@@ -221,11 +229,11 @@ class DiskPlacement:
         self._disk = disk
         self._queue = queue
         self.room = DiskRoom(state, disk, commit)
-        self._usual: dict[int, int] = {}  # page bytes → the room that the last such page took
+        self._usual: dict[int, int] = {}  # page bytes → the bytes that the last such page took on disk
 
     def give(self, batch: Sequence[Page], encoded: Mapping[Page, Encoded]) -> list[Page]:
-        """Give each page of a batch its place on disk. Returns those that got one. ``encoded``: what is
-        written of some of them."""
+        """Give each page of a batch a place on disk. Return the pages that got one. ``encoded`` has the
+        payloads of pages that a codec has made smaller."""
         placed: list[Page] = []
         for start in range(0, len(batch), _AT_ONCE):
             some = batch[start : start + _AT_ONCE]
@@ -236,11 +244,11 @@ class DiskPlacement:
                 for page, place in zip(some, places, strict=True):
                     if self._put_in_place(page, place, encoded.get(page)):
                         placed.append(page)
-                self._state.changed.notify_all()  # some may have been given up
+                self._state.changed.notify_all()  # some pages may have been given up
         return placed
 
     def _put_in_place(self, page: Page, place: int | None, encoded: Encoded | None) -> bool:
-        # Only now: making room may have taken the parent.
+        # Check only now: making room may have evicted the parent.
         if place is not None and parent_on_disk(page) and page.copies[Tier.DISK] is None:
             self._state.index.put_on_disk(page, self._record(page, place, encoded), ready=False, leases=1)
             return True
@@ -279,14 +287,15 @@ class DiskPlacement:
         return places
 
     def _reserve(self, nbytes: int) -> int | None:
-        """A place for one page, making room when the disk is full; None when nothing may leave."""
+        """Return a place for one page, making room if the disk is full. Return None if no page may leave."""
         place = self._disk.reserve(nbytes)
         if place is None and self.room.make(nbytes, self._waiting()):
             place = self._disk.reserve(nbytes)
         return place
 
     def _waiting(self) -> Counter[int]:
-        """Bytes → pages that have no place on disk yet, by what such pages usually take."""
+        """Return the number of pages that have no place on disk yet, by the bytes that such a page usually
+        takes there."""
         with self._state.lock:
             unplaced = self._queue.unplaced()
         rooms: Counter[int] = Counter()
@@ -296,6 +305,6 @@ class DiskPlacement:
 
 
 def parent_on_disk(page: Page) -> bool:
-    """Whether a page could be found if it were on disk. Under the lock."""
+    """Whether a page could be found on disk: its parent is there. Needs the lock."""
     assert page.parent is not None
     return page.parent.parent is None or page.parent.copies[Tier.DISK] is not None

@@ -1,7 +1,7 @@
-"""Finding a prompt's pages: in the tree first, and where the tree ends, in the index on disk.
+"""Find a prompt's pages: first in the tree and, where the tree ends, in the index on disk.
 
-The tree is read under the store's lock, the disk is not: a page fault must never hold up the other engines.
-So what was found on disk is checked once more when it is brought into the tree.
+The tree is read under the store's lock. The disk is read without it, because a page fault must never delay
+other engines. Records found on disk are therefore checked again when they are added to the tree.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from tierstore.index import Match, Page, Tier, common_tokens
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.tiers.disk import PageRecord
 
-_LOOK_S = 2.0  # the longest look at the disk; it goes on alone, so that the next lookup finds more in memory
-_MOST_LOOKS = 4  # at the disk; more than one only while others evict or save the same prompt
-_MOST_COUNTED = 16  # children, to find out whether a look at the disk can be spared
+_LOOK_S = 2.0  # the longest wait for a disk lookup; after it, the lookup continues and helps the next one
+_MOST_LOOKS = 4  # disk lookups per call; more than one only if others evict or save the same prompt
+_MOST_COUNTED = 16  # children to count, to find out whether a disk lookup can be skipped
 
 ChunkAt = Callable[[int], "tuple[PageKey | None, bytes]"]
-"""Key and token bytes of a prompt's chunk; no key for the partial one at the end, and nothing beyond it."""
+"""Return key and token bytes of a prompt's chunk. The partial chunk at the end has no key; chunks beyond it
+are empty.
+"""
 
 
 @contextmanager
 def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) -> Iterator[Match]:
-    """The longest held prefix of ``prompt``. The block runs under the store's lock, and all that was found is
-    in the tree during it.
+    """Yield the longest held prefix of ``prompt``. The block runs under the store's lock, and the whole match
+    is in the tree while it runs.
 
     Raises :class:`~tierstore.errors.StoreClosedError`.
     """
@@ -56,9 +58,10 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
 def frontier(
     state: StoreState, root: Page, match: Match, identity: Identity, chunk_tokens: int, chunk: ChunkAt
 ) -> Page | None:
-    """The last whole page of a match below ``root`` (or below any page), if there may be a page below it that
-    is only on disk and that the prompt goes on with. ``chunk(0)`` of the prompt is the one below ``root``.
-    Under the lock."""
+    """Return the last whole page of a match below ``root`` (or below any page) if the prompt may continue on
+    disk below that page. Return None if it cannot. ``chunk(0)`` is the prompt's chunk right below ``root``.
+    Needs the lock.
+    """
     whole = match.tokens // chunk_tokens
     page = match.pages[whole - 1] if whole else root
     on_disk = page.copies[Tier.DISK] is not None or page.parent is None
@@ -72,7 +75,9 @@ def frontier(
 
 
 def _all_loaded(state: StoreState, page: Page) -> bool:
-    """Whether all that the disk has right below ``page`` is in the tree already. (Not known for a root.)"""
+    """Whether all children that the disk has of ``page`` are already in the tree. False for a root, whose
+    children are not counted.
+    """
     if state.page_table is None or page.parent is None:
         return False
     below = state.page_table.children(page.serial)
@@ -83,8 +88,9 @@ def _all_loaded(state: StoreState, page: Page) -> bool:
 
 
 def _load_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int) -> bool:
-    """Bring into the tree what the disk has of a prompt below ``parent``. Whether another look could find
-    more pages."""
+    """Load the pages that the disk has of a prompt below ``parent`` into the tree. Return whether another
+    disk lookup could find more.
+    """
     assert state.disk is not None
     disk = state.disk
     first = parent.depth  # the root's is 0
@@ -110,7 +116,7 @@ def _load_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
 def load_named(
     state: StoreState, root: Page, identity: Identity, chunks: Sequence[tuple[PageKey, bytes]]
 ) -> None:
-    """Bring into the tree what the disk has of these named pages, all below ``root``."""
+    """Load the pages that the disk has of these named ones into the tree, all below ``root``."""
     assert state.disk is not None
     disk = state.disk
 
@@ -124,7 +130,9 @@ def load_named(
 
 
 def _looked(state: StoreState, look: Callable[[], list[PageRecord]]) -> list[PageRecord] | None:
-    """What a look at the disk found; None when the disk fails, or takes longer than a lookup should."""
+    """Return the records that ``look`` finds on disk. Return None if the disk fails or takes too long for a
+    lookup.
+    """
     assert state.disk is not None
     try:
         found = state.disk.within(_LOOK_S, look)

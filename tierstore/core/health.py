@@ -1,21 +1,21 @@
-"""The health of a tier that can fail: what may be asked of it now, why, and when to try again.
+"""The health of a tier that can fail: whether it may be read and written, why not, and when to try again.
 
-A pure state machine. It is told what happened (a write failed, a read succeeded, a call has been under way
-for so long) and answers whether the tier may be read and written. Nothing here does I/O or waits.
+:class:`Health` is a pure state machine. It is told what happened (a write failed, a read succeeded, a call
+has run for some time) and answers whether the tier may be read and written. It does no I/O and never waits.
 
-Three things can be wrong, and each has its own way back:
+Three things can be wrong. Each ends in its own way:
 
-* **Writing fails** (full, read-only, I/O errors): *read-only*. What is there is still served.
-* **Reading fails** several times in a row, or once in a way that says that the disk has gone: *offline*. What
-  is there counts as not there, so that no engine waits for a read that will fail, and nothing is removed.
-* **A call does not return**: *offline* for as long as that call is under way. A thread that is stuck in it
-  will say so by returning; there is nothing to try.
+* **Writing fails** (full, read-only, I/O errors): *read-only*. Pages on the tier are still served.
+* **Reading fails** several times in a row, or once with an error that says that the disk is gone: *offline*.
+  Its pages count as misses, so that no engine waits for a read that will fail. No page is removed.
+* **A call does not return**: *offline* as long as that call runs. The end is noticed when the call returns,
+  so nothing is tried.
 
-From the first two the way back is a *probe*: a small page is written, synced and read behind everybody's back
-(``DiskTier.probe``). The next batch or the next load would have been a probe too, but pages of users would
-have paid for its failure, and a tier that nobody asks would never come back. The time between probes doubles
-from one second to a minute. It only starts over when pages have really been written or read again: a disk
-that takes a small page and refuses the next batch must not be tried every second for ever.
+The first two end with a successful *probe* (``DiskTier.probe``): a small page is written, synced and read in
+the background. The next batch or load could serve as a probe too, but then users' pages would pay for its
+failure, and a tier without requests would never recover. The time between probes doubles from one second to a
+minute. It starts over only when pages were really written or read again: a disk that takes a small page but
+refuses the next batch must not be tried every second for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Protocol
 from tierstore.defaults import STALL_S
 from tierstore.tiers.disk import DiskTier
 
-_READ_FAILURES = 3  # in a row, until a tier is not read any more
+_READ_FAILURES = 3  # failures in a row before a tier counts as offline
 _FIRST_RETRY_S = 1.0
 _MOST_RETRY_S = 60.0
 _GONE = frozenset(
@@ -43,27 +43,27 @@ _GONE = frozenset(
 
 
 class Condition(str, enum.Enum):
-    """What may be asked of a tier."""
+    """The permitted uses of a tier."""
 
     ONLINE = "online"
-    READ_ONLY = "read-only"  # it is read, and not written
+    READ_ONLY = "read-only"  # may be read but not written
     OFFLINE = "offline"  # its pages count as misses
 
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """A snapshot of a tier's health. ``errors`` counts by kind (read, write, probe, stall) since it was last
-    in order."""
+    """A snapshot of a tier's health. ``errors`` counts errors by kind (read, write, probe, stall) since the
+    tier was last online."""
 
     condition: Condition
     reason: str  # empty while online
-    since_s: float  # for how long it has been so
-    retry_s: float | None  # until the next probe; None: nothing is to be tried
+    since_s: float  # time in this condition
+    retry_s: float | None  # time until the next probe; None if none is planned
     errors: Mapping[str, int]
 
 
 class _Backoff:
-    """Times between attempts: each twice the one before, up to a minute."""
+    """Waiting times between attempts: each is twice the one before, up to a minute."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_RETRY_S
@@ -83,14 +83,14 @@ class Health:
         self._tier = tier
         self._clock = clock
         self.stall_s = stall_s
-        self._best = Condition.ONLINE  # what can be had at all in this life …
+        self._best = Condition.ONLINE  # the best condition that is possible in this process
         self._best_reason = ""
-        self._fault = Condition.ONLINE  # what the errors so far call for
+        self._fault = Condition.ONLINE  # the condition that follows from the errors so far
         self._reason = ""
         self._retry_at = math.inf
         self._stalled = False
         self.stalls = 0  # how often a call took too long
-        self._failures: Counter[str] = Counter()  # of reads, by what was read, in a row
+        self._failures: Counter[str] = Counter()  # consecutive failed reads, by what was read
         self._backoffs = {Condition.READ_ONLY: _Backoff(), Condition.OFFLINE: _Backoff()}
         self._shown = Condition.ONLINE
         self._shown_reason = ""
@@ -99,7 +99,7 @@ class Health:
         self._errors: Counter[str] = Counter()
         self._news: list[str] = []
 
-    # -- what may be asked ---------------------------------------------------------------------------
+    # -- permitted use -------------------------------------------------------------------------------
 
     @property
     def condition(self) -> Condition:
@@ -115,40 +115,40 @@ class Health:
 
     @property
     def stalled(self) -> bool:
-        """Whether a call has been under way for too long."""
+        """Whether a call has been running for too long."""
         return self._stalled
 
     @property
     def probe_due(self) -> bool:
-        """Whether it is time to find out if the tier is in order again."""
+        """Whether it is time for a probe."""
         return not self._stalled and self._clock() >= self._retry_at
 
     @property
     def retry_s(self) -> float | None:
-        """Seconds until the next probe; None when none is to come."""
+        """Seconds until the next probe; None if none is planned."""
         return None if math.isinf(self._retry_at) else max(self._retry_at - self._clock(), 0.0)
 
-    # -- what happened -------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------
 
     def write_failed(self, error: OSError) -> None:
         self._errors["write"] += 1
         self._fail(Condition.OFFLINE if error.errno in _GONE else Condition.READ_ONLY, _message(error))
 
     def written(self) -> None:
-        """Pages became durable."""
+        """Note that pages became durable."""
         if self._fault is Condition.ONLINE:
             self._backoffs[Condition.READ_ONLY].reset()
 
     def read_failed(self, error: OSError, what: str = "pages") -> None:
-        """Reading ``what`` gave an error. (Pages and records are counted apart: an index that comes out of
-        the page cache says nothing of the disk.)"""
+        """Note that reading ``what`` failed. Pages and records are counted separately: an index read from the
+        page cache says nothing about the disk."""
         self._errors["read"] += 1
         self._failures[what] += 1
         if error.errno in _GONE or self._failures[what] >= _READ_FAILURES:
             self._fail(Condition.OFFLINE, _message(error))
 
     def was_read(self, what: str = "pages") -> None:
-        """Reading ``what`` succeeded."""
+        """Note that reading ``what`` succeeded."""
         del self._failures[what]
         if self._fault is not Condition.OFFLINE:
             self._backoffs[Condition.OFFLINE].reset()
@@ -163,19 +163,19 @@ class Health:
     def probe_failed(self, error: OSError) -> None:
         self._errors["probe"] += 1
         worse = Condition.OFFLINE if error.errno in _GONE else self._fault
-        self._fault = Condition.ONLINE  # so that this failure counts as a new one
+        self._fault = Condition.ONLINE  # otherwise _fail() would ignore this failure
         self._fail(worse, _message(error))
         self._shown_reason = self._why
 
     def never_write(self, reason: str) -> None:
-        """Pages can be read, and not written as long as this process lives."""
+        """Set the tier to read-only for as long as this process runs."""
         self._best = self._fault = Condition.READ_ONLY
         self._best_reason = self._reason = reason
         self._retry_at = math.inf
         self._show()
 
     def under_way(self, longest_s: float) -> bool:
-        """The oldest call began so long ago. Whether that makes a difference."""
+        """Note how long the oldest call has been running. Return whether this changes the condition."""
         stalled = longest_s >= self.stall_s
         if stalled == self._stalled:
             return False
@@ -187,7 +187,7 @@ class Health:
 
     def _fail(self, condition: Condition, reason: str) -> None:
         if self._fault is Condition.OFFLINE or self._fault is condition:
-            return  # an answer that was on its way when this was known
+            return  # a late answer about a known fault
         self._fault = condition
         self._reason = reason
         self._retry_at = self._clock() + self._backoffs[condition].take()
@@ -209,7 +209,7 @@ class Health:
         else:
             self._news.append(self.line)
 
-    # -- seeing --------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------
 
     @property
     def line(self) -> str:
@@ -237,7 +237,7 @@ class Health:
         return TierHealth(self._shown, self._shown_reason, lasting, self.retry_s, dict(self._errors))
 
     def spent_s(self, condition: Condition) -> float:
-        """Seconds spent in a condition that is not online."""
+        """Return the seconds spent in a condition other than online."""
         now = self._clock() - self._since if self._shown is condition else 0.0
         return self._spent[condition] + now
 
@@ -246,7 +246,7 @@ class Health:
         return bool(self._news)
 
     def take_news(self) -> list[str]:
-        """What a person should be told: one line for each change since this was last asked."""
+        """Return the log lines about changes since the last call, one for each change."""
         news, self._news = self._news, []
         return news
 
@@ -257,27 +257,27 @@ def _message(error: OSError) -> str:
 
 _log = logging.getLogger(__name__)
 
-_NOTHING_UNDER_WAY_S = 1.0  # when to look again if there is nothing to wait for now
+_NOTHING_UNDER_WAY_S = 1.0  # when to look again while no call is running
 
 
 class Ends(Protocol):
-    """Something that waits for the disk, and can do without."""
+    """A transfer that waits for the disk and can end without it."""
 
     def finish(self) -> None: ...
 
 
 class StallDetector:
-    """Looks at one disk tier (or at none: then there is nothing to see) for one store."""
+    """Watches one disk tier for calls that do not return. Without a disk, it reports no stalls."""
 
     def __init__(self, disk: DiskTier | None, health: Health, changed: threading.Condition) -> None:
         self._disk = disk
         self._health = health
-        self._changed = changed  # the store's lock, and who waits for changes
-        self.waiting: set[Ends] = set()  # under the lock: what is to end when the disk stalls
+        self._changed = changed  # guarded by the store's lock; notified of changes
+        self.waiting: set[Ends] = set()  # transfers to end when the disk stalls; needs the lock
 
     def poll(self) -> float:
-        """Take note of how long the oldest call has been under way, end what waits for a disk that does not
-        answer, and tell. Returns in how many seconds there may be something new. Without the lock."""
+        """Check how long the oldest call has been running. If the disk has stalled, end what waits for it.
+        Log changes. Return the seconds until the next check is useful. Call it without the lock."""
         if self._disk is None:
             return _NOTHING_UNDER_WAY_S
         health = self._health
@@ -293,15 +293,15 @@ class StallDetector:
             health.under_way(longest_s)
             ending = list(self.waiting) if health.stalled else []
             news = health.take_news()
-            self._changed.notify_all()  # among them the writer, who probes
+            self._changed.notify_all()  # also wakes the writer, which probes
         for each in ending:
             each.finish()
         for line in news:
             _log.warning("%s", line)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``condition`` holds (it is asked under the lock). False when ``timeout`` seconds pass
-        first, or when the disk does not answer. Without the lock."""
+        """Wait until ``condition`` holds; it is called under the lock. Return False when ``timeout`` seconds
+        pass first, or when the disk does not answer. Call it without the lock."""
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             next_look_s = self.poll()

@@ -1,8 +1,9 @@
-"""What a store holds, page by page, while it goes on changing.
+"""List the pages that a store holds while it keeps changing.
 
-It is read in slices, under the store's lock for each slice only. So what is read is right in this sense: a
-page that was there all the time is in it, one that never was is not, and whoever takes all changes from the
-beginning of the reading on, and applies them after it, knows the truth."""
+The pages are read in slices, and the store's lock is held for one slice at a time. The list has every page
+that was there all the time, and no page that never was. To get the exact state, record all changes from the
+start of the listing on and apply them after it.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from tierstore.index import Tier
 from tierstore.keys import KEY_BYTES
 from tierstore.tiers.disk import DiskTier
 
-PAGES_AT_ONCE = 1024  # a few milliseconds
+PAGES_AT_ONCE = 1024  # takes a few milliseconds
 
 Wanted = Callable[[bytes, bytes], bool]
-"""Of an identity's digest and a page's tokens."""
+"""Whether a page is wanted, by its identity's digest and its tokens."""
 
 
 def held(state: StoreState, disk: DiskTier | None, wanted: Wanted) -> Iterator[list[Stored]]:
-    """All wanted pages that can be served from host memory or the disk, each after the one before it in its
-    prompt. Raises :class:`OSError` for a disk that does."""
+    """Yield all wanted pages that can be served from host memory or the disk, each after the page before it
+    in its prompt. Raise :class:`OSError` if the disk fails."""
     yield from _in_host(state, wanted)
     if disk is not None:
         yield from _on_disk(state, disk, wanted)
@@ -49,9 +50,10 @@ def _in_host(state: StoreState, wanted: Wanted) -> Iterator[list[Stored]]:
 
 
 def _on_disk(state: StoreState, disk: DiskTier, wanted: Wanted) -> Iterator[list[Stored]]:
-    """By the index's records, which know their parents by their serials: those are less than their own."""
+    """Yield the wanted pages of the index's records. A record has its parent's serial, which is less than its
+    own."""
     roots = disk.root_serials()
-    serials, keys = array("Q"), bytearray()  # of the pages so far
+    serials, keys = array("Q"), bytearray()  # serials and keys of the pages so far
     start = 0
     while True:
         records = disk.records_from(start, PAGES_AT_ONCE)
@@ -71,7 +73,7 @@ def _on_disk(state: StoreState, disk: DiskTier, wanted: Wanted) -> Iterator[list
             elif record.parent in roots:
                 parent = b""
             else:
-                continue  # what comes before it cannot be served
+                continue  # the page before it cannot be served
             serials.append(serial)
             keys += record.key
             found.append(Stored(Tier.DISK, record.identity, record.key, parent, record.tokens))

@@ -1,9 +1,9 @@
-"""The search for the longest hit that all layer groups of a prompt support, over what a core holds.
+"""The search in a core for the longest hit that all layer groups of a prompt support.
 
-Groups that need every token are asked first: the shortest of their prefixes is the *branch*, and no hit is
-longer. The pages of the other groups are found by name, and :func:`tierstore.groups.search` says which names
-are worth asking for. Most names are answered from the tree. Where the disk may have a page that the tree
-lacks, the search stops, so that the caller can read the disk without the lock and go on.
+Groups that need every token are asked first. The shortest of their prefixes is the *branch*: no hit is
+longer. The pages of the other groups are found by name, and :func:`tierstore.groups.search` decides which
+names to look up. Most names are answered from the tree. If the disk may have a page that the tree lacks, the
+search stops. The caller then reads the disk without the lock and continues the search.
 
 Everything here needs the state's lock.
 """
@@ -23,8 +23,8 @@ from tierstore.keys import named_chunks, names_at
 
 @dataclass(slots=True)
 class HitView:
-    """A :class:`~tierstore.backend.HitRequest`, as a client says it: ``chains`` may refer to what the client
-    has asked before."""
+    """A :class:`~tierstore.backend.HitRequest` in a client's own terms: ``chains`` may refer to earlier
+    answers to this client."""
 
     chunk_tokens: int
     num_tokens: int
@@ -37,7 +37,7 @@ class HitView:
     counted: bool = True
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
-        """The pages of a group that end at these tokens."""
+        """Return the pages of a group that end at these tokens."""
         names = names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
         return NamedView(group.registration, *named_chunks(names, self.chunk_tokens))
 
@@ -46,9 +46,11 @@ class HitView:
 
 
 class HitSearch:
-    """One search. ``found`` returns what the tree has of a chain's first tokens. ``length`` is the length of
-    the hit, None until it is known. By then ``founds`` is what the tree has of each chain, and ``branch`` is
-    the shortest of these."""
+    """One search. ``found`` returns the pages in the tree of a chain's first tokens.
+
+    ``length`` is the length of the hit, None until it is known. When it is known, ``founds`` has the pages in
+    the tree of each chain, and ``branch`` is the length of the shortest.
+    """
 
     def __init__(
         self, state: StoreState, view: HitView, found: Callable[[ChainView, int], FoundPages]
@@ -58,8 +60,7 @@ class HitSearch:
         self.length: int | None = None
         self.founds: Sequence[FoundPages] = ()
         self.looks: list[Callable[[], PageLease]] = []
-        """The looks at the disk that the search has stopped for. Empty where it has only stopped because it
-        took long."""
+        """The disk lookups that the search has stopped for. Empty if it has stopped because it took long."""
         self._state = state
         self._found = found
         self._here = [frozenset(group.here) for group in view.named]
@@ -67,13 +68,13 @@ class HitSearch:
         self._last: list[tuple[Sequence[int], NamedView, FoundPages] | None] = [None for _ in view.named]
         self._looked_for_chains = False
         self._concluding = False
-        self._changes = -1  # of the index, when ``founds`` was made
+        self._changes = -1  # ``index.changes`` when ``founds`` was made
         self._search: Search | None = None
         self._wanted: Mapping[int, Sequence[int]] = {}
 
     def go_on(self, most: int) -> bool:
-        """Search until ``length`` is known. False when the search has stopped before: for the disk, or
-        because ``most`` names were asked for."""
+        """Search until ``length`` is known. Return False if the search stops before that: for the disk, or
+        after ``most`` names."""
         self.looks = []
         if self.length is not None:
             return True
@@ -93,7 +94,7 @@ class HitSearch:
         return self.length is not None
 
     def conclude(self) -> int:
-        """The hit's length by what is in the tree now, without another look at the disk."""
+        """Return the hit's length by the pages in the tree now, without another disk lookup."""
         if self.length is not None and self._changes == self._state.index.changes:
             return self.length
         self._find_chains()
@@ -107,18 +108,18 @@ class HitSearch:
         return length
 
     def needed(self, at: int) -> tuple[Sequence[int], NamedView, FoundPages]:
-        """What the hit needs of a named group that the caller has not, and what the tree has of it. A search
-        asks last for what the hit needs, so that is known in most cases."""
+        """Return the pages of a named group that the hit needs and the caller lacks, and those of them in the
+        tree. The search usually asks for these pages last, so the last answer is reused if it fits."""
         ends = self.view.named[at].rule.ends(self.length or 0, self.view.chunk_tokens)
         lacking, last = self._lacking(at, ends), self._last[at]
         return last if last is not None and last[0] == lacking else self._ask(at, lacking)
 
     def _lacking(self, at: int, ends: Sequence[int]) -> list[int]:
-        """Those of a group's pages that the caller has not."""
+        """Return the ends of a group's pages that the caller lacks."""
         return [end for end in ends if end not in self._here[at]]
 
     def _ask(self, at: int, ends: Sequence[int]) -> tuple[Sequence[int], NamedView, FoundPages]:
-        """What the tree has of a group's pages."""
+        """Look up a group's pages in the tree and keep the answer."""
         pages = self.view.pages(self.view.named[at], ends)
         self._last[at] = asked = ends, pages, pages.find(self._state, pages.num_tokens)
         return asked
@@ -131,7 +132,7 @@ class HitSearch:
         self.branch = min([*reached, self.view.num_tokens])
 
     def _search_names(self, limit: int, most: int) -> int | None:
-        """The hit's length; None when the search has stopped before it was known."""
+        """Return the hit's length; None if the search stops before it is known."""
         if not self.view.named:
             return limit
         try:
@@ -151,7 +152,7 @@ class HitSearch:
         return None
 
     def _held(self, at: int, ends: Sequence[int]) -> list[int]:
-        """Those of a group's pages that there are. A look at the disk for the others is noted, once."""
+        """Return the ends of a group's held pages. For the others, plan a disk lookup, once."""
         looked = self._looked[at]
         asked, pages, found = self._ask(at, self._lacking(at, ends))
         missing = {asked[position] for position in pages.missing(found, pages.num_tokens)}

@@ -1,15 +1,16 @@
-"""Loads into the host tier: pages come up from disk, each read once whoever asks for it.
+"""Loads from disk into the host tier. Each page is read once, even if several loads want it.
 
-A load is cut into *pieces* of a few MiB in prefix order, each one task of the mover: decide under the lock,
-read from disk into host slots, report under the lock. A page that another piece is reading right now is
-waited for, not read twice. When a page cannot be had (no room, damaged, gone, the disk failed) the load is
-*cut* there: later pages would be useless without it.
+A load is cut into *pieces* of a few MiB in prefix order. Each piece is one task of the mover: it decides
+under the lock, reads from disk into host slots, and reports under the lock. If another piece is reading a
+page already, the load waits for it instead of reading it twice. If a page cannot be loaded (no room, damaged,
+gone, the disk failed), the load is *cut* there: later pages would be useless without it.
 
-Where a hit is larger than the host tier, its own later pages may be what fills it, and those that were copied
-already. They are let go of then, as far as they are on disk, too: leading pages come first.
+A hit can be larger than the host tier. The host tier may then be full of the hit's own later pages, or of
+pages that were copied already. The load releases those that are also on disk, because the leading pages are
+needed first.
 
-When the disk stops answering, the loads that wait for it are ended by whoever notices (``health.py``); the
-reads that hang keep their host slots and leases until they return, and are of use to later loads then.
+When the disk stops answering, the stall detector (``health.py``) ends the loads that wait for it. Reads that
+hang keep their host slots and leases until they return. Later loads can use their pages.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tierstore.transfer import Transfer, TransferState
 
 _PIECE_BYTES = 16 << 20
 _PIECE_PAGES = 256
-_OTHERS_READ_S = 10.0  # how long a page that another load reads is waited for without a deadline of our own
-_COPIED_S = 2.0  # how long pages that are being copied are waited for: copying takes milliseconds
+_OTHERS_READ_S = 10.0  # longest wait for a page that another load reads, for a load without a deadline
+_COPIED_S = 2.0  # longest wait for pages that are being copied, which takes milliseconds
 
 R = TypeVar("R")
 
@@ -44,8 +45,8 @@ class _DiskMove:
 
 @dataclass(slots=True)
 class _MoveBatch:
-    """What a piece does next: pages that are there, reads, pages that other loads are reading; ``stop`` is
-    the first page that has to wait."""
+    """The next step of a piece: pages in host memory, pages to read, and pages that other loads are reading.
+    ``stop`` is the first page that has to wait."""
 
     moves: list[_DiskMove]
     reads: list[_DiskMove]
@@ -54,8 +55,11 @@ class _MoveBatch:
 
 
 class HostLoad(Generic[R]):
-    """Brings ``pages`` into the host tier. ``lease`` holds them where they are, in their order, and follows
-    them. ``result`` is called once, at the end, under the state's lock; the lease is released after it."""
+    """A load of ``pages`` into the host tier.
+
+    ``lease`` holds the pages in their order where they are now, and follows them into the host tier.
+    ``result`` is called once, at the end, under the state's lock. The lease is released after it.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class HostLoad(Generic[R]):
         result: Callable[[], R],
         release_holds: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``release_holds`` gives up other holds on pages of the host tier, under the lock, and says whether
+        """``release_holds`` releases other holds on host tier pages, under the lock, and returns whether
         there were any."""
         self._release_holds = release_holds
         self._state = state
@@ -78,7 +82,7 @@ class HostLoad(Generic[R]):
         self._lease = lease
         self._priority = priority
         self._result = result
-        self._closed = False  # settled: nothing that arrives now is held
+        self._closed = False  # after that, arriving pages are not held
         self._cut = len(pages)
         self._pieces = 0
         self.page_bytes = pages[0].nbytes if pages else 1
@@ -123,7 +127,7 @@ class HostLoad(Generic[R]):
             self.transfer.finish()
 
     def _move(self, start: int, stop: int) -> int:
-        """Bring pages ``start … stop`` as far as possible. How many have come."""
+        """Load pages ``start … stop`` as far as possible. Return how many were loaded."""
         moved = 0
         while start < min(stop, self._cut) and not self.transfer.stopped:
             batch = self._plan(start, stop)
@@ -139,7 +143,8 @@ class HostLoad(Generic[R]):
         return moved
 
     def _plan(self, start: int, stop: int) -> _MoveBatch:
-        """Decide how pages from ``start`` on get here, as far as there is room, and hold what that needs."""
+        """Decide how pages from ``start`` on are loaded, as far as there is room, and hold what that
+        needs."""
         batch = _MoveBatch([], [], [], start)
         with self._state.lock:
             while batch.stop < stop and self._plan_page(batch.stop, batch):
@@ -148,7 +153,8 @@ class HostLoad(Generic[R]):
         return batch
 
     def _plan_page(self, position: int, batch: _MoveBatch) -> bool:
-        """One page: there already, or to be read. False when it has to wait or is gone."""
+        """Plan one page: it is in host memory already, or it is read. Return False if it has to wait or is
+        gone."""
         state = self._state
         page = self._pages[position]
         tier = page.ready_tier()
@@ -166,19 +172,19 @@ class HostLoad(Generic[R]):
             batch.others.append((position, page))
             return True
         else:
-            self._cut_at(position)  # a save is about to bring it: not worth waiting behind write-behind
+            self._cut_at(position)  # a save is about to write it: not worth waiting for write-behind
             return False
         state.index.lease(page, tier)
         return True
 
     def _left_s(self, otherwise: float) -> float:
-        """Seconds until the deadline; ``otherwise`` where there is none."""
+        """Return the seconds until the deadline; ``otherwise`` without a deadline."""
         left = self.transfer.remaining_s
         return otherwise if left is None else left
 
     def _get_room(self, start: int) -> bool:
-        """False when there is none to be had. Pages that are being copied to a client leave when it has read
-        them, and it may be slow: they are waited for when nothing else helps, and not for long."""
+        """Find room for the page at ``start``. Return False if there is none. As a last resort, wait briefly
+        for pages that a client is still copying, since a client may be slow."""
         fills = self._state.fills
         return (
             self._wait_for_fewer(lambda: fills.in_transit, self._left_s(_OTHERS_READ_S))
@@ -187,8 +193,8 @@ class HostLoad(Generic[R]):
         )
 
     def _wait_for_fewer(self, passing: Callable[[], int], most_s: float) -> bool:
-        """Wait until some of the pages that pass through the host tier have left it. False when there are
-        none, or none leaves."""
+        """Wait until some of the pages that pass through the host tier have left it. Return False if there
+        are none, or none leaves."""
         with self._state.lock:
             before = passing()
             return before > 0 and self._state.changed.wait_for(
@@ -196,8 +202,8 @@ class HostLoad(Generic[R]):
             )
 
     def _make_room(self, start: int) -> bool:
-        """Let go of pages behind ``start`` that are on disk, too, and of what else is held for this load's
-        sake. False when nothing was."""
+        """Release pages behind ``start`` that are also on disk, and other holds for this load. Return whether
+        anything was released."""
         leases, freed = self._state.leases, False
         with self._state.lock:
             if not self._lease.released:
@@ -206,7 +212,7 @@ class HostLoad(Generic[R]):
             return self._release_holds() or freed
 
     def _read(self, reads: list[_DiskMove]) -> list[_DiskMove]:
-        """Fill host slots from disk. Returns the moves that are now held in the host tier."""
+        """Fill host slots from disk. Return the moves that are now held in the host tier."""
         if not reads:
             return []
         state = self._state
@@ -258,7 +264,7 @@ class HostLoad(Generic[R]):
         return moves
 
     def _hold(self, moves: Sequence[_DiskMove]) -> None:
-        """What has come is held by the lease, as long as somebody wants it."""
+        """Add the loaded pages to the lease if it has not ended."""
         with self._state.lock:
             for move in moves:
                 if not self._lease.released:
@@ -278,7 +284,7 @@ class HostLoad(Generic[R]):
 
 
 def _may_fill(page: Page) -> bool:
-    """Whether nothing of the page is in the host tier, or on its way there."""
+    """Whether the host tier has neither the page nor a slot being filled with it."""
     copy = page.copies[Tier.HOST]
     return copy is None or copy.damaged
 

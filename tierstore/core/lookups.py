@@ -1,7 +1,7 @@
-"""Lookups: what is held of a prompt, under a lease.
+"""Lookups: find the held pages of a prompt and lease them.
 
-A lookup is answered at once, under the state's lock, when all that it needs is in memory. A look at the disk
-is done on the caller's thread, or on one of the core's threads if clients in other processes share the core.
+A lookup is answered at once, under the state's lock, if everything it needs is in memory. Otherwise it reads
+the disk: on the caller's thread, or on the core's threads if clients in other processes share the core.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tierstore.transfer import Transfer, TransferState
 
 R = TypeVar("R")
 
-_NAMES_AT_ONCE = 512  # pages looked for by name under one hold of the lock: a millisecond or two
+_NAMES_AT_ONCE = 512  # pages looked up by name under one hold of the lock: one or two milliseconds
 _PIN_LOOK_S = 10.0
 
 
 class Lookups:
-    """What one client of ``core`` asks for. Thread-safe. ``owner`` is what its handles belong to."""
+    """The lookups of one client of ``core``. Thread-safe. ``owner`` is the owner of the returned handles."""
 
     def __init__(self, core: Core, client: Client, owner: object) -> None:
         self.core = core
@@ -36,10 +36,10 @@ class Lookups:
         self._owner = owner
         self._state = core.state
 
-    # -- the questions -------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------
 
     def find(self, view: PromptView, limit: int, *, patience_s: float) -> Transfer[Lease | None]:
-        """Lease what is held of the first ``limit`` tokens: see :meth:`~tierstore.backend.Backend.find`."""
+        """Lease the held pages of the first ``limit`` tokens; see :meth:`~tierstore.backend.Backend.find`."""
         state = self._state
         if self.core.disk is not None:
             state.stall_detector.poll()
@@ -96,10 +96,10 @@ class Lookups:
             if state.closed:
                 return Transfer.completed(None)
             if not client.may_expect(view.num_tokens) or not self._waits(view, limit, waiter):
-                return Transfer.completed(None)  # more are not waited for: they are looked up as they are
+                return Transfer.completed(None)  # at a limit, do not wait: the lookup returns what is held
             client.expecting[transfer] = view.num_tokens
             on_disk = self.core.disk is not None and self.may_be_on_disk(view)
-        if on_disk:  # the promise may be about what follows pages that are on disk only
+        if on_disk:  # the promised pages may come after pages that are only on disk
             try:
                 disk_look = view.disk_look(state, limit)
                 looked = self._after_disk(disk_look, wait_s, lambda: None, otherwise=None)
@@ -113,8 +113,8 @@ class Lookups:
     def pin(
         self, view: PromptView, *, undo: bool = False, max_tokens: int | None = None
     ) -> Transfer[int | Refusal]:
-        """Keep the held whole chunks of a prompt's first ``max_tokens`` tokens (None: all), or undo that. The
-        result is their tokens, or why more may not be pinned."""
+        """Pin the held whole chunks of a prompt's first ``max_tokens`` tokens (None: all), or undo one pin.
+        The result is the number of their tokens, or the reason why they may not be pinned."""
         state, pins, tenant = self._state, self.core.pins, self.client.tenant
         limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
         limit -= limit % view.chunk_tokens
@@ -135,17 +135,17 @@ class Lookups:
         return self._after_disk(view.disk_look(state, limit), _PIN_LOOK_S, set_pins, otherwise=0)
 
     def held(self, view: PromptView, tokens: int) -> int:
-        """How many of the first ``tokens`` tokens of a prompt are in the tree. Nothing is leased or counted.
-        Raises :class:`Refusal`."""
+        """Return how many of the first ``tokens`` tokens of a prompt are in the tree. Lease and count
+        nothing. Raise :class:`Refusal` as :meth:`PromptView.root` does."""
         with self._state.lock:
             return self.found(view, min(tokens, view.num_tokens)).tokens
 
     def missing(
         self, view: PromptView, tokens: int | None = None, *, patience_s: float = 0.0
     ) -> Transfer[Sequence[int]]:
-        """Return the chunks of the first ``tokens`` tokens (None: all) that are in no tier that answers,
-        after looking at the disk for ``patience_s`` seconds at most. Leases and counts nothing. Raises
-        :class:`Refusal`."""
+        """Return the chunks of the first ``tokens`` tokens (None: all) that no readable tier has. Look at the
+        disk for at most ``patience_s`` seconds. Lease and count nothing. Raise :class:`Refusal` as
+        :meth:`PromptView.root` does."""
         state = self._state
         limit = view.num_tokens if tokens is None else min(tokens, view.num_tokens)
 
@@ -160,33 +160,34 @@ class Lookups:
     # -- in the tree (under the lock) ------------------------------------------------------------------
 
     def found(self, view: PromptView, limit: int) -> FoundPages:
-        """What is in the tree of the first ``limit`` tokens. Forgets a path whose pages have left."""
+        """Return the pages in the tree of the first ``limit`` tokens. Forget a remembered path if its pages
+        have left the tree."""
         found = view.find(self._state, limit)
         if found is None:
             self.spell_out(view)
             found = view.find(self._state, limit)
-            assert found is not None, "nothing is remembered of a prompt that is spelled out"
+            assert found is not None, "a prompt without remembered pages is always found"
         return found
 
     def may_be_on_disk(self, view: PromptView) -> bool:
-        """Whether a look at the disk could find more of it."""
+        """Whether a disk lookup could find more pages."""
         if view.head_left:
             self.spell_out(view)
         return view.may_be_on_disk(self._state)
 
     def spell_out(self, view: PromptView) -> None:
-        """Go on without what is remembered of a prompt."""
+        """Forget the remembered path of a prompt, and use its keys and tokens instead."""
         self.client.forget_path(view.spell_out())
 
     def _begin(self, *, leases: int) -> None:
-        """Raises :class:`Refusal` when the client may not hold so many leases more."""
+        """Raise :class:`Refusal` if the client may not hold ``leases`` more leases."""
         self.core.forget_gone()
         if self.core.shared:
             self.client.require_room(leases)
 
     def _waits(self, view: PromptView, limit: int, waiter: Waiter) -> bool:
-        """Have ``waiter`` wait for the first page that the first ``limit`` tokens lack; False where they lack
-        none."""
+        """Register ``waiter`` for the first missing page of the first ``limit`` tokens. Return False if no
+        page is missing."""
         try:
             missing = view.missing(self.found(view, limit), limit)
         except Refusal:
@@ -199,7 +200,7 @@ class Lookups:
     # -- leases (under the lock) -----------------------------------------------------------------------
 
     def _lease(self, view: PromptView, found: FoundPages, limit: int) -> LocalLease:
-        """Lease what was found, and count it."""
+        """Lease the found pages, and count the lookup."""
         self._state.leases.expire()
         self._count_lookup(limit)
         lease = self._lease_found(view, found, limit)
@@ -207,7 +208,7 @@ class Lookups:
         return lease
 
     def _lease_hit(self, search: HitSearch) -> HitLease:
-        """Lease the pages that the longest hit needs, and count the lookup unless it is a second look."""
+        """Lease the pages of the longest hit. Count the lookup unless the client has looked before."""
         view = search.view
         self._state.leases.expire()
         tokens = search.conclude()
@@ -242,8 +243,9 @@ class Lookups:
         lacking: bool = True,
         counted: bool = True,
     ) -> LocalLease:
-        """Lease what was found of a prompt's first ``limit`` tokens, and note its use. The client may refer
-        to ``known`` (None: the same) afterwards. The lease is on nothing if the client lacks nothing."""
+        """Lease the found pages of a prompt's first ``limit`` tokens, and note their use. The client may
+        refer to ``known`` (None: ``found``) later. Without ``lacking``, the client has the pages already and
+        the lease is empty."""
         state, core = self._state, self.core
         if core.defer is None:
             self._note_use(view, limit, found, counted=counted)
@@ -283,8 +285,8 @@ class Lookups:
     def _count_hit(
         self, runs: Sequence[tuple[str, int]], tokens: int, chunk_tokens: int, *, in_hbm: int = 0
     ) -> None:
-        """Count a hit where it is served from: ``in_hbm`` leading tokens in the client's own pool, the rest
-        of ``tokens`` in the tiers of ``runs``."""
+        """Count a hit by the tier that serves it: ``in_hbm`` leading tokens from the client's pool, the rest
+        of ``tokens`` from the tiers of ``runs``."""
         self._count_hit_tokens("hbm", in_hbm)
         for label, pages in runs:
             in_tier = min(pages * chunk_tokens, tokens)
@@ -298,8 +300,7 @@ class Lookups:
             self.core.hit_tokens[self.client.tenant, label] += tokens
 
     def _note_use(self, view: PromptView, limit: int, found: FoundPages, *, counted: bool = True) -> None:
-        """Note the use of the pages that a lookup found, and the lookup for the curve if it is
-        ``counted``."""
+        """Note the use of the found pages and, if ``counted``, add the lookup to the curve."""
         view.touch(self._state.access_log, found)
         if counted:
             page_bytes = view.registration.page_bytes
@@ -317,11 +318,11 @@ class Lookups:
             if not self._state.closed and self._state.unload_idle() and self.core.defer is not None:
                 self.core.defer(self._unload_later)
 
-    # -- looks at the disk -----------------------------------------------------------------------------
+    # -- disk lookups --------------------------------------------------------------------------------
 
     def _search(self, search: HitSearch) -> PageLease:
-        """Search to the end, from where the search has stopped: without the lock where the disk is read. Hold
-        what the disk had."""
+        """Continue the search to its end, reading the disk without the lock. Return a lease on the pages from
+        disk."""
         state = self._state
         hold = PageLease()
         while True:
@@ -337,10 +338,12 @@ class Lookups:
     def _after_disk(
         self, disk_look: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R
     ) -> Transfer[R]:
-        """``disk_look`` loads into the tree what the disk has of a prompt, then do what is to be done
-        ``then``, under the lock. When the look takes longer than ``wait_s`` it goes on, for the sake of the
-        next lookup, and then() does with what is in memory. ``otherwise`` is the result when the store is
-        closed meanwhile."""
+        """Run ``disk_look``, which loads pages from disk into the tree, then call ``then`` under the lock.
+
+        If the disk lookup takes longer than ``wait_s``, ``then`` works with the pages in memory. The disk
+        lookup continues, which helps the next lookup. The result is ``otherwise`` if the store is closed
+        meanwhile.
+        """
         state, threads = self._state, self.core.threads
         if threads is None:
             hold = disk_look()
@@ -382,7 +385,7 @@ class Lookups:
             transfer.finish()
 
         looking = threads.submit(look)
-        # Where the disk is slow, what has not begun must not pile up.
+        # On a slow disk, lookups that have not started must not pile up.
         transfer.on_end(partial(_cancel, looking))
         return transfer
 

@@ -1,8 +1,8 @@
-"""A client's prompt as one layer group keeps it, and how its pages are found in the tree.
+"""A client's prompt in one layer group, and how its pages are found in the tree.
 
-Whether a group's pages are *chained* (each is found behind its parent) or *named* (each is found by itself,
-below the root) is decided once, when a message or a request becomes a :class:`ChainView` or a
-:class:`NamedView`. Everything behind that works on a :class:`PromptView`.
+A layer group's pages are either *chained* (a page is found behind its parent) or *named* (a page is found by
+its name, below the root). This is decided once, when a message or a request becomes a :class:`ChainView` or a
+:class:`NamedView`. All later code uses a :class:`PromptView`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tierstore.index.leases import PageLease
 from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
 
 HOLD_S = 30.0
-"""How long pages that were found on disk stay in the tree for the request that looked for them."""
+"""Seconds that pages found on disk stay in the tree for the request that looked for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPages:
-    """The pages that are held of a prompt, in its order. ``runs`` are their tiers: (tier, end of the run). Of
-    the last page ``tail_tokens`` tokens match. ``positions`` says which pages of a :class:`NamedView` they
-    are. ``look_on_disk``: the disk may have more."""
+    """The held pages of a prompt, in prompt order. ``runs`` has their tiers as (tier, end of the run).
+    ``tail_tokens`` tokens of the last page match. ``positions`` are the indices of these pages in a
+    :class:`NamedView`; empty for a chain. ``look_on_disk`` says that the disk may have more pages."""
 
     pages: Sequence[Page]
     tokens: int
@@ -58,35 +58,35 @@ class PromptView(ABC):
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """Tokens in the prompt."""
+        """Number of tokens in the prompt."""
 
     @property
     @abstractmethod
     def num_chunks(self) -> int:
-        """Chunks of the prompt, the partial tail included."""
+        """Number of chunks in the prompt, including the partial tail."""
 
     @property
     @abstractmethod
     def whole_chunks(self) -> int:
-        """Chunks of the prompt without its partial tail."""
+        """Number of chunks in the prompt without the partial tail."""
 
     @property
     def depth(self) -> int:
-        """Pages that come before the first one in its prompt, as far as that is known."""
+        """Number of pages before the first one in its prompt, as far as known."""
         return 0
 
     @property
     def head_left(self) -> bool:
-        """Whether pages that were remembered for this prompt have left the tree. Under the state's lock."""
+        """Whether remembered pages of this prompt have left the tree. Needs the state's lock."""
         return False
 
     def spell_out(self) -> int:
-        """Go on without the remembered pages. Return the number of the path that they were."""
+        """Replace the remembered pages by their keys and tokens. Return the number of their path."""
         return 0
 
     @abstractmethod
     def chunk(self, index: int) -> tuple[PageKey, bytes]:
-        """Return key and token bytes of a chunk. The last one may be the partial tail."""
+        """Return the key and token bytes of a chunk. The last chunk may be the partial tail."""
 
     @abstractmethod
     def all_keys(self) -> Sequence[PageKey]:
@@ -94,33 +94,34 @@ class PromptView(ABC):
 
     @abstractmethod
     def whole(self) -> Prompt:
-        """Return the prompt without reference to what is remembered."""
+        """Return the prompt with all keys and tokens, without remembered pages."""
 
     def slice(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
-        """Return a view that has these chunks, and where the first of them is in it. Chunks of a chain follow
-        one another."""
+        """Return a view that contains these chunks, and the position of the first of them in it. In a chain,
+        the chunks must be consecutive."""
         return self, chunks[0] if chunks else 0
 
     def shared(self, saved: range) -> Sequence[int]:
-        """Return the chunks that other hosts need for what a save of these is about: of a chain also those
-        before them. A save of no named pages is about all of them."""
+        """Return the chunks that other hosts need when ``saved`` was saved. For a chain, these are all chunks
+        up to the last saved one. For named pages, these are the saved ones, or all of them if none was saved.
+        """
         return range(saved.stop)
 
     def key_up_to(self, chunk: int) -> bytes:
-        """Return what tells the prompt up to this chunk from others under its identity. Of named pages, which
-        follow nothing, it tells all."""
+        """Return bytes that identify the prompt up to this chunk under its identity. For named pages, they
+        identify the whole view."""
         return self.chunk(chunk)[0]
 
     def name(self) -> bytes:
-        """Hash everything that tells this prompt from others: its identity, keys and tokens."""
+        """Return a hash of everything that identifies this prompt: its identity, keys and tokens."""
         whole = self.whole()
         kind = b"%d %d " % (self.chunk_tokens, self.named)
         parts = (kind, whole.identity.digest, whole.token_bytes, *whole.keys)
         return hashlib.sha256(b"".join(parts)).digest()
 
     def root(self, state: StoreState) -> Page:
-        """Return the root of everything stored under this prompt's identity. Raises :class:`Refusal` if the
-        identity was forgotten and registered again for pages of another size. Under the state's lock."""
+        """Return the root of all pages of this prompt's identity. Needs the state's lock. Raise
+        :class:`Refusal` if the identity was forgotten and registered again with another page size."""
         nbytes = state.index.tree.root(self.registration.identity.digest, self.registration.page_bytes).nbytes
         if nbytes != self.registration.page_bytes:
             raise Refusal("identity", f"pages of this identity have {nbytes} bytes now: register it again")
@@ -130,13 +131,13 @@ class PromptView(ABC):
 
     @abstractmethod
     def find(self, state: StoreState, max_tokens: int) -> FoundPages | None:
-        """Return what the tree has of the first ``max_tokens`` tokens. None when remembered pages have
-        left."""
+        """Return the pages in the tree of the first ``max_tokens`` tokens. Return None if remembered pages
+        have left the tree."""
 
     @abstractmethod
     def missing(self, found: FoundPages, limit: int) -> Sequence[int]:
-        """Return the chunks of the first ``limit`` tokens that are not held. (A named view's are all of its
-        pages.)"""
+        """Return the chunks of the first ``limit`` tokens that are not held. A named view ignores ``limit``
+        and checks all of its pages."""
 
     @abstractmethod
     def may_be_on_disk(self, state: StoreState) -> bool:
@@ -144,47 +145,48 @@ class PromptView(ABC):
 
     @abstractmethod
     def held(self, found: FoundPages) -> list[tuple[Page, Tier]]:
-        """Return the copies that a lease on what was found has to hold."""
+        """Return the copies that a lease on the found pages has to hold."""
 
     @abstractmethod
     def pinned(self, found: FoundPages) -> Sequence[Page]:
-        """Return the pages that a pin on what was found has to hold."""
+        """Return the pages that a pin on the found pages has to hold."""
 
     @abstractmethod
     def touch(self, log: AccessLog, found: FoundPages) -> None:
-        """Note that what was found is in use."""
+        """Note a use of the found pages."""
 
     @abstractmethod
     def remember(self, owner: object, client: Client, found: FoundPages, changes: int) -> PrefixHandle | None:
-        """Have ``client`` remember what was found. Return what later requests may call it, if anything."""
+        """Make ``client`` remember the found pages. Return a handle for later requests, or None if there is
+        nothing to remember."""
 
     def remember_saved(
         self, owner: object, client: Client, before: Sequence[Page], pages: Sequence[Page]
     ) -> PrefixHandle | None:
-        """Have ``client`` remember the pages ``before`` and these whole ones behind them, which it saves: a
-        long prompt must not be sent and matched once more with every piece of it."""
+        """Make ``client`` remember the pages ``before`` and the whole ``pages`` after them, which it saves.
+        Without this, a long prompt would be sent and matched again with every batch that is saved."""
         return None
 
     @abstractmethod
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
-        """Return the pages that pages from ``chunks`` on come behind, whether or not they have copies. None
-        if they are not all in the tree."""
+        """Return the pages of the first ``chunks`` chunks, with or without copies. Return None if not all of
+        them are in the tree."""
 
     @abstractmethod
     def in_tree(self, state: StoreState, chunks: range) -> Sequence[Page]:
-        """Return those pages of these chunks that are in the tree, whether or not they have copies."""
+        """Return the pages of these chunks that are in the tree, with or without copies."""
 
     # -- on disk (without the lock) -------------------------------------------------------------------
 
     @abstractmethod
     def disk_look(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
-        """Return a function that brings what the disk has of the first ``limit`` tokens into the tree, and
-        returns a lease on it for :data:`HOLD_S`. It blocks."""
+        """Return a function that loads the pages that the disk has of the first ``limit`` tokens into the
+        tree, and returns a lease on them for :data:`HOLD_S`. The function blocks."""
 
 
 class ChainView(PromptView):
-    """Pages that are found along the prompt: ``keys`` and ``tokens`` are those behind the first ``known``
-    pages of a path that the client remembers (``head``)."""
+    """A prompt whose pages are found one behind the other. ``keys`` and ``tokens`` come after the first
+    ``known`` pages (``head``) of a path that the client remembers."""
 
     def __init__(
         self,
@@ -274,16 +276,16 @@ class ChainView(PromptView):
         return range(found.tokens // self.chunk_tokens, -(-limit // self.chunk_tokens))
 
     def may_be_on_disk(self, state: StoreState) -> bool:
-        # The remembered pages need not be complete for that, but there.
+        # The remembered pages need to be in the tree for this, but not ready.
         _, more = self._below(state, self._findable(len(self.tokens) // TOKEN_BYTES))
         return more
 
     def held(self, found: FoundPages) -> list[tuple[Page, Tier]]:
-        # The pages before the last one of a run cannot leave that tier before it.
+        # The earlier pages of a run cannot leave the tier before the last one.
         return [(found.pages[end - 1], tier) for tier, end in found.runs]
 
     def pinned(self, found: FoundPages) -> Sequence[Page]:
-        whole = found.tokens // self.chunk_tokens  # the last page may match in part only
+        whole = found.tokens // self.chunk_tokens  # the last page may match only in part
         return found.pages[whole - 1 : whole] if whole else ()
 
     def touch(self, log: AccessLog, found: FoundPages) -> None:
@@ -327,12 +329,13 @@ class ChainView(PromptView):
         return pages[chunks.start : chunks.stop]
 
     def _findable(self, tokens: int) -> int:
-        """How many of so many tokens can be found at all."""
+        """Return how many of ``tokens`` tokens can be found: whole pages only, if the identity has only
+        those."""
         return tokens - tokens % self.chunk_tokens if self.registration.identity.whole_pages else tokens
 
     def _below(self, state: StoreState, max_tokens: int) -> tuple[Match, bool]:
-        """What is in the tree behind the head, of at most ``max_tokens`` tokens, and whether the disk may
-        have more of them."""
+        """Return the match in the tree behind the head, of at most ``max_tokens`` tokens, and whether the
+        disk may have more."""
         identity = self.registration.identity
         parent = self._parent(state)
         below = state.index.tree.match_below(
@@ -347,11 +350,11 @@ class ChainView(PromptView):
         return below, more and frontier(state, parent, below, identity, self.chunk_tokens, chunk) is not None
 
     def _parent(self, state: StoreState) -> Page:
-        """What the pages behind the head are below."""
+        """Return the page that the pages behind the head are below."""
         return self.head[-1] if self.head else self.root(state)
 
     def _head_runs(self, state: StoreState) -> list[tuple[Tier, int]] | None:
-        """The runs of the remembered pages; None when they are not all there any more."""
+        """Return the runs of the remembered pages; None if some have left the tree."""
         path = self.path
         if path is None:
             return []
@@ -369,7 +372,7 @@ class ChainView(PromptView):
         return FoundPages(pages, max_tokens, rest or (self.chunk_tokens if whole else 0), tier_runs(pages))
 
     def _reachable(self, state: StoreState, match: Match) -> FoundPages:
-        """As much of a match as can be loaded while the disk is offline."""
+        """Return the part of a match that can be loaded while the disk is offline."""
         match = state.reachable(match, self.chunk_tokens)
         return FoundPages(match.pages, match.tokens, match.tail_tokens, tier_runs(match.pages))
 
@@ -390,8 +393,8 @@ class ChainView(PromptView):
 
 
 class NamedView(PromptView):
-    """Whole pages that are found by themselves, whatever else of them is held. ``depth`` pages come before
-    the first one in its prompt, as far as that is known: those behind are to leave first."""
+    """Whole pages that are found independently of each other. ``depth`` pages come before the first one in
+    its prompt, as far as known. Later pages are evicted first."""
 
     named = True
 
@@ -429,7 +432,7 @@ class NamedView(PromptView):
         )
 
     def part(self, chunks: Sequence[int]) -> NamedView:
-        """Some of its pages."""
+        """Return a view of some of its pages."""
         parts = [self.chunk(chunk) for chunk in chunks]
         depth = self.depth + chunks[0] if chunks else 0
         keys, tokens = [key for key, _ in parts], b"".join([each for _, each in parts])
@@ -473,7 +476,7 @@ class NamedView(PromptView):
         return [position for position in range(len(self.keys)) if position not in there]
 
     def on_disk(self, state: StoreState, positions: Sequence[int]) -> list[int]:
-        """Which of these pages the disk may have. Under the state's lock."""
+        """Return the positions of pages that the disk may have. Needs the state's lock."""
         root = self.root(state)
         if state.disk is None or not state.health.readable or not state.may_reload or not root.serial:
             return []
@@ -497,7 +500,7 @@ class NamedView(PromptView):
             log.touch_named({page: self.depth + position for position, page in pairs}, hit=True)
 
     def remember(self, owner: object, client: Client, found: FoundPages, changes: int) -> PrefixHandle | None:
-        return None  # there is no prefix to go on from
+        return None  # named pages form no prefix
 
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
         return ()
@@ -533,7 +536,7 @@ def _start(path: Path, run: int) -> int:
 def _joined(
     head: Sequence[tuple[Tier, int]], below: Sequence[tuple[Tier, int]]
 ) -> Sequence[tuple[Tier, int]]:
-    """Runs one after the other."""
+    """Return the runs of ``head`` followed by those of ``below``."""
     if not head or not below:
         return head or below
     known = head[-1][1]

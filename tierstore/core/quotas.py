@@ -1,8 +1,8 @@
-"""What tenants may have: quotas of the tiers, and pins.
+"""The limits of tenants: quotas of the tiers, and pins.
 
-A pin keeps the pages of one prompt for one tenant. A client without a tenant owns the daemon: its pins last
-until they are undone. A tenant's pin ends an hour after the prompt was last pinned: tenants come and go, and
-what they leave behind must not fill the tiers.
+A pin keeps the pages of one prompt for one tenant. A client without a tenant owns the daemon, and its pins
+last until they are undone. A tenant's pin ends an hour after the prompt was last pinned, so that the pins of
+tenants that have gone do not fill the tiers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from tierstore.index import Page, Tier
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import format_size
 
-_EVICT_FRACTION = 1 / 32  # of the quota, at once: looking for the oldest means looking at all of the tenant's
+# share of the quota evicted at once: finding the oldest page means visiting all pages of the tenant
+_EVICT_FRACTION = 1 / 32
 
 
 class Quotas:
-    """Needs the state's lock. Tenants without a quota may take what they get."""
+    """The quotas of all tenants. Tenants without a quota are not limited. Needs the state's lock."""
 
     def __init__(self, state: StoreState, quotas: Mapping[str, int]) -> None:
         self._state = state
@@ -30,21 +31,21 @@ class Quotas:
         self.evicted_pages = 0
 
     def register(self, tenant: str, identity: bytes) -> None:
-        """Pages under this identity digest are the tenant's."""
+        """Assign the pages of this identity digest to the tenant."""
         self._identities.setdefault(tenant, set()).add(identity)
 
     def forget(self, identity: bytes) -> None:
-        """There are no pages under this identity digest."""
+        """Forget an identity digest that has no pages."""
         self._state.residency.host_bytes.pop(identity, None)
         for identities in self._identities.values():
             identities.discard(identity)
 
     def identities(self, tenant: str) -> int:
-        """How many are registered, or have pages in memory."""
+        """Return how many identities of the tenant are registered or have pages in memory."""
         return len(self._identities.get(tenant, ()))
 
     def used_bytes(self, tenant: str) -> int:
-        """In the host tier."""
+        """Return the tenant's bytes in the host tier."""
         used = self._state.residency.host_bytes
         return sum(used[identity] for identity in self._identities.get(tenant, ()))
 
@@ -52,7 +53,7 @@ class Quotas:
         return sorted(self._identities)
 
     def admit(self, tenant: str, page: Page) -> bool:
-        """Whether a new page may have a slot. Makes room for it among the tenant's own pages."""
+        """Return whether a new page may have a slot. Evict the tenant's own pages if necessary."""
         quota = self.quotas.get(tenant)
         if quota is None:
             return True
@@ -89,18 +90,19 @@ class Quotas:
 
 
 TENANT_PIN_S = 3600.0
-_QUOTA_SHARE = 1 / 2  # of a tenant's quota, that it may pin
-_ARENA_SHARE = 1 / 8  # of the arena, that a tenant without a quota may pin
-_TENANTS_SHARE = 1 / 2  # of the smallest tier, that all tenants may pin together
-_MOST_MEMORY_BYTES = 64 << 20  # of all pins and pinned pages, which are kept in mind
+_QUOTA_SHARE = 1 / 2  # share of its quota that a tenant may pin
+_ARENA_SHARE = 1 / 8  # share of the arena that a tenant without a quota may pin
+_TENANTS_SHARE = 1 / 2  # share of the smallest tier that all tenants may pin together
+_MOST_MEMORY_BYTES = 64 << 20  # memory for all pins and pinned pages, which stay in the tree
 _PIN_COST = 512  # bytes of memory
 
 
 class PinHolder:
     """One prompt that a tenant has pinned ``times`` times over the same pages.
 
-    It keeps the pages ``last`` and all pages before them. A chained prompt has one last page; of named pages
-    each is one. ``ends`` is a time of the state's clock, or None where the pin does not end by itself."""
+    The pin keeps the pages ``last`` and all pages before them. A chained prompt has one last page. Each named
+    page is a last page. ``ends`` is a time of the state's clock, or None if the pin does not expire.
+    """
 
     __slots__ = ("ends", "last", "name", "tenant", "times")
 
@@ -114,7 +116,8 @@ class PinHolder:
         return _PIN_COST + 8 * len(self.last)
 
     def pages(self) -> Iterator[Page]:
-        """The pages that it keeps, each after those behind it. None leaves the tree before the pin ends."""
+        """Yield the pages that the pin keeps, children before parents. None of them leaves the tree before
+        the pin ends."""
         for last in self.last:
             page = last
             while page.parent is not None:
@@ -125,8 +128,9 @@ class PinHolder:
 class Pins:
     """The pins of all tenants. Needs the state's lock.
 
-    A pin belongs to the tenant that made it and to one prompt. Unpinning a prompt takes back what this tenant
-    has pinned of exactly this prompt; other prompts may have pinned the same pages, and those stay."""
+    A pin belongs to one tenant and one prompt. To unpin a prompt undoes only this tenant's pins of exactly
+    this prompt. Pins of other prompts over the same pages stay.
+    """
 
     def __init__(self, state: StoreState, quotas: Quotas) -> None:
         self._state = state
@@ -134,14 +138,14 @@ class Pins:
         self._pins: dict[
             str, dict[bytes, list[PinHolder]]
         ] = {}  # by tenant and by the prompt's name, newest last
-        self._pages: dict[str, Counter[Page]] = {}  # by tenant: how many of its pins keep a page
-        self._ending: dict[PinHolder, None] = {}  # the earliest end first
+        self._pages: dict[str, Counter[Page]] = {}  # by tenant: the number of its pins that keep a page
+        self._ending: dict[PinHolder, None] = {}  # pins that expire, the earliest first
         self._memory_bytes = 0
-        self.pinned_bytes: Counter[str] = Counter()  # slots of pinned pages, by tenant
+        self.pinned_bytes: Counter[str] = Counter()  # bytes of the slots of pinned pages, by tenant
 
     def pin(self, tenant: str, name: bytes, last: Sequence[Page]) -> int:
-        """Keep ``last`` and the pages before them once more, for the prompt called ``name``. Returns how many
-        pages these are. Raises :class:`Refusal`, and has changed nothing then."""
+        """Keep ``last`` and the pages before them, for the prompt called ``name``. Return the number of these
+        pages. Raise :class:`Refusal` at a limit; then nothing has changed."""
         if not last:
             return 0
         pin = PinHolder(tenant, name, last)
@@ -170,13 +174,13 @@ class Pins:
         return len(pages)
 
     def unpin(self, tenant: str, name: bytes) -> int:
-        """Undo the newest pin that the tenant has made of the prompt called ``name``. Returns how many pages
-        that pin has kept, 0 where there is none."""
+        """Undo the tenant's newest pin of the prompt called ``name``. Return the number of pages that it
+        kept, 0 if there is no such pin."""
         pins = self._pins.get(tenant, {}).get(name)
         return self._undo(pins[-1]) if pins else 0
 
     def lift(self, tenant: str | None) -> int:
-        """Undo all pins of a tenant (None: of everybody). Returns how many pages were pinned."""
+        """Undo all pins of a tenant (None: of all tenants). Return the number of pages that were pinned."""
         lifted = 0
         for owner in list(self._pins) if tenant is None else [tenant]:
             lifted += self.pages(owner)
@@ -186,7 +190,7 @@ class Pins:
         return lifted
 
     def expire(self) -> None:
-        """Undo the pins whose time is over."""
+        """Undo the pins that have expired."""
         now = self._state.clock()
         while self._ending:
             pin = next(iter(self._ending))
@@ -196,19 +200,19 @@ class Pins:
 
     @property
     def any_ending(self) -> bool:
-        """Whether there are pins that end."""
+        """Whether there are pins that expire."""
         return bool(self._ending)
 
     def tenants(self) -> list[str]:
-        """Who has pinned something."""
+        """Return the tenants that have pins."""
         return list(self._pins)
 
     def pages(self, tenant: str) -> int:
-        """How many of a tenant's pages are pinned."""
+        """Return the number of a tenant's pinned pages."""
         return len(self._pages.get(tenant, ()))
 
     def may_pin_bytes(self, tenant: str) -> int | None:
-        """How much of the tiers a tenant may pin; None where it is not limited."""
+        """Return the bytes that a tenant may pin; None without a limit."""
         if not tenant:
             return None
         quota = self._quotas.quotas.get(tenant)
@@ -228,10 +232,10 @@ class Pins:
                 )
             theirs = sum(nbytes for name, nbytes in self.pinned_bytes.items() if name)
             if theirs + wanted > self._smallest_tier() * _TENANTS_SHARE:
-                raise Refusal("busy", "tenants have pinned as much as they may together: try again later")
+                raise Refusal("busy", "tenants together have pinned all that they may: try again later")
         memory += sum(page.memory_cost for page in pages if not page.pins)
         if self._memory_bytes + memory > _MOST_MEMORY_BYTES:
-            raise Refusal("busy", "more pages are pinned than can be kept in mind: unpin some prompts")
+            raise Refusal("busy", "pins use all the memory that they may use: unpin some prompts")
 
     def _smallest_tier(self) -> int:
         state = self._state
@@ -240,8 +244,8 @@ class Pins:
         return int(min(state.host.capacity_bytes, disk))
 
     def _undo(self, pin: PinHolder, times: int = 1) -> int:
-        """Undo a pin ``times`` times. Returns how many pages it has kept."""
-        pages = list(pin.pages())  # unpinned pages may leave the tree, and forget their parents then
+        """Undo a pin ``times`` times. Return the number of pages that it kept."""
+        pages = list(pin.pages())  # list them first: unpinned pages may leave the tree and lose their parents
         pin.times -= times
         if not pin.times:
             self._forget(pin)

@@ -1,8 +1,8 @@
-"""Reading pages under a lease: where they lie in host memory, and how they come there.
+"""Reading pages under a lease: where they are in host memory, and how they get there.
 
-A lease is on the last page of each run in one tier, since those before it cannot leave that tier first. Pages
-that were located are held by the same lease in a shared core, since its clients may die. In a core of this
-process's own they are held by a lease of their own, which lasts until it is released.
+A lease is on the last page of each run in one tier, since the pages before it cannot leave that tier earlier.
+In a shared core, located pages are held by the same lease, because its clients may die. In a core for this
+process only, located pages are held by a separate lease until they are released.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from tierstore.transfer import Transfer
 
 R = TypeVar("R")
 
-_WAIT_S = 60.0  # for a disk, where the caller sets no limit
-_WINDOW_PAGES = 4096  # of those in the host tier
+_WAIT_S = 60.0  # for a disk, if the caller sets no limit
+_WINDOW_PAGES = 4096  # largest batch from the host tier
 _DISK_BYTES = 16 << 20
-_BATCHES_IN_ARENA = 2  # a batch that comes up from disk takes this share of the host tier at most
+_BATCHES_IN_ARENA = 2  # a batch from disk takes at most 1/2 of the host tier
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Pages that are about to be sent, with the XXH3-64 of each, and what is to be called when they have
-    been."""
+    """Pages that are about to be sent, the XXH3-64 of each, and a function to call after they were sent."""
 
     frames: Sequence[memoryview]
     checksums: Sequence[int]
@@ -42,7 +41,7 @@ class Sending:
 
 
 class Reading:
-    """What one client of ``core`` may do with its leases. Thread-safe."""
+    """The operations on the leases of one client of ``core``. Thread-safe."""
 
     def __init__(self, core: Core, client: Client) -> None:
         self.core = core
@@ -90,8 +89,8 @@ class Reading:
         return self._bring(lease, first, count, wait_s, Priority.PREFETCH, held)
 
     def send(self, lease: LocalLease, first: int, count: int, *, wait_s: float) -> Transfer[Sending]:
-        """:meth:`locate`, for a client on another host: the pages themselves, held for as long as it takes to
-        send them, whatever becomes of the client's lease."""
+        """Locate pages for a client on another host, as :meth:`locate` does. The pages are held until they
+        were sent, even if the client's lease ends before."""
         state, host = self._state, self.core.host
 
         def sending() -> Sending:
@@ -114,7 +113,7 @@ class Reading:
         state = self._state
         with state.lock:
             copy = page.copies[Tier.HOST]
-            # One at a time: what a client says costs no more than a page to be hashed.
+            # One check at a time, so that a client's reports cost no more than hashing one page.
             if self.client.suspects or copy is None or not copy.ready or page.checksum is None:
                 return
             self.client.suspects = True
@@ -141,8 +140,7 @@ class Reading:
         priority: Priority,
         result: Callable[[], R],
     ) -> Transfer[R]:
-        """Have pages brought into the host tier, as far as they are not there; ``result`` is made under the
-        lock."""
+        """Load the missing pages into the host tier. ``result`` is called at the end, under the lock."""
         state = self._state
         pages = lease.held[first : first + count]
         with state.lock:
@@ -176,7 +174,7 @@ class Reading:
         return load.start()
 
     def _located(self, lease: LocalLease, first: int, count: int) -> Located | None:
-        """Hold what is in the arena of these pages, and say where it is. Under the lock."""
+        """Hold the pages that are in the arena and return their addresses. Needs the lock."""
         state = self._state
         pages = 0 if self._ended(lease) else count_in_arena(lease.held, first, count)
         state.counters.loaded_pages += pages
@@ -191,11 +189,11 @@ class Reading:
             self._hold_under(lease, first, pages)
             lease.located.update(lease.holders(first, pages))
             return Located(addresses, lease.ends, checksums)
-        return Located(addresses, release=self._hold_for_copying(lease, first, pages))  # nobody else writes
+        # no other process writes there
+        return Located(addresses, release=self._hold_for_copying(lease, first, pages))
 
     def _hold_under(self, lease: LocalLease, first: int, count: int) -> None:
-        """Pages in the arena (and those before them, which cannot leave before) are held while the lease
-        is."""
+        """Extend the lease to pages in the arena. The pages before them cannot leave earlier."""
         if not count:
             return
         known = set(lease.hold.held) if lease.positions else lease.hold.held
@@ -205,8 +203,9 @@ class Reading:
                 lease.hold.held.append((page, Tier.HOST))
 
     def _release_holds(self, lease: LocalLease) -> bool:
-        """Let pages of a hit leave the arena that are on disk, too, but those that a client was told the
-        places of: what is copied here is held for as long as that takes. Whether there were any."""
+        """Release holds on arena pages of a hit that are also on disk, except for pages whose address a
+        client has. (Pages that are being copied have a hold of their own.) Return whether any were released.
+        """
         freed = False
         if not lease.hold.released:
             for position, (page, _) in enumerate(lease.hold.held):
@@ -216,12 +215,12 @@ class Reading:
 
     def _ended(self, lease: LocalLease) -> bool:
         if not self.core.shared:
-            return lease.hold.released  # nobody counts the seconds but us
+            return lease.hold.released  # no client in another process relies on the end time
         return lease.hold.released or lease.hold.ends <= self._state.clock()
 
     def _hold_for_copying(self, lease: LocalLease, first: int, count: int) -> Callable[[], None]:
-        """Hold pages in the arena until the function that is returned is called, whatever becomes of the
-        lease. Loads that find no room otherwise wait for that, a little. Under the lock."""
+        """Hold pages in the arena until the returned function is called, even if the lease ends before. Loads
+        that find no room wait briefly for that. Needs the lock."""
         state = self._state
         hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, count)], math.inf)
         state.fills.copying += count
@@ -236,7 +235,7 @@ class Reading:
 
 
 def count_in_arena(pages: Sequence[Page], first: int, count: int) -> int:
-    """How many pages from ``first`` on are complete in the arena, one after the other."""
+    """Return how many consecutive pages from ``first`` on are complete in the arena."""
     for position in range(first, first + count):
         copy = pages[position].copies[Tier.HOST]
         if copy is None or not copy.ready:

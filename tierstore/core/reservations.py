@@ -1,8 +1,8 @@
-"""Reservations while they are decided: which pages of a save are new, and which slots they get. In steps, so
-that a long prompt does not hold up everybody else.
+"""Reservations while they are built: which pages of a save are new, and which slots they get. They are built
+in steps, so that a long prompt does not delay other clients.
 
-A slot under a reservation is nobody else's until the client commits it, gives it up or is dead: a write that
-was under way could otherwise end in somebody else's page.
+A slot under a reservation stays reserved until the client commits it, gives it up or is dead. Otherwise a
+running write could end in another client's page.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from tierstore.tiers.slabs import slot_bytes
 
 
 def being_written(page: Page) -> bool:
-    """Whether the page is nowhere yet but under a reservation, which may be given up."""
+    """Whether the page is in no tier but under a reservation, which may still be given up."""
     copy = page.copies[Tier.HOST]
     filling = copy is not None and not copy.ready and not copy.damaged
     return filling and page.copies[Tier.DISK] is None
 
 
 class _Branch:
-    """The pages that a save goes along, one behind the other. In steps: in between, others have the lock."""
+    """The path of pages that a save follows, one behind the other. It works in steps; between them, other
+    threads have the lock."""
 
     def __init__(self, state: StoreState, hints: SaveHints, tenant: str, *, named: bool) -> None:
         self._state = state
         self._named = named  # each page is right below the root
-        self._depths: dict[Page, int] = {}  # of those of this step
+        self._depths: dict[Page, int] = {}  # depths of the pages of this step
         self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant, named=named)
         self._end: Page | None = None
-        self._held: Page | None = None  # between two steps: the next one must find it in the tree
+        self._held: Page | None = None  # held between two steps, so that the next step finds it in the tree
         self._step: list[Page] = []
 
     def begin(self, parent: Page | None) -> None:
-        """The save goes on behind ``parent``; it has no pages when that is None."""
+        """Start behind ``parent``. If it is None, the save has no pages."""
         self._end = parent
         self._tracker.begin(parent)
         self._hold(parent)
 
     def next(self, key: PageKey, tokens: bytes) -> Page | None:
-        """The page behind the last one, found or made. None when the last one has left every tier: what is
-        behind it could never be found."""
+        """Return the page behind the last one, found or created. Return None if the last one has left every
+        tier: the pages behind it could never be found."""
         if self._end is None or (self._end.parent is not None and not any(self._end.copies)):
             return None
         page = self._state.index.add(self._end, key, tokens)
@@ -55,8 +56,7 @@ class _Branch:
         return page
 
     def grow(self, page: Page, depth: int) -> None:
-        """This page, with ``depth`` pages before it, is stored, or about to be. The save goes on behind
-        it."""
+        """Continue behind this page, which has ``depth`` pages before it and is stored or about to be."""
         if self._named:
             self._depths[page] = depth
             return
@@ -77,13 +77,13 @@ class _Branch:
         self._state.forget_gone()
 
     def about(self, pages: Sequence[Page]) -> None:
-        """The save is of no pages: what it hints is about these named ones. Those that are done by it leave
-        as soon as nothing holds them: there is nothing behind them that would be cut off."""
+        """Apply the hints of a save without pages to these named pages. Pages that the hints declare finished
+        are evicted as soon as nothing holds them: no pages behind them would be cut off."""
         self._tracker.about(pages)
         self._state.eviction.leaving.evict_when_idle(pages)
 
     def give_up(self) -> None:
-        """The save does not go on."""
+        """End a save that does not continue."""
         self._step = []
         self._hold(None)
 
@@ -96,8 +96,8 @@ class _Branch:
 
 
 class ReservationBuilder:
-    """A reservation while it grows. The client holds it from the first page on, so that nothing is lost
-    should the client die in the middle. Under the state's lock."""
+    """A reservation while it grows. The client holds it from the first page on, so that nothing is lost if
+    the client dies in the middle. Needs the state's lock."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ReservationBuilder:
             found = prompt.find(state, prompt.num_tokens)
             self._branch.about(found.pages if found is not None else ())
         if self._before:
-            state.access_log.touch(self._before, hit=False)  # whoever saves behind them uses them, too
+            state.access_log.touch(self._before, hit=False)  # a save behind pages also uses them
         self._next = 0  # position
         self._offsets: list[int] = []
         self._stored_tokens = 0
@@ -138,7 +138,7 @@ class ReservationBuilder:
         self.unfinished = True
 
     def step(self, pages: int) -> None:
-        """Go on with the next ``pages`` pages."""
+        """Process the next ``pages`` pages."""
         stop = min(self._next + pages, len(self._chunks))
         while self._next < stop:
             page = self._page(following=stop - self._next - 1)
@@ -156,12 +156,12 @@ class ReservationBuilder:
         self._state.unload_idle()
 
     def give_up(self) -> None:
-        """A step has raised, and the reservation does not grow any more."""
+        """End a reservation after a step has raised an exception."""
         self._state.fills.none_follows()
         self._branch.give_up()
 
     def result(self, address: int) -> LocalReservation | None:
-        """The reservation; None when the client has gone. The arena begins at ``address``."""
+        """Return the reservation; None if the client has disconnected. The arena begins at ``address``."""
         if self._client.ended:
             return None
         reservation = self.reservation
@@ -176,8 +176,8 @@ class ReservationBuilder:
         return reservation
 
     def _page(self, *, following: int) -> Page | None:
-        """The next page, in the host tier or about to be filled, which ``following`` pages come after in this
-        step. None when it is in no tier and cannot be put in one."""
+        """Return the next page, which is in the host tier or about to be filled. In this step, ``following``
+        pages come after it. Return None if it is in no tier and gets no slot."""
         state = self._state
         chunk = self._chunks[self._next]
         if chunk >= self._prompt.whole_chunks and self._prompt.registration.identity.whole_pages:
@@ -188,13 +188,13 @@ class ReservationBuilder:
         copy = page.copies[Tier.HOST]
         if copy is not None and not copy.damaged:
             if being_written(page):
-                return None  # somebody has begun since the save has looked
+                return None  # another client has begun to write it since the save has looked
             state.counters.already_stored_pages += 1
             return page
         place = self._slot(page, following)
         if place is None:
             if any(page.copies):
-                return page  # on disk, which is stored
+                return page  # on disk, which counts as stored
             state.index.prune(page)
             return None
         self._positions.append(self._next)
@@ -213,6 +213,7 @@ class ReservationBuilder:
             return None
         if not self._quotas.admit(self._client.tenant, page):
             return None
-        if self._client.tenant in self._quotas.quotas:  # nobody makes room for what may not be admitted
+        # do not make room for pages that the quota may not admit
+        if self._client.tenant in self._quotas.quotas:
             following = 0
         return self._state.fills.begin(page, following=min(following, allowed - 1))

@@ -1,4 +1,4 @@
-"""What the tiers hold: how pages come into them, what is noted of their use, and how they leave."""
+"""The pages that the tiers hold: how they enter a tier, how uses are recorded, how they are evicted."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from tierstore.tiers.slabs import slot_bytes
 
 
 class AccessLog:
-    """All of it needs the state's lock."""
+    """Records uses of pages, for the page table and the next commit to disk. Needs the state's lock."""
 
     def __init__(self, index: Index, disk: DiskTier | None) -> None:
         self._index = index
         self._disk = disk
-        self._used: set[Page] = set()  # pages on disk, since note()
+        self._used: set[Page] = set()  # pages on disk that were used since note()
         self._noted: dict[int, PageUse] = {}  # by serial, for the next commit
 
     @property
     def page_table(self) -> PageTable | None:
-        """What is on disk; None without a disk, and until it has been scanned."""
+        """The pages on disk. None without a disk, and until the disk has been scanned."""
         return self._disk.page_table if self._disk is not None else None
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
-        """These pages are in use now."""
+        """Note that these pages are used now."""
         self._index.touch(pages, hit=hit)
         if self._disk is not None:
             self._used.update([page for page in pages if page.copies[Tier.DISK] is not None])
 
     def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
-        """The same for named pages, with what is known of their places in a prompt."""
+        """Note that these named pages are used now. ``depths`` has their known positions in a prompt."""
         self._index.touch_named(depths, hit=hit)
         if self._disk is not None:
             self._used.update([page for page in depths if page.copies[Tier.DISK] is not None])
 
     def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
-        """``hint`` is about the next use of these pages, in every tier."""
+        """Store ``hint`` about the next use of these pages, in every tier."""
         self._index.hint(pages, hint)
         for page in pages:
             self.pass_hint_on(page)
 
     def pass_hint_on(self, page: Page) -> None:
-        """Let the disk tier know what is hinted of a page, if it is there and was not used since."""
+        """Pass a page's hint on to the disk tier, if the page is on disk and was not used since the hint."""
         page_table = self.page_table
         copy = page.copies[Tier.DISK]
         if page_table is not None and copy is not None and copy.ready and page.last_use <= page.hinted:
             page_table.hint(page.serial, page.hint)
 
     def note(self) -> None:
-        """Pass on what has been said of pages on disk: to the page table, and to the next commit."""
+        """Pass the uses and hints of pages on disk on to the page table and the next commit."""
         now = time.time()
         noted = {page.serial: PageUse(page.last_use, now, page.hits) for page in self._used if page.serial}
         page_table = self.page_table
@@ -73,7 +73,7 @@ class AccessLog:
         self._noted.update(noted)
 
     def note_before_unload(self, page: Page) -> None:
-        """Nobody will know ``page`` any more: what was said of it is passed on now."""
+        """Pass on the uses of ``page`` before it is unloaded from the tree."""
         if page in self._used:
             self.note()
 
@@ -85,18 +85,18 @@ class AccessLog:
         return bool(self._used or self._noted)
 
     def take(self, added: Iterable[Page]) -> dict[int, PageUse]:
-        """The uses by serial that a commit is to write, those of the pages it adds among them."""
+        """Return the uses by serial that a commit has to write, including those of the pages that it adds."""
         self._used.update(added)
         self.note()
         taken, self._noted = self._noted, {}
         return taken
 
     def put_back(self, taken: dict[int, PageUse]) -> None:
-        """The commit failed."""
+        """Keep the uses of a failed commit for the next one."""
         self._noted = taken | self._noted
 
     def forget(self, page: Page) -> None:
-        """``page`` leaves the disk."""
+        """Drop the uses of ``page``, which leaves the disk."""
         self._used.discard(page)
 
     def forget_serial(self, serial: int) -> None:
@@ -104,7 +104,8 @@ class AccessLog:
 
 
 class Residency:
-    """Needs the state's lock."""
+    """Adds and removes copies of pages in the tiers, and reports this to the change logs. Needs the state's
+    lock."""
 
     def __init__(
         self,
@@ -120,12 +121,12 @@ class Residency:
         self._access_log = access_log
         self._counters = counters
         self._changed = changed
-        self.host_bytes: Counter[bytes] = Counter()  # slots of the host tier, by identity digest
-        self.removed: list[Removal] = []  # pages to delete from disk with the next commit
-        self.followers: list[ChangeLog] = []  # told of what comes into the tiers below HBM and leaves them
+        self.host_bytes: Counter[bytes] = Counter()  # bytes of slots in the host tier, by identity digest
+        self.removed: list[Removal] = []  # pages that the next commit deletes from disk
+        self.followers: list[ChangeLog] = []  # receive what enters and leaves the tiers below HBM
 
     def drop(self, page: Page, tier: Tier) -> None:
-        """Forget an unleased copy and give its place back (disk: with the next commit)."""
+        """Drop an unleased copy and free its place (on disk: with the next commit)."""
         if tier is Tier.DISK:
             self._drop_from_disk(page)
             return
@@ -144,16 +145,16 @@ class Residency:
 
     def _drop_from_disk(self, page: Page) -> None:
         page_table = self._access_log.page_table
-        assert page_table is not None, f"{page} leaves a disk that is not known yet"
+        assert page_table is not None, f"{page} leaves a disk that has not been scanned"
         serial = page.serial
         self._access_log.forget(page)
         page.tombstone = page_table.children(serial) > 0
         self._index.drop_copy(page, Tier.DISK)
-        if serial in page_table:  # else it was found before the scan said that it cannot be
+        if serial in page_table:  # otherwise the scan has shown that the page is not there
             self.remove(serial)
 
     def remove(self, serial: int) -> None:
-        """A page that is not in the tree leaves the disk, with the next commit."""
+        """Remove a page that is not in the tree from disk, with the next commit."""
         page_table = self._access_log.page_table
         assert page_table is not None
         removal = page_table.remove(serial)
@@ -165,34 +166,34 @@ class Residency:
         self._changed.notify_all()
 
     def unwrite(self, page: Page) -> int:
-        """Take a disk copy back that did not become durable. Returns the place it had."""
+        """Drop a disk copy that did not become durable. Return its place."""
         page_table = self._access_log.page_table
         assert page_table is not None
         page.tombstone = page_table.children(page.serial) > 0
         return self._index.drop_copy(page, Tier.DISK)
 
-    # -- who follows ---------------------------------------------------------------------------------
+    # -- change logs ---------------------------------------------------------------------------------
 
     def register(self, registration: Registration) -> None:
-        """Pages under this identity are going to come and go."""
+        """Announce to the change logs that pages of this identity will come and go."""
         for log in self.followers:
             log.register(registration)
 
     def stored(self, pages: Sequence[Page], tier: Tier) -> None:
-        """These pages can be served from a tier now."""
+        """Report that these pages can now be served from a tier."""
         for log in self.followers:
             for page in pages:
                 log.stored(page, tier)
 
     def left(self, tier: Tier, identity: bytes, key: bytes, tokens: bytes) -> None:
-        """A page has left a tier."""
+        """Report that a page has left a tier."""
         for log in self.followers:
             log.removed(tier, identity, key, tokens)
 
     # -- damage --------------------------------------------------------------------------------------
 
     def damaged_on_disk(self, page: Page) -> None:
-        """The disk copy did not read back as it was saved: never serve it, free its place."""
+        """Stop serving a disk copy that differs from the saved page, and free its place."""
         if page.copies[Tier.DISK] is None:
             return
         self._counters.damaged_pages += 1
@@ -200,37 +201,38 @@ class Residency:
         self.drop_damaged(page, Tier.DISK)
 
     def damaged_in_host(self, page: Page) -> None:
-        """The host copy is not what its writer said it is: never serve it, free its place, or have it filled
-        anew where pages behind it are held."""
+        """Stop serving a host copy that differs from the saved page. Free its place, or have it filled again
+        if pages behind it are held."""
         self._counters.damaged_pages += 1
         self._index.set_damaged(page, Tier.HOST)
         self.drop_damaged(page, Tier.HOST)
 
     def drop_damaged(self, page: Page, tier: Tier) -> None:
-        """Drop a damaged copy, if it can go now. (If not, it goes with what holds it.)"""
+        """Drop a damaged copy if nothing holds it. Otherwise it is dropped with its last holder."""
         copy = self._index.copy(page, tier)
         if copy.leases:
             return
         if tier is Tier.DISK:
-            # While the disk is still being scanned, the copy just stays where nobody is served from it.
+            # Until the disk has been scanned, the copy stays, but is not served.
             if self._access_log.page_table is not None:
                 self.drop(page, tier)
-        elif not copy.children:  # whoever holds a page below reads this one too, under the same lease
+        elif not copy.children:  # a lease on a page below also covers this one
             self.drop(page, tier)
 
 
-_MOST_PASSES = 3  # over the page table, before an eviction gives up
+_MOST_PASSES = 3  # passes over the page table before an eviction gives up
 
 
 class EvictedFromDisk(NamedTuple):
-    """Pages that left the disk, and the bytes they had."""
+    """Number of pages evicted from disk, and their bytes."""
 
     pages: int
     nbytes: int
 
 
 class Eviction:
-    """Needs the state's lock. (Room on disk is more than pages that leave: see ``disk_room.py``.)"""
+    """Evicts pages in the order of the policy. Needs the state's lock. ``disk_room.py`` decides when to evict
+    from disk."""
 
     def __init__(
         self,
@@ -255,13 +257,14 @@ class Eviction:
         self.leaving = Leaving((Tier.HOST, Tier.DISK), self._drop)
 
     def _drop(self, page: Page, tier: Tier) -> None:
-        if tier is not Tier.DISK or self._access_log.page_table is not None:  # else it is not known yet
+        # otherwise the page table is not known yet
+        if tier is not Tier.DISK or self._access_log.page_table is not None:
             self._residency.drop(page, tier)
             self._counters.evicted_pages[tier.label] += 1
 
     def host_slots(self, nbytes: int, count: int) -> list[int]:
-        """``count`` host slots for ``nbytes`` each, evicting as the policy says; fewer when all others are
-        held or being filled."""
+        """Return ``count`` host slots for ``nbytes`` each, evicting pages by policy. Return fewer when all
+        others are held or being filled."""
         assert self._host is not None
         places = self._host.allocate_many(nbytes, count)
         while (missing := count - len(places)) and self._free(Tier.HOST, missing * nbytes):
@@ -269,20 +272,20 @@ class Eviction:
         return places
 
     def give_back(self, place: int, nbytes: int) -> None:
-        """A host slot is not needed after all."""
+        """Free a host slot that was not needed."""
         assert self._host is not None
         self._host.free(place, nbytes)
 
     def evict(self, tier: Tier, count: int) -> int:
-        """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
+        """Evict up to ``count`` copies from ``tier``, the policy's worst first. Return the number evicted."""
         if tier is Tier.DISK:
             return self.evict_from_disk(count).pages
         self._expire()
         return self._leave(tier, count)
 
     def _free(self, tier: Tier, nbytes: int) -> int:
-        """Let copies of ``nbytes`` together leave a memory tier: where they are smaller than what is to come,
-        one would not do. Returns how many left."""
+        """Evict copies from a memory tier until they have freed ``nbytes`` together: one small copy may not
+        make room for a larger page. Return the number evicted."""
         self._expire()
         return self._leave(tier, math.inf, nbytes)
 
@@ -307,8 +310,8 @@ class Eviction:
         size_class: int | None = None,
         until: float = math.inf,
     ) -> EvictedFromDisk:
-        """Let up to ``count`` pages leave the disk, no more than it takes to free ``nbytes``; of one size
-        class, and those that score up to ``until``. Returns what left."""
+        """Evict up to ``count`` pages from disk, but no more than it takes to free ``nbytes``. ``size_class``
+        limits this to one size class, and ``until`` to pages with at most this score."""
         page_table = self._access_log.page_table
         if page_table is None:
             return EvictedFromDisk(0, 0)
@@ -325,15 +328,16 @@ class Eviction:
             evicted += sum(self.leaves_disk(serial) for serial in serials)
             freed += sum(removal.nbytes for removal in removed[before:])
             before = len(removed)
-            passes += not serials  # an end was reached: what was held back, or is new since, gets its turn
+            # the end was reached: in the next pass, pages that were held back or are new get their turn
+            passes += not serials
         self._counters.evicted_pages[Tier.DISK.label] += evicted
         return EvictedFromDisk(evicted, freed)
 
     def leaves_disk(self, serial: int) -> bool:
-        """Let a page leave the disk, if it may."""
+        """Remove a page from disk if nothing holds it. Return whether it was removed."""
         page = self._index.by_serial.get(serial)
         page_table = self._access_log.page_table
-        assert page_table is not None, "pages leave a disk that is not known yet"
+        assert page_table is not None, "a page leaves a disk that has not been scanned"
         if serial not in page_table or page_table.children(serial):
             return False
         if page is None:
@@ -346,7 +350,7 @@ class Eviction:
 
 
 class PendingFills:
-    """Host slots from the moment they are reserved until their bytes are there. Needs the state's lock."""
+    """Host slots from their reservation until their bytes are there. Needs the state's lock."""
 
     def __init__(
         self, index: Index, residency: Residency, eviction: Eviction, changed: threading.Condition
@@ -355,18 +359,19 @@ class PendingFills:
         self._residency = residency
         self._eviction = eviction
         self._changed = changed
-        self.loading: set[Page] = set()  # being read from disk by a load that is running
-        self.in_transit = 0  # pages that loads are bringing through the host tier
-        self.copying = 0  # pages that are held in it while they are copied to somebody
-        self._ahead: list[int] = []  # slots taken for pages that are about to begin
-        self._ahead_bytes = 0  # of each
+        self.loading: set[Page] = set()  # pages that a running load reads from disk
+        self.in_transit = 0  # pages that loads are moving through the host tier
+        self.copying = 0  # pages held in the host tier while they are copied to a client
+        self._ahead: list[int] = []  # slots taken for pages that begin next
+        self._ahead_bytes = 0  # size of each
 
     def begin(self, page: Page, *, following: int = 0) -> int | None:
-        """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room.
+        """Reserve a host slot for ``page`` and lease it for the caller, which fills it. Return None when
+        there is no room.
 
-        ``following`` pages of the same size are likely to begin next: room is made for them too, which at one
-        stroke is quicker. Who says so calls :meth:`none_follows` before the lock is released. A copy that is
-        damaged and cannot leave is filled anew where it is.
+        If ``following`` pages of the same size are likely to begin next, room is made for all of them at
+        once, which is faster. The caller must then call :meth:`none_follows` before it releases the lock. A
+        damaged copy that cannot leave is filled again in its place.
         """
         copy = page.copies[Tier.HOST]
         if copy is not None:
@@ -376,9 +381,10 @@ class PendingFills:
             page.checksum = page.record.checksum if page.record is not None else None
             return copy.place
         if not self._ahead:
-            page.holds += 1  # making room may take the last page below a tombstone, and the tombstone with it
+            # making room may evict the last page below a tombstone, and with it the tombstone
+            page.holds += 1
             self._ahead = self._eviction.host_slots(page.nbytes, 1 + following)
-            self._ahead.reverse()  # in order: what lies side by side is copied and written together
+            self._ahead.reverse()  # ascending: adjacent slots are copied and written together
             self._ahead_bytes = page.nbytes
             page.holds -= 1
             if not self._ahead:
@@ -391,20 +397,20 @@ class PendingFills:
         return place
 
     def none_follows(self) -> None:
-        """Give back the slots that were taken ahead and not needed."""
+        """Free the slots that were taken ahead and not used."""
         for place in self._ahead:
             self._eviction.give_back(place, self._ahead_bytes)
         self._ahead.clear()
 
     def complete(self, pages: Sequence[Page], *, release: bool = True) -> None:
-        """The fillers of these pages are done: the copies are ready. They ``release`` their leases, or keep
-        them holding them."""
+        """Mark the copies of these pages as ready. ``release`` ends the leases of their fillers; otherwise
+        the fillers keep them."""
         self._index.complete(pages, Tier.HOST, release=release)
         self._residency.stored(pages, Tier.HOST)
         self._changed.notify_all()
 
     def give_up(self, pages: Iterable[Page]) -> None:
-        """The fillers of these pages have failed: the copies are gone."""
+        """Drop the copies of these pages, because filling them has failed."""
         for page in pages:
             self._index.release_copy(page, Tier.HOST)
             copy = self._index.copy(page, Tier.HOST)

@@ -1,6 +1,7 @@
-"""Everything in a store that can change, and every decision. No thread, no copy, no I/O is here.
+"""The mutable state of a store, and its decisions. This module starts no thread, copies no pages and does no
+I/O.
 
-All methods and attributes need :attr:`StoreState.lock`, and so do those of the parts, which have a file each.
+All methods and attributes need :attr:`StoreState.lock`. So do the parts, which are in files of their own.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from tierstore.stats import Counters, TierStats
 from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, ReadBatch
 from tierstore.tiers.host import HostTier
 
-# On disk only, and kept in the tree all the same:
-_LOADED_PAGES = 1 << 15  # without others below them
-_LOADED_BYTES = 128 << 20  # with those above them
-_MOST_LOADED_BYTES = 256 << 20  # with leased and pinned ones: then lookups end where memory ends
-_UNLOADED_AT_ONCE = 1024  # a few milliseconds
-GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
+# Limits for pages that are only on disk but still in the tree:
+_LOADED_PAGES = 1 << 15  # pages without children in the tree
+_LOADED_BYTES = 128 << 20  # with their ancestors
+# with leased and pinned pages; at this limit, lookups stop loading pages into the tree
+_MOST_LOADED_BYTES = 256 << 20
+_UNLOADED_AT_ONCE = 1024  # takes a few milliseconds
+GONE_BYTES = 32 << 20  # pages that have left the tree but may still be referenced
 
 
 class StoreState:
-    """One store: its index, its tiers' space, its leases and its counters."""
+    """The state of one store: index, space of the tiers, leases, counters."""
 
     def __init__(
         self,
@@ -52,7 +54,8 @@ class StoreState:
         self.disk = disk
         self.clock = clock
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)  # a copy became ready or went away, a queue moved
+        # a copy became ready or was dropped, or a queue changed
+        self.changed = threading.Condition(self.lock)
         self.index = Index(policies, tick=disk.tick if disk is not None else 0)
         self.counters = Counters()
         if disk is not None:
@@ -61,11 +64,13 @@ class StoreState:
         self.health = Health(Tier.DISK.label, clock, stall_s=stall_s)
         self.stall_detector = StallDetector(disk, self.health, self.changed)
         self.closed = False
-        self.identities: dict[bytes, Identity] = {}  # by digest, of everything saved in this life
-        self.names = {} if disk is None else disk.serials.names()  # of models, by digest, where they have one
+        # by digest, of everything saved since the store was opened
+        self.identities: dict[bytes, Identity] = {}
+        # model names by identity digest, where known
+        self.names = {} if disk is None else disk.serials.names()
         self._loaded_pages_most = loaded_pages_most
-        self._forgotten_bytes = 0  # of the index, at the last forget_gone()
-        # The parts. Each knows those before it.
+        self._forgotten_bytes = 0  # ``index.forgotten_bytes`` at the last forget_gone()
+        # The parts, in dependency order.
         self.access_log = AccessLog(self.index, disk)
         self.residency = Residency(
             self.index,
@@ -89,19 +94,21 @@ class StoreState:
         self.fills = PendingFills(self.index, self.residency, self.eviction, self.changed)
         self.write_budget = WriteBudget(clock, bytes_per_day=write_bytes_per_day)
         self.disk_rate = RateEstimate()
-        self.queued_reads = 0  # bytes that loads have asked for and that were not read yet
+        self.queued_reads = 0  # bytes that loads have requested and not read yet
 
     @staticmethod
     def yield_lock() -> None:
-        """To be called between two holds of the lock by who does a long job in pieces: a lock goes to whoever
-        is quickest, which would be the same thread again."""
+        """Let another thread take the lock. Call it between two holds of the lock in a long job: without it,
+        the same thread would usually get the lock again.
+        """
         time.sleep(0)
 
-    # -- what loads cost -----------------------------------------------------------------------------
+    # -- rates ---------------------------------------------------------------------------------------
 
     def rates(self) -> dict[str, TierRate]:
-        """Return the disk's rate, with the queue in front of it; empty before the first read. Each client
-        measures the rate of host memory itself."""
+        """Return the disk's rate, including the queue in front of it; empty before the first read. Clients
+        measure the rate of host memory themselves.
+        """
         rate = self.disk_rate.rate(self.clock())
         if rate is None:
             return {}
@@ -110,17 +117,19 @@ class StoreState:
     # -- lookups -------------------------------------------------------------------------------------
 
     def root(self, identity: Identity, page_bytes: int) -> Page:
-        """The root of everything stored under ``identity``, all pages of which have ``page_bytes``."""
+        """Return the root of all pages of ``identity``. Each of these pages has ``page_bytes``."""
         root = self.index.tree.root(identity.digest, page_bytes)
         assert root.nbytes == page_bytes, (
-            f"pages of {root.nbytes} bytes, not {page_bytes}, have this identity"
+            f"identity has pages of {root.nbytes} bytes, got page_bytes={page_bytes}"
         )
         if not root.serial and self.disk is not None:
             root.serial = self.disk.serials.root(identity.digest) or 0
         return root
 
     def reachable(self, match: Match, chunk_tokens: int) -> Match:
-        """As much of a match as can be loaded now: where the disk is offline, what is above it."""
+        """Return the part of a match that can be loaded now. While the disk is offline, the match ends before
+        the first page that is only on disk.
+        """
         if self.health.readable:
             return match
         there = itertools.takewhile(lambda page: page.ready_tier() is not Tier.DISK, match.pages)
@@ -132,10 +141,10 @@ class StoreState:
     # -- pages on disk -------------------------------------------------------------------------------
 
     def was_read(self, read: ReadBatch) -> None:
-        """Pages were read from disk, or were to be."""
+        """Note the outcome of a read from disk."""
         self.counters.disk_read_pages += read.good
         if read.good:
-            self.health.was_read()  # first: where other pages come back, one that does not is not the disk
+            self.health.was_read()  # first: if other pages were read, one failed page is not a failed disk
         if read.error is not None:
             self.counters.disk_read_errors += 1
             self.health.read_failed(read.error)
@@ -143,11 +152,11 @@ class StoreState:
 
     @property
     def page_table(self) -> PageTable | None:
-        """What is on disk; None without a disk, and until it has been scanned."""
+        """The pages on disk. None without a disk, and until the disk has been scanned."""
         return self.access_log.page_table
 
     def scanned(self) -> None:
-        """The page table is there: drop what was found before it, and cannot be."""
+        """Drop the pages that were found before the scan and that the scanned page table does not have."""
         assert self.page_table is not None
         for page in list(self.index.by_serial.values()):
             copy = self.index.copy(page, Tier.DISK)
@@ -157,25 +166,27 @@ class StoreState:
                 self.residency.drop_damaged(page, Tier.DISK)
 
     def reload(self, parent: Page, records: Sequence[PageRecord]) -> bool:
-        """Bring pages that were found on disk, one below the other, into the tree. False when things have
-        changed since they were looked for."""
+        """Add pages found on disk, each the child of the one before, to the tree. Return False if the store
+        has changed since the search.
+        """
         page_table = self.page_table
         for record in records:
             if not self.index.in_tree(parent):
                 return False
             if page_table is not None and page_table.place(record.serial) != record.place:
-                return False  # removed since, or moved
+                return False  # removed or moved since
             if record.nbytes != parent.nbytes:
-                return False  # saved under this identity by somebody whose pages had another size
+                return False  # saved under this identity with another page size
             hits = page_table.use(record.serial).hits if page_table is not None else 0
             parent = self.index.reload(parent, record, hits)
             if parent.serial != record.serial:
-                return False  # the same page is on disk twice, or on its way there once more
+                return False  # the page is on disk twice, or is being written a second time
         return True
 
     def unload_idle(self) -> bool:
-        """Take pages that nobody has to do with out of the tree, down to a limit: they are on disk. Whether
-        there are more than could be taken out at one stroke."""
+        """Unload idle pages that are on disk from the tree, until it is within its limit or a batch is full.
+        Return whether more remain.
+        """
         idle = self.index.eviction.idle
         page: Page | None = None
         for _ in range(_UNLOADED_AT_ONCE):
@@ -189,11 +200,12 @@ class StoreState:
             above = page.parent
             self.access_log.note_before_unload(page)
             self.index.unload(page)
-            page = above  # prompt by prompt: else all would lose their ends, the one used last too
+            # prompt by prompt; otherwise every prompt would lose its end, even the one used last
+            page = above
         return True
 
     def forget_gone(self) -> None:
-        """Let go of pages that have left the tree, where they are still remembered: now and then."""
+        """Drop the remaining references to pages that have left the tree, once there are enough of them."""
         if self.index.forgotten_bytes - self._forgotten_bytes > GONE_BYTES:
             self._forgotten_bytes = self.index.forgotten_bytes
             self.sessions.forget_gone()
@@ -210,7 +222,7 @@ class StoreState:
         """Whether there is memory for more pages that are only on disk."""
         return self.index.disk_only_bytes < _MOST_LOADED_BYTES
 
-    # -- seeing --------------------------------------------------------------------------------------
+    # -- statistics and checks -----------------------------------------------------------------------
 
     def require_open(self) -> None:
         if self.closed:
@@ -244,8 +256,8 @@ class StoreState:
                 copy = page.copies[Tier.DISK]
                 durable = copy is not None and (copy.ready or copy.damaged)
                 assert not durable or page.serial in self.page_table, (
-                    f"{page} is on disk and in no page_table"
+                    f"{page} is on disk but not in the page table"
                 )
                 assert page.tombstone <= (self.page_table.children(page.serial) > 0), (
-                    f"{page} is no tombstone"
+                    f"{page} is a tombstone without children on disk"
                 )

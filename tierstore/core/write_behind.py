@@ -1,16 +1,18 @@
-"""Write-behind: pages go from the host tier to disk in batches, without anybody waiting.
+"""Write-behind: copy pages from the host tier to disk in batches, in the background.
 
-One thread takes a batch from the queue, finds room (evicting in bulk, so that one commit frees space for many
-pages) and has the payloads written; as soon as more pages have come it does the same with them, beside the
-first. When enough has been written, or nothing waits, all of it is made durable with one commit, and only
-then the copies are ready. Nothing is written during a commit: beside other writes it took 30 ms and stalled
-them, after them it takes 3 ms.
+One thread takes a batch from the queue, finds room on disk and starts to write the payloads. It evicts in
+bulk, so that one commit frees space for many pages. When more pages are queued, it starts another batch
+beside the first. When enough is written, or the queue is empty, one commit makes all of it durable. Only then
+are the copies ready. Nothing is written during a commit: a commit beside other writes took 30 ms and delayed
+them; after them it takes 3 ms.
 
-The queue (``write_queue.py``) is bounded: what does not fit is put off, and what has left the host tier by
-its turn is not written (counted in ``disk_dropped_pages``), which is how a disk slower than the engine shows.
-When the disk fails, the batch is undone, the queue is emptied, and nothing is written until the disk is in
-order again. This thread finds that out: it is the one that has nothing else to do then, and nobody waits for
-it. What it missed meanwhile it writes as far as the host tier still has it.
+The queue (``write_queue.py``) is bounded. Pages that do not fit are put off. A page that has left the host
+tier by its turn is not written and counts as ``disk_dropped_pages``. This counter shows that the disk is
+slower than the engine.
+
+When the disk fails, the batch is undone, the queue is emptied, and nothing is written until the disk works
+again. This thread does the probing: it has nothing else to do then, and no caller waits for it. Pages that it
+missed meanwhile are written if the host tier still has them.
 """
 
 from __future__ import annotations
@@ -38,18 +40,19 @@ from tierstore.tiers.disk.records import INLINE
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 32 << 20  # at most, and a quarter of the queue
-_LEAST_BESIDE = 1 << 20  # bytes that wait while others are being written: fewer wait for more
-_COMMIT_BYTES = 256 << 20  # … and half of the queue: each commit costs some milliseconds
-_WRITES_AT_ONCE = 3  # so that the disk has something to do while one of them ends
-_AT_ONCE = 128  # pages that become ready while the store is locked
-_STALLED_LOOK_S = 1.0  # how often this thread looks whether a disk that had stopped answering does again
-_USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
+_BATCH_BYTES = 32 << 20  # largest batch; also at most a quarter of the queue
+_LEAST_BESIDE = 1 << 20  # start another write beside running ones only if this many bytes wait
+# commit after this many bytes, or half of the queue: each commit costs some milliseconds
+_COMMIT_BYTES = 256 << 20
+_WRITES_AT_ONCE = 3  # several, so that the disk has work while one of them ends
+_AT_ONCE = 128  # pages that become ready under one hold of the lock
+_STALLED_LOOK_S = 1.0  # how often the thread checks whether a stalled disk answers again
+_USE_FLUSH_S = 30.0  # longest time between commits of use times, while nothing else is written
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Pages whose payloads are being written."""
+    """A batch of pages whose payloads are being written."""
 
     pages: list[Page]
     over: Future[None]
@@ -60,18 +63,17 @@ class _Write:
 
 
 class WriteBehind:
-    """The queue from host to disk and the thread that empties it."""
+    """The queue from host to disk, and the thread that empties it."""
 
     def __init__(self, state: StoreState, disk: DiskTier, *, queue_bytes: int) -> None:
         self._state = state
         self._disk = disk
         self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 4)
         self._behind_bytes = queue_bytes // 2
-        self._encoded: dict[Page, Encoded] = {}  # what is written of pages under way; the writer's own
+        # encoded payloads of pages being written; used only by the writer
+        self._encoded: dict[Page, Encoded] = {}
         self._commit_bytes = min(_COMMIT_BYTES, queue_bytes // 2)
-        self._write_pool = IOThreads(
-            _WRITES_AT_ONCE, name="tierstore-payloads"
-        )  # write what this thread has placed
+        self._write_pool = IOThreads(_WRITES_AT_ONCE, name="tierstore-payloads")
         # Guarded by the state's lock.
         self._queue = WriteQueue(state, most_bytes=queue_bytes)
         self._placement = DiskPlacement(state, disk, self._queue, lambda: self._commit([]))
@@ -83,27 +85,27 @@ class WriteBehind:
 
     @property
     def pending(self) -> int:
-        """Pages queued or being written."""
+        """Number of pages that are queued or being written."""
         return self._queue.pending
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued, being written, or put off until there is room in the queue."""
+        """Whether no page is queued, being written, or put off until the queue has room."""
         return not self._queue.pending and not self._queue.late
 
     def enqueue(self, pages: Sequence[Page]) -> None:
-        """Write these pages, which are in the host tier, sooner or later or not at all."""
+        """Queue these pages of the host tier. They may be dropped instead of written."""
         self._queue.put(pages)
         self._state.changed.notify_all()
 
     def move_stats(self) -> MoveStats:
-        """What making room on disk has cost."""
+        """Return what making room on disk has cost."""
         return self._placement.room.moves.stats()
 
     # -- for the store (without the lock) -------------------------------------------------------------
 
     def close(self) -> None:
-        """Write what is queued, record the use times, stop."""
+        """Write the queue and the use times, then stop the thread."""
         with self._state.lock:
             self._closing = True
             self._state.changed.notify_all()
@@ -117,7 +119,8 @@ class WriteBehind:
             if scanned:
                 self._state.scanned()
             else:
-                self._state.health.never_write("the index could not be read")  # nobody knows what is free
+                # without the index, free space is unknown
+                self._state.health.never_write("the index could not be read")
         health = self._state.health
         closing = False
         while not closing:
@@ -132,19 +135,19 @@ class WriteBehind:
             under_way: list[Page] = []
             try:
                 self._write_queued(under_way)
-            except Exception as error:  # noqa: BLE001  # the disk failed or we did: this thread has to live on
+            except Exception as error:  # noqa: BLE001  # disk failure or internal error: this thread has to survive
                 self._failed(under_way, error)
             with self._state.lock:
                 closing = self._closing and not self._queue
         self._write_pool.close()
 
     def _write_queued(self, under_way: list[Page]) -> None:
-        """Write what waits, until nothing does. ``under_way`` are the pages taken from the queue that are not
-        durable yet, for whoever has to undo it."""
-        writes: deque[_Write] = deque()  # under way, the oldest first
-        written: list[Page] = []  # not durable yet
-        durable: list[Page] = []  # not served yet
-        nbytes = 0  # of writes and written
+        """Write until the queue is empty. ``under_way`` collects the pages that were taken from the queue and
+        are not durable yet. The caller undoes them if this raises."""
+        writes: deque[_Write] = deque()  # running writes, the oldest first
+        written: list[Page] = []  # written but not durable
+        durable: list[Page] = []  # durable but not served
+        nbytes = 0  # of running and finished writes
         try:
             while True:
                 full = nbytes >= self._commit_bytes or len(writes) == _WRITES_AT_ONCE
@@ -162,26 +165,26 @@ class WriteBehind:
                     durable = self._make_durable(written)
                     under_way.clear()
                     written, nbytes = [], 0
-                    continue  # with the next write: the disk has nothing to do
+                    continue  # start the next write first, because the disk is idle
                 elif not durable:
                     break
                 served, durable = durable, []
                 self._finish(served)
         finally:
             for write in writes:
-                write.over.exception()  # it holds on to the slots until it is over, however it goes
+                write.over.exception()  # even a failed write uses the slots until it ends
             self._forget_encoded([*self._encoded])
             self._finish(durable)
         if self._housekeeping_due():
             self._commit([])
 
     def _make_durable(self, written: Sequence[Page]) -> list[Page]:
-        """Those of the written pages that are."""
+        """Make the written pages durable. Return those that are."""
         verified = self._verified(written)
         return verified if self._commit(verified) else []
 
     def _write_next(self, under_way: list[Page]) -> _Write | None:
-        """Begin to write what waits, or some of it. None when nothing does."""
+        """Start to write the next batch. Return None if the queue is empty."""
         while self._queue:
             placed = self._place_next(under_way)
             if placed:
@@ -195,12 +198,13 @@ class WriteBehind:
             self._state.changed.notify_all()
 
     def _wait_for(self, write: _Write, *, alone: bool) -> None:
-        """Until this write is over or, unless it is for that ``alone``, another one is worth beginning."""
+        """Wait until this write has ended. Unless ``alone``, return also when another write is worth
+        starting."""
         with self._state.lock:
             self._state.changed.wait_for(lambda: write.over.done() or (not alone and self._worth_beginning()))
 
     def _worth_beginning(self) -> bool:
-        """Whether enough waits for a write beside others."""
+        """Whether enough is queued to start another write beside running ones."""
         return self._queue.waiting_bytes >= _LEAST_BESIDE
 
     def _place_next(self, under_way: list[Page]) -> list[Page]:
@@ -218,7 +222,8 @@ class WriteBehind:
         return placed
 
     def _encode(self, batch: Sequence[Page]) -> dict[Page, Encoded]:
-        """What to write instead of some of these pages. Nothing while more waits than there is time for."""
+        """Return the encoded payloads that replace some of these pages. Return none while more is queued than
+        the encoder has time for."""
         if self._disk.encoder is None:
             return {}
         with self._state.lock:
@@ -230,20 +235,20 @@ class WriteBehind:
         return {page: one for page, one in zip(batch, encoded, strict=True) if one is not None}
 
     def _forget_encoded(self, pages: Sequence[Page]) -> None:
-        """Their payloads have been written, or will not be."""
+        """Free the encoded payloads of pages that were written or given up."""
         encoded = [self._encoded.pop(page) for page in pages if page in self._encoded]
         if self._disk.encoder is not None:
             self._disk.encoder.give_back(encoded)
 
     def _wait_for_work(self) -> None:
-        """Until there is something to write, to try or to look at, or use times have waited long enough."""
+        """Wait for something to write or to probe, or until use times have waited long enough."""
         health = self._state.health
         give_up = time.monotonic() + _USE_FLUSH_S
         while not self._work_to_do() and (left := give_up - time.monotonic()) > 0:
             if health.stalled:
                 self._state.changed.wait(_STALLED_LOOK_S)
                 return
-            retry_s = health.retry_s  # may have changed: a read failed
+            retry_s = health.retry_s  # a failed read may have changed it
             self._state.changed.wait(left if retry_s is None else min(left, retry_s))
 
     def _work_to_do(self) -> bool:
@@ -252,11 +257,11 @@ class WriteBehind:
         return bool(self._queue or self._closing or due)
 
     def _probe(self) -> None:
-        """Find out whether a disk that failed is in order again."""
+        """Check whether a failed disk works again."""
         state = self._state
         try:
             self._disk.probe(state.index.tick)
-        except Exception as error:  # noqa: BLE001  # as in the writer
+        except Exception as error:  # noqa: BLE001  # as in _write_batches
             with state.lock:
                 state.counters.disk_write_errors += 1
                 state.health.probe_failed(_as_os_error(error))
@@ -271,8 +276,8 @@ class WriteBehind:
             return state.health.writable and bool(state.access_log.waiting or state.residency.removed)
 
     def _verified(self, written: Sequence[Page]) -> list[Page]:
-        """Those whose bytes are what their writer said they are. The others are dropped everywhere; what
-        comes behind them is not written."""
+        """Return the pages whose bytes match their writer's checksum. Drop the others in every tier; pages
+        behind them are not written."""
         good = []
         with self._state.lock:
             for page in written:
@@ -288,7 +293,7 @@ class WriteBehind:
         return good
 
     def _payloads(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview]]:
-        """Each page's record and its bytes in the host tier, which the queue's lease keeps there."""
+        """Return each page's record and its payload. The queue's lease keeps the bytes in the host tier."""
         with self._state.lock:
             return [
                 (page.record, self._encoded[page].payload if page in self._encoded else self._view(page))
@@ -297,7 +302,7 @@ class WriteBehind:
             ]
 
     def _additions(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview | None]]:
-        """The same for a commit, which writes only the bytes of inline pages."""
+        """Return each page's record for a commit, with the bytes of inline pages only."""
         with self._state.lock:
             return [
                 (page.record, self._view(page) if page.record.place == INLINE else None)
@@ -311,8 +316,8 @@ class WriteBehind:
         return host.view(self._state.index.copy(page, Tier.HOST).place, page.nbytes)
 
     def _commit(self, batch: Sequence[Page]) -> bool:
-        """Make these written pages durable, together with the removals and use times that have come up.
-        False when the disk failed: then none of it is."""
+        """Make these written pages durable, together with pending removals and use times. Return False when
+        the disk failed; then nothing was committed."""
         state = self._state
         with state.lock:
             used = state.access_log.take(batch)
@@ -322,7 +327,7 @@ class WriteBehind:
         try:
             leaving = self._leaving(removed) if followed else ()
             self._disk.commit(self._additions(batch), removed, used, tick)
-        except Exception as error:  # noqa: BLE001  # as in the writer
+        except Exception as error:  # noqa: BLE001  # as in _write_batches
             with state.lock:
                 state.residency.removed = removed + state.residency.removed
                 state.access_log.put_back(used)
@@ -335,7 +340,8 @@ class WriteBehind:
         return True
 
     def _leaving(self, removed: Sequence[Removal]) -> list[PageRecord]:
-        """The records of pages that are about to leave. Raises :class:`OSError`."""
+        """Return the records of pages that are about to be removed. Raise :class:`OSError` if the disk
+        fails."""
         records = self._disk.records(removal.serial for removal in removed)
         return [
             record
@@ -344,7 +350,8 @@ class WriteBehind:
         ]
 
     def _finish(self, durable: Sequence[Page]) -> None:
-        """These pages can be served from the disk. Who looks something up should not wait for all of them."""
+        """Mark these durable pages as ready on disk, in portions, so that lookups do not wait for all of
+        them."""
         state = self._state
         for start in range(0, len(durable), _AT_ONCE):
             some = durable[start : start + _AT_ONCE]
@@ -379,7 +386,7 @@ class WriteBehind:
         state.stall_detector.poll()
 
     def _undo(self, page: Page) -> None:
-        """Take back what a page that did not become durable was given."""
+        """Undo the placement of a page that did not become durable."""
         if page not in self._queue:
             return  # given up before it had a place
         copy = page.copies[Tier.DISK]
@@ -396,8 +403,8 @@ def _bytes(pages: Sequence[Page]) -> int:
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """What went wrong, as a disk would say it. What no disk says is our own bug, and is written down."""
+    """Return the error as an ``OSError``. Any other exception is a bug in this package and is logged."""
     if isinstance(error, OSError):
         return error
-    _log.error("disk tier: a bug in writing", exc_info=error)
+    _log.error("disk tier: internal error while writing", exc_info=error)
     return OSError(errno.EIO, f"internal error: {error!r}")

@@ -1,13 +1,15 @@
-"""The queue of pages on their way from the host tier to disk. Decides; the writer's thread acts.
+"""The queue of pages on their way from the host tier to disk. It decides; the writer's thread acts.
 
 All methods need the store's lock. A page in the queue, or in a batch taken from it, is leased in the host
-tier, where its bytes are.
+tier, which keeps its bytes there.
 
-The queue is bounded in bytes, and while the disk is not writable nothing waits here: half of the host tier
-would be leased for as long as it takes. What does not fit, or was refused or given up for that reason, is
-*owed*: remembered without a lease, and queued when there is room and the disk is back, as far as it is still
-in the host tier then. What is not is *dropped*, and counted. A page is only written after its parent, since
-nothing could find it otherwise; a later save of the same prefix makes up for gaps.
+The queue is bounded in bytes. While the disk is not writable it is empty; otherwise half of the host tier
+would stay leased until the disk works again. A page that does not fit, or was refused or given up because of
+the disk, is *owed*: remembered without a lease. It is queued again when the queue has room and the disk
+works, if the host tier still has it. If not, it is *dropped* and counted.
+
+A page is written only after its parent, because it could not be found otherwise. A later save of the same
+prefix closes gaps.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from collections.abc import Iterable, Sequence
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
 
-_MOST_OWED = 1 << 14  # pages; the latest are forgotten: those before them are what they need
-_OWED_AT_ONCE = 256  # pages queued again while the store is locked
-_OWED_LOOKED_AT = 2  # for each that is owed: whether the oldest have left
+# pages; at this limit the newest are forgotten, because they depend on the pages before them
+_MOST_OWED = 1 << 14
+_OWED_AT_ONCE = 256  # pages queued again under one hold of the lock
+_OWED_LOOKED_AT = 2  # oldest owed pages to check per new one: have they left the host tier?
 
 
 class WriteQueue:
@@ -31,50 +34,50 @@ class WriteQueue:
         self._state = state
         self._most_bytes = most_bytes
         self._waiting: deque[Page] = deque()
-        self.waiting_bytes = 0  # of those that wait
-        self._pending: set[Page] = set()  # waiting, or in a batch
+        self.waiting_bytes = 0  # bytes of waiting pages
+        self._pending: set[Page] = set()  # waiting or in a batch
         self._pending_bytes = 0
-        self._owed: dict[Page, bool] = {}  # and whether it was counted as dropped when that happened
+        self._owed: dict[Page, bool] = {}  # page → whether it was counted as dropped
         self._catching_up = False
 
     def __len__(self) -> int:
-        """Pages that wait."""
+        """Return the number of waiting pages."""
         return len(self._waiting)
 
     def __contains__(self, page: Page) -> bool:
-        """Whether a page waits or is being written."""
+        """Return whether a page is waiting or being written."""
         return page in self._pending
 
     @property
     def pending(self) -> int:
-        """Pages that wait or are being written."""
+        """Number of pages that are waiting or being written."""
         return len(self._pending)
 
     @property
     def owes(self) -> bool:
-        """Whether there are pages to queue again, with room, and the disk is there."""
+        """Whether owed pages can be queued again: nothing is pending and the disk works."""
         return self.late and not self._pending
 
     @property
     def late(self) -> bool:
-        """Whether there are pages that did not fit, and are going to be queued again."""
+        """Whether pages that did not fit will be queued again."""
         return bool(self._owed) and self._state.health.writable
 
     def unplaced(self) -> Counter[int]:
-        """Page bytes → pages that have no place on disk yet."""
+        """Return the number of pages that have no place on disk yet, by page bytes."""
         return Counter(page.nbytes for page in self._pending if page.copies[Tier.DISK] is None)
 
     # -- in ------------------------------------------------------------------------------------------
 
     def put(self, pages: Iterable[Page]) -> None:
-        """Queue these pages, which are in the host tier, with any ancestors the disk has lost or never got,
-        and any descendants that came before them (copies end in no particular order)."""
-        # Pages that one before them holds up, and whether that is for good. (Looked up, since one by one each
-        # would find out by going up the same long path.)
+        """Queue these pages of the host tier. Ancestors that the disk lacks are queued too, and so are
+        descendants that came earlier, since copies end in no particular order."""
+        # Pages that an ancestor blocks, and whether the blocking is permanent. The dictionary avoids walking
+        # up the same long path for each page.
         stuck: dict[Page, bool] = {}
         for page in pages:
             if page in self._pending:
-                continue  # it came with one before it
+                continue  # queued together with an earlier page
             if page.parent in stuck:
                 stuck[page] = stuck[page.parent]
                 self._state.counters.disk_dropped_pages += stuck[page]
@@ -93,7 +96,7 @@ class WriteQueue:
                 self._append_below(page)
 
     def put_owed(self) -> None:
-        """Queue some of what is owed; what does not fit now stays owed."""
+        """Queue some of the owed pages. Pages that do not fit now stay owed."""
         pages = list(itertools.islice(self._owed, _OWED_AT_ONCE))
         counted = [self._owed.pop(page) for page in pages]
         self._catching_up = True
@@ -117,7 +120,7 @@ class WriteQueue:
                     self._put_off_from(child)
 
     def _put_off_from(self, page: Page) -> None:
-        """One at or above ``page`` was put off: so are this one and those below it that are here already."""
+        """Put off ``page`` and its unwritten descendants, because it or an ancestor was put off."""
         waiting = [page]
         while waiting:
             page = waiting.pop()
@@ -143,14 +146,15 @@ class WriteQueue:
         return True
 
     def _unwritten(self, page: Page) -> bool:
-        """Whether a page could be written, and has not been."""
+        """Whether a page is ready in the host tier but neither on disk nor pending."""
         on_host = page.copies[Tier.HOST]
         written = page.copies[Tier.DISK] is not None or page in self._pending
         return on_host is not None and on_host.ready and not written
 
     def _missing(self, page: Page) -> tuple[list[Page], Page | None]:
-        """``page`` and those of its ancestors that have to be written first, top down; and the one that
-        cannot be, if there is one: it is on its way, and will bring this page along, or it is lost."""
+        """Return ``page`` and its ancestors that must be written first, top down. If one of the ancestors
+        cannot be written, return no pages and that ancestor: it is still being filled and will bring ``page``
+        along, or it is lost."""
         missing: list[Page] = []
         node: Page | None = page
         while node is not None and node.parent is not None:
@@ -165,8 +169,8 @@ class WriteQueue:
     # -- out -----------------------------------------------------------------------------------------
 
     def take(self, most_bytes: int) -> list[Page]:
-        """The next pages to write, each to be finished or given up: ``most_bytes``, or one that is larger.
-        Those that somebody has let go of meanwhile are not."""
+        """Take the next pages to write: up to ``most_bytes``, or one larger page. The caller must finish or
+        give up each of them. Pages that were dropped meanwhile are skipped."""
         batch: list[Page] = []
         while self._waiting and (not batch or self._waiting[0].nbytes <= most_bytes):
             page = self._pop()
@@ -178,7 +182,8 @@ class WriteQueue:
         return batch
 
     def finish(self, pages: Sequence[Page]) -> None:
-        """The pages are on disk, or will not be. (Who waits for the queue is told by the caller.)"""
+        """Remove pages that are on disk, or will not be, from the queue. The caller notifies threads that
+        wait for the queue."""
         for page in pages:
             if page in self._pending:
                 self._pending.remove(page)
@@ -186,12 +191,12 @@ class WriteQueue:
         self._state.leases.release_all(pages, Tier.HOST)
 
     def give_up(self, page: Page) -> None:
-        """The page is not written."""
+        """Drop a page instead of writing it."""
         self._drop(page)
         self.finish([page])
 
     def give_up_all(self) -> None:
-        """None of those that wait is written."""
+        """Drop all waiting pages instead of writing them."""
         while self._waiting:
             self.give_up(self._pop())
 
@@ -207,8 +212,8 @@ class WriteQueue:
             self._owed[page] = True
 
     def _put_off(self, page: Page) -> None:
-        """There is no room for it now. Those that have left the host tier since they were put off are looked
-        for here as well: a disk that is always behind never comes to them."""
+        """Owe a page because the queue is full. Also forget the oldest owed pages that have left the host
+        tier: a disk that is always behind would never get to them."""
         for _ in range(_OWED_LOOKED_AT):
             oldest = next(iter(self._owed), None)
             if oldest is None or self._unwritten(oldest):

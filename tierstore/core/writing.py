@@ -1,9 +1,9 @@
 """Writing pages under a reservation.
 
-All is decided when a client reserves: which pages are new and which slots they get. A reservation is never
-taken back from a living client; what it may hold is bounded instead. A page that another reservation is
-about to write may yet be given up. So whoever reserves it, too, waits for the end of that first, and holds
-nothing meanwhile.
+A client's reservation decides everything: which pages are new and which slots they get. A reservation is
+never taken back from a living client; its size is limited instead. If another reservation is about to write
+one of the pages, the client waits until that one ends, because it may still be given up. The client holds
+nothing while it waits.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-_AT_ONCE = 64  # pages decided under one hold of the lock: about a millisecond
-_MOST_WAITING = 64  # requests of one client, for others' writes
-_INLINE_BYTES = 64 << 10  # frames of less are copied on the caller's thread
+_AT_ONCE = 64  # pages handled under one hold of the lock: about a millisecond
+_MOST_WAITING = 64  # requests of one client that may wait for other writes
+_INLINE_BYTES = 64 << 10  # smaller frames are copied on the caller's thread
 
 
 class Writing:
-    """What one client of ``core`` saves. Thread-safe. ``owner`` is what its handles belong to."""
+    """The saves of one client of ``core``. Thread-safe. ``owner`` is the owner of the returned handles."""
 
     def __init__(self, core: Core, client: Client, lookups: Lookups, owner: object) -> None:
         self.core = core
@@ -45,7 +45,7 @@ class Writing:
         self._lookups = lookups
         self._owner = owner
         self._state = core.state
-        self._waiting: dict[Waiter, Transfer[Reservation | None]] = {}  # for others' writes
+        self._waiting: dict[Waiter, Transfer[Reservation | None]] = {}  # requests that wait for other writes
 
     def reserve(
         self,
@@ -75,7 +75,7 @@ class Writing:
             try:
                 reserved = self._reserve(view, chunks, hints, waiter)
             except (StoreClosedError, Refusal) as error:
-                _log.debug("a request could not be done: %s", error)
+                _log.debug("a request was refused: %s", error)
                 transfer.finish()
                 return
             if reserved is not None:
@@ -93,7 +93,8 @@ class Writing:
     def _reserve(
         self, view: PromptView, chunks: range, hints: SaveHints, waiter: Waiter | None
     ) -> Transfer[Reservation | None] | None:
-        """Reserve pages. None where others are writing one of them: ``waiter`` is called then."""
+        """Reserve pages. Return None if another reservation is writing one of them; ``waiter`` is called when
+        that write ends."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -110,8 +111,8 @@ class Writing:
         return self._work(partial(self._reserve_in_steps, view, chunks, hints, look=look), None)
 
     def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
-        """The bytes of positions ``first …`` have come in ``frames``. They are copied on the mover's threads;
-        the checksums are those of what was copied."""
+        """Copy ``frames`` to the slots of positions ``first …`` on the mover's threads. The checksums are
+        those of the copied bytes."""
         assert isinstance(reservation, LocalReservation), "the reservation is of another backend"
         addresses = reservation.addresses or ()
         copies = [
@@ -120,7 +121,8 @@ class Writing:
         ]
         reservation.copying += 1
 
-        def copy(frames: Sequence[memoryview]) -> None:  # an argument: their memory lives as long as this
+        # frames is an argument, so that its memory lives until the copy ends
+        def copy(frames: Sequence[memoryview]) -> None:
             checksums = copying.copy_and_hash(copies, reservation.page_bytes)
             with self._state.lock:
                 positions = reservation.positions[first : first + len(checksums)]
@@ -149,7 +151,8 @@ class Writing:
                 return Transfer.completed(0)
             self._end(reservation)
             if not self.client.local:
-                # Its sender may have written over a page before it was sent: what has come decides.
+                # The sender may have changed a page before it was sent: only the checksum of the received
+                # bytes counts.
                 arrived = reservation.arrived
                 intact = {at: known for at, known in checksums.items() if arrived.get(at) == known}
                 self._state.counters.torn_pages += len(checksums) - len(intact)
@@ -171,7 +174,7 @@ class Writing:
     ) -> Reservation | None:
         state = self._state
         hold = PageLease()
-        if look:  # what is there and not in the tree must not be stored a second time
+        if look:  # a page that is only on disk must not be stored a second time
             hold = view.disk_look(state, view.num_tokens)()
         try:
             with state.lock:
@@ -189,7 +192,7 @@ class Writing:
                 state.leases.release(hold)
 
     def _begin(self, view: PromptView, chunks: range, hints: SaveHints) -> ReservationBuilder:
-        """Begin to find or make pages and to give slots to the new ones. Under the lock."""
+        """Start to find or create pages and to give slots to the new ones. Needs the lock."""
         state = self._state
         registration = view.registration
         state.identities.setdefault(registration.identity.digest, registration.identity)
@@ -211,7 +214,7 @@ class Writing:
     def _step(self, builder: ReservationBuilder) -> None:
         try:
             builder.step(_AT_ONCE)
-        except BaseException:  # what it has reserved is given back
+        except BaseException:  # free everything reserved so far
             builder.give_up()
             self._abort(builder.reservation)
             raise
@@ -259,7 +262,7 @@ class Writing:
         reservation.ended = True
 
     def _give_up(self, reservation: LocalReservation) -> None:
-        """Give slots back, once nothing of ours writes to them any more. Under the lock."""
+        """Free the slots of a reservation, once no copy writes to them any more. Needs the lock."""
         if not reservation.copying:
             self._free(reservation.pages)
 
@@ -269,7 +272,7 @@ class Writing:
         self._state.counters.not_stored_pages += len(pages)
 
     def _work(self, work: Callable[[], R], otherwise: R) -> Transfer[R]:
-        """Have something done that takes long: here, or on a thread where others are not to wait for it."""
+        """Run slow work: on the caller's thread, or on one of the core's threads if there are any."""
         if self.core.threads is None:
             return Transfer.completed(work())
         results: list[R] = []
@@ -279,7 +282,7 @@ class Writing:
             try:
                 results.append(work())
             except (StoreClosedError, Refusal) as error:
-                _log.debug("a request could not be done: %s", error)
+                _log.debug("a request was refused: %s", error)
             finally:
                 transfer.finish()
 
@@ -287,8 +290,9 @@ class Writing:
         return transfer
 
     def end(self) -> list[Transfer[Reservation | None]]:
-        """The client has gone: take its reservations back. Under the lock. Return what waits for others'
-        writes: cancel that, and call :meth:`Arrivals.wake`, as soon as the lock is free."""
+        """Take back the reservations of a client that has disconnected. Needs the lock. Return the transfers
+        that wait for other writes; the caller must cancel them and call :meth:`Arrivals.wake` after it has
+        released the lock."""
         for reservation in list(self.client.reservations.values()):
             self._end(reservation)
             self._give_up(reservation)
