@@ -190,6 +190,7 @@ def connect(
     checkpoint_tokens: int | None = None,
     groups: Sequence[Group] | None = None,
     wait_s: float = CONNECT_S,
+    log: logging.Logger | None = None,
 ) -> Store:
     """Connect to the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another one.
 
@@ -209,7 +210,8 @@ def connect(
     ``loads=False`` the daemon is never asked for pages, with ``saves=False`` it gets none; pages in the pool
     are found and kept in both cases. ``groups`` is for an engine with layer groups of its own, such as one
     for each worker: the ``identities`` of its prompts name the pages of each group, and ``spec`` describes
-    the first group. All other arguments are those of :func:`open`.
+    the first group. ``log`` gets a line when the daemon connects and one when it goes. All other arguments
+    are those of :func:`open`.
 
     The store belongs to one process. A forked child that uses it gets :class:`StoreClosedError` and has to
     connect again. Raises :class:`UsageError` for an address or keys that cannot be used.
@@ -235,6 +237,7 @@ def connect(
         verify=verify,
         loads=loads,
         saves=saves,
+        log=log,
         reach=page_pools[0].reach if page_pools else reach,  # they lie in one memory
     )
     store = Store(

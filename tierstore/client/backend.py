@@ -11,6 +11,7 @@ again by the engine soon enough, and a save by its next one.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -53,9 +54,10 @@ class RemoteBackend:
         verify: bool = False,
         loads: bool = True,
         saves: bool = True,
+        log: logging.Logger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.connection = Connection(address, [registration], patience_s=patience_s, reach=reach)
+        self.connection = Connection(address, [registration], patience_s=patience_s, reach=reach, log=log)
         self._state = state = RemoteState(
             self.connection, registration.model_name, verify, loads, saves, clock
         )

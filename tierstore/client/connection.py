@@ -48,7 +48,8 @@ R = TypeVar("R")
 class Connection:
     """Thread-safe. ``registrations`` are the identities that every session begins with; ``patience_s`` is how
     long any request waits for the daemon to be quick, on top of what the daemon was told to take. ``reach``
-    is :meth:`~tierstore.tiers.pinned.Reach.share` of the device that pages of the arena are copied to."""
+    is :meth:`~tierstore.tiers.pinned.Reach.share` of the device that pages of the arena are copied to.
+    ``log`` gets one line when the daemon connects and one when it goes (None: no lines)."""
 
     def __init__(
         self,
@@ -57,8 +58,10 @@ class Connection:
         *,
         patience_s: float,
         reach: Callable[[Pin], None] | None = None,
+        log: logging.Logger | None = None,
     ) -> None:
         self.address = address
+        self._log = log
         self._reach = reach
         self.patience_s = patience_s
         self.counters = ConnectionCounters()
@@ -252,5 +255,11 @@ class Connection:
 
     def _become(self, link: DaemonLink | None) -> None:
         with self._changed:
-            self._link = link
+            before, self._link = self._link, link
             self._changed.notify_all()
+        if self._log is not None and link is not None:
+            self._log.info("tierstore: connected to the daemon at %s (%s)", self.address.url, link.server)
+        elif self._log is not None and before is not None and not self._closing:
+            self._log.warning(
+                "tierstore: the daemon at %s is gone: every lookup misses until it is back", self.address.url
+            )

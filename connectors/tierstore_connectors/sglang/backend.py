@@ -115,7 +115,14 @@ class TierStoreHiCache(HiCacheStorage):
             shape = (known.page_bytes, known.chunk_tokens)
             if shape not in self._stores:
                 self._stores[shape] = self._connect(shape, self._identity_of(known))
-                self._stores[shape].wait_connected(_CONNECT_S)
+                connected = self._stores[shape].wait_connected(_CONNECT_S)
+                _log.info(
+                    "tierstore: pages of %s go to %s (%s) under identity %s",
+                    name,
+                    self._settings.store,
+                    "connected" if connected else "no daemon answers yet",
+                    self._identity_of(known).digest.hex()[:8],
+                )
 
     def _connect(self, shape: tuple[int, int], identity: Identity) -> Store:
         settings = self._settings
@@ -130,6 +137,7 @@ class TierStoreHiCache(HiCacheStorage):
             server_key=settings.server_key,
             model_name=self._config.model_name or "",
             wait_s=0,
+            log=None if self._stores else _log,  # one line for all pools
         )
 
     def _place(self, name: str) -> _BufferPlace:

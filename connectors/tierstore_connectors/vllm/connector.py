@@ -307,6 +307,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(
                 self._settings, kept, groups.count, groups.chunk_tokens, self.errors, self.counters
             )
+            _log.info(
+                "tierstore: pages go to %s under identity %s",
+                self._settings.store,
+                ", ".join(each.pages.identity.digest.hex()[:8] for each in kept.values()),
+            )
         except (TierStoreError, UnsupportedError) as error:
             self.errors.warn("the start", f"runs without the cache: {error}")
 

@@ -12,6 +12,7 @@ hosts have are fetched, where that is faster than computing, and the prompt is a
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.identity import EnginePrompt
 from tierstore_connectors.vllm.orders import RENEW_S, Shard, kept_by_name, under_epoch
 
+_log = logging.getLogger("vllm.tierstore")
 _THREADS = 2  # that wait for answers
 _FETCHERS = 4  # that wait for other hosts
 # A daemon that is well has answered by the first of these. The second is for an engine that has nothing to do
@@ -228,6 +230,7 @@ class VllmLookups:
             model_name=settings.model_name,
             groups=groups,
             wait_s=0,
+            log=_log,
         )
         store.planner = self.planner
         return store

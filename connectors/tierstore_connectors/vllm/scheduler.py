@@ -17,6 +17,7 @@ when vLLM says which block holds it, and where vLLM has gone on from one that th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ from tierstore_connectors.vllm.orders import (
     StepWork,
 )
 
+_log = logging.getLogger("vllm.tierstore")
 _ANSWER_S = 20.0  # an answer that is older is asked for again: the daemon holds pages for a minute
 _REFUSED_S, _MOST_REFUSED = 30.0, 4096
 _STORED_S, _MOST_STORED = 60.0, 65_536
@@ -299,8 +301,17 @@ class SchedulerHalf:
             self.counters.add("expected_tokens", expected)
             self.counters.add("missing_tokens", max(expected - answer, 0))
             tracked.promise = None
-        if tracked.lookup is not None and tracked.lookup.declined:
-            self.counters.add("declined_tokens", tracked.lookup.declined)
+        declined = tracked.lookup.declined if tracked.lookup is not None else 0
+        if declined:
+            self.counters.add("declined_tokens", declined)
+        _log.debug(
+            "tierstore: request %s: %d of %d tokens are held, %d declined because computing is faster%s",
+            tracked.request.request_id,
+            answer,
+            len(tracked.keys) * chunk_tokens,
+            declined,
+            "; the daemon's answer was late" if tracked.lookup is not None and tracked.lookup.late else "",
+        )
 
     def _limited(self, tracked: TrackedRequest, now: float) -> int:
         """The tokens that may be promised."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 import threading
 import time
 from dataclasses import replace
+from importlib.metadata import version
 
 import numpy as np
 
+import tierstore
 from tests.tierstore.daemon.client.conftest import (
     SPEC,
     TOKENS,
@@ -69,6 +72,21 @@ def test_killed_and_started_again(make_daemon, connect):
     hit = store.lookup(TOKENS)
     assert hit.by_tier == {"disk": 70}
     assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+
+
+def test_a_logger_hears_when_the_daemon_comes_and_goes(make_daemon, caplog):
+    log = logging.getLogger("an engine's")
+    caplog.set_level(logging.INFO, logger=log.name)
+    daemon = make_daemon()
+    with tierstore.connect(daemon.url, SPEC, log=log) as store:
+        daemon.kill()
+        wait_until(lambda: store.backend.connection.link is None)
+        daemon.start()
+        assert store.wait_connected(30)
+        wait_until(lambda: len(caplog.records) == 3)
+    connected = f"tierstore: connected to the daemon at {daemon.url} (tierstore {version('tierstore')})"
+    gone = f"tierstore: the daemon at {daemon.url} is gone: every lookup misses until it is back"
+    assert [record.getMessage() for record in caplog.records] == [connected, gone, connected]
 
 
 def test_all_identities_are_known_to_the_next_daemon(make_daemon, connect):
