@@ -1,1 +1,1 @@
-"""The places that hold pages: they keep, and decide nothing."""
+"""The tiers: places that hold pages. They make no decisions."""

@@ -1,11 +1,11 @@
-"""A CUDA device, by its driver's own interface (``libcuda.so.1``) through ctypes.
+"""A CUDA device through its driver interface (``libcuda.so.1``) and ctypes.
 
-No CuPy and no torch: the store stays importable and small. Every call here that may take a while, or may wait
-for a lock of the driver's, releases the GIL. (Pinning memory holds such locks for seconds.) The device's
-*primary* context is used, which is the one that torch and CuPy compute in, so addresses and streams are
-theirs too. It is made current for each call alone: the thread is somebody else's, who may be computing on
-another device. Signatures are those of ``cuda.h``; names with ``_v2`` are what the header makes of the plain
-ones.
+CuPy and torch are not used, so that the store stays small and importable without them. Every call that may
+take long, or may wait for a lock of the driver, releases the GIL. (Pinning memory holds such locks for
+seconds.) The device's *primary* context is used, the same that torch and CuPy compute in, so they share
+addresses and streams. It is made current for each single call, because the calling thread may compute on
+another device. Signatures are those of ``cuda.h``. Names with ``_v2`` are those that the header substitutes
+for the plain ones.
 
 Choices: memory by ``cuMemAlloc``, the only kind that ``cuIpcGetMemHandle`` exports; streams that do not wait
 for the legacy default stream; events that let a waiting thread sleep and take no time stamps.
@@ -85,12 +85,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
-# Many copies in one call: eight arguments since CUDA 13, with the index of a failure as a ninth in CUDA 12.8.
-# A driver that has the first has the second too, under the name that it had.
+# Many copies in one call. The function has eight arguments since CUDA 13. In CUDA 12.8 it had a ninth, the
+# index of a failure. A driver that has the first also has the second, under its old name.
 _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
 _BATCHES = {"cuMemcpyBatchAsync_v2": (*_BATCH, c_void_p), "cuMemcpyBatchAsync": (*_BATCH, c_void_p, c_void_p)}
 _MOST_COPIES = 4096
-"""In one call: drivers have been seen to crash on 50,000 (vllm-project/vllm issue 49276)."""
+"""Copies in one call. Drivers have crashed with 50,000 (vllm-project/vllm issue 49276)."""
 
 
 class _Location(ctypes.Structure):
@@ -98,7 +98,7 @@ class _Location(ctypes.Structure):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``; the two hints are for managed memory."""
+    """``CUmemcpyAttributes``. The two hints are for managed memory."""
 
     _fields_ = (("order", c_int), ("source", _Location), ("to", _Location), ("flags", c_uint))
 
@@ -126,12 +126,12 @@ class _Access(ctypes.Structure):
 
 
 _THREADS_OWN = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorName")
-"""What looks at the calling thread's state or at constants alone, and so never waits. Two of them are around
-each call: releasing the GIL there would only give it away, twice, to threads that have more to do."""
+"""Functions that only use the calling thread's state or constants, and so never wait. Two of them surround
+each call. Releasing the GIL for them would only hand it to other threads, twice."""
 
 
 def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
-    """NVIDIA's driver. Raises :class:`DeviceError` where there is none."""
+    """Load NVIDIA's driver. Raise :class:`DeviceError` if it is missing."""
     try:
         driver = ctypes.CDLL(name)
         for function, signature in _SIGNATURES.items():
@@ -142,7 +142,7 @@ def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
 
 
 def _with_gil(driver: ctypes.CDLL) -> ctypes.PyDLL:
-    """The same library, for the calls that keep the GIL."""
+    """Return the same library, for calls that keep the GIL."""
     quick = ctypes.PyDLL(driver._name, handle=driver._handle)
     for function in _THREADS_OWN:
         getattr(quick, function).argtypes = _SIGNATURES[function]
@@ -150,7 +150,8 @@ def _with_gil(driver: ctypes.CDLL) -> ctypes.PyDLL:
 
 
 def _batch_function(driver: ctypes.CDLL) -> str | None:
-    """The name of the driver's newest function for many copies, ready to be called, or None."""
+    """Return the name of the driver's newest function for many copies, with its signature set; None if there
+    is none."""
     for name, signature in _BATCHES.items():
         try:
             getattr(driver, name).argtypes = signature
@@ -163,9 +164,9 @@ def _batch_function(driver: ctypes.CDLL) -> str | None:
 class CudaDevice:
     """The CUDA device number ``index``. Implements :class:`tierstore.tiers.device.Device`.
 
-    ``host_pointers``: kernels may use the addresses of registered host memory as they are.
-    ``refused_batches`` counts the times that the driver did not take many copies in one call although it has
-    one for that, and they were made one by one.
+    ``host_pointers``: kernels can use the addresses of registered host memory unchanged. ``refused_batches``
+    counts how often the driver refused many copies in one call although it has a function for that; the
+    copies were then made one by one.
     """
 
     def __init__(self, index: int = 0, *, driver: ctypes.CDLL | None = None) -> None:
@@ -175,7 +176,7 @@ class CudaDevice:
         self._driver = driver if driver is not None else open_driver()
         self._quick = _with_gil(self._driver)
         self._context = c_void_p()
-        self._popped = byref(c_void_p())  # made here: an event may outlive the names of this module
+        self._popped = byref(c_void_p())  # made here, because an event may outlive the names of this module
         device = c_int()
         self._call_bare("cuInit", 0)
         self._call_bare("cuDeviceGet", byref(device), index)
@@ -207,7 +208,7 @@ class CudaDevice:
         address = c_uint64()
         error = self._try("cuMemAlloc_v2", byref(address), nbytes)
         if error == _OUT_OF_MEMORY:
-            raise DeviceMemoryError(f"{self.name} has no {nbytes} bytes left")
+            raise DeviceMemoryError(f"{self.name} has less than {nbytes} bytes free")
         self._require("cuMemAlloc_v2", error)
         return address.value
 
@@ -231,12 +232,12 @@ class CudaDevice:
         handle = c_uint64()
         error = self._try("cuMemCreate", byref(handle), nbytes, byref(self._allocation), 0)
         if error == _OUT_OF_MEMORY:
-            raise DeviceMemoryError(f"{self.name} has no {nbytes} bytes left")
+            raise DeviceMemoryError(f"{self.name} has less than {nbytes} bytes free")
         self._require("cuMemCreate", error)
         try:
             self._call("cuMemMap", address, nbytes, 0, handle, 0)
         finally:
-            self._call("cuMemRelease", handle)  # the mapping holds the memory, if there is one
+            self._call("cuMemRelease", handle)  # the mapping, if there is one, keeps the memory
         try:
             self._call("cuMemSetAccess", address, nbytes, byref(self._access), 1)
         except DeviceError:
@@ -290,7 +291,7 @@ class CudaDevice:
         self._call("cuEventSynchronize", event.handle)
 
     def _destroy_event(self, handle: int) -> None:
-        """Give an event back. At the interpreter's end the driver may be gone first: errors are ignored."""
+        """Destroy an event. At interpreter exit the driver may be unloaded first, so errors are ignored."""
         if self._quick.cuCtxPushCurrent_v2(self._context) == 0:
             self._driver.cuEventDestroy_v2(handle)
             self._quick.cuCtxPopCurrent_v2(self._popped)
@@ -315,7 +316,8 @@ class CudaDevice:
     def _copy_batch(
         self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> bool:
-        """False when the driver cannot or refuses; nothing has been queued then."""
+        """Queue the copies with one call. Return False, with nothing queued, if the driver has no such
+        function or refuses."""
         if self._batch is None:
             return False
         arrays = [np.ascontiguousarray(array, np.uint64) for array in (to, sources, sizes)]
@@ -353,8 +355,8 @@ class CudaDevice:
 
 
 class DeviceArray:
-    """Device memory as CuPy, torch and numba take it: ``torch.as_tensor(array, device=…)`` copies nothing.
-    ``stride``: rows, so many bytes apart."""
+    """Device memory in the form that CuPy, torch and numba accept: ``torch.as_tensor(array, device=…)``
+    copies nothing. ``stride`` is the distance of its rows in bytes (None: contiguous)."""
 
     def __init__(self, address: int, shape: tuple[int, ...], *, stride: int | None = None) -> None:
         self.__cuda_array_interface__ = {

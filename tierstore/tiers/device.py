@@ -1,12 +1,11 @@
-"""What the hbm tier needs of a device with memory of its own: streams, events, asynchronous copies.
+"""The interface of a device with its own memory: streams, events, asynchronous copies.
 
-Work that is put on one *stream* happens in order; between streams only *events* order it. Nothing here waits
-for the device but :meth:`Device.synchronize`, and nothing but that says that bytes have arrived. All methods
-may be called from any thread, release the GIL where they may wait, and raise :class:`DeviceError` when the
-driver refuses.
+Work on one *stream* runs in order. Work on different streams is ordered only by *events*. Only
+:meth:`Device.synchronize` waits for the device, and only its return says that bytes have arrived. All methods
+are thread-safe, release the GIL if they may wait, and raise :class:`DeviceError` if the driver refuses.
 
 The one implementation is :class:`tierstore.tiers.cuda.CudaDevice`. Streams and addresses are plain ints, so
-that whoever computes (torch, CuPy) can share them.
+that torch and CuPy can share them.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class DeviceError(TierStoreError):
-    """The device's driver refused a call, or is not there."""
+    """The device's driver refused a call, or is missing."""
 
 
 class DeviceMemoryError(DeviceError):
-    """The device has not that much memory left."""
+    """The device has not enough free memory."""
 
 
 class SourceOrder(enum.IntEnum):
     """When a copy may read its source. The numbers are CUDA's."""
 
-    STREAM = 1  # in the stream's order: whatever wrote it before on the device is waited for
-    ANY = 3  # from the call on: for host memory that nothing on the device writes
+    STREAM = 1  # in stream order, after earlier writes to it on the device
+    ANY = 3  # any time after the call: for host memory that nothing on the device writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class DeviceMemory:
 
 
 class Event:
-    """A point in a stream. The driver's event is given back with the object."""
+    """A point in a stream. The driver's event is destroyed with the object."""
 
     __slots__ = ("_destroy", "handle")
 
@@ -64,87 +63,90 @@ class Event:
 
 
 class Device(Protocol):
-    """One device. ``name`` is what torch calls it, such as ``cuda:0``."""
+    """One device. ``name`` is torch's name for it, such as ``cuda:0``."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def kind(self) -> str:
-        """The devices whose driver is the same: what one of them has registered, all of them reach."""
+        """The driver of the device. Memory registered with one device is accessible to all devices of the
+        same kind."""
 
     @property
     def host_pointers(self) -> bool:
-        """Whether kernels may use the addresses of registered host memory as they are."""
+        """Whether kernels can use the addresses of registered host memory unchanged."""
 
     def memory(self) -> DeviceMemory:
-        """What is free now, and all."""
+        """Return the free and the total bytes of memory."""
 
     def allocate(self, nbytes: int) -> int:
-        """The address of new memory that other processes may be let into. Raises
-        :class:`DeviceMemoryError`."""
+        """Allocate memory that can be shared with other processes, and return its address. Raise
+        :class:`DeviceMemoryError` if there is not enough."""
 
     def free(self, address: int) -> None:
-        """Give memory of :meth:`allocate` back. Waits for the device."""
+        """Free memory of :meth:`allocate`. Waits for the device."""
 
     @property
     def granule_bytes(self) -> int:
-        """In pieces of which size memory can be mapped to reserved addresses; 0 where it cannot."""
+        """The size of the pieces in which memory can be mapped to reserved addresses; 0 if that is not
+        possible."""
 
     def reserve(self, nbytes: int) -> int:
-        """The first of so many addresses without memory: whole granules."""
+        """Reserve ``nbytes`` of addresses without memory, in whole granules. Return the first address."""
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Give addresses of :meth:`reserve` back, none of which has memory any more."""
+        """Release addresses of :meth:`reserve`. No memory may be mapped to them."""
 
     def map(self, address: int, nbytes: int) -> None:
-        """Put new memory behind reserved addresses: whole granules. Raises :class:`DeviceMemoryError`."""
+        """Map new memory to reserved addresses, in whole granules. Raise :class:`DeviceMemoryError` if there
+        is not enough."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Give the memory back that :meth:`map` was called for with the same arguments. Does not wait: all
-        that was put to work on it must have happened."""
+        """Unmap the memory of an earlier :meth:`map` with the same arguments. Does not wait: all work on it
+        must be done."""
 
     def view(self, address: int, shape: tuple[int, ...], *, stride: int | None = None) -> Any:
-        """Memory of this device as an array of uint8 that the libraries that compute on it take. ``stride``:
-        it has rows, so many bytes apart."""
+        """Return memory of this device as an array of uint8 that the device's compute libraries accept.
+        ``stride`` is the distance of its rows in bytes (None: contiguous)."""
 
     def share(self, address: int) -> bytes:
-        """The handle by which another process opens memory of :meth:`allocate`."""
+        """Return the handle with which another process opens memory of :meth:`allocate`."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin host memory, populated or not, so that copies from and to it need no detour. Takes a while
-        for many GiB, and is refused for what is registered already."""
+        """Pin host memory, populated or not, so that copies access it directly. Takes long for many GiB.
+        Refused for memory that is already registered."""
 
     def unregister(self, address: int) -> None:
-        """Unpin what begins at ``address``."""
+        """Unpin the memory that begins at ``address``."""
 
     def stream(self) -> Stream:
-        """A new stream, which never waits for the default one."""
+        """Return a new stream, which never waits for the default stream."""
 
     def release(self, stream: Stream) -> None:
-        """Give a stream of :meth:`stream` back. What is on it still happens, and its events stay; nothing may
-        be put on it any more."""
+        """Release a stream of :meth:`stream`. Work on it still runs, and its events stay valid. No new work
+        may be put on it."""
 
     def record(self, stream: Stream) -> Event:
-        """The point after all that has been put on ``stream`` so far."""
+        """Return an event after all work on ``stream`` so far."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is put on ``stream`` from now on happens after ``event``."""
+        """Order later work on ``stream`` after ``event``."""
 
     def reached(self, event: Event) -> bool:
-        """Whether all before ``event`` has happened."""
+        """Return whether all work before ``event`` is done."""
 
     def synchronize(self, event: Event) -> None:
         """Block until ``event`` is reached."""
 
     def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
-        """Copy between any two memories, as the next thing on ``stream``."""
+        """Queue a copy between any two memories on ``stream``."""
 
     def copy_many(
         self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> None:
-        """Many copies in one call, as the next thing on ``stream`` and in no order among themselves. Host
-        memory must be registered."""
+        """Queue many copies on ``stream`` with one call. They are not ordered among themselves. Host memory
+        must be registered."""
 
     def copy_each(self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Many copies one by one, between any two memories."""
+        """Queue many copies one by one, between any two memories."""

@@ -1,29 +1,25 @@
-"""The hbm tier on a device with memory of its own, and the order of everything that happens to its pages.
+"""The hbm tier on a device with memory of its own, and the order of all work on its pages.
 
-Work is put on a *compute* stream (the engine's) and on four of the pool's own, which copy beside it: two up
-from host memory, one down to it, and one across within the pool. Streams know nothing of each other. What
-keeps a page's bytes right are these seven rules, each an event that a stream or a thread waits for:
+Work runs on a *compute* stream (the engine's) and on four streams of the pool, which copy beside it: two up
+from host memory, one down to it, and one across within the pool. Streams are not ordered among themselves.
+Seven rules keep a page's bytes correct. Each is an event that a stream or a thread waits for:
 
-==  =====================================================================  =================================
-1   a copy down begins after what computed the page                        ``after`` in :meth:`read_pages`
-2   a copy down ends before anybody is told that it has                    it waits for its own event
-3   what computes with a page waits for a copy into it, layer by layer     :meth:`arrivals`
-4   a copy down or across waits for a copy into its source                 ``_filling``
-5   a copy into a page begins after what computed with it before           ``device_region.py``, told by
-                                                                           :meth:`free`
-6   what computes with a page that was given back during a copy into it    likewise; :meth:`allocate`
-    waits for that copy
-7   memory goes after all that was put on any stream before its last page  ``mapped.py``
-    was given back
-==  =====================================================================  =================================
+1. A copy down begins after the computation of the page (``after`` in :meth:`read_pages`).
+2. A copy down ends before its call returns, which waits for the copy's event.
+3. Computation on a page waits for a copy into it, layer by layer (:meth:`arrivals`).
+4. A copy down or across waits for a copy into its source (``_filling``).
+5. A copy into a page begins after earlier computation on it (``device_region.py``, called by :meth:`free`).
+6. Computation on a page that was freed during a copy into it waits for that copy (likewise, and
+   :meth:`allocate`).
+7. Memory is unmapped after all work that was on any stream when its last page was freed (``mapped.py``).
 
-Rules 5 and 6 hold across the pools of a model's layer groups, which share a region: there they go by its
-large pages. The owner of the *source* of a copy keeps it until ``PendingCopy.wait`` returns.
+Rules 5 and 6 also hold between the pools of a model's layer groups, which share a region: there they apply to
+large pages. The caller must keep the *source* of a copy until ``PendingCopy.wait`` returns.
 
-Large loads go up layer by layer, layer 0 of all pages first, with an event after each layer: the model begins
-with layer 0 while the others are on their way. Small ones, single layers, and what comes from memory that the
-driver does not know of (see ``pinned.py``) go whole. Loads too small for layers have a stream of their own:
-on one they would wait for every large load that was asked for before.
+Large loads are copied layer by layer, layer 0 of all pages first, with an event after each layer: the model
+starts with layer 0 while the others are in flight. Small loads, single layers, and loads from unregistered
+memory (see ``pinned.py``) are copied whole. Loads too small for layers have their own stream: on a shared one
+they would wait for every earlier large load.
 """
 
 from __future__ import annotations
@@ -55,9 +51,9 @@ from tierstore.units import format_size
 _log = logging.getLogger(__name__)
 
 LAYERED_BYTES = 16 << 20
-"""From this size on a load is worth cutting into layers: below it arrives within a millisecond."""
+"""Loads from this size on are cut into layers. Smaller ones arrive within a millisecond."""
 
-FRACTION = 0.9  # of the free memory, for pools that take what there is
+FRACTION = 0.9  # share of the free memory, for pools that take what is free
 
 
 class Gather(Protocol):
@@ -65,22 +61,22 @@ class Gather(Protocol):
 
     @property
     def below_bytes(self) -> int:
-        """Fragments smaller than this are for the kernel; 0: none. Measured at start."""
+        """The kernel is for fragments smaller than this; 0: for none. Measured at start."""
 
     def copy(self, stream: Stream, to: Addresses, sources: Addresses, nbytes: int) -> None:
-        """Copy ``nbytes`` for each pair of addresses, as the next thing on ``stream``. Host memory must be
+        """Queue a copy of ``nbytes`` for each pair of addresses on ``stream``. Host memory must be
         registered."""
 
 
 class _DeviceArrivals:
-    """Fillings that a batch computes with."""
+    """The fence over copies into pages that a batch computes with."""
 
     pending = True
 
     def __init__(
         self, device: Device, compute: Stream, fillings: Sequence[Filling], places: Mapping[int, int]
     ) -> None:
-        """``places`` are those of the model's layers among the pool's."""
+        """``places`` maps the model's layers to the pool's."""
         self._device = device
         self._compute = compute
         self._fillings = fillings
@@ -97,8 +93,8 @@ class _DeviceArrivals:
 
 
 class _Upload:
-    """A stream that copies up. ``queueing`` is held while a filling is put on it, so that nothing of another
-    comes between its copies and its events."""
+    """A stream for copies up. ``queueing`` is held while a load is put on it, so that no other load comes
+    between its copies and its events."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -106,10 +102,10 @@ class _Upload:
 
 
 class DevicePool(PagePool):
-    """A pool in the memory of a device. ``compute`` is the stream to compute on with its pages, one for all
+    """A pool in the memory of a device. ``compute`` is the stream for computation on its pages, one for all
     pools of a region.
 
-    Raises :class:`UsageError` with the sizes when there is no room for it.
+    Raise :class:`UsageError` with the sizes if there is not enough memory.
     """
 
     overlaps = True
@@ -123,8 +119,9 @@ class DevicePool(PagePool):
         most: int | None = None,
         layered_bytes: int = LAYERED_BYTES,
     ) -> None:
-        """``num_pages`` pages in one allocation; with ``most`` in memory that is mapped piece by piece, so
-        that :meth:`resize` may make them as many. A device that cannot has ``num_pages`` for good."""
+        """Open a pool of ``num_pages`` pages in one allocation. With ``most``, the memory is mapped piece by
+        piece, so that :meth:`resize` can grow it to that number. A device that cannot do this keeps
+        ``num_pages``."""
         check_pages(spec, num_pages)
         try:
             region = DeviceRegion(device, spec.page_bytes, num_pages, most=most)
@@ -136,7 +133,7 @@ class DevicePool(PagePool):
     def within(  # type: ignore[override]  # the memory is the device's
         cls, spec: KVSpec, region: DeviceRegion, books: Books, *, layered_bytes: int = LAYERED_BYTES
     ) -> DevicePool:
-        """The pool of one layer group in a region that others share."""
+        """Return the pool of one layer group in a region that other pools share."""
         pool = cls.__new__(cls)
         pool._open(spec, region, books, layered_bytes)
         return pool
@@ -146,7 +143,7 @@ class DevicePool(PagePool):
         self.runtime = region.runtime
         self.compute: Stream = region.compute
         self.gather: Gather | None = None
-        """Set by whoever has one."""
+        """Set by the engine if it has such a kernel."""
         self._region = region
         self._layered_bytes = layered_bytes
         layers = sorted(layer for group in spec.groups for layer in group.layers)
@@ -154,13 +151,13 @@ class DevicePool(PagePool):
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._large, self._small = _Upload(region.stream()), _Upload(region.stream())
         self._down, self._across = region.stream(), region.stream()
-        # Held for moments only: whoever computes takes it at every step. Guarded by it: ``_filling``.
+        # Held only briefly, because every step of computation takes it. Guards ``_filling``.
         self._lock = threading.Lock()
-        self._filling: dict[int, Filling] = {}  # page -> the last copy into it, until it is done
-        self._distrusted = ""  # why, once it is so
+        self._filling: dict[int, Filling] = {}  # page → the last copy into it, until it is done
+        self._distrusted = ""  # the reason, after invalidate()
 
     def share(self) -> bytes:
-        """The handle by which another process on this machine opens the pool's memory."""
+        """Return the handle with which another process on this machine opens the pool's memory."""
         return self._region.share()
 
     # -- pages -----------------------------------------------------------------------------------------
@@ -264,7 +261,7 @@ class DevicePool(PagePool):
     # -- inside ----------------------------------------------------------------------------------------
 
     def _under_way(self, pages: Iterable[int]) -> list[Filling]:
-        """The copies into ``pages`` that are not done, each once."""
+        """Return the unfinished copies into ``pages``, each once."""
         with self._lock:
             if not self._filling:
                 return []
@@ -275,16 +272,16 @@ class DevicePool(PagePool):
         return [filling for filling in found if filling not in done]
 
     def _fill(self, pages: Sequence[int], events: Sequence[Event]) -> Filling:
-        """Remember that ``pages`` are being filled. They are the caller's until then, so nobody else can have
-        asked for this in vain."""
+        """Remember that ``pages`` are being filled. The caller still owns them, so no other thread can have
+        asked for them before."""
         filling = Filling(self.runtime, events)
         with self._lock:
             self._filling.update((page, filling) for page in pages)
         return filling
 
     def _await_former(self, stream: Stream, pages: Sequence[int]) -> None:
-        """What is put on ``stream`` happens after what computed with ``pages`` for somebody else, and after
-        copies into them from elsewhere."""
+        """Order later work on ``stream`` after earlier owners' computation on ``pages`` and after other
+        copies into them."""
         large_pages = self._large_of(pages)
         for event in self._region.computed_in(large_pages):
             self.runtime.wait(stream, event)  # rule 5
@@ -296,7 +293,7 @@ class DevicePool(PagePool):
     def _write(
         self, up: Stream, pages: Sequence[int], sources: Sequence[int], *, whole: bool
     ) -> Iterator[Event]:
-        """Put the copies up on their stream; the event after each layer, or after all."""
+        """Queue the copies on their stream. Yield the event after each layer, or one after all layers."""
         to, of = self._addresses(pages), np.array(sources, np.uint64)
         if len(self._layers) < 2 or whole or not self._in_reach(of):
             self._copy(up, to, of, SourceOrder.ANY)
@@ -315,11 +312,11 @@ class DevicePool(PagePool):
         order: SourceOrder,
         nbytes: int | None = None,
     ) -> None:
-        """Put copies of ``nbytes`` (None: a page) each on ``stream``, by the way that is best for them."""
+        """Queue copies of ``nbytes`` (None: a page) each on ``stream``, by the fastest method for them."""
         nbytes = nbytes or self.spec.page_bytes
         targets, origins = np.asarray(to, np.uint64), np.asarray(sources, np.uint64)
         if not (self._in_reach(targets) and self._in_reach(origins)):
-            # Only a plain copy may have pageable memory at its other end.
+            # Only a plain copy works with unregistered memory.
             self.runtime.copy_each(stream, targets, origins, np.full(len(targets), nbytes, np.uint64))
             return
         gather = self.gather
@@ -330,7 +327,8 @@ class DevicePool(PagePool):
         self.runtime.copy_many(stream, targets, origins, sizes, order)
 
     def _in_reach(self, addresses: Addresses) -> bool:
-        """Whether the copy engines reach all of these: the pool itself, and registered memory."""
+        """Return whether the copy engines can access all of these addresses: the pool itself, and registered
+        memory."""
         low, high = int(addresses.min()), int(addresses.max())
         return self._region.covers(low, high) or self._region.reach.covers(low, high)
 
@@ -343,8 +341,8 @@ class DevicePool(PagePool):
 def merge_neighbours(
     to: Addresses, sources: Addresses, nbytes: int
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Copies of ``nbytes`` each as fewer, larger ones where they continue one another on both sides:
-    destinations, sources and sizes."""
+    """Merge copies of ``nbytes`` each that are adjacent on both sides. Return destinations, sources and
+    sizes."""
     step = np.uint64(nbytes)
     first = np.ones(len(to), bool)
     first[1:] = (to[1:] != to[:-1] + step) | (sources[1:] != sources[:-1] + step)
@@ -354,7 +352,7 @@ def merge_neighbours(
 
 
 def pages_that_fit(spec: KVSpec, device: Device, fraction: float = FRACTION) -> int:
-    """How many pages ``fraction`` of the device's free memory holds."""
+    """Return how many pages fit ``fraction`` of the device's free memory."""
     return int(device.memory().free * fraction) // spec.page_bytes
 
 

@@ -1,12 +1,12 @@
-"""The memory of a device that pools of pages lie in, and what is under way in it.
+"""A device's memory for pools of pages, and the work in flight in it.
 
-A model's layer groups have a pool each and one region: its large pages go from one pool to another
-as the work does. A pool knows what happens to its own pages while it has them; what was under way when they
-were given back is known here, by large page, so that whoever has the large page next waits for it, whichever
-pool that is. All of them compute on the region's one stream.
+Each layer group of a model has a pool, and all of these pools share one region, whose large pages move
+between pools with the load. A pool knows the work in flight on its own pages. When pages are freed, the
+region remembers the work in flight by large page, so that the next owner of that large page waits for it, in
+whichever pool. All pools compute on the region's one stream.
 
-That is coarser than pages where a large page has several: who copies into one of them waits for what computed
-with its neighbours, too, when those were given back last. It is a step at most.
+A large page with several pages makes this coarser than necessary: a copy into one page also waits for
+computation on its neighbours, if they were freed last. The extra wait is at most one step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Filling:
-    """A copy into pages: one event per layer of theirs, or one for all."""
+    """A copy into pages, with one event per layer, or one for all layers."""
 
     def __init__(self, device: Device, events: Sequence[Event]) -> None:
         self._device = device
@@ -53,19 +53,19 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What was under way in a large page when pages of it were given back last: what computed, and copies
-    into those that were given back, then and before."""
+    """The work in flight in a large page when pages of it were last freed: the computation, and copies into
+    pages freed then or earlier."""
 
     computed: Event
     fillings: frozenset[Filling]
 
 
 class DeviceRegion:
-    """``present`` large pages of ``large_bytes`` bytes in one allocation of ``device``; with ``most`` in
-    memory that is mapped piece by piece, so that ``large_pages`` may be resized to as many. A device that
-    cannot has ``present`` for good. Thread-safe.
+    """``present`` large pages of ``large_bytes`` bytes in one allocation of ``device``. Thread-safe.
 
-    Raises :class:`DeviceMemoryError` when there is no room for it.
+    With ``most``, the memory is mapped piece by piece, so that ``large_pages`` can grow to that number. A
+    device that cannot do this keeps ``present``. Raise :class:`DeviceMemoryError` if there is not enough
+    memory.
     """
 
     def __init__(self, device: Device, large_bytes: int, present: int, *, most: int | None = None) -> None:
@@ -80,49 +80,49 @@ class DeviceRegion:
         self._mapped = None if most is None else MappedMemory(device, self.nbytes, self._streams)
         if self._mapped is None:
             self.address = _allocate(device, self.nbytes)
-            fixed = f"the page pool of {device.name} was opened with a size that it keeps"
+            fixed = f"the page pool of {device.name} cannot be resized: it was opened with a fixed size"
             self.large_pages = LargePages(large_bytes, count, fixed=fixed)
         else:
             self.address = self._mapped.address
             self.large_pages = LargePages(large_bytes, count, present=0, backing=self._mapped)
             if self.large_pages.resize(present) < present:
                 self._mapped.close()
-                raise DeviceMemoryError(f"{device.name} has no {present * large_bytes} bytes left")
+                raise DeviceMemoryError(f"{device.name} has less than {present * large_bytes} bytes free")
         memory = self.address if self._mapped is None else self._mapped
-        # At the interpreter's end the driver may be gone first: no need to ask it.
+        # At interpreter exit the driver may be unloaded first, so the finalizer must not call it then.
         weakref.finalize(self, _give_back, device, self._streams, memory).atexit = False
         self.reach = Reach(device)
         self.compute = self.stream()
         self._lock = threading.Lock()
-        self._left: dict[int, _Left] = {}  # guarded by it; by large page
+        self._left: dict[int, _Left] = {}  # guarded by the lock; by large page
 
     def stream(self) -> Stream:
-        """A stream to work on the region with. It is given back with the region."""
+        """Return a new stream for work on the region. It is released with the region."""
         stream = self.runtime.stream()
         self._streams.append(stream)
         return stream
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
-        """The region as uint8 ``[count, nbytes]``, rows ``stride`` bytes apart. It is there as long as the
-        last of these is: who computes with pages does so on the region's stream, and torch comes back to that
-        stream as long as it has tensors that were used there."""
+        """Return the region as uint8 ``[count, nbytes]``, with rows ``stride`` bytes apart. The region lives
+        as long as the last of these arrays: computation on its pages uses the region's stream, and torch
+        returns to that stream as long as it has tensors that were used there."""
         array = self.runtime.view(self.address, (count, nbytes), stride=None if stride == nbytes else stride)
         weakref.finalize(array, _keep, self).atexit = False
         return array
 
     def share(self) -> bytes:
-        """The handle by which another process on this machine opens the region."""
+        """Return the handle with which another process on this machine opens the region."""
         return self.runtime.share(self.address)
 
     def covers(self, low: int, high: int) -> bool:
-        """Whether the addresses ``low … high`` are the region's."""
+        """Return whether the addresses ``low … high`` are in the region."""
         return self.address <= low and high < self.address + self.nbytes
 
-    # -- what is under way in large pages whose pages are given back -----------------------------------------
+    # -- work in flight in large pages whose pages are freed -----------------------------------------
 
     def leave(self, large_pages: Iterable[int], fillings: Mapping[int, Sequence[Filling]]) -> None:
-        """Pages in ``large_pages`` are about to be given back, while those copies into them may be under
-        way."""
+        """Note that pages in ``large_pages`` are about to be freed, while the copies ``fillings`` into them
+        may be in flight."""
         computed = self.runtime.record(self.compute)
         with self._lock:
             for large_page in large_pages:
@@ -133,8 +133,7 @@ class DeviceRegion:
                 )
 
     def computed_in(self, large_pages: Iterable[int]) -> set[Event]:
-        """What computed with pages in ``large_pages`` that have been given back, as far as it is under
-        way."""
+        """Return the computation in flight on freed pages in ``large_pages``."""
         with self._lock:
             left = {
                 large_page: self._left[large_page] for large_page in large_pages if large_page in self._left
@@ -147,8 +146,7 @@ class DeviceRegion:
         return under_way
 
     def fillings_in(self, large_pages: Iterable[int]) -> set[Filling]:
-        """The copies into pages in ``large_pages`` that were given back meanwhile, as far as they are under
-        way."""
+        """Return the copies in flight into freed pages in ``large_pages``."""
         with self._lock:
             found = {
                 each
@@ -161,19 +159,19 @@ class DeviceRegion:
     # -- memory ------------------------------------------------------------------------------------------
 
     def settle(self, *, wait: bool = False) -> None:
-        """Give back the memory of large pages that there are no more, as far as nothing works on it; ``wait``
-        until that is so."""
+        """Release the memory of removed large pages, as far as no work on it is running. With ``wait``, wait
+        for that work."""
         if self._mapped is not None and self._mapped.leaving:
             self._mapped.settle(wait=wait)
 
 
 def _keep(region: DeviceRegion) -> None:
-    """Does nothing: a finalizer keeps its arguments until it is called."""
+    """Do nothing. A finalizer keeps its arguments alive until it is called."""
 
 
 def _allocate(device: Device, nbytes: int) -> int:
     if nbytes > device.memory().free:
-        raise DeviceMemoryError(f"{device.name} has no {nbytes} bytes left")
+        raise DeviceMemoryError(f"{device.name} has less than {nbytes} bytes free")
     return device.allocate(nbytes)
 
 
@@ -181,6 +179,6 @@ def _give_back(device: Device, streams: Sequence[Stream], memory: int | MappedMe
     if isinstance(memory, MappedMemory):
         memory.close()
     else:
-        device.free(memory)  # waits for what is on the streams
+        device.free(memory)  # waits for the work on the streams
     for stream in streams:
         device.release(stream)

@@ -1,7 +1,8 @@
 """The pools of a model's layer groups, in one memory of two levels (:mod:`tierstore.tiers.two_level`).
 
-On a CPU the memory is ordinary, on a device one region of its own: fixed, or, where it may become larger,
-mapped piece by piece, by large pages."""
+On a CPU, the memory is ordinary memory. On a device, it is a region of its own: one allocation, or, if it may
+grow, memory mapped in large pages.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ def open_group_pools(
     device: Device | None = None,
     layered_bytes: int | None = None,
 ) -> tuple[PagePool, ...]:
-    """Pools for these layouts (of one group each: :meth:`KVSpec.split`) in one memory of ``nbytes`` bytes of
-    ``device`` (None: of this process), which :meth:`PagePool.resize` of any of them may make ``most_bytes``.
-    ``layered_bytes`` is from which size on a device's loads go layer by layer (None: its own).
+    """Open pools for these layouts (of one group each: :meth:`KVSpec.split`) in one memory of ``nbytes``
+    bytes of ``device`` (None: of this process). :meth:`PagePool.resize` of any of them can grow the memory to
+    ``most_bytes``. ``layered_bytes`` is the size from which a device's loads are copied layer by layer (None:
+    the default).
 
-    Raises :class:`UsageError` where that is too little for a page of each, or more than there is.
+    Raise :class:`UsageError` if the memory is too small for a page of each, or the device has less.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2), 1, 64)
@@ -47,7 +49,7 @@ def open_group_pools(
         region = HostRegion(pages.large_bytes, present, most=most)
         books = books_of(page_bytes, pages, region.large_pages)
         return tuple(PagePool.within(spec, region, each) for spec, each in zip(specs, books, strict=True))
-    from tierstore.tiers.device_pool import LAYERED_BYTES, DevicePool  # not before somebody has a device
+    from tierstore.tiers.device_pool import LAYERED_BYTES, DevicePool  # import only if there is a device
     from tierstore.tiers.device_region import DeviceRegion
 
     try:
@@ -66,7 +68,7 @@ def open_group_pools(
 
 
 def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
-    """The memory in which so many pages of each of these layouts find room at a time."""
+    """Return the bytes of a memory that holds ``counts`` pages of each of these layouts at a time."""
     if len(specs) == 1:
         return specs[0].page_bytes * counts[0]
     pages = cut([spec.page_bytes for spec in specs])
@@ -77,10 +79,10 @@ def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
 def room_for(
     pools: Sequence[PagePool], counts: Sequence[int], idle: Sequence[int], idle_large: Callable[[int], int]
 ) -> bool:
-    """Return whether so many more pages of each of a model's pools can be had together.
+    """Return whether ``counts`` more pages of a model's pools can be allocated together.
 
-    ``idle`` is the number of cached pages of each pool that may leave. ``idle_large(group)`` is the number
-    of large pages that these would empty; it is called only where the free large pages are too few.
+    ``idle`` is the number of cached pages of each pool that may be evicted. ``idle_large(group)`` is the
+    number of large pages that these would empty; it is called only if the free large pages are too few.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 64)
@@ -104,7 +106,7 @@ def room_for(
 
 
 def fits(pools: Sequence[PagePool], counts: Sequence[int], *, large_pages: int | None = None) -> bool:
-    """Whether so many pages of each of a model's pools could be had at a time, if nothing else were held, in
-    a memory of its target's size (or of ``large_pages`` large pages)."""
+    """Return whether ``counts`` pages of each of a model's pools fit at a time, if nothing else is held, in a
+    memory of the target size (or of ``large_pages`` large pages)."""
     large = sum(-(-count // pool.books.per_large) for pool, count in zip(pools, counts, strict=True))
     return large <= (pools[0].large_pages.target if large_pages is None else large_pages)

@@ -1,9 +1,10 @@
-"""The hbm tier: a pool of pages on the device that computes, read in place by the attention kernels.
+"""The hbm tier: a pool of pages on the compute device, which the attention kernels read in place.
 
-On a machine without a GPU the device is ``cpu``: the pool is ordinary memory and "HBM" is only its place in
-the hierarchy. One page is ``KVSpec.page_bytes`` contiguous bytes, so a page moves in one copy. The pool of a
-GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`tierstore.open_pool` makes the one that a
-device needs, :func:`tierstore.open_pools` those of a model with several layer groups."""
+On a machine without a GPU, the device is ``cpu``: the pool is ordinary memory, and "HBM" is only its place in
+the hierarchy. A page is ``KVSpec.page_bytes`` contiguous bytes, so it moves in one copy. The pool of a GPU is
+:class:`tierstore.tiers.device_pool.DevicePool`. :func:`tierstore.open_pool` opens the pool that a device
+needs, and :func:`tierstore.open_pools` opens those of a model with several layer groups.
+"""
 
 from __future__ import annotations
 
@@ -23,40 +24,41 @@ from tierstore.units import format_size
 
 
 class PendingCopy(Protocol):
-    """Pages that are on their way into the pool. Whoever computes may have them at once: the pool sees to the
-    order (:meth:`PagePool.arrivals`). What they are copied *from* must stay until :meth:`wait` returns."""
+    """A copy into pages of the pool that may still be running. Computation may use the pages at once, because
+    the pool keeps the order (:meth:`PagePool.arrivals`). The *source* of the copy must stay until
+    :meth:`wait` returns."""
 
     @property
     def done(self) -> bool:
         """Whether all bytes have arrived."""
 
     def wait(self) -> None:
-        """Block until they have."""
+        """Block until all bytes have arrived."""
 
 
 class CopyFence(Protocol):
-    """The pages of one batch that are on their way."""
+    """The copies in flight into the pages of one batch."""
 
     def wait(self, layer: int) -> None:
-        """What computes from now on happens after layer ``layer`` (the model's own index) of them is there.
-        Does not block."""
+        """Order later computation after the arrival of layer ``layer`` (the model's own index). Does not
+        block."""
 
     def arrived(self, layer: int) -> bool:
-        """Whether layer ``layer`` of them is there, so that nothing waits for it. Does not block."""
+        """Return whether layer ``layer`` has arrived, so that nothing has to wait for it. Does not block."""
 
     @property
     def pending(self) -> bool:
-        """Whether there were any to wait for when this was made."""
+        """Whether any copy was in flight when this was made."""
 
 
 class _Here:
-    """Both of the above for a pool whose copies are done when the call returns."""
+    """A ``PendingCopy`` and ``CopyFence`` for pools whose copies are done when the call returns."""
 
     done = True
     pending = False
 
     def wait(self, layer: int = 0) -> None:
-        """Nothing is on its way."""
+        """Return at once: no copy is in flight."""
 
     def arrived(self, layer: int) -> bool:
         return True
@@ -66,7 +68,7 @@ COMPLETED = _Here()
 
 
 class _Both:
-    """Pages of several pools."""
+    """The fence over pages of several pools."""
 
     pending = True
 
@@ -82,16 +84,16 @@ class _Both:
 
 
 def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> CopyFence:
-    """What has to be waited for before computing with these pages of each pool: see
-    :meth:`PagePool.arrivals`. Raises what that raises."""
+    """Return the fence to wait for before computing with these pages of each pool. See
+    :meth:`PagePool.arrivals`; raises the same errors."""
     fences = [pool.arrivals(pages) for pool, pages in zip(pools, tables, strict=True)]
     pending = [fence for fence in fences if fence.pending]
     return _Both(pending) if len(pending) > 1 else next(iter(pending), COMPLETED)
 
 
 class HostRegion:
-    """``present`` large pages of ``large_bytes`` bytes, which may become ``most``, in one mapping of ordinary
-    memory: what the pools of a model lie in."""
+    """Memory of this process for the pools of a model: ``present`` large pages of ``large_bytes`` bytes,
+    which may grow to ``most``, in one mapping."""
 
     device = "cpu"
 
@@ -103,13 +105,13 @@ class HostRegion:
         self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(self._memory))
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
-        """The memory as uint8 ``[count, nbytes]``, rows ``stride`` bytes apart."""
+        """Return the memory as uint8 ``[count, nbytes]``, with rows ``stride`` bytes apart."""
         rows = np.frombuffer(self._memory.view(0, count * stride), np.uint8)
         return rows.reshape(count, stride)[:, :nbytes]
 
 
 class Region(Protocol):
-    """Memory that pools lie in: a :class:`HostRegion`, or a device's."""
+    """Memory for pools: a :class:`HostRegion`, or memory of a device."""
 
     @property
     def device(self) -> str: ...
@@ -124,27 +126,29 @@ class Region(Protocol):
 
 
 class PagePool:
-    """Pages of ``spec`` in one allocation, and who has none of them. Not thread-safe: its owner locks. (The
-    methods that copy bytes are, and release the GIL.)
+    """Pages of ``spec`` in one allocation, and which of them are free. Not thread-safe: its owner locks. (The
+    methods that copy bytes are thread-safe, and release the GIL.)
 
     ``array`` is the memory as uint8 ``[num_pages, page_bytes]``, rows ``stride`` bytes apart; an engine views
-    it in its own dtype. ``num_pages`` is how many there may be, ``capacity`` how many there are
-    (:mod:`tierstore.tiers.large_pages`): where the pools of other layer groups lie in the same memory, if
-    this one had all of it. ``overlaps`` says whether copies go on beside what computes."""
+    it in its own dtype. ``num_pages`` is the largest possible number of pages. ``capacity`` is the present
+    number (:mod:`tierstore.tiers.large_pages`); if pools of other layer groups share the memory, the number
+    if this pool had all of it. ``overlaps`` says whether copies run beside the computation.
+    """
 
     overlaps = False
     array: Any
-    """A numpy array on a CPU; elsewhere whatever the libraries of the device take."""
+    """A numpy array on a CPU. On other devices, an object that the device's libraries accept."""
 
     def __init__(self, spec: KVSpec, num_pages: int, *, most: int | None = None) -> None:
-        """``num_pages`` pages, which :meth:`resize` may make ``most`` (None: as many)."""
+        """Open a pool of ``num_pages`` pages, which :meth:`resize` can grow to ``most`` (None:
+        ``num_pages``)."""
         check_pages(spec, num_pages)
         region = HostRegion(spec.page_bytes, num_pages, most=most)
         self._place(spec, region, WholePages(region.large_pages))
 
     @classmethod
     def within(cls, spec: KVSpec, region: HostRegion, books: Books) -> PagePool:
-        """The pool of one layer group in a memory that others share."""
+        """Return the pool of one layer group in memory that other pools share."""
         pool = cls.__new__(cls)
         pool._place(spec, region, books)
         return pool
@@ -165,45 +169,47 @@ class PagePool:
 
     @property
     def address(self) -> int:
-        """Where page 0 begins, in the device's memory."""
+        """Address of page 0, in the device's memory."""
         return self._start
 
     @property
     def capacity(self) -> int:
-        """Pages that there are."""
+        """Present number of pages."""
         return self.large_pages.present * self.books.per_large
 
     @property
     def target(self) -> int:
-        """Pages that there will be, once those that are too many have been given back."""
+        """Number of pages after the excess ones have been freed."""
         return self.large_pages.target * self.books.per_large
 
     @property
     def excess(self) -> int:
-        """Pages that are too many: none of them is given out again."""
+        """Pages above the target. They are not allocated again."""
         return self.large_pages.excess * self.books.per_large
 
     def resize(self, nbytes: int) -> PoolSize:
-        """Have ``nbytes`` of memory from now on, rounded down to whole (large) pages. More is had at once, as
-        far as there is more; less as soon as pages are free, and those that are free go at once. No page in
-        use moves. Raises :class:`UsageError` for a size that cannot be,
-        or a device that cannot change it."""
+        """Resize the memory to ``nbytes``, rounded down to whole (large) pages. Return the new size.
+
+        Memory is added at once, as far as the device has any. It is removed as soon as pages are free; free
+        pages go at once. No page in use moves. Raise :class:`UsageError` for a size outside the limits, or if
+        the device cannot change it.
+        """
         size = self.large_pages.large_bytes
         if not size <= nbytes <= self.large_pages.count * size:
             raise UsageError(
-                f"a pool of {format_size(nbytes)} cannot be: this one may have {format_size(size)} to "
-                f"{format_size(self.large_pages.count * size)}"
+                f"the pool's size must be {format_size(size)} to "
+                f"{format_size(self.large_pages.count * size)}, got {format_size(nbytes)}"
             )
         self.large_pages.resize(nbytes // size)
         return self.large_pages.size
 
     def settle(self, *, wait: bool = False) -> None:
-        """Give back the memory of pages that there are no more, as far as nothing works on it; ``wait`` until
-        that is so."""
+        """Release the memory of removed pages, as far as no work on it is running. With ``wait``, wait for
+        that work."""
 
     @property
     def free_pages(self) -> int:
-        """Pages that it could have now."""
+        """Pages that can be allocated now."""
         return self.books.free_pages
 
     @property
@@ -212,25 +218,25 @@ class PagePool:
         return self.books.used_pages
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """``count`` pages, lowest first where possible, or None if fewer are free. ``near`` are pages that
-        will be given back at about the same time: a pool that it matters to keeps these together."""
+        """Allocate ``count`` pages, lowest first where possible. Return None if fewer are free. ``near`` are
+        pages that will be freed at about the same time: a pool of two levels keeps these together."""
         return self.books.allocate(count, near=near)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back. What has been put to work on them already may still be under way."""
+        """Free pages. Work that was started on them may still be running."""
         self.books.free(pages)
 
-    # -- copies, done when the call returns ------------------------------------------------------------
+    # -- copies that are done when the call returns --------------------------------------------------
 
     def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
-        """Copy pages to host memory: (page, address) pairs, as what was put to work before ``after`` (of
-        :meth:`computed`; None: before now) left them."""
+        """Copy pages to host memory: (page, address) pairs. The bytes are those at ``after`` (from
+        :meth:`computed`; None: now), when all work started before it is done."""
         copying.copy_all(
             ((address, self.page_address(page)) for page, address in copies), self.spec.page_bytes
         )
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy host memory into pages: (page, address) pairs."""
+        """Copy from host memory into pages: (page, address) pairs."""
         copying.copy_all(
             ((self.page_address(page), address) for page, address in copies), self.spec.page_bytes
         )
@@ -240,54 +246,54 @@ class PagePool:
         addresses = ((self.page_address(to), self.page_address(of)) for to, of in copies)
         copying.copy_all(addresses, self.spec.page_bytes)
 
-    # -- beside what computes --------------------------------------------------------------------------
+    # -- copies beside the computation ---------------------------------------------------------------
 
     def start_writing(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
-        """:meth:`write_pages`, which may go on beside what computes."""
+        """Start :meth:`write_pages`, which may run beside the computation."""
         self.write_pages(copies)
         return COMPLETED
 
     def start_copying(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
-        """:meth:`copy_pages`, which may go on beside what computes."""
+        """Start :meth:`copy_pages`, which may run beside the computation."""
         self.copy_pages(copies)
         return COMPLETED
 
     def computed(self) -> Event | None:
-        """The point after all that has been put to work on pages so far; None where that is done."""
+        """Return an event after all work started on pages so far; None if all of it is done."""
         return None
 
     def arrivals(self, pages: Iterable[int]) -> CopyFence:
-        """What has to be waited for before computing with these pages. Raises
-        :class:`~tierstore.tiers.device.DeviceError` when pages cannot be trusted any more."""
+        """Return the fence to wait for before computing with these pages. Raise
+        :class:`~tierstore.tiers.device.DeviceError` if :meth:`invalidate` was called."""
         return COMPLETED
 
     def invalidate(self, why: str) -> None:
-        """Pages that somebody computes with have wrong bytes, perhaps: nobody is to go on."""
-        raise AssertionError("copies are done when the call returns")
+        """Refuse all further computation, because pages in use may have wrong bytes."""
+        raise AssertionError("this pool's copies are done when the call returns")
 
     # -- memory ----------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        """Prepare host memory that pages will be copied from and to: it must stay until it is given back."""
+        """Prepare host memory for copies from and to pages. It must stay until it is unregistered."""
 
     def unregister(self, address: int) -> None:
-        """Host memory that begins at ``address`` is about to go."""
+        """Undo :meth:`register` for host memory at ``address``, before the memory is freed."""
 
     def reach(self, pin: Pin) -> None:
-        """Pages will be copied from and to host memory that other pools use too: ``pin`` prepares it for a
-        device, once for all of them, and gives it back when it goes."""
+        """Prepare host memory that other pools use too. ``pin`` registers it with a device, once for all
+        pools, and unregisters it before it is freed."""
 
     def reaches(self, address: int) -> bool:
-        """Whether host memory at ``address`` is prepared by now: large loads from it come layer by layer,
-        beside what computes."""
+        """Return whether host memory at ``address`` is registered by now. Large loads from it arrive layer by
+        layer, beside the computation."""
         return False
 
     def page_address(self, page: int) -> int:
-        """Where a page begins, in the device's memory."""
+        """Return the address of a page in the device's memory."""
         return self._start + page * self.stride
 
 
 def check_pages(spec: KVSpec, num_pages: int) -> None:
-    """Raises :class:`UsageError` for a pool without a page."""
+    """Raise :class:`UsageError` for a pool without pages."""
     if num_pages < 1:
-        raise UsageError(f"a page pool needs at least one page of {spec.page_bytes} bytes, not {num_pages}")
+        raise UsageError(f"a page pool needs at least 1 page of {spec.page_bytes} bytes, got {num_pages}")

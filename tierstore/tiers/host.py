@@ -1,8 +1,8 @@
-"""The host tier: one arena of page-aligned shared memory, carved in two levels.
+"""The host tier: one arena of page-aligned shared memory, allocated in two levels.
 
-The arena is a shared-memory file (0600) so that a process on the same host can map it and move its own bytes;
-see :class:`tierstore.memory.Memory` for why it has no name. Its pages are populated by a background thread
-from the first byte on, and slots are handed out from the first byte on: the two seldom meet.
+The arena is a shared-memory file (0600), so that a process on the same host can map it and copy its own
+bytes; see :class:`tierstore.memory.Memory` for why the file has no name. A background thread populates the
+memory from the first byte on. Slots are also allocated from the first byte on, but rarely catch up with it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tierstore.tiers.slabs import SlabAllocator
 
 
 class HostTier:
-    """``capacity_bytes`` of arena. Slots are named by their byte offset. Not thread-safe: the store locks.
+    """An arena of ``capacity_bytes``. Slots are named by their byte offset. Not thread-safe: the store locks.
 
-    ``shared`` says whether it has to be a shared-memory file; None leaves it to what is faster.
+    ``shared`` says whether the arena must be a shared-memory file; None chooses what is faster.
     ``used_bytes`` never exceeds ``capacity_bytes``.
     """
 
@@ -31,7 +31,7 @@ class HostTier:
 
     @property
     def shared_fd(self) -> int | None:
-        """The arena's file for another process to map, None where it is ordinary memory."""
+        """The arena's file, for another process to map; None if it is ordinary memory."""
         return self._memory.fd
 
     @property
@@ -39,25 +39,26 @@ class HostTier:
         return self._space.used_bytes
 
     def pages_for(self, nbytes: int) -> int:
-        """How many pages of ``nbytes`` fit into the empty arena."""
+        """Return how many pages of ``nbytes`` fit the empty arena."""
         return self._space.slots_for(nbytes)
 
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
-        """The offsets of up to ``count`` of them: fewer when there are no more."""
+        """Return the offsets of up to ``count`` free slots for ``nbytes``; fewer if no more are free."""
         return self._space.allocate_many(nbytes, count)
 
     def free(self, place: int, nbytes: int) -> None:
         self._space.free(place, nbytes)
 
     def view(self, place: int, nbytes: int) -> memoryview:
-        """A slot's bytes, writable. Valid while the caller holds a lease on the page or is filling it."""
+        """Return a slot's bytes, writable. Valid while the caller holds a lease on the page or is filling
+        it."""
         return self._memory.view(place, nbytes)
 
     def address(self, place: int) -> int:
         return self._memory.address + place
 
     def wait_populated(self) -> None:
-        """Block until every page of the arena is backed by memory (benchmarks measure from here)."""
+        """Block until the whole arena is backed by memory. Benchmarks start to measure after this."""
         self._populating.join()
 
     def check(self) -> None:

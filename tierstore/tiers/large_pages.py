@@ -1,17 +1,18 @@
-"""The large pages of a pool, and which of them have memory: a pool grows and shrinks while it runs.
+"""The large pages of a pool, and which of them have memory. This is how a pool grows and shrinks at run time.
 
-A pool's *addresses* are reserved once, for as many large pages as it may ever have, so a page in use never
-moves and an array over all of them stays what it is. Memory is behind those that are *present*. ::
+A pool's *addresses* are reserved once, for its largest number of large pages. So a page in use never moves,
+and an array over all pages stays valid. The large pages that have memory are *present*. ::
 
     large pages   [ in use ][ free ][ in use ][ absent ][ absent ]     present: 3 of 5
 
-:meth:`LargePages.resize` sets a target. Growing maps memory at once. Shrinking gives back free large pages at
-once, the last ones first, and every large page that becomes free later until the target is reached; who owns
-cached pages lets these leave meanwhile. Memory is given and taken in granules of the operating system's or
-the driver's, which need not be large pages: one goes when all large pages that it has a part of are absent,
-so no byte of a present large page ever has no memory.
+:meth:`LargePages.resize` sets a target. Growing maps memory at once. Shrinking releases free large pages at
+once, the last ones first, and then each large page that becomes free, until the target is reached; meanwhile
+the owner of cached pages evicts some. Memory is mapped and released in granules of the operating system or
+the driver, which need not be large pages. A granule is released when all large pages that overlap it are
+absent, so every byte of a present large page always has memory.
 
-Large page 0 stays: whoever makes a view of a device's memory looks at its first byte.
+Large page 0 is always present, because libraries look at the first byte of device memory when they make a
+view of it.
 
 >>> large_pages = LargePages(4096, 4)
 >>> large_pages.take(2), large_pages.resize(1), large_pages.present
@@ -40,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """A pool's memory: what it has, what it will have once all that is too much is free, and the most that it
-    may have."""
+    """A pool's memory: the present bytes, the target bytes after the excess has been freed, and the largest
+    allowed number of bytes."""
 
     nbytes: int
     target_bytes: int
@@ -49,23 +50,22 @@ class PoolSize:
 
 
 class Backing(Protocol):
-    """Gives memory to addresses, and takes it back, by *granules*, numbered from the pool's first byte."""
+    """Maps and releases memory by *granules*, which are numbered from the pool's first byte."""
 
     @property
     def granule_bytes(self) -> int: ...
 
     def back(self, granules: range) -> bool:
-        """See to it that these, which have none or are about to lose it, have memory. False, and nothing
-        changed, where there is none left."""
+        """Map memory for these granules, which have none or are about to lose it. Return False, with nothing
+        changed, if there is not enough memory."""
 
     def release(self, granules: range) -> None:
-        """Give the memory of these back: nobody is going to use it. What has been put to work on it already
-        may still be under way, and ends before."""
+        """Release the memory of these granules, which will not be used any more. Work that was started on it
+        may still be running; it ends before the memory goes."""
 
 
 class HostBacking:
-    """Ordinary memory: the kernel takes pages that are given back at once, and maps new ones when they are
-    touched."""
+    """Ordinary memory. The kernel takes released pages at once, and maps new ones when they are touched."""
 
     granule_bytes = ALIGNMENT
 
@@ -79,8 +79,8 @@ class HostBacking:
         start, stop = _bytes(granules)
         try:
             self._memory.discard(start, stop)
-        except OSError as error:  # such as memory that is locked: it is kept, and nothing is wrong with it
-            _log.warning("%s of a pool's memory stay: %s", format_size(stop - start), error)
+        except OSError as error:  # for example, locked memory: the pool keeps it, which does no harm
+            _log.warning("%s of a pool's memory could not be released: %s", format_size(stop - start), error)
 
 
 def _bytes(granules: range) -> tuple[int, int]:
@@ -88,11 +88,11 @@ def _bytes(granules: range) -> tuple[int, int]:
 
 
 class LargePages:
-    """``count`` large pages of ``large_bytes`` bytes each, of which at first ``present`` have memory, and
-    which of them are free. Thread-safe: pools of several locks share one.
+    """``count`` large pages of ``large_bytes`` bytes each: which of them are free, and which have
+    memory (``present`` at first). Thread-safe: pools with separate locks share one object.
 
-    Without a ``backing`` nothing can be given back, and :meth:`resize` raises :class:`UsageError` with
-    ``fixed``, the reason.
+    Without a ``backing``, no memory can be released, and :meth:`resize` raises :class:`UsageError` with
+    ``fixed`` as the reason.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class LargePages:
         self._backing = backing
         self._fixed = fixed
         self._lock = threading.Lock()
-        # Guarded by it: all that changes.
+        # Guarded by the lock: all mutable state.
         self._free = list(range(self.present - 1, -1, -1))  # popped from the end: large page 0 first
         self._there = bytearray(b"\1" * self.present + b"\0" * (count - self.present))
 
     @property
     def nbytes(self) -> int:
-        """Of those that are present."""
+        """Bytes of the present large pages."""
         return self.present * self.large_bytes
 
     @property
@@ -126,22 +126,22 @@ class LargePages:
 
     @property
     def free(self) -> int:
-        """How many nobody has."""
+        """Number of large pages that no pool has."""
         return len(self._free)
 
     @property
     def free_large(self) -> frozenset[int]:
-        """Those, for who checks the books."""
+        """The large pages that no pool has, for checks."""
         with self._lock:
             return frozenset(self._free)
 
     @property
     def excess(self) -> int:
-        """How many more there are than there should be: each goes when it is given back."""
+        """Number of large pages above the target: each is released when it becomes free."""
         return max(self.present - self.target, 0)
 
     def take(self, count: int = 1) -> list[int] | None:
-        """So many of the free ones, lowest first where possible, or None."""
+        """Take ``count`` free large pages, lowest first where possible. Return None if fewer are free."""
         with self._lock:
             if count > len(self._free):
                 return None
@@ -150,30 +150,30 @@ class LargePages:
         return taken[::-1]
 
     def give(self, large_pages: Sequence[int]) -> None:
-        """They are free again."""
+        """Return large pages that are free again."""
         with self._lock:
             self._free.extend(reversed(large_pages))
             if self.present > self.target:
                 self._shrink()
 
     def resize(self, target: int) -> int:
-        """Have ``target`` large pages from now on, of those that there may be, or as close to it as can be;
-        how many there are now. Raises :class:`UsageError` for a number that cannot be."""
+        """Change the number of large pages to ``target``, or as close to it as possible. Return the present
+        number. Raise :class:`UsageError` for a number outside the limits."""
         if self._fixed:
             raise UsageError(self._fixed)
         if not 1 <= target <= self.count:
-            raise UsageError(f"a pool of {target} pages cannot be: it may have 1 to {self.count}")
+            raise UsageError(f"the pool must have 1 to {self.count} pages, got {target}")
         with self._lock:
             self.target = target
             try:
                 self._shrink()
                 self._grow()
-            finally:  # a device may fail
+            finally:  # the device may fail
                 self.target = min(target, self.present)
             return self.present
 
     def check(self) -> None:
-        """Assert that the books agree."""
+        """Assert that the bookkeeping is consistent."""
         with self._lock:
             free = set(self._free)
             assert len(free) == len(self._free), "a large page is free twice"
@@ -207,10 +207,10 @@ class LargePages:
                 self.present += 1
                 come.append(large_page)
         finally:
-            self._free[:0] = reversed(come)  # those that were there before are taken first
+            self._free[:0] = reversed(come)  # large pages that were present before are taken first
 
     def _granules(self, large_page: int) -> range:
-        """The granules that have a part of ``large_page`` and of no present large page beside it."""
+        """Return the granules that overlap ``large_page`` but no other present large page."""
         if self._backing is None:
             return range(0)
         size = self._backing.granule_bytes
@@ -223,14 +223,14 @@ class LargePages:
         return range(first, max(last, first))
 
     def _present_in(self, start: int, stop: int) -> bool:
-        """Whether a present large page has any of these bytes."""
+        """Return whether a present large page overlaps these bytes."""
         large_pages = self._there[start // self.large_bytes : -(-stop // self.large_bytes)]
         return start < stop and any(large_pages)
 
 
 class Books(Protocol):
-    """Which of a pool's pages are free. Page ``p`` is in large page ``p // per_large``, which is the pool's
-    alone as long as one of its pages is in use."""
+    """Allocation of a pool's pages. Page ``p`` is in large page ``p // per_large``, which belongs to the pool
+    as long as one of its pages is in use."""
 
     @property
     def large_pages(self) -> LargePages: ...
@@ -240,7 +240,7 @@ class Books(Protocol):
 
     @property
     def free_pages(self) -> int:
-        """Pages that could be had."""
+        """Pages that can be allocated."""
 
     @property
     def used_pages(self) -> int: ...
@@ -250,19 +250,19 @@ class Books(Protocol):
         """Large pages that have a page in use."""
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """``count`` pages, or None if fewer are free. ``near`` are pages that will be given back at about the
-        same time."""
+        """Allocate ``count`` pages, or return None if fewer are free. ``near`` are pages that will be freed
+        at about the same time."""
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
+        """Free pages."""
 
     def emptied_by(self, pages: Iterable[int]) -> int:
-        """How many large pages would be free without these pages, which are in use; about, where other
-        threads give pages back meanwhile."""
+        """Return how many large pages would be free without these pages, which are in use. Approximate while
+        other threads free pages."""
 
 
 class WholePages:
-    """The books of a pool that is its memory's only one: each large page is a page. Implements
+    """Allocation for a pool that does not share its memory: each large page is one page. Implements
     :class:`Books`."""
 
     per_large = 1

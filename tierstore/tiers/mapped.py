@@ -1,9 +1,9 @@
-"""A device's memory that is mapped piece by piece, and given back likewise.
+"""Device memory that is mapped and unmapped piece by piece.
 
-Addresses are reserved once; pieces of memory are put behind them and taken away. A device does not look who
-still works on a piece that is taken away: what reads there then reads nothing, and fails. So a piece is
-*leaving* from the moment that nobody is going to use it until all that was put on the pool's streams before
-that has happened, and is unmapped only then. Until then it can be had back as it is.
+The addresses are reserved once. Pieces of memory are mapped to them and unmapped again. The driver does not
+check whether work on an unmapped piece is running; such work would fail. So a piece is *leaving* from its
+release until all work that was on the pool's streams by then is done, and only then it is unmapped. Until
+then it can be reused as it is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from tierstore.tiers.device import Device, DeviceError, DeviceMemoryError, Event, Stream
 from tierstore.units import round_up
 
-_MOST_PIECES = 4096  # that a pool is mapped in: each is a few calls of the driver
+_MOST_PIECES = 4096  # pieces that a pool is mapped in: each costs a few driver calls
 
 
 class MappedMemory:
-    """``nbytes`` of reserved addresses of ``device``, none of which has memory at first. Implements
+    """``nbytes`` of reserved addresses of ``device``, at first without memory. Implements
     :class:`tierstore.tiers.large_pages.Backing`. Thread-safe.
 
-    ``streams`` are those that work on it. Their owner may add to the list.
+    ``streams`` are the streams that work on it. Their owner may add to the list.
     """
 
     def __init__(self, device: Device, nbytes: int, streams: Sequence[Stream]) -> None:
@@ -30,7 +30,7 @@ class MappedMemory:
         self._device = device
         self._streams = streams
         self._lock = threading.Lock()
-        # Guarded by it: all below.
+        # Guarded by the lock: all below.
         self._mapped: set[int] = set()
         self._leaving: dict[int, tuple[Event, ...]] = {}
         self.address = device.reserve(self.nbytes)
@@ -60,7 +60,8 @@ class MappedMemory:
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:
-        """Unmap what leaves, as far as nothing works on it any more; ``wait`` until that is so for all."""
+        """Unmap leaving pieces on which no work is running. With ``wait``, wait for the work on all of
+        them."""
         with self._lock:
             over = [
                 granule
@@ -76,11 +77,11 @@ class MappedMemory:
 
     @property
     def leaving(self) -> bool:
-        """Whether there is something to :meth:`settle`."""
+        """Whether there are leaving pieces to :meth:`settle`."""
         return bool(self._leaving)
 
     def close(self) -> None:
-        """Give back all of it, and the addresses, once nothing works on it."""
+        """Unmap all memory and release the addresses, after the work on it is done."""
         with self._lock:
             for stream in self._streams:
                 self._device.synchronize(self._device.record(stream))

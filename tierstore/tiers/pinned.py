@@ -1,8 +1,8 @@
-"""Host memory that a device's driver knows of, so that its copy engines reach it without a detour.
+"""Host memory registered with a device's driver, so that the copy engines access it directly.
 
-Registering takes its time (0.1 to 0.3 s for each GiB is what others report; it has not been measured here),
-and whoever maps much memory does it on a thread of its own. Until it has happened, and where the driver
-refuses, copies from and to that memory are plain ones: slower, one by one, and the same bytes.
+Registering is slow (others report 0.1 to 0.3 s per GiB; it was not measured here), so large memory is
+registered on a thread of its own. Before that, or if the driver refuses, copies from and to that memory are
+plain copies: slower and one by one, but with the same bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tierstore.tiers.device import Device
 
 
 class PinnedMemory:
-    """``nbytes`` of host memory at ``address``. Known to the driver between :meth:`register` and
-    :meth:`unregister`, each of which is called once, by one thread; any thread may ask."""
+    """``nbytes`` of host memory at ``address``. The driver knows it between :meth:`register` and
+    :meth:`unregister`. One thread calls each of them once; any thread may query."""
 
     def __init__(self, device: Device, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
-        self.over = False  # it was unregistered, or never will be registered
+        self.over = False  # unregistered, or never to be registered
         self._device = device
         self._there = False
         self._pid = os.getpid()
@@ -33,8 +33,8 @@ class PinnedMemory:
         return f"Pinned({self.address:#x}, {self.nbytes} bytes, {where})"
 
     def register(self) -> None:
-        """Blocks until the driver has it. Raises :class:`~tierstore.tiers.device.DeviceError` when it
-        refuses."""
+        """Register the memory; blocks until the driver has done so. Raise
+        :class:`~tierstore.tiers.device.DeviceError` if it refuses."""
         try:
             self._device.register(self.address, self.nbytes)
             self._there = True
@@ -42,38 +42,40 @@ class PinnedMemory:
             self.over = not self._there
 
     def unregister(self) -> None:
-        """Nothing is copied from or to it any more."""
+        """Unregister the memory. No copy from or to it may run any more."""
         there, self._there, self.over = self._there, False, True
         if there and not self.inherited:
             self._device.unregister(self.address)
 
     @property
     def inherited(self) -> bool:
-        """Whether this is the copy in a forked child, which has the memory but not the driver."""
+        """Whether this is a forked child's copy. The child has the memory but not the driver."""
         return os.getpid() != self._pid
 
     def covers(self, low: int, high: int) -> bool:
-        """Whether the copy engines reach the addresses ``low … high`` here."""
+        """Return whether the copy engines can access the addresses ``low … high`` in this memory."""
         return self._there and self.address <= low and high < self.address + self.nbytes
 
 
 Pin: TypeAlias = Callable[[Device], PinnedMemory]
-"""Prepares memory that others use too for a device, once for all of them, and takes care of its end."""
+"""Registers memory that other pools use too with a device, once for all pools, and unregisters it at its
+end."""
 
 
 class Reach:
-    """The host memory that the copy engines of ``device`` reach, as far as it goes through here: pools that
-    have one model's pages have one of these. Thread-safe; :meth:`covers` takes no lock."""
+    """The host memory that is registered with ``device`` through this object. The pools of one model share
+    one. Thread-safe; :meth:`covers` takes no lock."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._lock = threading.Lock()
-        self._pinned: tuple[PinnedMemory, ...] = ()  # replaced, never changed
-        self._asked = Counter[int]()  # by address: the driver takes memory once
+        self._pinned: tuple[PinnedMemory, ...] = ()  # replaced as a whole, never changed
+        # further registrations by address: the driver registers memory only once
+        self._asked = Counter[int]()
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin memory that must stay until it is unregistered, as often as it was registered. Raises
-        :class:`~tierstore.tiers.device.DeviceError` when the driver refuses."""
+        """Pin memory. It must stay until it has been unregistered as often as it was registered. Raise
+        :class:`~tierstore.tiers.device.DeviceError` if the driver refuses."""
         with self._lock:
             known = self._asked[address] > 0
             self._asked[address] += known
@@ -86,7 +88,7 @@ class Reach:
             self._asked[address] += 1
 
     def unregister(self, address: int) -> None:
-        """The memory that begins at ``address`` is about to go."""
+        """Undo :meth:`register` for memory at ``address``, before the memory is freed."""
         with self._lock:
             self._asked[address] -= 1
             if self._asked[address] > 0:
@@ -97,11 +99,11 @@ class Reach:
                 pinned.unregister()
 
     def share(self, pin: Pin) -> None:
-        """Take in memory that others use too."""
+        """Add memory that other pools use too."""
         self._know(pin(self.device))
 
     def covers(self, low: int, high: int) -> bool:
-        """Whether the addresses ``low … high`` are all in one range that is pinned by now."""
+        """Return whether the addresses ``low … high`` are all in one range that is pinned by now."""
         return any(pinned.covers(low, high) for pinned in self._pinned)
 
     def _know(self, pinned: PinnedMemory) -> None:

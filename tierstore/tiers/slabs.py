@@ -1,15 +1,15 @@
-"""Two-level space management, for the host arena and the disk's extents alike. Pure: no memory, no files.
+"""Two-level allocation of space, for the host arena and the disk's extents. Pure: no memory, no files.
 
-Space is cut into equal *units*. A *slab* is a run of units given to one size class and carved into
-equal *slots*; a page takes one slot. When its last slot is freed, a slab dissolves into units that any other
-class may take. So pages of different models share one space. What a history of sizes may leave behind are
-partly empty slabs; where pages can be moved (on disk), a run of units is *held*, emptied and given to another
-class (tiers/disk/space.py says which).
+Space is divided into equal *units*. A *slab* is a run of units for one size class, divided into equal
+*slots*; a page takes one slot. When its last slot is freed, a slab dissolves into units for any other class.
+So pages of different models share one space. A history of different sizes may leave partly empty slabs. On
+disk, where pages can be moved, a run of units is *held*, emptied and given to another class
+(tiers/disk/space.py chooses it).
 
-A slab may begin at any unit: were it aligned to its own size, as a buddy is, slabs of 5, 8 and 28 units would
-leave gaps between them that nobody can use. Where it begins still follows from any one of its slots, since no
-two slots of a slab are at the same distance from the unit before them. That is what lets the disk tier
-rebuild its free space from nothing but its page records.
+A slab may begin at any unit. If it were aligned to its own size, like a buddy block, slabs of 5, 8 and 28
+units would leave unusable gaps. The start of a slab still follows from any one of its slots, because no two
+slots of a slab have the same distance from the unit border before them. This lets the disk tier rebuild its
+free space from its page records alone.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tierstore.units import round_up
 _MAX_UNIT = 4 << 20
 _UNITS_WANTED = 256
 _MAX_SLOTS_TRIED = 64
-_MAX_SLAB_FRACTION = 64  # no slab takes more of the space than this share, unless a single slot does
+_MAX_SLAB_FRACTION = 64  # largest share (1/n) of the space for one slab, unless a single slot is larger
 _TOLERATED_WASTE = 1 / 64
 
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Units ``start … start + units``, carved into ``slots`` of ``slot_bytes``."""
+    """Units ``start … start + units``, divided into ``slots`` of ``slot_bytes``."""
 
     start: int
     units: int
     slot_bytes: int
     slots: int
-    free: dict[int, None]  # slot numbers, as an ordered set: the last one in is the next one out
-    held: bool = False  # to be emptied: no slot of it is handed out
+    free: dict[int, None]  # free slot numbers, as an ordered set: the last one in is the next one out
+    held: bool = False  # about to be emptied: no slot of it is allocated
 
     @property
     def used_slots(self) -> int:
@@ -50,7 +50,7 @@ class Slab:
 
 
 class SlabAllocator:
-    """Hands out aligned slots within ``capacity_bytes``. Not thread-safe: its owner locks."""
+    """Allocates aligned slots within ``capacity_bytes``. Not thread-safe: its owner locks."""
 
     def __init__(self, capacity_bytes: int, *, unit_bytes: int | None = None) -> None:
         if unit_bytes is None:
@@ -59,25 +59,23 @@ class SlabAllocator:
             unit_bytes = capacity_bytes // ALIGNMENT * ALIGNMENT
         if unit_bytes < ALIGNMENT:
             raise UsageError(
-                f"{capacity_bytes} bytes are too few to keep pages in: give at least {ALIGNMENT}"
+                f"the capacity must be at least {ALIGNMENT} bytes to hold a page, got {capacity_bytes}"
             )
         self.capacity_bytes = capacity_bytes
         self.unit_bytes = unit_bytes
-        self.used_bytes = 0  # in slots
+        self.used_bytes = 0  # bytes in slots
         self._owner: list[Slab | None] = [None] * (capacity_bytes // unit_bytes)
-        self._limit = len(self._owner)  # units from here on are given to no slab any more
-        self._taken = bytearray(len(self._owner))  # for each unit whether no slab may be put there
-        self._open: dict[int, dict[int, Slab]] = {}  # slot_bytes -> slabs with a free slot, by first unit
+        self._limit = len(self._owner)  # no slab is placed at or after this unit
+        self._taken = bytearray(len(self._owner))  # for each unit: 1 if no slab may be placed there
+        self._open: dict[int, dict[int, Slab]] = {}  # slot_bytes → slabs with a free slot, by first unit
         self._shapes: dict[int, tuple[int, int]] = {}
-        self._numbers: dict[
-            int, dict[int, int]
-        ] = {}  # slot_bytes -> bytes beyond a unit -> number of the slot
+        self._numbers: dict[int, dict[int, int]] = {}  # slot_bytes → bytes beyond a unit border → slot number
 
     def __repr__(self) -> str:
         return f"SlabAllocator({self.used_bytes}/{self.capacity_bytes} bytes used)"
 
     def slots_for(self, nbytes: int) -> int:
-        """How many pages of ``nbytes`` an empty space holds."""
+        """Return the number of pages of ``nbytes`` that fit the empty space."""
         units, slots = self._shape(slot_bytes(nbytes))
         return len(self._owner) // units * slots if units else 0
 
@@ -86,23 +84,23 @@ class SlabAllocator:
         return len(self._owner)
 
     def shape(self, nbytes: int) -> tuple[int, int]:
-        """(units, slots) of a slab for pages of ``nbytes``; (0, 0) where not one of them fits."""
+        """Return (units, slots) of a slab for pages of ``nbytes``; (0, 0) if not even one page fits."""
         return self._shape(slot_bytes(nbytes))
 
     def slab_of(self, unit: int) -> Slab | None:
-        """The slab that has this unit."""
+        """Return the slab that contains this unit, if any."""
         return self._owner[unit]
 
     def slabs(self) -> list[Slab]:
-        """All slabs, in order of their places."""
+        """Return all slabs, in order of their positions."""
         return [slab for slab in dict.fromkeys(self._owner) if slab is not None]
 
     def taken_units(self) -> bytearray:
-        """For each unit 1 if no slab may be put there, else 0: a copy."""
+        """Return a copy of the map of units: 1 if no slab may be placed there, else 0."""
         return bytearray(self._taken)
 
     def free_slots(self) -> Counter[int]:
-        """Slot bytes → slots that can be had without a new slab."""
+        """Return slot bytes → slots that are free without a new slab."""
         return Counter(
             {
                 size: sum(len(slab.free) for slab in slabs.values())
@@ -112,16 +110,16 @@ class SlabAllocator:
         )
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether :meth:`allocate` would find a slot."""
+        """Return whether :meth:`allocate` would find a slot."""
         size = slot_bytes(nbytes)
         return bool(self._open.get(size)) or self._free_run(*self._shape(size)) is not None
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a free slot for ``nbytes``, or None when there is none."""
+        """Return the offset of a free slot for ``nbytes``, or None if there is none."""
         return next(iter(self.allocate_many(nbytes, 1)), None)
 
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
-        """The offsets of up to ``count`` free slots for ``nbytes``: fewer when there are no more."""
+        """Return the offsets of up to ``count`` free slots for ``nbytes``; fewer if no more are free."""
         size = slot_bytes(nbytes)
         offsets: list[int] = []
         while len(offsets) < count:
@@ -137,7 +135,7 @@ class SlabAllocator:
         return offsets
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Return the slot that :meth:`allocate` or :meth:`claim` gave for ``nbytes``."""
+        """Free a slot that :meth:`allocate` or :meth:`claim` returned for ``nbytes``."""
         size = slot_bytes(nbytes)
         slab = self._owner[offset // self.unit_bytes]
         assert slab is not None, f"no slot at {offset}"
@@ -156,22 +154,22 @@ class SlabAllocator:
                 self._taken[slab.start : slab.start + usable] = bytes(usable)
 
     def hold(self, start: int, units: int) -> None:
-        """Hand out nothing of units ``start … start + units``, nor of the slabs that reach into them, so that
-        they empty."""
+        """Stop allocating in units ``start … start + units`` and in slabs that overlap them, so that they
+        empty."""
         self._taken[start : start + units] = b"\1" * units
         for slab in self._slabs_in(start, units):
             slab.held = True
             self._open.get(slab.slot_bytes, {}).pop(slab.start, None)
 
     def unhold(self, start: int, units: int) -> None:
-        """Undo :meth:`hold`: what has not become empty is a slab like any other again."""
+        """Undo :meth:`hold`: slabs that have not become empty are normal slabs again."""
         for slab in self._slabs_in(start, units):
             if slab.start + slab.units > self._limit:
                 continue
             slab.held = False
             if slab.free:
                 self._open.setdefault(slab.slot_bytes, {})[slab.start] = slab
-        # Slabs that reached beyond the borders may be gone from there, too.
+        # Slabs that overlapped the borders may have dissolved outside of the range, too.
         first = next((at for at in range(start, 0, -1) if self._owner[at - 1] is not None), 0)
         last = next(
             (at for at in range(start + units, self.units) if self._owner[at] is not None), self.units
@@ -180,7 +178,7 @@ class SlabAllocator:
             self._taken[unit] = unit >= self._limit or self._owner[unit] is not None
 
     def limit(self, units: int) -> None:
-        """Put no new slab, and no new page, behind the first ``units``. Pages that are there stay."""
+        """Place no new slab and no new page after the first ``units``. Existing pages stay."""
         self._limit = min(units, self._limit)
         self.capacity_bytes = self._limit * self.unit_bytes
         self.hold(self._limit, self.units - self._limit)
@@ -189,8 +187,8 @@ class SlabAllocator:
         return (slab for slab in dict.fromkeys(self._owner[start : start + units]) if slab is not None)
 
     def claim(self, offset: int, nbytes: int) -> bool:
-        """Mark a slot known from elsewhere as used (a record read at start). False when ``offset`` is no
-        slot of that size, lies outside, or is taken: the record is then not to be believed."""
+        """Mark a slot as used that is known from elsewhere (a record read at start). Return False if
+        ``offset`` is no slot of that size, lies outside, or is taken: the record is then invalid."""
         size = slot_bytes(nbytes)
         units, slots = self._shape(size)
         slot = self._number(size, offset % self.unit_bytes)
@@ -228,14 +226,16 @@ class SlabAllocator:
     # -- slabs ---------------------------------------------------------------------------------------
 
     def _shape(self, size: int) -> tuple[int, int]:
-        """(units, slots) of a slab of this class: the smallest that wastes little, (0, 0) if none fits."""
+        """Return (units, slots) of a slab of this class: the smallest slab that wastes little; (0, 0) if none
+        fits."""
         shape = self._shapes.get(size)
         if shape is None:
             shape = self._shapes[size] = self._best_shape(size)
         return shape
 
     def _best_shape(self, size: int) -> tuple[int, int]:
-        # What is lost is the rest of each slab and the units left over beside whole slabs: so count pages.
+        # Space is lost at the end of each slab, and in the units left over beside whole slabs. So compare
+        # page counts.
         best = (0, 0)
         most = 0
         for wanted in range(1, _MAX_SLOTS_TRIED + 1):
@@ -254,11 +254,11 @@ class SlabAllocator:
         return None if start is None else self._place_slab(start, size, units, slots)
 
     def _free_run(self, units: int, slots: int) -> int | None:
-        """The first unit of a free place for a slab."""
+        """Return the first unit of a free place for a slab."""
         return best_run(self._taken, units) if slots else None
 
     def _number(self, size: int, beyond: int) -> int | None:
-        """Which slot of its slab begins ``beyond`` bytes after the last unit's border."""
+        """Return the number of the slot that begins ``beyond`` bytes after a unit border."""
         numbers = self._numbers.get(size)
         if numbers is None:
             _, slots = self._shape(size)
@@ -276,8 +276,9 @@ class SlabAllocator:
 
 
 def best_run(taken: bytearray, units: int) -> int | None:
-    """Where to put ``units`` among those that are 0 in ``taken``: in the run of which least is left over when
-    it is full of their like, and in the smallest of those, so that what is left can be used."""
+    """Return where to put ``units`` among those that are 0 in ``taken``, or None. Choose the run with the
+    least left over when it is filled with slabs of this size, and the smallest of those, so that what is left
+    is useful."""
     best: tuple[int, int, int] | None = None
     start = taken.find(0)
     while start >= 0:
@@ -291,5 +292,5 @@ def best_run(taken: bytearray, units: int) -> int | None:
 
 
 def slot_bytes(nbytes: int) -> int:
-    """The size class of ``nbytes``: rounded up to what O_DIRECT needs."""
+    """Return the size class of ``nbytes``: rounded up to the alignment of O_DIRECT."""
     return round_up(max(nbytes, 1), ALIGNMENT)

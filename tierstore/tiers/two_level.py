@@ -1,25 +1,25 @@
-"""The books of one memory for the pages of several layer groups: large pages, which are cut into small ones.
+"""Allocation of one memory for pages of several layer groups: large pages, which are cut into small pages.
 
-A pool for each layer group would have to be as large as its group may ever get, and be idle when another
-group has the work. Here the groups share one allocation. It is cut into *large pages*, all of one size; a
-group takes a large page, cuts it into small pages of its own size, and gives it back when all of them are
-free. (The two levels are those of Jenga, arXiv:2503.18292, which measured what one page size for all wastes.)
-
+A separate pool for each layer group would have to be as large as its group may ever get, and would be idle
+while other groups have the work. Here, the groups share one allocation. It is cut into *large pages* of one
+size. A group takes a large page, cuts it into small pages of its own size, and returns it when all of them
+are free. (The two levels are those of Jenga, arXiv:2503.18292, which measured how much a single page size for
+all groups wastes.)
 ::
 
     large   [ A A A A ][ B ][ A A . . ][ (free) ][ B ]        A: pages of a window, B: of full attention
     small     0 1 2 3    0    8 9 ...
 
-A large page has room for at least one page of every group. In the least common multiple of the page sizes
-nothing would be left over; but what is free in a large page is its owner's alone, and that is less the
-smaller large pages are. So it is the smallest multiple of the largest page in which no group wastes more than
-a twenty-fifth (:func:`cut`), and small pages are a little apart, evenly, so that a group's pages are rows of
-one array. (Gemma 3 27B: 5.3 % of all wasted with 52 layers' pages, 6.5 % with the common multiple, 260.)
-The memory itself, on a CPU or on a device, is in :mod:`tierstore.tiers.group_pools`.
+A large page has room for at least one page of every group. With the least common multiple of the page sizes,
+nothing would be left over. But free space in a large page is only for its owner, and smaller large pages
+leave less of it. So :func:`cut` uses the smallest multiple of the largest page in which no group wastes more
+than 1/25. Small pages are spaced evenly, so that a group's pages are rows of one array. (Gemma 3 27B: 5.3 %
+of all memory wasted with 52 layers' pages, 6.5 % with the common multiple, 260.) The memory itself, on a CPU
+or on a device, is in :mod:`tierstore.tiers.group_pools`.
 
-Small pages of one sequence are kept together, since they are given back together: the large pages that it
-has pages in are filled first, then whole ones are taken for as many as fill them, and the rest goes where the
-least is left over. ``check()`` holds the books against one another.
+Small pages of one sequence are kept together, since they are freed together. An allocation first fills the
+large pages in which the sequence has pages, then takes whole large pages for as many pages as fill them, and
+puts the rest where the least is left over. ``check()`` verifies the bookkeeping.
 
 >>> cut([1024, 3072])
 Cut(large_bytes=3072, per_large=(3, 1))
@@ -36,16 +36,16 @@ from tierstore.errors import UsageError
 from tierstore.tiers.large_pages import LargePages
 from tierstore.units import format_size
 
-_ALIGN = 64  # bytes: where a small page may begin
-_MOST_LARGEST = 16  # a large page has room for so many of the largest pages at most
-_LITTLE = 0.04  # of a large page, that may be left over between small ones
+_ALIGN = 64  # bytes: alignment of small pages
+_MOST_LARGEST = 16  # largest number of the largest pages in a large page
+_LITTLE = 0.04  # share of a large page that may be left over between small pages
 
 
 @dataclass(frozen=True, slots=True)
 class PoolWaste:
-    """Where the bytes of a memory are. ``internal``: in large pages in use, beyond the small pages they are
-    cut into. ``external``: small pages that are free, in large pages that others cannot have. The three and
-    ``free`` (whole large pages) make up the memory."""
+    """The use of a memory's bytes. ``internal``: in large pages in use, outside of the small pages.
+    ``external``: free small pages in large pages that other groups cannot use. These, the used bytes and
+    ``free`` (whole large pages) add up to the memory."""
 
     used_bytes: int
     internal_bytes: int
@@ -54,29 +54,30 @@ class PoolWaste:
 
     @property
     def share(self) -> float:
-        """Wasted, of what is taken."""
+        """Wasted share of the memory in large pages in use."""
         taken = self.used_bytes + self.internal_bytes + self.external_bytes
         return (self.internal_bytes + self.external_bytes) / taken if taken else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How large a large page is, and how many small ones of each group it has."""
+    """The size of a large page, and the number of small pages of each group in it."""
 
     large_bytes: int
     per_large: tuple[int, ...]
 
 
 def cut(page_bytes: Sequence[int]) -> Cut:
-    """The large pages for small ones of these sizes: about the smallest multiple of the largest, up to 16, in
-    which each of them wastes little, or the one in which the worst of them wastes least."""
+    """Return the large pages for small pages of these sizes. Their size is about the smallest multiple of the
+    largest size, up to 16, in which every group wastes little; otherwise the one in which the worst group
+    wastes least."""
     aligned = [-(-size // _ALIGN) * _ALIGN for size in page_bytes]
     cuts = [_even(max(aligned) * times, aligned) for times in range(1, _MOST_LARGEST + 1)]
     return min(cuts, key=lambda each: (max(_worst(each, aligned), _LITTLE), each.large_bytes))
 
 
 def _even(large_bytes: int, sizes: Sequence[int]) -> Cut:
-    """So many pages as fit, and a large page that all of these numbers divide."""
+    """Return a cut with as many pages as fit, and a large page that all of these numbers divide."""
     per_large = tuple(large_bytes // size for size in sizes)
     unit = _ALIGN * math.lcm(*per_large)
     return Cut(-(-large_bytes // unit) * unit, per_large)
@@ -88,21 +89,21 @@ def _worst(each: Cut, sizes: Sequence[int]) -> float:
 
 
 class SmallPages:
-    """The books of one group: which pages of ``page_bytes`` bytes are free in the large pages that it has.
-    Page ``p`` is in large page ``p // per_large``. Implements :class:`tierstore.tiers.large_pages.Books`. Not
-    thread-safe: its owner locks."""
+    """Allocation of one group's pages: which pages of ``page_bytes`` bytes are free in the large pages that
+    the group has. Page ``p`` is in large page ``p // per_large``. Implements
+    :class:`tierstore.tiers.large_pages.Books`. Not thread-safe: its owner locks."""
 
     def __init__(self, large_pages: LargePages, per_large: int, page_bytes: int) -> None:
         self.large_pages = large_pages
         self.per_large = per_large
         self.page_bytes = page_bytes
-        self.parts: dict[int, list[int]] = {}  # by large page, its free small pages
-        self._open: set[int] = set()  # large pages that have any
+        self.parts: dict[int, list[int]] = {}  # large page → its free small pages
+        self._open: set[int] = set()  # large pages with free small pages
         self.free_parts = 0
 
     @property
     def free_pages(self) -> int:
-        """Pages that could be had, those of large pages that nobody has included."""
+        """Pages that can be allocated, including those of free large pages."""
         return self.free_parts + self.large_pages.free * self.per_large
 
     @property
@@ -114,8 +115,8 @@ class SmallPages:
         return len(self.parts)
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """``count`` pages, or None if fewer are free. ``near`` are pages that will be given back at about the
-        same time, mostly those that the sequence has already: the newest one's large page is filled first."""
+        """Allocate ``count`` pages, or return None if fewer are free. ``near`` are pages that will be freed
+        at about the same time, usually the sequence's own: the newest one's large page is filled first."""
         taken: list[int] = []
         for page in reversed(near) if self._open else ():
             if len(taken) >= count:
@@ -131,7 +132,8 @@ class SmallPages:
         return taken
 
     def _choose(self, count: int) -> int | None:
-        """The large page to take ``count`` pages from, or the first of them; None where all are in use."""
+        """Return the large page to take ``count`` pages (or the first of them) from; None if all are in
+        use."""
         fresh = self._open_fresh() if count >= self.per_large else None
         if fresh is not None:
             return fresh
@@ -153,7 +155,7 @@ class SmallPages:
         return None
 
     def _take(self, number: int, count: int) -> list[int]:
-        """Up to ``count`` of the free pages of a large page."""
+        """Take up to ``count`` of the free pages of a large page."""
         parts = self.parts[number]
         taken = parts[max(len(parts) - count, 0) :][::-1]
         del parts[len(parts) - len(taken) :]
@@ -163,7 +165,7 @@ class SmallPages:
         return taken
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back; large pages that are empty then are everybody's."""
+        """Free pages. Large pages that become empty are available to all groups."""
         for page in pages:
             number = page // self.per_large
             parts = self.parts[number]
@@ -177,38 +179,40 @@ class SmallPages:
                 self.large_pages.give([number])
 
     def emptied_by(self, pages: Iterable[int]) -> int:
-        """How many large pages would be empty without these small ones, which are in use; about, where other
-        threads give pages back meanwhile."""
+        """Return how many large pages would be empty without these small pages, which are in use. Approximate
+        while other threads free pages."""
         leaving = Counter(page // self.per_large for page in pages)
         parts = self.parts
         return sum(len(parts.get(number, ())) + count == self.per_large for number, count in leaving.items())
 
 
 def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
-    """The books for pages of these sizes in ``nbytes`` bytes. Raises what :func:`checked_cut` does."""
+    """Return the bookkeeping for pages of these sizes in ``nbytes`` bytes. Raises the errors of
+    :func:`checked_cut`."""
     pages = checked_cut(page_bytes, nbytes)
     return books_of(page_bytes, pages, LargePages(pages.large_bytes, nbytes // pages.large_bytes))
 
 
 def books_of(page_bytes: Sequence[int], pages: Cut, large_pages: LargePages) -> tuple[SmallPages, ...]:
-    """The books for pages of these sizes in large pages that are cut so."""
+    """Return the bookkeeping for pages of these sizes in ``large_pages``, cut as ``pages`` says."""
     sizes = zip(page_bytes, pages.per_large, strict=True)
     return tuple(SmallPages(large_pages, per_large, size) for size, per_large in sizes)
 
 
 def checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
-    """:func:`cut`. Raises :class:`UsageError` where ``nbytes`` have no room for a page of each."""
+    """Return :func:`cut` for these sizes. Raise :class:`UsageError` if ``nbytes`` have no room for one page
+    of each."""
     pages = cut(page_bytes)
     if nbytes < pages.large_bytes:
         raise UsageError(
-            f"a page pool of {format_size(nbytes)} has no room for a page of every layer group: "
-            f"{format_size(pages.large_bytes)}"
+            f"a page pool of {format_size(nbytes)} is too small for a page of every layer group: "
+            f"give at least {format_size(pages.large_bytes)}"
         )
     return pages
 
 
 def waste(groups: Sequence[SmallPages]) -> PoolWaste:
-    """Of the memory that these groups, all there are, share."""
+    """Return the waste in a memory. ``groups`` are all groups that share it."""
     large = groups[0].large_pages
     used = sum(group.used_pages * group.page_bytes for group in groups)
     external = sum(group.free_parts * group.page_bytes for group in groups)

@@ -195,6 +195,6 @@ def test_a_device_that_cannot_map_keeps_the_size(caplog: pytest.LogCaptureFixtur
     assert [each.message for each in caplog.records] == [
         "cuda:0 cannot map memory piece by piece: its page pool keeps its size"
     ]
-    with pytest.raises(UsageError, match="the page pool of cuda:0 was opened with a size that it keeps"):
+    with pytest.raises(UsageError, match="the page pool of cuda:0 cannot be resized"):
         pool.resize(4 * SIZE)
     assert (pool.num_pages, pool.capacity) == (4, 4)
