@@ -40,7 +40,7 @@ def test_copies_are_done_when_the_call_returns() -> None:
 
 
 def test_a_pool_needs_a_page() -> None:
-    with pytest.raises(UsageError, match="at least one page"):
+    with pytest.raises(UsageError, match="at least 1 page"):
         open_pool(SPEC, 0)
 
 

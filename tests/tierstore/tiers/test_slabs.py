@@ -171,5 +171,5 @@ def test_claim_refuses_what_is_no_slot(offset, nbytes):
 
 
 def test_too_little_space_is_said_at_once():
-    with pytest.raises(UsageError, match="too few"):
+    with pytest.raises(UsageError, match="the capacity must be at least"):
         SlabAllocator(100)
