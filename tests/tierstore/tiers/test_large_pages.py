@@ -147,7 +147,7 @@ def test_memory_that_is_given_back_is_the_systems_again() -> None:
     fresh = pool.allocate(640 - len(kept))
     assert fresh is not None
     assert not set(fresh) & set(kept)
-    with pytest.raises(UsageError, match=r"this one may have 64 KiB to 40 MiB"):
+    with pytest.raises(UsageError, match=r"must be 64 KiB to 40 MiB"):
         pool.resize(nbytes + (64 << 10))
     assert mmap.PAGESIZE == 4096
 
