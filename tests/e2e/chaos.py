@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import tierstore
+from tests.campaigns.prompts import matches, page_count, pages, prompt_tokens, small_pages
 from tierstore import Hit, Store, open_pools
 from tierstore.groups import Group
 from tierstore.keys import Identity
@@ -23,7 +24,6 @@ from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.group_pools import bytes_for
 from tierstore.types import GroupPages
 from tierstore.wire import messages
-from tierstore_tools.faults.prompts import matches, page_count, pages, prompt_tokens, small_pages
 
 
 def _several_groups() -> KVSpec:

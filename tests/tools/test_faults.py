@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from tierstore_tools import report
-from tierstore_tools.faults import command, runs
-from tierstore_tools.faults.campaign import FAULTS
+from tests.campaigns import command, runs
+from tests.campaigns.campaign import FAULTS
+from tierstore.errors import UsageError
+from tierstore_tools import cli, report
 
 COLUMNS = {"fault", "runs", "wrong_pages", "lost_pages", "over_capacity", "failed_checks", "recovery_s"}
 
@@ -45,6 +46,12 @@ def test_a_broken_promise_is_an_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "run", lambda *args, **kwargs: result)
     with pytest.raises(Exception, match=r"after: torn write \(--seed 4 does the same again\)"):
         command.run(tmp_path, runs=5, seed=4, json=None)
+
+
+def test_without_a_checkout_it_says_that_it_needs_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "tierstore_tools" / "cli.py"))
+    with pytest.raises(UsageError, match="from a checkout"):
+        cli.faults()
 
 
 def test_a_directory_that_cannot_be_written_is_bad_usage(tmp_path):

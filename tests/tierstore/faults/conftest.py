@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore_tools.faults.campaign import run_trials
+from tests.campaigns.campaign import run_trials
 
 _ENOUGH_BYTES = 256 << 20
 

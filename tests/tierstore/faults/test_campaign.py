@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
+from tests.campaigns.campaign import crash_trials, run_trials
+from tests.campaigns.disk import crashes
+from tests.campaigns.prompts import page_count
+from tests.campaigns.recording import record
+from tests.campaigns.scripts import SCENES
+from tests.campaigns.verdict import judge
 from tierstore.testing.faulty_io import Fault, FaultyIO, Lose
-from tierstore_tools.faults.campaign import crash_trials, run_trials
-from tierstore_tools.faults.disk import crashes
-from tierstore_tools.faults.prompts import page_count
-from tierstore_tools.faults.recording import record
-from tierstore_tools.faults.scripts import SCENES
-from tierstore_tools.faults.verdict import judge
 
 EXTENTS = SCENES[0]
 
@@ -63,7 +63,7 @@ def test_the_judge_sees_a_lost_page(place):
 
 def test_the_judge_sees_a_wrong_page(place, monkeypatch):
     recording, held = recorded(place)
-    monkeypatch.setattr("tierstore_tools.faults.prompts.matches", lambda page, number, end, spec: end != 16)
+    monkeypatch.setattr("tests.campaigns.prompts.matches", lambda page, number, end, spec: end != 16)
     verdict = judge(place / "store", recording.lives, recording.prompts, held)
     assert verdict.wrong_pages > 0
     assert not verdict.good

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from tests.campaigns.campaign import crash_trials
+from tests.campaigns.disk import CRASHES
+from tests.campaigns.scripts import HARDLY_SMALLER_INDEX, SCENES, SMALLER_INDEX, random_scene
 from tierstore.testing.faulty_io import Fail, Fault, FaultyIO
-from tierstore_tools.faults.campaign import crash_trials
-from tierstore_tools.faults.disk import CRASHES
-from tierstore_tools.faults.scripts import HARDLY_SMALLER_INDEX, SCENES, SMALLER_INDEX, random_scene
 
 BY_NAME = {scene.name: scene for scene in SCENES}
 

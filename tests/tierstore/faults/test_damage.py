@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore_tools.faults.campaign import damage_trials, disturbance_trials, stall_trials
-from tierstore_tools.faults.damage import DAMAGES
-from tierstore_tools.faults.disturbance import DISTURBANCES
-from tierstore_tools.faults.prompts import inline_life, odd_life
-from tierstore_tools.faults.scripts import SCENES
+from tests.campaigns.campaign import damage_trials, disturbance_trials, stall_trials
+from tests.campaigns.damage import DAMAGES
+from tests.campaigns.disturbance import DISTURBANCES
+from tests.campaigns.prompts import inline_life, odd_life
+from tests.campaigns.scripts import SCENES
 
 EXTENTS = SCENES[0].lives[0]
 

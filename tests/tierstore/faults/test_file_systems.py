@@ -9,11 +9,11 @@ import subprocess
 
 import pytest
 
+from tests.campaigns.prompts import Life, inline_life, load, save, small_pages
+from tests.campaigns.verdict import judge
 from tierstore.errors import StoreUnavailableError
 from tierstore.testing.faulty_io import Fail, Fault, FaultyIO
 from tierstore.units import KIB, MIB
-from tierstore_tools.faults.prompts import Life, inline_life, load, save, small_pages
-from tierstore_tools.faults.verdict import judge
 
 EXTENTS = Life(small_pages(), disk_bytes=1 * MIB)
 PROMPTS = range(0, 32, 2)  # 64 pages: they fit under the cap

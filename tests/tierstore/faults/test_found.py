@@ -6,9 +6,9 @@ import errno
 
 import pytest
 
+from tests.campaigns.prompts import Life, load, prompt_tokens, save, small_pages
 from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, Stall
 from tierstore.units import MIB
-from tierstore_tools.faults.prompts import Life, load, prompt_tokens, save, small_pages
 
 LIFE = Life(small_pages(), disk_bytes=1 * MIB, mover_threads=4)
 TOKENS = 64

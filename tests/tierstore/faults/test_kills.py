@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore_tools.faults.kills import Killer
-from tierstore_tools.faults.mortal import LIVES
-from tierstore_tools.faults.verdict import Verdict
+from tests.campaigns.kills import Killer
+from tests.campaigns.mortal import LIVES
+from tests.campaigns.verdict import Verdict
 
 KILLS = 40
 MANY_KILLS = 100

@@ -7,10 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tierstore.errors import UsageError
-from tierstore.testing.faulty_io import Fail, Fault, FaultyIO
-from tierstore.units import KIB, MIB
-from tierstore_tools.faults.prompts import (
+from tests.campaigns.prompts import (
     Life,
     inline_life,
     load,
@@ -19,8 +16,11 @@ from tierstore_tools.faults.prompts import (
     save,
     small_pages,
 )
-from tierstore_tools.faults.recording import allocated_bytes
-from tierstore_tools.faults.verdict import judge
+from tests.campaigns.recording import allocated_bytes
+from tests.campaigns.verdict import judge
+from tierstore.errors import UsageError
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO
+from tierstore.units import KIB, MIB
 
 LIFE = Life(small_pages(), disk_bytes=1 * MIB)
 TOKENS = 64

@@ -24,9 +24,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from tierstore.store import Store
-from tierstore.units import KIB
-from tierstore_tools.faults.prompts import (
+from tests.campaigns.prompts import (
     Life,
     inline_life,
     odd_life,
@@ -35,6 +33,8 @@ from tierstore_tools.faults.prompts import (
     save,
     small_pages,
 )
+from tierstore.store import Store
+from tierstore.units import KIB
 
 LIVES: Mapping[str, Life] = {
     "extents": Life(small_pages(), disk_bytes=640 * KIB),  # 41 pages

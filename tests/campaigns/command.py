@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.campaigns import runs as campaign
 from tierstore.errors import TierStoreError
 from tierstore_tools import machine, report
-from tierstore_tools.faults import runs as campaign
 
 _SHOWN_FAILURES = 10
 

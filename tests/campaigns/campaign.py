@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.testing.faulty_io import Effect
-from tierstore.tiers.disk import FileIO
-from tierstore.units import MIB
-from tierstore_tools.faults.damage import DAMAGES, Damage, damages
-from tierstore_tools.faults.disk import CRASHES, Crash, Disk, crashes, write_image
-from tierstore_tools.faults.disturbance import (
+from tests.campaigns.damage import DAMAGES, Damage, damages
+from tests.campaigns.disk import CRASHES, Crash, Disk, crashes, write_image
+from tests.campaigns.disturbance import (
     DISTURBANCES,
     Moment,
     disturb,
@@ -26,10 +23,13 @@ from tierstore_tools.faults.disturbance import (
     short_scene,
     stall,
 )
-from tierstore_tools.faults.prompts import Life, Save, inline_life, odd_life
-from tierstore_tools.faults.recording import Recording, record
-from tierstore_tools.faults.scripts import HARDLY_SMALLER_INDEX, SCENES, SMALLER_INDEX, Scene
-from tierstore_tools.faults.verdict import Verdict, judge
+from tests.campaigns.prompts import Life, Save, inline_life, odd_life
+from tests.campaigns.recording import Recording, record
+from tests.campaigns.scripts import HARDLY_SMALLER_INDEX, SCENES, SMALLER_INDEX, Scene
+from tests.campaigns.verdict import Verdict, judge
+from tierstore.testing.faulty_io import Effect
+from tierstore.tiers.disk import FileIO
+from tierstore.units import MIB
 
 STALL = "stalled disk"
 FAULTS = (*CRASHES, *DAMAGES, *DISTURBANCES, STALL)
@@ -60,7 +60,7 @@ def crash_trials(
     scene: Scene, directory: Path, *, seed: int = 0, over: Callable[[FileIO], FileIO] = lambda io: io
 ) -> list[Trial]:
     """A trial for every crash that ``scene`` can have. Plays it once, under ``directory``; for ``over`` see
-    :func:`~tierstore_tools.faults.recording.record`."""
+    :func:`~tests.campaigns.recording.record`."""
     recording = _recorded(scene, directory, over)
 
     def trial(crash: Crash, number: int) -> Trial:

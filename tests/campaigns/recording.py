@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import lmdb
 
+from tests.campaigns.prompts import WAIT_S, Evict, Held, Life, Player, Reopen, Step, book_of
 from tierstore.tiers.disk import FileIO
-from tierstore_tools.faults.prompts import WAIT_S, Evict, Held, Life, Player, Reopen, Step, book_of
 
 # -- journal -------------------------------------------------------------------------------------------
 #

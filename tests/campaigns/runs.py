@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tierstore_tools.faults.campaign import (
+from tests.campaigns.campaign import (
     FAULTS,
     Trial,
     crash_trials,
@@ -18,13 +18,13 @@ from tierstore_tools.faults.campaign import (
     run_trials,
     trials_of,
 )
-from tierstore_tools.faults.damage import DAMAGES
-from tierstore_tools.faults.disk import CRASHES
-from tierstore_tools.faults.kills import Killer
-from tierstore_tools.faults.mortal import LIVES
-from tierstore_tools.faults.prompts import odd_life
-from tierstore_tools.faults.scripts import random_scene
-from tierstore_tools.faults.verdict import Verdict
+from tests.campaigns.damage import DAMAGES
+from tests.campaigns.disk import CRASHES
+from tests.campaigns.kills import Killer
+from tests.campaigns.mortal import LIVES
+from tests.campaigns.prompts import odd_life
+from tests.campaigns.scripts import random_scene
+from tests.campaigns.verdict import Verdict
 from tierstore_tools.report import Phases
 
 KILLED = "kill -9"

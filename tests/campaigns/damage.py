@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from tests.campaigns.disk import LMDB_PAGE, SECTOR, Image
+from tests.campaigns.prompts import Held, Life, page_count, pages, prompt_tokens
+from tests.campaigns.recording import INDEX
 from tierstore.keys import encode_tokens
-from tierstore_tools.faults.disk import LMDB_PAGE, SECTOR, Image
-from tierstore_tools.faults.prompts import Held, Life, page_count, pages, prompt_tokens
-from tierstore_tools.faults.recording import INDEX
 
 DAMAGES = ("bit flip", "misdirected write", "forgotten write", "truncated file", "foreign content")
 

@@ -8,6 +8,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.campaigns.prompts import (
+    WAIT_S,
+    Evict,
+    Held,
+    Life,
+    Load,
+    Player,
+    Reopen,
+    Save,
+    load,
+    prompt_tokens,
+    save,
+)
+from tests.campaigns.scripts import Scene
+from tests.campaigns.verdict import Verdict, check, judge, lost_pages
 from tierstore.errors import TierStoreError
 from tierstore.stats import StoreStats
 from tierstore.testing.faulty_io import (
@@ -21,21 +36,6 @@ from tierstore.testing.faulty_io import (
     Short,
     Stall,
 )
-from tierstore_tools.faults.prompts import (
-    WAIT_S,
-    Evict,
-    Held,
-    Life,
-    Load,
-    Player,
-    Reopen,
-    Save,
-    load,
-    prompt_tokens,
-    save,
-)
-from tierstore_tools.faults.scripts import Scene
-from tierstore_tools.faults.verdict import Verdict, check, judge, lost_pages
 
 ERRORS: Mapping[str, int] = {
     "disk full": errno.ENOSPC,

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.campaigns.prompts import WAIT_S, Held, Life, load, page_count, prompt_tokens, save
+from tests.campaigns.recording import allocated_bytes
 from tierstore.errors import TierStoreError
 from tierstore.spec import KVSpec
 from tierstore.store import Store
-from tierstore_tools.faults.prompts import WAIT_S, Held, Life, load, page_count, prompt_tokens, save
-from tierstore_tools.faults.recording import allocated_bytes
 
 _NEW_PROMPT = 1 << 9  # not used by any script
 _NEW_PAGES = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import lmdb
 import pytest
 
-from tierstore_tools.faults.disk import SECTOR, Crash, Disk, changed_sectors, crashes, torn_commit, torn_write
-from tierstore_tools.faults.recording import (
+from tests.campaigns.disk import SECTOR, Crash, Disk, changed_sectors, crashes, torn_commit, torn_write
+from tests.campaigns.recording import (
     Committed,
     Created,
     DirectorySynced,

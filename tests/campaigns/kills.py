@@ -17,10 +17,10 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from tests.campaigns import mortal
+from tests.campaigns.prompts import Held
+from tests.campaigns.verdict import Verdict, judge
 from tierstore.errors import TierStoreError
-from tierstore_tools.faults import mortal
-from tierstore_tools.faults.prompts import Held
-from tierstore_tools.faults.verdict import Verdict, judge
 
 _YOUNG = 0.3  # of the lives end at any moment from their beginning on, in the opening of the store too
 _YOUNG_LIFE_S = 0.03

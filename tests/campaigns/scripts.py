@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tierstore.units import KIB, MIB
-from tierstore_tools.faults.prompts import (
+from tests.campaigns.prompts import (
     Evict,
     Life,
     Load,
@@ -19,6 +18,7 @@ from tierstore_tools.faults.prompts import (
     odd_life,
     small_pages,
 )
+from tierstore.units import KIB, MIB
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from tierstore_tools.faults.recording import (
+from tests.campaigns.recording import (
     INDEX,
     Committed,
     Created,

@@ -1,7 +1,7 @@
-"""``tierstore-bench faults``: hurts stores in every way it knows, and counts wrong pages, lost pages,
-and bytes over the cap.
+"""Campaigns that prove the store's durability: they damage stores in every way that is implemented here, and
+count wrong pages, lost pages, and bytes over the cap. ``tierstore-bench faults`` runs them from a checkout.
 
-Three ways to hurt a store, all under the code that users run::
+Three ways to damage a store, all below the code that users run::
 
     record a script ──▶ journal ──▶ every crash ──▶ files after it ─┐
     record a script ──▶ files at rest ──▶ damaged files ────────────┼─▶ open, ask for everything,
