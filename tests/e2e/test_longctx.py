@@ -15,7 +15,7 @@ from tierstore_engine.build import open_model
 from tierstore_engine.outputs import RequestMetrics
 from tierstore_tools.cli import main
 from tierstore_tools.longctx import cases, command
-from tierstore_tools.longctx.session import Answer, logit_bound, logit_difference, same_bits
+from tierstore_tools.longctx.session import LongContextAnswer, logit_bound, logit_difference, same_bits
 from tierstore_tools.longctx.settings import LongContext
 
 CASES = ["store_off", "cold", "hbm", "host", "disk", "tail"]
@@ -128,7 +128,7 @@ def test_one_flipped_bit_in_a_page_is_found(monkeypatch, tmp_path, dtype):
 
 
 def answer(tokens, logits):
-    return Answer(tuple(tokens), np.array(logits, np.float32), 1.0, 1.0, RequestMetrics())
+    return LongContextAnswer(tuple(tokens), np.array(logits, np.float32), 1.0, 1.0, RequestMetrics())
 
 
 def test_logits_are_compared_up_to_the_first_token_that_differs():

@@ -15,7 +15,7 @@ from tierstore_engine.build import LoadedModel, build_engine, load_model
 from tierstore_engine.server.chat import PLAIN, ChatTemplate
 from tierstore_proxy.app import Proxy
 from tierstore_proxy.settings import ProxySettings
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 from .scripted import Script, Scripted
 
@@ -59,9 +59,9 @@ def closing() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def daemon(closing: ExitStack) -> Callable[[], DaemonProcess]:
+def daemon(closing: ExitStack) -> Callable[[], ServeProcess]:
     """Starts daemons."""
-    return lambda: closing.enter_context(DaemonProcess(disk=False))
+    return lambda: closing.enter_context(ServeProcess(disk=False))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.server.live import Live
 from tierstore.testing.clock import wait_until
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 from .conftest import LiveProxy
 
@@ -19,7 +19,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "What is a page? " * 40}]
 HELD = {"held or short": 1}
 HANDED = {"handed over": 1}
 
-Daemon = Callable[[], DaemonProcess]
+Daemon = Callable[[], ServeProcess]
 Engine = Callable[..., Live]
 Proxy = Callable[..., LiveProxy]
 

@@ -19,7 +19,7 @@ import pytest
 from tests.engine.server.live import WAIT_S
 from tests.engine.server.processes import Process, ServerProcess
 from tierstore.testing.clock import wait_until
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 TOKENS = 400
 LONG = 3000  # tokens that take long enough to be killed in the midst of
@@ -69,7 +69,7 @@ def complete(server: ServerProcess, seed: int, tokens: int = TOKENS) -> str:
 def test_everything_is_killed_once(
     engine: Callable[..., Process],
     proxy: Callable[..., ProxyProcess],
-    daemon: Callable[[], DaemonProcess],
+    daemon: Callable[[], ServeProcess],
 ) -> None:
     """The proxy, then the prefill engine in the midst of a prompt, then the daemon: answers stay the same."""
     store = daemon()

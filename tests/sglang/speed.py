@@ -1,7 +1,6 @@
-"""What the storage's calls take: 512 pages of 1 MiB, in batches of 128 as SGLang's, beside what
-``tierstore-bench tiers --store`` reaches with the same daemon in the same minute; queries about the 1,563
-pages of 100,000 tokens; and calls while the daemon is stopped, its memory is full of what others hold, and it
-is gone. Prints a line of JSON.
+"""Measure the storage's calls: 512 pages of 1 MiB, in batches of 128 as SGLang's, beside a plain client of
+the same daemon in the same minute; queries about the 1,563 pages of 100,000 tokens; and calls while the
+daemon is stopped, its memory is full of pages that others hold, and it is gone. Prints a line of JSON.
 
     PYTHONPATH=tests/sglang/cpu python -m tests.sglang.speed FOLDER
 """
@@ -13,20 +12,19 @@ import json
 import pathlib
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import tierstore
 from tests.sglang.caches import CacheConfig, Caches, Watched
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore import KVSpec, Prompt
+from tierstore.testing.processes import DaemonProcess
 from tierstore.units import GIB, MIB
 from tierstore_connectors.sglang.identity import pages_named
-from tierstore_tools.connected_bytes import fill
 
 PAGES, BATCH, ROUNDS = 512, 128, 5
 ASKED = 1563
@@ -140,13 +138,38 @@ def full(url: str) -> Iterator[None]:
             hit.release()
 
 
-def beside(url: str, folder: pathlib.Path) -> dict[str, float]:
-    """What ``tierstore-bench tiers --store`` says of 1 MiB pages: GB/s of one client."""
-    out = folder / "tiers.json"
-    command = [sys.executable, "-m", "tierstore_tools.cli", "tiers", "--store", url, "--page-bytes", "1MiB"]
-    subprocess.run([*command, "--rounds", str(ROUNDS), "--json", str(out)], check=True)
-    rows = [row for row in json.loads(out.read_text())["rows"] if row["tier"] == "daemon"]
-    return {row["op"]: row["gb_per_s"] for row in rows}
+def fill(url: str, nbytes: int) -> None:
+    """Save ``nbytes`` that no later call asks for: the daemon's memory is then touched everywhere."""
+    with tierstore.connect(url, KVSpec.opaque(MIB, chunk_tokens=64)) as store:
+        assert store.wait_connected(60)
+        for number in range(nbytes // MIB // BATCH):
+            store.save([number + 1_000_000] * (64 * BATCH), [bytes(MIB)] * BATCH).wait()
+
+
+def _save(store: tierstore.Store, prompt: list[int], pages: list[bytes]) -> None:
+    store.save(prompt, pages).wait()
+
+
+def _load(store: tierstore.Store, prompt: list[int], pages: list[bytearray]) -> None:
+    with store.lookup(prompt) as hit:
+        store.load(hit, pages).wait()
+
+
+def beside(url: str) -> dict[str, float]:
+    """GB/s of a plain client that saves and loads pages of 1 MiB."""
+    source = [bytes([page % 256]) * MIB for page in range(PAGES)]
+    target = [bytearray(MIB) for _ in range(PAGES)]
+    puts, gets = [], []
+    with tierstore.connect(url, KVSpec.opaque(MIB, chunk_tokens=64)) as store:
+        assert store.wait_connected(60)
+        for number in range(ROUNDS):
+            prompt = [number + 2_000_000] * (64 * PAGES)
+            puts.append(timed(partial(_save, store, prompt, source)))
+            gets.append(timed(partial(_load, store, prompt, target)))
+            assert target == source
+    return {
+        name: PAGES * MIB / statistics.median(times) / 1e9 for name, times in (("put", puts), ("get", gets))
+    }
 
 
 def main(folder: pathlib.Path) -> None:
@@ -160,13 +183,11 @@ def main(folder: pathlib.Path) -> None:
         cache, *_ = case._l3_consumer(str(folder / "s"))
         storage = Watched.made[-1]
         pool = cache.cache_controller.mem_pool_host.anchor_entry.host_pool
-        fill(
-            daemon.url, MIB, 2 * GIB
-        )  # as the tiers' benchmark does: memory is touched for the first time once
+        fill(daemon.url, 2 * GIB)
         told: dict[str, Any] = {"moved": moved(storage, pool), **asked(daemon.url)}
-        told["tiers"] = beside(daemon.url, folder)
-        told["set_of_tiers"] = told["moved"]["set_gb_per_s"] / told["tiers"]["put"]
-        told["get_of_tiers"] = told["moved"]["get_gb_per_s"] / told["tiers"]["get"]
+        told["client"] = beside(daemon.url)
+        told["set_of_client"] = told["moved"]["set_gb_per_s"] / told["client"]["put"]
+        told["get_of_client"] = told["moved"]["get_gb_per_s"] / told["client"]["get"]
         with full(daemon.url):
             told["full"] = calls(storage, pool)
         daemon.signal(signal.SIGSTOP)

@@ -11,7 +11,7 @@ import pytest
 
 from tierstore_tools.peers import client, daemons, measure
 from tierstore_tools.peers.client import Shape
-from tierstore_tools.peers.daemons import Peer
+from tierstore_tools.peers.daemons import CachePeer
 from tierstore_tools.peers.measure import Ratio
 
 
@@ -68,10 +68,10 @@ def test_a_peer_that_does_not_start_says_why(tmp_path, monkeypatch):
     for name in ("mooncake_master", "python"):
         (broken / name).write_text("#!/bin/sh\necho no library for this >&2\nexit 1\n")
         (broken / name).chmod(0o755)
-    assert "no library for this" in measure.try_out(Peer("mooncake", broken / "python"), tmp_path)
+    assert "no library for this" in measure.try_out(CachePeer("mooncake", broken / "python"), tmp_path)
 
 
-class _Kept(client.Client):
+class _Kept(client.PeerClient):
     """A peer that is a dictionary."""
 
     kept: dict[int, bytes]
@@ -113,4 +113,4 @@ def test_a_ratio_is_a_median_and_its_range():
 
 
 def test_our_version_is_that_of_the_package():
-    assert daemons.version(Peer("tierstore", sys.executable)) == "0.1.0"
+    assert daemons.version(CachePeer("tierstore", sys.executable)) == "0.1.0"

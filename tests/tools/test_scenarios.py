@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_tools.cli import main
 from tierstore_tools.scenarios import load
-from tierstore_tools.scenarios.endpoint import Ask, NonsenseError, Reply, connected
+from tierstore_tools.scenarios.endpoint import NonsenseError, Reply, ScenarioRequest, connected
 from tierstore_tools.scenarios.runs import Agreement, Slo
-from tierstore_tools.scenarios.targets import KNOWN, Room, Workshop, reserved_tokens
+from tierstore_tools.scenarios.targets import KNOWN, ServerRoom, Workshop, reserved_tokens
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake" / "conversation_2000.jsonl.gz"
 
@@ -147,7 +147,7 @@ def nonsense():
 
 async def complete(url):
     async with connected(url, request_s=20) as endpoint:
-        return await endpoint.ask(Ask((1, 2, 3), 4))
+        return await endpoint.ask(ScenarioRequest((1, 2, 3), 4))
 
 
 @pytest.mark.parametrize("models", ["<html>welcome</html>", "[]", "{}", '{"data": []}', '{"data": ["m"]}'])
@@ -250,7 +250,7 @@ def test_lengths_alone_are_no_trace_to_ask(tmp_path):
         load.from_trace(file, 1, 1.0, block_tokens=16, answer_tokens=8, max_tokens=200, seed=0)
 
 
-def reply(text="a", *, ttft=0.1, last=0.5, generated=5, error=None, ask=Ask((1,), 5)):
+def reply(text="a", *, ttft=0.1, last=0.5, generated=5, error=None, ask=ScenarioRequest((1,), 5)):
     return Reply(ask, 0.0, ttft, last, (), text, 1, generated, 0, {}, error)
 
 
@@ -264,8 +264,8 @@ def test_an_slo_is_of_the_first_token_and_the_mean_of_the_others():
 
 def test_agreement_is_with_the_first_answer():
     agreement = Agreement()
-    assert agreement.share([reply("a"), reply("b", ask=Ask((2,), 5))]) == 1
-    assert agreement.share([reply("a"), reply("c", ask=Ask((2,), 5))]) == 0.5
+    assert agreement.share([reply("a"), reply("b", ask=ScenarioRequest((2,), 5))]) == 1
+    assert agreement.share([reply("a"), reply("c", ask=ScenarioRequest((2,), 5))]) == 0.5
     assert agreement.share([reply("c", error="cut off")]) == 0
 
 
@@ -291,6 +291,6 @@ def test_every_known_target_is_had_or_says_why_not():
 
 
 def test_a_static_batch_has_as_many_rows_as_fit():
-    assert Room(16384, 4096, 1, 0, 0).rows == 4
+    assert ServerRoom(16384, 4096, 1, 0, 0).rows == 4
     with pytest.raises(TierStoreError):
-        Room(100, 200, 1, 0, 0)
+        ServerRoom(100, 200, 1, 0, 0)

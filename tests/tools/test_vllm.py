@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from tierstore.errors import UsageError
 from tierstore_tools.vllm import models
-from tierstore_tools.vllm.asks import Answer, greatest_difference, prompt
+from tierstore_tools.vllm.asks import VllmAnswer, greatest_difference, prompt
 from tierstore_tools.vllm.paired import ratio
 
-ANSWER = Answer([7, 3], [{7: -0.5, 1: -1.5, 2: -2.0}, {3: -0.25, 4: -2.5, 5: -3.0}], 0, 0.1, 0.2, "length")
+ANSWER = VllmAnswer(
+    [7, 3], [{7: -0.5, 1: -1.5, 2: -2.0}, {3: -0.25, 4: -2.5, 5: -3.0}], 0, 0.1, 0.2, "length"
+)
 
 
 def bench(*arguments):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm import models
 from tierstore_tools.vllm import engine
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 _HERE = Path(__file__).parent
 _TEST_S = 1200  # an engine starts in 10 s on an idle machine of two cores, and in a minute on a busy one
@@ -41,7 +41,7 @@ def make_daemon(tmp_path):
     daemons = []
 
     def make(**options):
-        daemons.append(DaemonProcess(tmp_path, **options))
+        daemons.append(ServeProcess(tmp_path, **options))
         return daemons[-1].start()
 
     yield make

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from tierstore_tools.vllm import engine as engines
-from tierstore_tools.vllm.asks import Answer, Answers, Ask, greatest_difference
+from tierstore_tools.vllm.asks import Answers, Ask, VllmAnswer, greatest_difference
 from tierstore_tools.vllm.engine import EngineDiedError, EngineRun, connector_options
 
 __all__ = [
-    "Answer",
     "Answers",
     "Ask",
     "Engine",
     "EngineDiedError",
     "EngineRun",
+    "VllmAnswer",
     "connector_options",
     "greatest_difference",
     "run_engine",
@@ -32,7 +32,7 @@ ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _BLOCK = 32  # the smallest vLLM has on a CPU
 
 
-class Engine(engines.Engine):
+class Engine(engines.VllmEngine):
     """See there. ``blocks`` is the number of KV blocks of ``block_size`` tokens that vLLM has."""
 
     def __init__(

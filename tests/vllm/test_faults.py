@@ -16,7 +16,7 @@ from tests.vllm.engines import Ask, Engine, connector_options
 from tests.vllm.harness import asks, same, wait_hit, wait_stored
 from tests.vllm.models import prompt
 from tierstore.testing.clock import wait_until
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 pytestmark = pytest.mark.timeout(900)
 _ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def all_same(engine, reference):
 
 
 def test_a_daemon_that_is_absent_comes_dies_and_comes_back(model, reference, tmp_path):
-    daemon = DaemonProcess(tmp_path)
+    daemon = ServeProcess(tmp_path)
     with (
         contextlib.closing(daemon),
         Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine,

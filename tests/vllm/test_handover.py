@@ -11,7 +11,7 @@ from tests.vllm import models
 from tests.vllm.engines import Ask, Engine
 from tests.vllm.harness import patient, same, wait_stored
 from tests.vllm.models import prompt
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 pytestmark = pytest.mark.timeout(1200)
 CHUNK = 64
@@ -33,7 +33,7 @@ def ours(answer):
 @pytest.fixture(scope="module")
 def pair(model, tmp_path_factory):
     """A daemon, an engine that computes prompts and one that goes on with them."""
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), disk=False) as daemon:
+    with ServeProcess(tmp_path_factory.mktemp("daemon"), disk=False) as daemon:
         options = {"connector": patient(daemon.url)}
         with (
             Engine(model(models.LLAMA), **options) as prefill,

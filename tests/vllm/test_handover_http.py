@@ -24,8 +24,8 @@ from tests.vllm import models
 from tests.vllm.engines import ONE_THREAD, Ask, Engine
 from tests.vllm.harness import patient
 from tests.vllm.models import prompt
-from tierstore_tools.scenarios.targets import free_port
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore.testing.processes import free_port
+from tierstore_tools.vllm.daemon import ServeProcess
 from tierstore_tools.vllm.engine import ENVIRONMENT
 
 pytestmark = pytest.mark.timeout(1800)
@@ -145,6 +145,6 @@ def behind_the_proxy(stack, model, logs, reference, daemons, connectors):
 
 def test_vllm_behind_the_proxy(model, reference, tmp_path):
     with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess(tmp_path, disk=False))
+        daemon = stack.enter_context(ServeProcess(tmp_path, disk=False))
         both = 2 * [patient(daemon.url)]
         behind_the_proxy(stack, model(models.LLAMA), tmp_path, reference, [daemon], both)

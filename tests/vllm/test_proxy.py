@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from tests.vllm.harness import EXACT, patient
-from tierstore_tools.processes import free_port, listens
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore.testing.processes import free_port
+from tierstore_tools.processes import listens
+from tierstore_tools.vllm.daemon import ServeProcess
 from tierstore_tools.vllm.engine import ENVIRONMENT
 
 WAIT_S = 300.0
@@ -64,7 +65,7 @@ def servers(model, tmp_path_factory):
     """``start(name)``: a proxy, or a vLLM server over the daemon; ``start("a", "b")`` both at a time."""
     folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess(folder, disk=False))
+        daemon = stack.enter_context(ServeProcess(folder, disk=False))
 
         def vllm(name):
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1"]

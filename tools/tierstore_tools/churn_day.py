@@ -19,7 +19,7 @@ from tierstore.keys import PageKey
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.host import HostTier
 from tierstore.units import KIB, MIB, format_size
-from tierstore_tools.traffic import CHUNK_TOKENS, Request, Traffic
+from tierstore_tools.traffic import CHUNK_TOKENS, ChurnRequest, ChurnTraffic
 
 PAGE_SIZES = (16 * KIB, 64 * KIB, 160 * KIB, 512 * KIB, 1792 * KIB, 4392 * KIB)
 _TENTHS = 10
@@ -72,7 +72,7 @@ class Day:
         times: float,
         page_sizes: Sequence[int] = PAGE_SIZES,
         seed: int = 0,
-        seen: Callable[[Request], None] = lambda request: None,
+        seen: Callable[[ChurnRequest], None] = lambda request: None,
     ) -> None:
         """``times`` the capacity is written, after the store was filled. ``seen`` is told every request.
         Raises :class:`UsageError` for a capacity that cannot hold a page of each size."""
@@ -84,7 +84,7 @@ class Day:
         self._capacity_bytes = capacity_bytes
         self._total_bytes = int(capacity_bytes * times)
         self._batch_bytes = min(capacity_bytes // _BATCH_FRACTION, _MOST_BATCH)
-        self._traffic = Traffic(
+        self._traffic = ChurnTraffic(
             page_sizes,
             seed=seed,
             recent_bytes=capacity_bytes // 4,
@@ -178,7 +178,7 @@ class Day:
         tenth.cpu_s += time.process_time() - cpu
         tenth.moved_bytes += write_behind.move_stats().moved_bytes - before.moved_bytes
 
-    def _reserve(self, request: Request, tenth: Tenth) -> tuple[int, Reservation]:
+    def _reserve(self, request: ChurnRequest, tenth: Tenth) -> tuple[int, Reservation]:
         """Room for the pages of a prompt that are new, which keep what is in the arena there."""
         prompt, backend = request.prompt, self._backend
         data = prompt.token_bytes

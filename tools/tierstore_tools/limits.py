@@ -42,7 +42,7 @@ class DiskLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """``memcpy_gb_per_s`` and the disk's figures."""
 
     memcpy_gb_per_s: float
@@ -57,9 +57,9 @@ class Limits:
         }
 
 
-def measure(directory: Path, *, nbytes: int = 256 << 20, passes: int = 3) -> Limits:
+def measure(directory: Path, *, nbytes: int = 256 << 20, passes: int = 3) -> MachineLimits:
     """All limits; the disk's with a temporary file of ``nbytes`` in ``directory``."""
-    return Limits(memcpy(nbytes, passes=passes), disk(directory, nbytes=nbytes, passes=passes))
+    return MachineLimits(memcpy(nbytes, passes=passes), disk(directory, nbytes=nbytes, passes=passes))
 
 
 def memcpy(nbytes: int = 256 << 20, *, piece: int = 1 << 20, passes: int = 3) -> float:

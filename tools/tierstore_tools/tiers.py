@@ -1,6 +1,6 @@
-"""``tierstore-bench tiers``: what each tier takes and gives, by page size, beside the machine's limit.
+"""``tierstore-bench tiers``: the speed of each tier by page size, beside the machine's limit.
 
-A *put* brings pages into a tier, a *get* takes them out:
+A *put* moves pages into a tier, a *get* moves them out:
 
 =====  ==========================================  ==========================================
 tier   put                                         get
@@ -10,15 +10,14 @@ host   caller's buffers → host slots (a save)      host slots → caller's buf
 disk   host slots → durable on disk                disk, page cache dropped → host slots
 =====  ==========================================  ==========================================
 
-A put into the disk tier begins when all pages are in the host tier: nothing is written before, though the
-first of them have been given their places by then. A *save* is both hops, as an engine sees them that waits
-for the disk: caller's buffers → durable on disk, the copies into the host tier beside the writes. A *scatter*
-takes pages out of the disk that do not lie side by side there: eight prompts are saved page by page in turn,
-and loaded one after the other.
+A put into the disk tier begins when all pages are in the host tier. Nothing is written before, but the first
+pages have their places on disk by then. A *save* is both hops as an engine sees them that waits for the disk:
+caller's buffers → durable on disk. A *scatter* reads pages that are not adjacent on disk: eight prompts are
+saved page by page in turn, and loaded one after the other.
 
-Everything goes through the store's own verbs, with index, leases, checksums and commits. Which raw way is the
-best to write to this disk and to read from it is found out first; then, in every round, the limit is measured
-right before and right after what is held against it. A fraction is the median of the rounds' fractions.
+All work goes through the store's public methods, with index, leases, checksums and commits. The benchmark
+first finds the fastest raw way to write to this disk and to read from it. In every round it then measures the
+limit directly before and after each operation. A fraction is the median of the rounds' fractions.
 """
 
 from __future__ import annotations
@@ -44,10 +43,11 @@ from tierstore.testing.faulty_io import Fault, FaultyIO, Stall
 from tierstore.testing.opening import open_store
 from tierstore.tiers.disk import FileIO
 from tierstore.tiers.hbm import PagePool
-from tierstore_tools import limits
+from tierstore.units import format_size
+from tierstore_tools import limits, machine, report
 from tierstore_tools.limits import RawDisk
 
-LAYER_BYTES = 16 << 10  # of the spec below: K and V, one head, 64 tokens × 64 values, float16
+LAYER_BYTES = 16 << 10  # a layer of the spec below: K and V, one head, 64 tokens × 64 values, float16
 _ROUNDS = 5
 _WAIT_S = 300.0
 _SCATTERED_PROMPTS = 8
@@ -56,7 +56,7 @@ _SURVEY_PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """One line of the result; ``limit`` names what ``limit_fraction`` refers to."""
+    """One line of the result. ``limit`` names the limit that ``limit_fraction`` refers to."""
 
     tier: str
     op: str
@@ -65,13 +65,13 @@ class TierRow:
     us_per_page: float
     limit_fraction: float
     limit: str
-    core_s_per_gb: float  # of all threads of this process
+    core_s_per_gb: float  # all threads of this process
 
 
 @dataclass(frozen=True, slots=True)
 class TiersResult:
-    """``limits`` are medians of what was measured beside the rows, and (``disk_read_direct_gb_per_s`` …) what
-    the ways to use the disk came to before."""
+    """All rows. ``limits`` are the medians of the limits beside the rows, and the speed of each raw way to
+    use the disk (``disk_read_direct_gb_per_s`` …)."""
 
     limits: dict[str, float]
     rows: tuple[TierRow, ...]
@@ -83,6 +83,40 @@ class TiersResult:
 Progress = Callable[[str], None]
 
 
+def command(
+    directory: Path, page_sizes: Sequence[int], *, total_bytes: int, rounds: int, json: str | None
+) -> None:
+    """Measure with a store under ``directory``, print the table, write JSON."""
+    report.require_targets(json)
+    with report.phases() as shown, shown.phase("tiers", measurable=False) as phase:
+        result = run(
+            directory,
+            page_sizes,
+            total_bytes=total_bytes,
+            rounds=rounds,
+            progress=lambda text: phase.update(text=text),
+        )
+    report.table(
+        "tiers: GB/s beside the same machine's limit",
+        ("tier", "op", "page", "GB/s", "µs/page", "of limit", "limit", "core-s/GB"),
+        [
+            (
+                row.tier,
+                row.op,
+                format_size(row.page_bytes),
+                report.rate(row.gb_per_s),
+                f"{row.us_per_page:.0f}",
+                report.percent(row.limit_fraction),
+                row.limit.removesuffix("_gb_per_s"),
+                f"{row.core_s_per_gb:.2f}",
+            )
+            for row in result.rows
+        ],
+        to_stderr=json == "-",
+    )
+    report.write_json({"machine": machine.describe(), **result.to_json()}, json)
+
+
 def run(
     directory: Path,
     page_sizes: Sequence[int],
@@ -91,21 +125,21 @@ def run(
     rounds: int = _ROUNDS,
     progress: Progress = lambda _: None,
 ) -> TiersResult:
-    """Measure all tiers with pages of each of ``page_sizes`` (multiples of 16 KiB), ``total_bytes`` at a
-    time, the disk under ``directory``."""
+    """Measure all tiers with each of ``page_sizes`` (multiples of 16 KiB). A measurement moves
+    ``total_bytes``. The store is made under ``directory``. Raises :class:`UsageError` for another size."""
     for page_bytes in page_sizes:
         if page_bytes % LAYER_BYTES or not 0 < page_bytes <= total_bytes:
             raise UsageError(
-                f"a page size must be a multiple of 16KiB and at most {total_bytes}: {page_bytes} is not"
+                f"a page size must be a multiple of 16KiB and at most {total_bytes}, got {page_bytes}"
             )
     beside: dict[str, list[float]] = {}
     rows: list[TierRow] = []
     with RawDisk(directory, total_bytes) as raw:
-        progress("the ways to use this disk")
+        progress("raw ways to use this disk")
         survey = raw.survey(_SURVEY_PASSES)
         for page_bytes in page_sizes:
             bench = _PageSize(directory, raw, page_bytes, total_bytes)
-            samples: dict[_Op, list[Sample]] = {}
+            samples: dict[_Op, list[RateSample]] = {}
             for round_ in range(rounds):
                 progress(f"{page_bytes >> 10} KiB pages, round {round_ + 1} of {rounds}")
                 for op, sample in bench.round().items():
@@ -122,14 +156,14 @@ _Op = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast bytes moved, and what a GB of them cost in core-seconds."""
+    """The speed of an operation, and its core-seconds per GB."""
 
     gb_per_s: float
     core_s_per_gb: float
 
     @classmethod
     def of(cls, work: Callable[[], object], nbytes: int) -> Rate:
-        """That of ``work``, which moves ``nbytes``."""
+        """Run ``work``, which moves ``nbytes``, and return its rate."""
         gb = nbytes / 1e9
         start, start_cpu = time.perf_counter(), time.process_time()
         work()
@@ -149,15 +183,15 @@ _LIMIT_OF = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A rate, and the limit of those seconds in GB/s."""
+class RateSample:
+    """A rate, and the limit in GB/s around the same moment."""
 
     rate: Rate
     limit: float
 
     @classmethod
-    def of(cls, work: Callable[[], object], nbytes: int, limit: Callable[[], float]) -> Sample:
-        """Those of ``work``, which moves ``nbytes``."""
+    def of(cls, work: Callable[[], object], nbytes: int, limit: Callable[[], float]) -> RateSample:
+        """Run ``work``, which moves ``nbytes``, with a measurement of the limit before and after."""
         before = limit()
         rate = Rate.of(work, nbytes)
         return cls(rate, statistics.mean((before, limit())))
@@ -167,8 +201,8 @@ class Sample:
         return self.rate.gb_per_s / self.limit
 
 
-def row_of(op: _Op, page_bytes: int, samples: Sequence[Sample], limit: str) -> TierRow:
-    """The medians."""
+def row_of(op: _Op, page_bytes: int, samples: Sequence[RateSample], limit: str) -> TierRow:
+    """Return the row with the medians of ``samples``."""
     rate = statistics.median(sample.rate.gb_per_s for sample in samples)
     cores = statistics.median(sample.rate.core_s_per_gb for sample in samples)
     fraction = statistics.median(sample.fraction for sample in samples)
@@ -201,8 +235,8 @@ class _PageSize:
         page = self._spec.page_bytes
         return [memory.view(i * page, page) for i in range(self._count)]
 
-    def round(self) -> dict[_Op, Sample]:
-        """All tiers once, each beside its limit."""
+    def round(self) -> dict[_Op, RateSample]:
+        """Measure all tiers once, each beside its limit."""
         return {
             **self._host(),
             **self._hbm(),
@@ -211,14 +245,14 @@ class _PageSize:
             **self._scattered(),
         }
 
-    def _host(self) -> dict[_Op, Sample]:
+    def _host(self) -> dict[_Op, RateSample]:
         with self._open(None) as store:
             put = self._copies(lambda: store.save(self._tokens, self._source).wait(_WAIT_S))
             get = self._copies(lambda: store.load(store.lookup(self._tokens), self._target).wait(_WAIT_S))
             self._verify()
         return {("host", "put"): put, ("host", "get"): get}
 
-    def _hbm(self) -> dict[_Op, Sample]:
+    def _hbm(self) -> dict[_Op, RateSample]:
         pool = PagePool(self._spec, self._count)
         with self._open(None, pool) as store:
             store.save(self._tokens, self._source).wait(_WAIT_S)
@@ -228,7 +262,7 @@ class _PageSize:
             get = self._copies(lambda: store.save_hbm(prompt, range(self._count)).wait(_WAIT_S))
         return {("hbm", "put"): put, ("hbm", "get"): get}
 
-    def _from_host(self) -> dict[_Op, Sample]:
+    def _from_host(self) -> dict[_Op, RateSample]:
         io, held = FaultyIO(), Stall()
         with self._open_on_disk(io) as (_, store):
             io.set(Fault(lambda call: call.kind in ("allocate", "pwritev"), held))
@@ -239,28 +273,28 @@ class _PageSize:
                 store.flush(_WAIT_S)
 
             try:
-                put = Sample.of(write, self._nbytes, self._raw.write)
+                put = RateSample.of(write, self._nbytes, self._raw.write)
             finally:
-                held.release()  # also where the limit could not be measured: closing waits for these writes
+                held.release()  # closing the store waits for these writes, also after an error
             assert store.stats().tiers["disk"].pages == self._count, "not all pages were written"
         return {("disk", "put"): put}
 
-    def _whole_prompt(self) -> dict[_Op, Sample]:
+    def _whole_prompt(self) -> dict[_Op, RateSample]:
         with self._open_on_disk() as (path, store):
 
             def save_durably() -> None:
                 store.save(self._tokens, self._source).wait(_WAIT_S)
                 store.flush(_WAIT_S)
 
-            save = Sample.of(save_durably, self._nbytes, self._raw.write)
+            save = RateSample.of(save_durably, self._nbytes, self._raw.write)
             _make_cold(store, path)
             hit = store.lookup(self._tokens)
-            get = Sample.of(lambda: hit.prefetch().wait(_WAIT_S), self._nbytes, self._raw.read)
+            get = RateSample.of(lambda: hit.prefetch().wait(_WAIT_S), self._nbytes, self._raw.read)
             store.load(hit, self._target).wait(_WAIT_S)
             self._verify()
         return {("disk", "save"): save, ("disk", "get"): get}
 
-    def _scattered(self) -> dict[_Op, Sample]:
+    def _scattered(self) -> dict[_Op, RateSample]:
         pages = self._count // _SCATTERED_PROMPTS
         if not pages:
             return {}
@@ -273,7 +307,9 @@ class _PageSize:
             _make_cold(store, path)
             hits = [store.lookup(each) for each in tokens]
             nbytes = pages * _SCATTERED_PROMPTS * self._spec.page_bytes
-            sample = Sample.of(lambda: [hit.prefetch().wait(_WAIT_S) for hit in hits], nbytes, self._raw.read)
+            sample = RateSample.of(
+                lambda: [hit.prefetch().wait(_WAIT_S) for hit in hits], nbytes, self._raw.read
+            )
             for i, hit in enumerate(hits):
                 store.load(hit, self._target[i : pages * _SCATTERED_PROMPTS : _SCATTERED_PROMPTS]).wait(
                     _WAIT_S
@@ -286,8 +322,8 @@ class _PageSize:
         path = Path(tempfile.mkdtemp(prefix="tierstore-tiers-", dir=self._directory))
         try:
             with self._open(path, io=io) as store:
-                gc.collect()  # the last round's arena is given back now, not under the clock …
-                os.sync()  # … and what was deleted before is discarded by the device now, not under the clock
+                gc.collect()  # free the last round's arena now, outside of the measured time
+                os.sync()  # and let the device discard deleted blocks now
                 yield path, store
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -297,27 +333,27 @@ class _PageSize:
         self, path: Path | None, pool: PagePool | None = None, io: FileIO | None = None
     ) -> Iterator[Store]:
         room = 2 * self._nbytes + (16 << 20)  # half of the host tier may wait to be written
-        # What is held back must not look like a disk that does not answer.
+        # stall_s: the writes that _from_host holds back are no sign of a broken disk.
         with open_store(
             path, self._spec, pools=pool, host_bytes=room, disk_bytes=room, stall_s=_WAIT_S, io=io
         ) as store:
             store.wait_ready()
             yield store
 
-    def _copies(self, work: Callable[[], object]) -> Sample:
-        """All pages are copied in memory."""
-        return Sample.of(work, self._nbytes, self._memcpy.gb_per_s)
+    def _copies(self, work: Callable[[], object]) -> RateSample:
+        """Measure ``work``, which copies all pages in memory."""
+        return RateSample.of(work, self._nbytes, self._memcpy.gb_per_s)
 
     def _verify(self, count: int | None = None) -> None:
-        """A figure for wrong bytes would be worth nothing."""
+        """Compare the loaded pages with the saved ones, and spoil them for the next comparison."""
         for source, target in zip(self._source[:count], self._target[:count], strict=True):
             if source != target:
-                raise AssertionError("pages came back with other bytes than were put")
+                raise AssertionError("a loaded page differs from the saved one")
             target[:64] = os.urandom(64)
 
 
 def _make_cold(store: Store, path: Path) -> None:
-    """Nothing of what is on disk is in memory any more."""
+    """Evict the host tier and drop the page cache of the store's files."""
     store.evict("host")
     os.sync()
     limits.drop_page_cache(path)

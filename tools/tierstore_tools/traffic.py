@@ -24,7 +24,7 @@ _MOST_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChurnRequest:
     """A prompt that an engine has to compute or load."""
 
     page_bytes: int
@@ -35,7 +35,7 @@ class Request:
         return len(self.prompt.keys) * self.page_bytes
 
 
-class Traffic:
+class ChurnTraffic:
     """Prompts of one model per page size. ``reuse`` is the share of prompts that come again, some of them
     longer than before; ``recent`` how many prompts ago that typically was (bytes, over all models).
 
@@ -60,7 +60,7 @@ class Traffic:
         self._past: list[deque[tuple[int, int]]] = [deque(maxlen=_REMEMBERED) for _ in page_sizes]
         self._next_seed = seed << 32
 
-    def next(self, time_of_day: float) -> Request:
+    def next(self, time_of_day: float) -> ChurnRequest:
         """The next prompt. ``time_of_day`` goes from 0 to 1; below 0 it is the evening before."""
         model = self._model(time_of_day)
         seed, chunks = self._remembered(model) or self._made_up(model)
@@ -69,7 +69,7 @@ class Traffic:
             0, 1 << 17, _MOST_CHUNKS * CHUNK_TOKENS, dtype=np.uint32
         )
         prompt = Prompt(self._identities[model], tokens[: chunks * CHUNK_TOKENS], chunk_tokens=CHUNK_TOKENS)
-        return Request(self._sizes[model], prompt)
+        return ChurnRequest(self._sizes[model], prompt)
 
     def _model(self, time_of_day: float) -> int:
         shares = []

@@ -20,7 +20,7 @@ from tierstore_connectors.common.handover import Role
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.settings import EngineSettings
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 from .handing import ASKS, CHUNK, TOKENS, WHOLE, Asked, a_prompt, ask, cached, check_same, promise
 from .live import WAIT_S, Live
@@ -28,13 +28,13 @@ from .processes import Process
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path, disk=False) as daemon:
+def daemon(tmp_path: Path) -> Iterator[ServeProcess]:
+    with ServeProcess(tmp_path, disk=False) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def pair(tiny: LoadedModel, daemon: DaemonProcess, serve: Callable[..., Live]) -> tuple[Live, Live]:
+def pair(tiny: LoadedModel, daemon: ServeProcess, serve: Callable[..., Live]) -> tuple[Live, Live]:
     """An engine that is to compute prompts, and one that is to go on with them."""
     return serve(engine_over(tiny, daemon.url)), serve(engine_over(tiny, daemon.url))
 
@@ -89,7 +89,7 @@ def test_a_chat_is_handed_over_too(pair: tuple[Live, Live], alone: Live) -> None
 
 
 def test_promised_pages_are_waited_for_and_others_go_on(
-    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+    pair: tuple[Live, Live], alone: Live, daemon: ServeProcess
 ) -> None:
     prefill, decode = pair
     prompt = a_prompt(10)
@@ -105,7 +105,7 @@ def test_promised_pages_are_waited_for_and_others_go_on(
 
 
 def test_promised_pages_that_never_come_cost_what_was_said(
-    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+    pair: tuple[Live, Live], alone: Live, daemon: ServeProcess
 ) -> None:
     _, decode = pair
     prompt = a_prompt(20)
@@ -119,7 +119,7 @@ def test_promised_pages_that_never_come_cost_what_was_said(
 
 
 def test_pages_of_a_part_are_taken_when_the_time_is_over(
-    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+    pair: tuple[Live, Live], alone: Live, daemon: ServeProcess
 ) -> None:
     prefill, decode = pair
     prompt = a_prompt(30)
@@ -131,7 +131,7 @@ def test_pages_of_a_part_are_taken_when_the_time_is_over(
 
 
 def test_a_daemon_that_is_killed_ends_the_wait(
-    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+    pair: tuple[Live, Live], alone: Live, daemon: ServeProcess
 ) -> None:
     _, decode = pair
     prompt = a_prompt(40)
@@ -147,7 +147,7 @@ def test_a_daemon_that_is_killed_ends_the_wait(
 
 
 def test_a_client_that_hangs_up_while_pages_are_waited_for(
-    pair: tuple[Live, Live], daemon: DaemonProcess
+    pair: tuple[Live, Live], daemon: ServeProcess
 ) -> None:
     _, decode = pair
     body = {"model": "tiny", "prompt": a_prompt(50), "max_tokens": 8, "kv_transfer_params": promise()}
@@ -157,7 +157,7 @@ def test_a_client_that_hangs_up_while_pages_are_waited_for(
     assert daemon.stats().service.leases == 0
 
 
-def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: DaemonProcess) -> None:
+def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: ServeProcess) -> None:
     prefill, _ = pair
     for number in range(60, 64):
         ask(prefill, a_prompt(number), max_tokens=1, kv_transfer_params=ASKS)
@@ -173,7 +173,7 @@ def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: Daem
 
 
 def test_a_save_only_and_a_load_only_engine(
-    tiny: LoadedModel, daemon: DaemonProcess, serve: Callable[..., Live], alone: Live
+    tiny: LoadedModel, daemon: ServeProcess, serve: Callable[..., Live], alone: Live
 ) -> None:
     producer = serve(engine_over(tiny, daemon.url, "kv_producer"))
     consumer = serve(engine_over(tiny, daemon.url, "kv_consumer"))
@@ -198,7 +198,7 @@ def test_a_save_only_and_a_load_only_engine(
 
 
 def test_the_engine_that_computes_is_killed_in_the_middle(
-    tiny: LoadedModel, daemon: DaemonProcess, serve: Callable[..., Live], alone: Live
+    tiny: LoadedModel, daemon: ServeProcess, serve: Callable[..., Live], alone: Live
 ) -> None:
     """A process of its own, with a step for each page."""
     prompt = a_prompt(70)

@@ -28,7 +28,7 @@ from tierstore_tools.gpu.decode import DecodeCase
 from tierstore_tools.gpu.kinds import KindCase
 from tierstore_tools.gpu.prefill import PrefillCase
 from tierstore_tools.gpu.transfers import SlowdownRow, TransferBench, TransferRow
-from tierstore_tools.longctx.cases import Result, Row
+from tierstore_tools.longctx.cases import LongContextResult, LongContextRow
 
 TINY = Heads(4, 2, 16)
 executed = pytest.mark.skipif(
@@ -146,11 +146,11 @@ def test_transfer_rows() -> None:
 PYTHON = sys.executable
 
 
-def script(name: str, code: str, **settings: Any) -> check.Step:
-    return check.Step(name, (PYTHON, "-c", code), settings.pop("limit_s", 30), **settings)
+def script(name: str, code: str, **settings: Any) -> check.CheckStep:
+    return check.CheckStep(name, (PYTHON, "-c", code), settings.pop("limit_s", 30), **settings)
 
 
-def run(steps: list[check.Step], **settings: Any) -> tuple[bool, dict[str, dict[str, Any]], int]:
+def run(steps: list[check.CheckStep], **settings: Any) -> tuple[bool, dict[str, dict[str, Any]], int]:
     """Whether all went well, the outcomes by step, and how often the document was written."""
     document: dict[str, Any] = {}
     written: list[int] = []
@@ -295,7 +295,7 @@ def test_a_further_call_goes_on_where_the_last_one_ended(tmp_path: Path) -> None
     marks = tmp_path / "marks"
     marks.mkdir()
 
-    def marked(name: str, code: str = "") -> check.Step:
+    def marked(name: str, code: str = "") -> check.CheckStep:
         return script(name, f"open({str(marks / name)!r}, 'a').write('x'); {code}")
 
     steps = [marked("fails", "raise SystemExit(1)"), marked("first"), marked("second")]
@@ -447,5 +447,7 @@ def test_rows_are_what_the_lines_read() -> None:
     assert row.keys() >= PREFILL[0].keys()
     assert {field.name for field in fields(TransferRow)} >= TRANSFERS[0].keys()
     assert {field.name for field in fields(SlowdownRow)} >= {"slowdown"}
-    assert {field.name for field in fields(Row)} >= {name for row in LONGCTX["rows"] for name in row}
-    assert {field.name for field in fields(Result)} >= LONGCTX.keys()
+    assert {field.name for field in fields(LongContextRow)} >= {
+        name for row in LONGCTX["rows"] for name in row
+    }
+    assert {field.name for field in fields(LongContextResult)} >= LONGCTX.keys()

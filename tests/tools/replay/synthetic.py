@@ -10,7 +10,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from tierstore_tools.replay.trace import Request
+from tierstore_tools.replay.trace import TraceRequest
 
 BLOCK_TOKENS = 512
 
@@ -30,8 +30,8 @@ class _Ids:
         return extended
 
 
-def _request(time_s: float, blocks: Sequence[int], session: str | None = None) -> Request:
-    return Request(time_s, tuple(blocks), len(blocks) * BLOCK_TOKENS, 128, session)
+def _request(time_s: float, blocks: Sequence[int], session: str | None = None) -> TraceRequest:
+    return TraceRequest(time_s, tuple(blocks), len(blocks) * BLOCK_TOKENS, 128, session)
 
 
 def _zipf(generator: random.Random, count: int, exponent: float) -> Callable[[], int]:
@@ -43,7 +43,7 @@ def _zipf(generator: random.Random, count: int, exponent: float) -> Callable[[],
 
 def documents(
     requests: int = 12000, *, count: int = 3000, exponent: float = 0.9, seed: int = 0
-) -> list[Request]:
+) -> list[TraceRequest]:
     """Questions about shared documents of 4 to 60 blocks, asked for by Zipf; each question is new."""
     generator = random.Random(seed)
     ids = _Ids()
@@ -60,12 +60,12 @@ def documents(
 
 def chat(
     requests: int = 12000, *, turns: float = 4.0, think_s: float = 90.0, rate: float = 1.0, seed: int = 0
-) -> list[Request]:
+) -> list[TraceRequest]:
     """Conversations that begin ``rate`` times a second, have ``turns`` turns on average (geometric) and a
     lognormal time to think between them; every turn's prompt is the one before plus a few blocks."""
     generator = random.Random(seed)
     ids = _Ids()
-    made: list[Request] = []
+    made: list[TraceRequest] = []
     waiting: list[tuple[float, int, list[int]]] = []
     begins = 0.0
     number = 0
@@ -86,7 +86,9 @@ def chat(
     return made
 
 
-def agents(requests: int = 12000, *, sessions: int = 40, steps: int = 25, seed: int = 0) -> list[Request]:
+def agents(
+    requests: int = 12000, *, sessions: int = 40, steps: int = 25, seed: int = 0
+) -> list[TraceRequest]:
     """``sessions`` agents at a time, each with one of few long system prompts, tens of steps with tool calls
     of
     seconds to minutes between them, and a context that is compacted now and then: then all after the
@@ -94,7 +96,7 @@ def agents(requests: int = 12000, *, sessions: int = 40, steps: int = 25, seed: 
     generator = random.Random(seed)
     ids = _Ids()
     systems = [[("agent", kind, at) for at in range(generator.randint(8, 40))] for kind in range(5)]
-    made: list[Request] = []
+    made: list[TraceRequest] = []
     number = 0
     waiting: list[tuple[float, int, list[int], list[int]]] = []
 
@@ -120,7 +122,7 @@ def agents(requests: int = 12000, *, sessions: int = 40, steps: int = 25, seed: 
     return made
 
 
-def scans(requests: int = 12000, *, seed: int = 0) -> list[Request]:
+def scans(requests: int = 12000, *, seed: int = 0) -> list[TraceRequest]:
     """Zipf over documents, and in every fifth stretch of 400 requests nothing but prompts never seen
     again."""
     generator = random.Random(seed)
@@ -137,14 +139,14 @@ def scans(requests: int = 12000, *, seed: int = 0) -> list[Request]:
     return made
 
 
-def loop(requests: int = 12000, *, blocks: int = 6000, length: int = 15, seed: int = 0) -> list[Request]:
+def loop(requests: int = 12000, *, blocks: int = 6000, length: int = 15, seed: int = 0) -> list[TraceRequest]:
     """The same prompts over and over, ``blocks`` blocks in all: nothing for LRU wherever they do not fit."""
     ids = _Ids()
     prompts = [ids.extend((), [(prompt, at) for at in range(length)]) for prompt in range(blocks // length)]
     return [_request(at * 0.3, prompts[(at + seed) % len(prompts)]) for at in range(requests)]
 
 
-def phases(requests: int = 12000, *, phase: int = 1500, seed: int = 0) -> list[Request]:
+def phases(requests: int = 12000, *, phase: int = 1500, seed: int = 0) -> list[TraceRequest]:
     """Every ``phase`` requests other documents are asked for, and those of before never again."""
     ids = _Ids()
     made = []
@@ -158,7 +160,7 @@ def phases(requests: int = 12000, *, phase: int = 1500, seed: int = 0) -> list[R
 
 def drift(
     requests: int = 12000, *, window: int = 60, step: int = 8, repeats: int = 6, seed: int = 0
-) -> list[Request]:
+) -> list[TraceRequest]:
     """Recency and nothing else: prompts from a window that moves on, each asked for about ``repeats`` times
     and then never again. What was used often is what is over."""
     generator = random.Random(seed)
@@ -172,7 +174,7 @@ def drift(
     return made
 
 
-def mixed(requests: int = 12000, *, seed: int = 0) -> list[Request]:
+def mixed(requests: int = 12000, *, seed: int = 0) -> list[TraceRequest]:
     """Chat, agents and documents at the same time."""
     parts = [
         chat(requests // 3, seed=seed),
@@ -181,7 +183,7 @@ def mixed(requests: int = 12000, *, seed: int = 0) -> list[Request]:
     ]
     ids = _Ids()
 
-    def marked(kind: int, part: list[Request]) -> Iterator[tuple[float, int, Request]]:
+    def marked(kind: int, part: list[TraceRequest]) -> Iterator[tuple[float, int, TraceRequest]]:
         last = max(part[-1].timestamp_s, 1.0)
         for request in part:
             yield request.timestamp_s / last * 3600, kind, request
@@ -193,12 +195,12 @@ def mixed(requests: int = 12000, *, seed: int = 0) -> list[Request]:
     ]
 
 
-def endings(conversations: int = 900, *, turns: int = 25, seed: int = 2) -> list[Request]:
+def endings(conversations: int = 900, *, turns: int = 25, seed: int = 2) -> list[TraceRequest]:
     """Conversations that begin within an hour, of which a few go on and on: at the end there are no others,
     and what was a small part of all hits is nearly all of them."""
     generator = random.Random(seed)
     ids = _Ids()
-    made: list[Request] = []
+    made: list[TraceRequest] = []
     for number in range(conversations):
         now = generator.uniform(0, 3600)
         system = min(int(generator.expovariate(1)), 5)
@@ -211,7 +213,7 @@ def endings(conversations: int = 900, *, turns: int = 25, seed: int = 2) -> list
     return made
 
 
-GENERATORS: dict[str, Callable[[], list[Request]]] = {
+GENERATORS: dict[str, Callable[[], list[TraceRequest]]] = {
     "agents": agents,
     "chat": chat,
     "documents": documents,

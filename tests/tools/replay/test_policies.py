@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.replay.caches import PlainCache, requests
 from tierstore.policy import PageFacts, Reuse
-from tierstore_tools.replay.policies import GDSF, Priority
+from tierstore_tools.replay.policies import GDSF, PriorityPolicy
 from tierstore_tools.replay.simulator import reconciled
 
 CAPACITY = 50
@@ -137,7 +137,7 @@ def test_independent_entries_are_found_as_in_the_paper(policy, reference, ghosts
 
 
 def test_priority_knows_priorities_and_ends_only():
-    policy = Priority()
+    policy = PriorityPolicy()
     page = PageFacts(4096, 0, 50, 0)
     assert policy.score(page._replace(reuse=Reuse.LIKELY)) == policy.score(page)
     assert policy.score(page._replace(priority=1, last_use=1)) > policy.score(page)

@@ -12,7 +12,7 @@ from tierstore.keys import Identity, Prompt
 from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
 from tierstore.store import Store
-from tierstore_tools.replay.simulator import Cache, Memory, Simulator
+from tierstore_tools.replay.simulator import Cache, SimulatedMemory, Simulator
 
 # A block of the trace is a page of one token, whose id it is.
 SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=512, dtype="float32", chunk_tokens=1)
@@ -55,7 +55,7 @@ def test_the_store_finds_what_the_simulator_says(policy):
 def test_a_store_with_a_disk_finds_what_the_simulator_says_of_each_tier(tmp_path):
     """The disk keeps everything, and what a load brings back from there stays in memory."""
     capacity, requests = 300, conversation()[:150]
-    memory = Memory()
+    memory = SimulatedMemory()
     host = Cache("default", capacity, memory)
     disk = Cache("default", 100_000, memory)
     in_memory = on_disk = 0
@@ -83,7 +83,7 @@ def test_a_store_with_a_disk_finds_what_the_simulator_says_of_each_tier(tmp_path
     assert min(in_memory, on_disk) > 30
 
 
-def _replay(host: Cache, disk: Cache, memory: Memory, blocks) -> None:
+def _replay(host: Cache, disk: Cache, memory: SimulatedMemory, blocks) -> None:
     held, hit = host.held(blocks), disk.held(blocks)
     memory.use(blocks[:hit])
     for tier, found in ((host, held), (disk, hit)):

@@ -13,7 +13,7 @@ from tierstore.policy import PageHint, Reuse
 from tierstore_tools.replay.hints import BeladyHints, NextUses, OracleHints
 from tierstore_tools.replay.policies import POLICY_NAMES
 from tierstore_tools.replay.simulator import Simulator, simulate
-from tierstore_tools.replay.trace import Request, extent
+from tierstore_tools.replay.trace import TraceRequest, extent
 
 CAPACITY = 1500  # blocks
 REQUESTS = 1000
@@ -75,21 +75,21 @@ def test_with_room_for_everything_the_hit_rate_is_the_ideal():
 
 def test_a_hit_ends_at_the_first_block_that_is_not_there():
     simulator = Simulator("lru", 10)
-    assert simulator.step(Request(0, [1, 2, 3], 3)) == 0
-    assert simulator.step(Request(1, [1, 2, 4], 3)) == 2
-    assert simulator.step(Request(2, [1, 2, 3, 5], 4)) == 3
-    assert simulator.step(Request(3, [9], 1)) == 0
+    assert simulator.step(TraceRequest(0, [1, 2, 3], 3)) == 0
+    assert simulator.step(TraceRequest(1, [1, 2, 4], 3)) == 2
+    assert simulator.step(TraceRequest(2, [1, 2, 3, 5], 4)) == 3
+    assert simulator.step(TraceRequest(3, [9], 1)) == 0
     assert simulator.result.hit_blocks == 5
     assert simulator.result.blocks == 11
 
 
 def test_a_prompt_that_does_not_fit_is_stored_as_far_as_it_does():
     simulator = Simulator("lru", 4)
-    simulator.step(Request(0, [1, 2], 2))
-    simulator.step(Request(1, list(range(10, 20)), 10))
+    simulator.step(TraceRequest(0, [1, 2], 2))
+    simulator.step(TraceRequest(1, list(range(10, 20)), 10))
     assert len(simulator.tier) == 4
-    assert simulator.step(Request(2, list(range(10, 20)), 10)) == 4
-    assert simulator.step(Request(3, [1], 1)) == 0
+    assert simulator.step(TraceRequest(2, list(range(10, 20)), 10)) == 4
+    assert simulator.step(TraceRequest(3, [1], 1)) == 0
 
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=40)
@@ -102,7 +102,7 @@ def test_what_a_tier_holds_is_closed_over_prefixes_and_never_too_much(name, prom
     simulator = Simulator(name, capacity)
     for at, prompt in enumerate(prompts):
         blocks = [hash(tuple(prompt[:end])) & 0xFFFFFFFF for end in range(1, len(prompt) + 1)]
-        simulator.step(Request(at, blocks, len(blocks)))
+        simulator.step(TraceRequest(at, blocks, len(blocks)))
         assert simulator.tier.held(blocks) == min(len(blocks), capacity)
         simulator.tier.check()
 
@@ -137,8 +137,8 @@ def test_a_block_whose_time_is_over_leaves_first():
     def hit_at(now_s: float) -> int:
         simulator = Simulator("hinted", 2, hints=Hints())
         for at, block in ((0, 1), (1, 2), (now_s, 3)):
-            simulator.step(Request(at, [block], 1))
-        return simulator.step(Request(now_s, [1], 1))
+            simulator.step(TraceRequest(at, [block], 1))
+        return simulator.step(TraceRequest(now_s, [1], 1))
 
     assert hit_at(4.0) == 1
     assert hit_at(6.0) == 0

@@ -11,7 +11,7 @@ from tierstore.errors import UsageError
 from tierstore.planner import Prefill
 from tierstore_tools.replay.machine import Bandwidths, Machine, read_bandwidths, read_prefill
 from tierstore_tools.replay.simulator import simulate
-from tierstore_tools.replay.tiered import Engine, Link, TieredRow, Waits, WriteBehind
+from tierstore_tools.replay.tiered import Link, SimulatedWrites, TieredEngine, TieredRow, Waits
 from tierstore_tools.replay.trace import RawRequest, Trace, extent
 
 BLOCK = 64
@@ -43,7 +43,7 @@ def conversations(seed: int, count: int = 400) -> Trace:
 
 
 def through(trace: Trace, machine: Machine, *, policy: str = "lru", prefetch: bool = False) -> TieredRow:
-    engine = Engine(machine, policy, block_tokens=trace.block_tokens, prefetch=prefetch)
+    engine = TieredEngine(machine, policy, block_tokens=trace.block_tokens, prefetch=prefetch)
     for request in trace:
         engine.step(request)
     return engine.row()
@@ -99,7 +99,7 @@ def test_a_store_is_never_slower_than_none(seed, host_gb, disk_gb, prefetch):
     trace = conversations(seed, 40)
     bandwidths = Bandwidths(host_gb, disk_gb, 1.0)
     prefill = Prefill(0.0002, 1e-7)
-    engine = Engine(
+    engine = TieredEngine(
         machine(10, 30, 300, bandwidths=bandwidths, prefill=prefill),
         "lru",
         block_tokens=BLOCK,
@@ -125,7 +125,7 @@ def test_the_time_to_a_first_token_is_loading_and_then_computing():
     trace.append(RawRequest(20.0, [1, 2, 3, 4, 5], 5 * BLOCK, 1))
     trace.close()
     # 1 MB blocks at 0.01 GB/s are 0.1 s each; a block is computed in 0.64 s.
-    engine = Engine(
+    engine = TieredEngine(
         machine(4, 100, 0, bandwidths=Bandwidths(0.01, 1.0, 1.0), prefill=Prefill(0.01)),
         "lru",
         block_tokens=BLOCK,
@@ -147,7 +147,7 @@ def test_a_load_waits_for_the_one_before_it():
 
 
 def test_writes_that_would_wait_too_long_are_dropped():
-    writes = WriteBehind(0.001, most_bytes=5_000_000)
+    writes = SimulatedWrites(0.001, most_bytes=5_000_000)
     assert writes.room(0.0, 1_000_000) == 5
     writes.write(0.0, 4_000_000)
     assert writes.room(0.0, 1_000_000) == 1

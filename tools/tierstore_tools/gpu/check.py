@@ -85,7 +85,7 @@ def how_to_bring(packages: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CheckStep:
     """A command. ``result`` says that it is given the name of a JSON file to write to, as its last
     argument."""
 
@@ -96,18 +96,18 @@ class Step:
     needs: str | None = None  # a program, without which the step is left out
 
 
-def steps(python: str) -> list[Step]:
+def steps(python: str) -> list[CheckStep]:
     """All of them, in their order."""
 
-    def tests(name: str, *arguments: str, limit_s: float) -> Step:
+    def tests(name: str, *arguments: str, limit_s: float) -> CheckStep:
         # Elsewhere warnings are errors. Here a new one of torch's must not cost what can be run once.
         quiet = ("-q", "-p", "no:cacheprovider", "-W", "default")
-        return Step(name, (python, "-m", "pytest", *quiet, *arguments), limit_s)
+        return CheckStep(name, (python, "-m", "pytest", *quiet, *arguments), limit_s)
 
-    def bench(name: str, limit_s: float) -> Step:
-        return Step(name, (python, "-m", "tierstore_tools.gpu.bench", name), limit_s, result=True)
+    def bench(name: str, limit_s: float) -> CheckStep:
+        return CheckStep(name, (python, "-m", "tierstore_tools.gpu.bench", name), limit_s, result=True)
 
-    def sanitized(tool: str, limit_s: float) -> Step:
+    def sanitized(tool: str, limit_s: float) -> CheckStep:
         # Every tensor an allocation of its own: in torch's cache memcheck would not see where one ends.
         sanitizer = find_program(_SANITIZER) or _SANITIZER
         environment = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
@@ -116,7 +116,7 @@ def steps(python: str) -> list[Step]:
         files = ("golden", "merge", "rope_write", "decode", "prefill", "latents", "states")
         where = [f"{_KERNEL_TESTS}/test_{name}.py" for name in files]
         plain = tests(f"sanitizer {tool}", "-k", "not any_", *where, limit_s=limit_s)
-        return Step(plain.name, (*command, *plain.command), limit_s, needs=_SANITIZER)
+        return CheckStep(plain.name, (*command, *plain.command), limit_s, needs=_SANITIZER)
 
     longctx = ("-m", "tierstore_tools.cli", "longctx", "--model", "llama-3-8b", "--tokens", "100000")
     left_out = [f"--ignore={_KERNEL_TESTS}/{name}" for name in _ON_THE_CPU_ONLY]
@@ -127,7 +127,7 @@ def steps(python: str) -> list[Step]:
         bench("transfers", 120),
         bench("prefill", 120),
         bench("kinds", 120),
-        Step(
+        CheckStep(
             "longctx",
             (python, *longctx, "--device", "cuda", "--store", tempfile.gettempdir(), "--json"),
             300,
@@ -194,7 +194,7 @@ def _describe_device() -> dict[str, Any]:
 
 
 def run(
-    wanted: Sequence[Step],
+    wanted: Sequence[CheckStep],
     document: dict[str, Any],
     *,
     budget_s: float,
@@ -222,7 +222,7 @@ def run(
     return not any(outcome["state"].startswith("failed") for outcome in outcomes)
 
 
-def _run_one(step: Step, limit_s: float) -> dict[str, Any]:
+def _run_one(step: CheckStep, limit_s: float) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tierstore-gpu-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"

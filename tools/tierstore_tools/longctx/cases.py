@@ -16,9 +16,9 @@ from tierstore.errors import UsageError
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.engine import Engine
 from tierstore_tools import corpus, limits
-from tierstore_tools.limits import Limits
+from tierstore_tools.limits import MachineLimits
 from tierstore_tools.longctx.session import (
-    Answer,
+    LongContextAnswer,
     ask,
     ask_in_turn,
     logit_bound,
@@ -28,7 +28,7 @@ from tierstore_tools.longctx.session import (
     same_bits,
 )
 from tierstore_tools.longctx.settings import TAIL_TOKENS, LongContext, Sizes
-from tierstore_tools.longctx.worker import Job, run_in_new_process
+from tierstore_tools.longctx.worker import WorkerJob, run_in_new_process
 from tierstore_tools.report import Phases
 
 _STEPS_IN_TURN = 4
@@ -36,7 +36,7 @@ _HITS = 5  # of each tier in memory
 
 
 @dataclass(frozen=True)
-class Row:
+class LongContextRow:
     """One case. ``gb_per_s`` is the load's, held against ``limit``; on a GPU, where a load goes on while the
     model computes, it is that of the whole TTFT, and the limit of copies is what ``make gpu-check`` measures.
     ``speedup`` is over the cold run of the same prompt. Hits in memory take so little time that they are
@@ -78,11 +78,11 @@ class SweepRow:
 
 
 @dataclass(frozen=True)
-class Result:
+class LongContextResult:
     """``save_overhead`` is (cold with a store − without) / without."""
 
-    limits: Limits
-    rows: tuple[Row, ...]
+    limits: MachineLimits
+    rows: tuple[LongContextRow, ...]
     save_overhead: float
     sweep: tuple[SweepRow, ...]
 
@@ -95,7 +95,7 @@ class Result:
         }
 
 
-def run(settings: LongContext, phases: Phases) -> Result:
+def run(settings: LongContext, phases: Phases) -> LongContextResult:
     """Everything, in this order: limits, cold with and without a store, each tier, the sweep."""
     with phases.phase("loading the model", measurable=False):
         model = load_model(
@@ -111,9 +111,9 @@ def run(settings: LongContext, phases: Phases) -> Result:
         sizes = _sizes(model, settings, settings.tokens)
     with phases.phase("this machine's limits", measurable=False):
         measured = limits.measure(settings.directory)
-    rows, overhead = _Experiment(settings, model, sizes, measured, phases).run(prompt)
+    rows, overhead = _LongContextExperiment(settings, model, sizes, measured, phases).run(prompt)
     sweep = [_sweep_one(settings, model, tokens, phases) for tokens in settings.sweep]
-    return Result(measured, tuple(rows), overhead, tuple(sweep))
+    return LongContextResult(measured, tuple(rows), overhead, tuple(sweep))
 
 
 def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
@@ -137,20 +137,20 @@ def _store_directory(parent: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class _Experiment:
+class _LongContextExperiment:
     """The cases of one prompt."""
 
     def __init__(
-        self, settings: LongContext, model: LoadedModel, sizes: Sizes, measured: Limits, phases: Phases
+        self, settings: LongContext, model: LoadedModel, sizes: Sizes, measured: MachineLimits, phases: Phases
     ) -> None:
         self._settings = settings
         self._model = model
         self._sizes = sizes
         self._limits = measured
         self._phases = phases
-        self._first_hit: Answer | None = None  # of the prompt, which all others must equal
+        self._first_hit: LongContextAnswer | None = None  # of the prompt, which all others must equal
 
-    def run(self, prompt: Sequence[int]) -> tuple[list[Row], float]:
+    def run(self, prompt: Sequence[int]) -> tuple[list[LongContextRow], float]:
         with ExitStack() as stack:
             directory = stack.enter_context(_store_directory(self._settings.directory))
             without = self._open(None)
@@ -180,11 +180,13 @@ class _Experiment:
             throttle=self._settings.throttle,
         )
 
-    def _cold(self, without: Engine, engine: Engine, prompt: Sequence[int]) -> list[Answer]:
+    def _cold(self, without: Engine, engine: Engine, prompt: Sequence[int]) -> list[LongContextAnswer]:
         with self._phases.phase("cold, without and with a store in turn") as phase:
             return ask_in_turn([without, engine], prompt, steps=_STEPS_IN_TURN, progress=phase.update)
 
-    def _warm(self, engine: Engine, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Iterator[Row]:
+    def _warm(
+        self, engine: Engine, prompt: Sequence[int], cold: LongContextAnswer, pages: list[bytes]
+    ) -> Iterator[LongContextRow]:
         with self._phases.phase("hits in hbm") as phase:
             answers = [ask(engine, prompt, phase.update) for _ in range(_HITS)]
         yield self._hit("hbm", answers, cold, prompt, page_digests(engine, prompt) == pages)
@@ -197,8 +199,13 @@ class _Experiment:
         yield self._hit("host", answers, cold, prompt, same_pages, limit="memcpy")
 
     def _tail(
-        self, engine: Engine, without: Engine, prompt: Sequence[int], cold: Answer, pages: list[bytes]
-    ) -> Row:
+        self,
+        engine: Engine,
+        without: Engine,
+        prompt: Sequence[int],
+        cold: LongContextAnswer,
+        pages: list[bytes],
+    ) -> LongContextRow:
         """The next turn of the conversation: the prompt, its answer and 1K new tokens."""
         new = corpus.long_prompt(
             self._model.tokenizer.encode, TAIL_TOKENS, skip=len(prompt) // 2, question=corpus.FOLLOW_UP
@@ -213,14 +220,18 @@ class _Experiment:
         row = self._row("tail", [answer], reference, len(turn), limit="memcpy", new_past=True)
         return replace(row, identical=row.identical and same_pages, pages_identical=same_pages)
 
-    def _disk(self, directory: Path, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Row:
+    def _disk(
+        self, directory: Path, prompt: Sequence[int], cold: LongContextAnswer, pages: list[bytes]
+    ) -> LongContextRow:
         with self._phases.phase("hit on disk in a new process", measurable=False):
             answer, loaded = self._in_new_process(directory, prompt)
         return self._hit("disk", [answer], cold, prompt, loaded == pages, limit="disk_read")
 
-    def _in_new_process(self, directory: Path, prompt: Sequence[int]) -> tuple[Answer, list[bytes]]:
+    def _in_new_process(
+        self, directory: Path, prompt: Sequence[int]
+    ) -> tuple[LongContextAnswer, list[bytes]]:
         settings, sizes = self._settings, self._sizes
-        job = Job(
+        job = WorkerJob(
             settings.model,
             settings.device,
             settings.dtype,
@@ -242,13 +253,13 @@ class _Experiment:
     def _hit(
         self,
         case: str,
-        answers: Sequence[Answer],
-        cold: Answer,
+        answers: Sequence[LongContextAnswer],
+        cold: LongContextAnswer,
         prompt: Sequence[int],
         pages_identical: bool,
         *,
         limit: str | None = None,
-    ) -> Row:
+    ) -> LongContextRow:
         """A row of hits of ``prompt``: held against its first hit, too."""
         first = self._first_hit = self._first_hit or answers[0]
         hits_identical = all(same_bits(answer, first) for answer in answers)
@@ -263,13 +274,13 @@ class _Experiment:
     def _row(
         self,
         case: str,
-        answers: Sequence[Answer],
-        reference: Answer,
+        answers: Sequence[LongContextAnswer],
+        reference: LongContextAnswer,
         prompt_tokens: int,
         *,
         limit: str | None = None,
         new_past: bool = False,
-    ) -> Row:
+    ) -> LongContextRow:
         by_time = sorted(answers, key=lambda each: each.ttft_s)
         answer = by_time[len(by_time) // 2]
         metrics = answer.metrics
@@ -287,7 +298,7 @@ class _Experiment:
             kv_epsilon=config.kv.epsilon,
             new_past=new_past,
         )
-        return Row(
+        return LongContextRow(
             case=case,
             prompt_tokens=prompt_tokens,
             reused_tokens=metrics.reused_tokens,
@@ -326,6 +337,6 @@ def _sweep_one(settings: LongContext, model: LoadedModel, tokens: int, phases: P
         model.tokenizer.encode, tokens, text=settings.prompt_text, question=corpus.QUESTION
     )
     sizes = _sizes(model, settings, tokens)
-    unused = Limits(0.0, limits.DiskLimits(0.0, 0.0, 0.0, 0.0))
+    unused = MachineLimits(0.0, limits.DiskLimits(0.0, 0.0, 0.0, 0.0))
     with phases.phase(f"sweep: {tokens} tokens", measurable=False):
-        return _Experiment(settings, model, sizes, unused, phases).times(prompt)
+        return _LongContextExperiment(settings, model, sizes, unused, phases).times(prompt)

@@ -29,7 +29,7 @@ def run(settings: LongContext, *, json: str | None, plot: Path | None) -> None:
         raise TierStoreError(f"the answers of these cases differ from the cold run: {', '.join(wrong)}")
 
 
-def _show(result: cases.Result, *, to_stderr: bool) -> None:
+def _show(result: cases.LongContextResult, *, to_stderr: bool) -> None:
     columns = (
         "case",
         "prompt",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib
 
-from tierstore_tools.longctx.cases import Result, Row, SweepRow
+from tierstore_tools.longctx.cases import LongContextResult, LongContextRow, SweepRow
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # the backend has to be chosen first
@@ -23,7 +23,7 @@ _COLOURS = {
 }
 
 
-def draw(result: Result, title: str, path: Path) -> None:
+def draw(result: LongContextResult, title: str, path: Path) -> None:
     """Write a PNG; with a sweep it has a second panel."""
     panels = 2 if result.sweep else 1
     figure, axes = plt.subplots(1, panels, figsize=(7 * panels, 4.2), squeeze=False, layout="constrained")
@@ -35,7 +35,7 @@ def draw(result: Result, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _by_tier(axes: Axes, rows: Sequence[Row]) -> None:
+def _by_tier(axes: Axes, rows: Sequence[LongContextRow]) -> None:
     names = [row.case.replace("_", " ") for row in rows]
     bars = axes.barh(names, [row.ttft_s for row in rows], color=[_COLOURS[row.case] for row in rows])
     labels = [

@@ -35,7 +35,7 @@ _NEW_PAST = 5  # where new keys and values were computed, too
 
 
 @dataclass(frozen=True)
-class Answer:
+class LongContextAnswer:
     """``ttft_s`` and ``itl_s`` (median) are the engine's own time: that of other engines in between is left
     out. ``logits`` are float32 ``[ANSWER_TOKENS, vocab]``."""
 
@@ -73,7 +73,7 @@ def open_engine(
     return engine
 
 
-def logit_difference(answer: Answer, reference: Answer) -> float:
+def logit_difference(answer: LongContextAnswer, reference: LongContextAnswer) -> float:
     """The largest difference between two answers' logits, over the steps that followed the same tokens: up to
     and including the first at which they chose differently."""
     same = np.equal(answer.tokens, reference.tokens)
@@ -82,7 +82,7 @@ def logit_difference(answer: Answer, reference: Answer) -> float:
 
 
 def logit_bound(
-    reference: Answer, *, layers: int, dtype: str, kv_epsilon: float = 0.0, new_past: bool = False
+    reference: LongContextAnswer, *, layers: int, dtype: str, kv_epsilon: float = 0.0, new_past: bool = False
 ) -> float:
     """How far rounding alone may move the logits of a hit from those of ``reference``, its cold run.
 
@@ -107,7 +107,7 @@ def logit_bound(
     return spread * math.sqrt(layers) * unit * (_NEW_PAST if new_past else 1)
 
 
-def same_bits(answer: Answer, other: Answer) -> bool:
+def same_bits(answer: LongContextAnswer, other: LongContextAnswer) -> bool:
     """Whether two hits answered alike, bit for bit."""
     return answer.tokens == other.tokens and np.array_equal(answer.logits, other.logits)
 
@@ -155,12 +155,12 @@ class Run:
         self._engine.model.wait()
         self._spent += time.perf_counter() - start
 
-    def answer(self) -> Answer:
+    def answer(self) -> LongContextAnswer:
         completion = self._completion
         assert completion is not None
         assert completion.logits is not None
         gaps = np.diff(self._token_times)
-        return Answer(
+        return LongContextAnswer(
             completion.tokens,
             completion.logits,
             self._token_times[0],
@@ -169,7 +169,7 @@ class Run:
         )
 
 
-def ask(engine: Engine, prompt: Sequence[int], progress: Share = lambda _: None) -> Answer:
+def ask(engine: Engine, prompt: Sequence[int], progress: Share = lambda _: None) -> LongContextAnswer:
     """Run one prompt to its end."""
     run = Run(engine, prompt)
     while not run.finished:
@@ -180,7 +180,7 @@ def ask(engine: Engine, prompt: Sequence[int], progress: Share = lambda _: None)
 
 def ask_in_turn(
     engines: Sequence[Engine], prompt: Sequence[int], *, steps: int, progress: Share = lambda _: None
-) -> list[Answer]:
+) -> list[LongContextAnswer]:
     """The same prompt on several engines, ``steps`` steps each in turn, so that a slow moment of the machine
     slows all of them. Who goes first changes each time."""
     runs = [Run(engine, prompt) for engine in engines]

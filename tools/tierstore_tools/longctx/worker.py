@@ -1,8 +1,8 @@
 """The disk case in a process of its own: nothing of the store is in its memory, and the page cache is
 dropped.
 
-``python -m tierstore_tools.longctx.worker JOB RESULT``: JOB is a JSON :class:`Job`, RESULT the npz file to
-write.
+``python -m tierstore_tools.longctx.worker JOB RESULT``: JOB is a JSON :class:`WorkerJob`, RESULT the npz file
+to write.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tierstore.errors import TierStoreError
 from tierstore_tools.limits import drop_page_cache
 
 if TYPE_CHECKING:
-    from tierstore_tools.longctx.session import Answer
+    from tierstore_tools.longctx.session import LongContextAnswer
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerJob:
     """What the process runs: ``store`` is the directory, the rest as in the parent. ``threads`` are torch's:
     with others the last bits of what is computed behind a hit may be others."""
 
@@ -45,7 +45,7 @@ class Job:
     throttle: dict[str, float] = field(default_factory=dict)
 
 
-def run_in_new_process(job: Job, scratch: Path) -> tuple[Answer, list[bytes]]:
+def run_in_new_process(job: WorkerJob, scratch: Path) -> tuple[LongContextAnswer, list[bytes]]:
     """The answer, and the digests of the pages that came from disk. Raises :class:`TierStoreError` with what
     the process said when it failed."""
     job_file, result_file = scratch / "job.json", scratch / "result.npz"
@@ -58,13 +58,13 @@ def run_in_new_process(job: Job, scratch: Path) -> tuple[Answer, list[bytes]]:
     return _read_result(result_file)
 
 
-def _read_result(file: Path) -> tuple[Answer, list[bytes]]:
+def _read_result(file: Path) -> tuple[LongContextAnswer, list[bytes]]:
     from tierstore_engine.outputs import RequestMetrics
-    from tierstore_tools.longctx.session import Answer
+    from tierstore_tools.longctx.session import LongContextAnswer
 
     with np.load(file) as result:
         metrics = msgspec.json.decode(result["metrics"].tobytes(), type=RequestMetrics)
-        answer = Answer(
+        answer = LongContextAnswer(
             tuple(result["tokens"].tolist()),
             result["logits"],
             float(result["ttft_s"]),
@@ -81,7 +81,7 @@ def main(job_file: str, result_file: str) -> None:
     from tierstore_tools.longctx.session import ask, open_engine, page_digests
     from tierstore_tools.longctx.settings import Sizes
 
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
+    job = msgspec.json.decode(Path(job_file).read_bytes(), type=WorkerJob)
     torch.set_num_threads(job.threads)
     model = load_model(
         job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype, kv_scales=job.kv_scales

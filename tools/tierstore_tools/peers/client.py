@@ -57,7 +57,7 @@ class Shape:
         return self.pages * self.page_bytes
 
 
-class Client(ABC):
+class PeerClient(ABC):
     """Two buffers of a prompt's size and a peer that keeps what is in the first. Raises what the peer's own
     client raises: it ends the process, and the other side says so."""
 
@@ -122,7 +122,7 @@ class Client(ABC):
         """Bring the pages that the last lookup found into the second buffer."""
 
 
-class Tierstore(Client):
+class Tierstore(PeerClient):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         import tierstore
@@ -158,7 +158,7 @@ class Tierstore(Client):
         self._store.load(self._hit, self.pages(self.target)).wait(_WAIT_S)
 
 
-class Redis(Client):
+class Redis(PeerClient):
     """Pages under names, in pipelines: ``SET``, ``EXISTS``, ``GET``."""
 
     def __init__(self, shape: Shape) -> None:
@@ -192,7 +192,7 @@ class Redis(Client):
                     page[:] = value
 
 
-class LMCache(Client):
+class LMCache(PeerClient):
     """Through the client of LMCache's own ``lmcache bench server``. The engine's memory is laid out as kindly
     as its format can have it: one layer, in blocks of one of its chunks, so that keys and values of a chunk
     are one piece each."""
@@ -279,7 +279,7 @@ class LMCache(Client):
         )
 
 
-class Mooncake(Client):
+class Mooncake(PeerClient):
     """A client of the pool that lends nothing itself. Both buffers are registered: nothing is staged."""
 
     def __init__(self, shape: Shape) -> None:
@@ -311,7 +311,7 @@ class Mooncake(Client):
             move([names[page] for page in some], addresses, [size] * len(some))
 
 
-CLIENTS: dict[str, type[Client]] = {
+CLIENTS: dict[str, type[PeerClient]] = {
     "tierstore": Tierstore,
     "lmcache": LMCache,
     "redis": Redis,
@@ -330,7 +330,7 @@ def _leading(found: list[bool]) -> int:
     return (found.index(False) if False in found else len(found)) * CHUNK_TOKENS
 
 
-def _do(client: Client, command: str, prompt: int) -> dict[str, object]:
+def _do(client: PeerClient, command: str, prompt: int) -> dict[str, object]:
     if command in ("memcpy", "save"):
         client.fill(prompt)
     if command == "load":

@@ -9,11 +9,11 @@ from tierstore.errors import TierStoreError
 from tierstore.units import format_size
 from tierstore_tools import machine, report
 from tierstore_tools.peers import measure
-from tierstore_tools.peers.daemons import Peer, version, why_not
-from tierstore_tools.peers.measure import Plan, Ratio, Result
+from tierstore_tools.peers.daemons import CachePeer, version, why_not
+from tierstore_tools.peers.measure import PeerPlan, PeersResult, Ratio
 
 
-def run(plan: Plan, peers: Sequence[Peer], *, json: str | None) -> None:
+def run(plan: PeerPlan, peers: Sequence[CachePeer], *, json: str | None) -> None:
     """Measure our daemon, the first, and those of ``peers`` that can be had. Raises :class:`UsageError` for
     an environment that cannot be run, and :class:`TierStoreError` when a peer fails, or a byte came back
     wrong."""
@@ -41,7 +41,7 @@ def run(plan: Plan, peers: Sequence[Peer], *, json: str | None) -> None:
         raise TierStoreError(f"bytes came back wrong, or not at all: {', '.join(dict.fromkeys(wrong))}")
 
 
-def _show(result: Result, left_out: dict[str, str], *, to_stderr: bool) -> None:
+def _show(result: PeersResult, left_out: dict[str, str], *, to_stderr: bool) -> None:
     report.table(
         "peers: GB/s of one client, medians of the rounds; × ours: how many times as fast tierstore was",
         ("peer", "page", "save", "of memcpy", "× ours", "load", "of memcpy", "× ours", "core-s/GB", "memory"),

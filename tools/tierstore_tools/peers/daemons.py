@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_tools.processes import free_port, listens
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 
 _START_S = 180.0
 _END_S = 30.0
@@ -26,7 +26,7 @@ _LOG_TAIL_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PeerRoom:
     """What a daemon may use: bytes of memory, and where ``durable`` it keeps pages on disk as well."""
 
     memory_bytes: int
@@ -35,14 +35,14 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class CachePeer:
     """Where a peer's packages are: ``python`` runs its client, and its daemon where that is Python's."""
 
     name: str
     python: Path
 
 
-class Daemon:
+class PeerDaemon:
     """One peer's processes. Not started yet. ``address`` is what its client is told."""
 
     address: str
@@ -63,9 +63,9 @@ class Daemon:
         raise NotImplementedError
 
 
-class TierstoreDaemon(Daemon):
-    def __init__(self, peer: Peer, room: Room) -> None:
-        self._process = DaemonProcess(
+class TierstoreDaemon(PeerDaemon):
+    def __init__(self, peer: CachePeer, room: PeerRoom) -> None:
+        self._process = ServeProcess(
             room.directory,
             host_bytes=room.memory_bytes,
             disk_bytes=4 * room.memory_bytes,
@@ -86,10 +86,10 @@ class TierstoreDaemon(Daemon):
         self._process.close()
 
 
-class _Processes(Daemon):
+class _Processes(PeerDaemon):
     """Programs that are ready when something listens at an address."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: PeerRoom) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="peer-", dir=room.directory))
         self._running: list[subprocess.Popen[bytes]] = []
 
@@ -133,7 +133,7 @@ class _Processes(Daemon):
 class RedisDaemon(_Processes):
     """Without a disk no snapshots either; with one, an append-only file that is synced every second."""
 
-    def __init__(self, peer: Peer, room: Room) -> None:
+    def __init__(self, peer: CachePeer, room: PeerRoom) -> None:
         super().__init__(room)
         self._socket_directory = Path(
             tempfile.mkdtemp(prefix="peer-", dir="/tmp")
@@ -167,7 +167,7 @@ class RedisDaemon(_Processes):
 class LMCacheDaemon(_Processes):
     """Its server with its defaults; with a disk, its ``fs`` adapter behind it."""
 
-    def __init__(self, peer: Peer, room: Room) -> None:
+    def __init__(self, peer: CachePeer, room: PeerRoom) -> None:
         super().__init__(room)
         self._port, http = free_port(), free_port()
         self.address = f"127.0.0.1:{self._port}"
@@ -190,7 +190,7 @@ class LMCacheDaemon(_Processes):
 class MooncakeDaemon(_Processes):
     """A master, and a client of the pool that lends its memory."""
 
-    def __init__(self, peer: Peer, room: Room) -> None:
+    def __init__(self, peer: CachePeer, room: PeerRoom) -> None:
         super().__init__(room)
         self._port, self._metrics, self._lender = free_port(), free_port(), free_port()
         self.address = f"127.0.0.1:{self._port}"
@@ -217,7 +217,7 @@ MOONCAKE_ENVIRONMENT = {
     "MC_TCP_SLICE_SIZE": str(1 << 20),
 }
 
-DAEMONS: dict[str, Callable[[Peer, Room], Daemon]] = {
+DAEMONS: dict[str, Callable[[CachePeer, PeerRoom], PeerDaemon]] = {
     "tierstore": TierstoreDaemon,
     "lmcache": LMCacheDaemon,
     "redis": RedisDaemon,
@@ -228,7 +228,7 @@ DAEMONS: dict[str, Callable[[Peer, Room], Daemon]] = {
 _PACKAGES = {"tierstore": "tierstore", "lmcache": "lmcache", "redis": "redis", "mooncake": "mooncake"}
 
 
-def why_not(peer: Peer) -> str | None:
+def why_not(peer: CachePeer) -> str | None:
     """Why a peer cannot be had here; None when it can. Raises :class:`UsageError` when its Python cannot be
     run."""
     package = _PACKAGES[peer.name]
@@ -242,7 +242,7 @@ def why_not(peer: Peer) -> str | None:
     return f"{package} is not installed for {peer.python} (--{peer.name}-python)"
 
 
-def version(peer: Peer) -> str:
+def version(peer: CachePeer) -> str:
     """Of its packages, and of a program that is none of theirs."""
     if peer.name == "redis":
         said = subprocess.run(
@@ -257,7 +257,7 @@ def version(peer: Peer) -> str:
     return _ask(peer, program)
 
 
-def _ask(peer: Peer, program: str) -> str:
+def _ask(peer: CachePeer, program: str) -> str:
     try:
         done = subprocess.run([peer.python, "-c", program], capture_output=True, text=True, check=False)
     except OSError as error:

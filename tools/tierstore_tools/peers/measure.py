@@ -21,7 +21,7 @@ from pathlib import Path
 import tierstore_tools
 from tierstore.errors import TierStoreError
 from tierstore_tools.peers.client import Shape
-from tierstore_tools.peers.daemons import DAEMONS, MOONCAKE_ENVIRONMENT, Daemon, Peer, Room
+from tierstore_tools.peers.daemons import DAEMONS, MOONCAKE_ENVIRONMENT, CachePeer, PeerDaemon, PeerRoom
 from tierstore_tools.processes import core_seconds, memory_bytes, shared_bytes
 
 Progress = Callable[[str], None]
@@ -92,7 +92,7 @@ class KillRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class PeersResult:
     memcpy_gb_per_s: dict[int, Ratio]
     moves: tuple[MoveRow, ...]
     lookups: tuple[LookupRow, ...]
@@ -100,7 +100,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PeerPlan:
     """``total_bytes`` is a prompt's pages; ``settle_s`` is between the last save and the kill."""
 
     page_sizes: tuple[int, ...]
@@ -111,7 +111,7 @@ class Plan:
     directory: Path
 
 
-def run(plan: Plan, peers: Sequence[Peer], progress: Progress) -> Result:
+def run(plan: PeerPlan, peers: Sequence[CachePeer], progress: Progress) -> PeersResult:
     """Measure them all. Raises :class:`TierStoreError` when one does not start, or its client ends."""
     memcpy: dict[int, Ratio] = {}
     moves: list[MoveRow] = []
@@ -126,12 +126,12 @@ def run(plan: Plan, peers: Sequence[Peer], progress: Progress) -> Result:
             moves += [_move_row(each, running[0]) for each in running]
     lookups = _lookups(plan, peers, progress)
     kills = tuple(_kill(plan, peer, progress) for peer in peers)
-    return Result(memcpy, tuple(moves), lookups, kills)
+    return PeersResult(memcpy, tuple(moves), lookups, kills)
 
 
-def try_out(peer: Peer, directory: Path) -> str | None:
+def try_out(peer: CachePeer, directory: Path) -> str | None:
     """Why a peer does not work on this machine; None when a few pages went there and back."""
-    daemon = DAEMONS[peer.name](peer, Room(_SPARE_BYTES, False, directory))
+    daemon = DAEMONS[peer.name](peer, PeerRoom(_SPARE_BYTES, False, directory))
     try:
         daemon.start()
         with _Client(peer, Shape(daemon.address, _LOOKUP_PAGE_BYTES, 4), directory) as client:
@@ -144,7 +144,7 @@ def try_out(peer: Peer, directory: Path) -> str | None:
         daemon.close()
 
 
-def _lookups(plan: Plan, peers: Sequence[Peer], progress: Progress) -> tuple[LookupRow, ...]:
+def _lookups(plan: PeerPlan, peers: Sequence[CachePeer], progress: Progress) -> tuple[LookupRow, ...]:
     pages = plan.lookup_tokens // 256 * 4
     with _running(plan, peers, _LOOKUP_PAGE_BYTES, pages, plan.rounds, progress) as running:
         for round_ in range(plan.rounds):
@@ -164,12 +164,12 @@ def _lookups(plan: Plan, peers: Sequence[Peer], progress: Progress) -> tuple[Loo
         )
 
 
-def _kill(plan: Plan, peer: Peer, progress: Progress) -> KillRow:
+def _kill(plan: PeerPlan, peer: CachePeer, progress: Progress) -> KillRow:
     page_bytes = plan.page_sizes[0]
     pages = max(plan.total_bytes // page_bytes, 4) // 4 * 4
     progress(f"kill -9: {peer.name}")
     prompts = range(plan.rounds)
-    room = Room(2 * plan.rounds * pages * page_bytes + _SPARE_BYTES, True, plan.directory)
+    room = PeerRoom(2 * plan.rounds * pages * page_bytes + _SPARE_BYTES, True, plan.directory)
     daemon = DAEMONS[peer.name](peer, room)
     try:
         daemon.start()
@@ -199,9 +199,9 @@ def _kill(plan: Plan, peer: Peer, progress: Progress) -> KillRow:
 class _Running:
     """A daemon and its client, and what they came to so far, by round."""
 
-    peer: Peer
+    peer: CachePeer
     shape: Shape
-    daemon: Daemon
+    daemon: PeerDaemon
     client: _Client
     room_bytes: int
     memcpy: list[float] = field(default_factory=list)  # GB/s
@@ -244,13 +244,13 @@ class _Running:
 
 @contextmanager
 def _running(
-    plan: Plan, peers: Sequence[Peer], page_bytes: int, pages: int, prompts: int, progress: Progress
+    plan: PeerPlan, peers: Sequence[CachePeer], page_bytes: int, pages: int, prompts: int, progress: Progress
 ) -> Iterator[list[_Running]]:
     with ExitStack() as stack:
         running = []
         for peer in peers:
             progress(f"{page_bytes >> 10} KiB pages: starting {peer.name}")
-            room = Room(2 * (prompts + 1) * pages * page_bytes + _SPARE_BYTES, False, plan.directory)
+            room = PeerRoom(2 * (prompts + 1) * pages * page_bytes + _SPARE_BYTES, False, plan.directory)
             daemon = DAEMONS[peer.name](peer, room)
             stack.callback(daemon.close)
             daemon.start()
@@ -294,7 +294,7 @@ class _Answer:
 class _Client:
     """A peer's client, in a process of its own. Use with ``with``."""
 
-    def __init__(self, peer: Peer, shape: Shape, directory: Path) -> None:
+    def __init__(self, peer: CachePeer, shape: Shape, directory: Path) -> None:
         self._peer = peer
         # Only these tools are found there besides the peer's own packages.
         path = directory / "tools"

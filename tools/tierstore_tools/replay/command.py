@@ -18,7 +18,7 @@ from tierstore.spec import KVSpec
 from tierstore_tools import report
 from tierstore_tools.replay import runs, show
 from tierstore_tools.replay.capacity import Capacity
-from tierstore_tools.replay.formats import LengthsTrace, Loaded, load, whole
+from tierstore_tools.replay.formats import LengthsTrace, LoadedTrace, load, whole
 from tierstore_tools.replay.hints import HintSource
 from tierstore_tools.replay.machine import Machine, Tiers
 from tierstore_tools.replay.policies import Belady
@@ -108,7 +108,7 @@ def run(settings: Replay, *, json: str | None, plot: Path | None) -> None:
         results.write(last=True)
 
 
-def _described(settings: Replay, loaded: Loaded) -> dict[str, object]:
+def _described(settings: Replay, loaded: LoadedTrace) -> dict[str, object]:
     return {
         "trace": settings.trace.name,
         "format": loaded.format,
@@ -121,7 +121,7 @@ def _described(settings: Replay, loaded: Loaded) -> dict[str, object]:
 class _Results:
     """The replays that were asked for, and what has come of them so far."""
 
-    def __init__(self, settings: Replay, loaded: Loaded, trace: Trace, json: str | None) -> None:
+    def __init__(self, settings: Replay, loaded: LoadedTrace, trace: Trace, json: str | None) -> None:
         self._settings = settings
         self._loaded = loaded
         self._trace = trace
@@ -179,9 +179,9 @@ class _Results:
         os.replace(part, self._json)
 
     @property
-    def _rows(self) -> list[runs.Row]:
+    def _rows(self) -> list[runs.ReplayRow]:
         rows = (row for _, row in sorted(self._found.items()))
-        return [row for row in rows if isinstance(row, runs.Row)]
+        return [row for row in rows if isinstance(row, runs.ReplayRow)]
 
     @property
     def _tiered(self) -> list[TieredRow]:

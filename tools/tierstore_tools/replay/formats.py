@@ -73,7 +73,7 @@ _KNOWN = "known are Mooncake and Bailian JSONL, WEKA sessions, and CSV with leng
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedTrace:
     """A trace, its format's name, and what could not be read of the file."""
 
     trace: Trace | LengthsTrace
@@ -88,7 +88,7 @@ def load(
     block_tokens: int | None = None,
     session_gap_s: float = 0.0,
     progress: Progress = lambda _: None,
-) -> Loaded:
+) -> LoadedTrace:
     """Read a trace, once. ``block_tokens`` replaces the format's own; ``session_gap_s`` is the time between
     the starts of two WEKA sessions. Raises :class:`UsageError` for a file that is not there, not a trace, or
     too damaged to be one."""
@@ -102,13 +102,13 @@ def load(
     if format_name == "csv":
         measured = read_lengths(path, complaints, progress)
         complaints.check(path, format_name)
-        return Loaded(measured, format_name, complaints)
+        return LoadedTrace(measured, format_name, complaints)
     trace = Trace(block_tokens or _block_tokens(path, format_name))
     for request in _requests(path, format_name, session_gap_s, complaints, progress):
         trace.append(request)
     complaints.check(path, format_name)
     trace.close()
-    return Loaded(trace, format_name, complaints)
+    return LoadedTrace(trace, format_name, complaints)
 
 
 def _requests(
@@ -196,7 +196,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TextLine:
     """One line without its end; ``number`` counts from 1."""
 
     number: int
@@ -231,7 +231,7 @@ class Complaints:
 
 def lines(
     path: Path, progress: Progress = lambda _: None, complaints: Complaints | None = None
-) -> Iterator[Line]:
+) -> Iterator[TextLine]:
     """The lines of a file that are not blank, also of a gzipped one. Where a gzip file ends early, what is
     left of its last line goes to ``complaints``. Raises :class:`UsageError` when the file cannot be read."""
     try:
@@ -243,7 +243,7 @@ def lines(
                     progress(min(1.0, file.tell() / size))
                 stripped = (text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text).strip()
                 if stripped and not (unpacked.damage and not text.endswith(b"\n")):
-                    yield Line(number, stripped)
+                    yield TextLine(number, stripped)
             if unpacked.damage and complaints is not None:
                 complaints.add(path, None, unpacked.damage)
     except OSError as error:
@@ -508,7 +508,7 @@ WEKA_BLOCK_TOKENS = 64
 _SUBAGENT = "subagent"
 
 
-class _Request(msgspec.Struct):
+class _WekaRequest(msgspec.Struct):
     """A request, or the marker of a subagent with requests of its own."""
 
     t: float = 0.0
@@ -518,11 +518,11 @@ class _Request(msgspec.Struct):
     hash_ids: list[int | str] | None = None
     stop: str | None = None
     agent_id: int | str | None = None
-    requests: list[_Request] = msgspec.field(default_factory=list)
+    requests: list[_WekaRequest] = msgspec.field(default_factory=list)
 
 
-class _Session(msgspec.Struct):
-    requests: list[_Request]
+class _WekaSession(msgspec.Struct):
+    requests: list[_WekaRequest]
     id: int | str | None = None
     block_size: Annotated[int, msgspec.Meta(ge=1)] = WEKA_BLOCK_TOKENS
     hash_id_scope: str = "local"
@@ -556,7 +556,7 @@ class _Reader:
     def __init__(
         self,
         number: int,
-        session: _Session,
+        session: _WekaSession,
         start_s: float,
         complaints: Complaints,
         file: Path,
@@ -575,7 +575,7 @@ class _Reader:
         return self._walk(self._session.requests, self._name, self._start_s, relative)
 
     def _walk(
-        self, requests: Sequence[_Request], name: str, start_s: float, relative: bool
+        self, requests: Sequence[_WekaRequest], name: str, start_s: float, relative: bool
     ) -> Iterator[RawRequest]:
         for at, each in enumerate(requests):
             if each.type == _SUBAGENT:
@@ -596,13 +596,13 @@ class _Reader:
                 )
 
 
-def _counts_from_markers(requests: Sequence[_Request]) -> bool:
+def _counts_from_markers(requests: Sequence[_WekaRequest]) -> bool:
     """Whether the times inside subagents start at their marker."""
     markers = [each for each in requests if each.type == _SUBAGENT]
     return any(inner.t < marker.t for marker in markers for inner in marker.requests)
 
 
-_Found = tuple[Path, int | None, _Session]  # the line, where the file has one session per line
+_Found = tuple[Path, int | None, _WekaSession]  # the line, where the file has one session per line
 
 
 def _sessions(path: Path, complaints: Complaints, progress: Progress) -> Iterator[_Found]:
@@ -617,7 +617,7 @@ def _sessions(path: Path, complaints: Complaints, progress: Progress) -> Iterato
 
 def _in_file(path: Path, complaints: Complaints, progress: Progress) -> Iterator[_Found]:
     if _is_one_per_line(path):
-        decoder = msgspec.json.Decoder(_Session)
+        decoder = msgspec.json.Decoder(_WekaSession)
         for line in lines(path, progress, complaints):
             try:
                 yield path, line.number, decoder.decode(line.text)
@@ -627,17 +627,17 @@ def _in_file(path: Path, complaints: Complaints, progress: Progress) -> Iterator
     try:
         text = whole(path)
         if text.lstrip().startswith(b"["):
-            for session in msgspec.json.decode(text, type=list[_Session]):
+            for session in msgspec.json.decode(text, type=list[_WekaSession]):
                 yield path, None, session
         else:
-            yield path, None, msgspec.json.decode(text, type=_Session)
+            yield path, None, msgspec.json.decode(text, type=_WekaSession)
     except NOT_JSON as error:
         complaints.add(path, None, error)
 
 
 def _is_one_per_line(path: Path) -> bool:
     """Whether a first line is a whole object and a second one follows."""
-    first: Line | None = None
+    first: TextLine | None = None
     for line in lines(path):
         if first is not None:
             return first.text.startswith(b"{") and first.text.endswith(b"}")

@@ -11,7 +11,7 @@ from typing import Protocol
 from tierstore.errors import UsageError
 from tierstore.policy import PageHint, Reuse
 from tierstore.types import inferred
-from tierstore_tools.replay.trace import Request
+from tierstore_tools.replay.trace import TraceRequest
 
 _ORACLE = re.compile(r"oracle:(\d+(?:\.\d+)?|\.\d+)")
 # What traces call a reason that the engines have another word for.
@@ -30,7 +30,7 @@ _DONE = PageHint(Reuse.DONE)
 class Hinter(Protocol):
     """Where hints come from in a replay."""
 
-    def hints(self, number: int, request: Request) -> Sequence[PageHint] | None:
+    def hints(self, number: int, request: TraceRequest) -> Sequence[PageHint] | None:
         """What is said with request ``number`` (from 0) of each of its blocks, when it is saved; None when
         nothing is said."""
         ...
@@ -40,7 +40,7 @@ class Inferred:
     """What an engine says without being told, by the reason that an answer ended
     (:func:`tierstore.types.inferred`)."""
 
-    def hints(self, number: int, request: Request) -> Sequence[PageHint] | None:
+    def hints(self, number: int, request: TraceRequest) -> Sequence[PageHint] | None:
         """The same for all blocks of the prompt."""
         hint = inferred(_REASONS.get(request.stop, request.stop))
         return None if hint is None else [hint.facts(request.timestamp_s)] * len(request.blocks)
@@ -50,7 +50,7 @@ class NextUses:
     """For every block of every request, the number of the next request that has it. Takes one pass over the
     trace and 8 bytes for each block of each prompt."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self.never = len(requests)
         next_use: dict[int, int] = {}
         backwards = []
@@ -75,7 +75,7 @@ class OracleHints:
         self._right = right
         self._random = random.Random(seed)
 
-    def hints(self, number: int, request: Request) -> Sequence[PageHint]:
+    def hints(self, number: int, request: TraceRequest) -> Sequence[PageHint]:
         never, right, draw = self._uses.never, self._right, self._random.random
         return [_LIKELY if (use < never) == (draw() < right) else _DONE for use in self._uses.of(number)]
 
@@ -86,7 +86,7 @@ class BeladyHints:
     def __init__(self, uses: NextUses) -> None:
         self._uses = uses
 
-    def hints(self, number: int, request: Request) -> Sequence[PageHint]:
+    def hints(self, number: int, request: TraceRequest) -> Sequence[PageHint]:
         return [PageHint(Reuse.UNKNOWN, -use) for use in self._uses.of(number)]
 
 

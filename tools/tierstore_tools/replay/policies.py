@@ -114,7 +114,7 @@ class Hinted(Policy):
         return hint_score(facts) + facts.last_use
 
 
-class Priority(Policy):
+class PriorityPolicy(Policy):
     """LRU within priorities, the lowest first. What is done, or has lived its time, leaves before all; what
     is likely or not does not count."""
 
@@ -294,7 +294,7 @@ def _by_arrival(facts: Facts[E]) -> Facts[E]:
 
 _SCORES: dict[str, type[Policy]] = {
     **POLICIES,
-    **{policy.name: policy for policy in (GDSF, Hinted, Priority, Belady)},
+    **{policy.name: policy for policy in (GDSF, Hinted, PriorityPolicy, Belady)},
 }
 _QUEUES: dict[str, Callable[[Facts[Any], MayLeave[Any]], BlockQueue[Any]]] = {
     queue.name: queue for queue in (FIFO, LFU, S3FIFO, Sieve, TwoQ)

@@ -21,8 +21,8 @@ from tierstore_tools.replay.hints import BeladyHints, Hinter, HintSource, NextUs
 from tierstore_tools.replay.machine import Machine
 from tierstore_tools.replay.policies import Belady
 from tierstore_tools.replay.simulator import Simulator
-from tierstore_tools.replay.tiered import Engine, TieredRow
-from tierstore_tools.replay.trace import Request, Trace
+from tierstore_tools.replay.tiered import TieredEngine, TieredRow
+from tierstore_tools.replay.trace import Trace, TraceRequest
 
 Progress: TypeAlias = Callable[[float], None]  # the share that is done, 0 to 1
 
@@ -48,7 +48,7 @@ class TieredCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReplayRow:
     """What came of a :class:`Case`. ``hit_rate`` is hit blocks over all blocks of all prompts."""
 
     policy: str
@@ -61,7 +61,7 @@ class Row:
 
 
 AnyCase: TypeAlias = "Case | TieredCase"
-AnyRow: TypeAlias = "Row | TieredRow"
+AnyRow: TypeAlias = "ReplayRow | TieredRow"
 Done: TypeAlias = Callable[[int, AnyRow], None]  # the number of a case, and what came of it
 
 
@@ -89,7 +89,7 @@ class Subject:
         for request in self._requests(progress):
             simulator.step(request)
         result = simulator.result
-        return Row(
+        return ReplayRow(
             case.policy,
             case.capacity_blocks,
             case.capacity_blocks * self._trace.block_tokens,
@@ -100,7 +100,7 @@ class Subject:
         )
 
     def _through_tiers(self, case: TieredCase, hinter: Hinter | None, progress: Progress) -> TieredRow:
-        engine = Engine(
+        engine = TieredEngine(
             case.machine,
             case.policy,
             block_tokens=self._trace.block_tokens,
@@ -112,7 +112,7 @@ class Subject:
             engine.step(request)
         return engine.row()
 
-    def _requests(self, progress: Progress) -> Iterator[Request]:
+    def _requests(self, progress: Progress) -> Iterator[TraceRequest]:
         for number, request in enumerate(self._trace):
             if number % 64 == 0:
                 progress(number / len(self._trace))

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from tierstore.units import format_size
 from tierstore_tools import report
-from tierstore_tools.replay.runs import Row
+from tierstore_tools.replay.runs import ReplayRow
 from tierstore_tools.replay.tiered import TieredRow
-from tierstore_tools.replay.trace import Extent
+from tierstore_tools.replay.trace import TraceExtent
 
 _EMPHASIZED = {"lru": ("#808080", 2.0), "default": ("#d1495b", 2.5), "belady": ("#404040", 1.5)}
 _COLOURS = ("#00798c", "#edae49", "#7a5195", "#2e8b57", "#bc5090", "#3a86ff", "#8a5a44", "#6a994e")
 
 
-def one_line(row: Row | TieredRow) -> str:
+def one_line(row: ReplayRow | TieredRow) -> str:
     """What came of one replay."""
-    if isinstance(row, Row):
+    if isinstance(row, ReplayRow):
         return f"{row.policy}, {row.capacity_blocks} blocks: hit rate {row.hit_rate:.4f}"
     ahead = "with" if row.prefetch else "without"
     return (
@@ -26,7 +26,7 @@ def one_line(row: Row | TieredRow) -> str:
     )
 
 
-def hit_rates(rows: Sequence[Row], *, title: str, token_bytes: float | None, to_stderr: bool) -> None:
+def hit_rates(rows: Sequence[ReplayRow], *, title: str, token_bytes: float | None, to_stderr: bool) -> None:
     """Policies against capacities, the longer of the two downwards."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     capacities = list(dict.fromkeys(row.capacity_blocks for row in rows))
@@ -156,7 +156,9 @@ def _share(part: int, of: int) -> str:
     return f"{100 * part / of:.1f} %" if of else "–"
 
 
-def draw(rows: Sequence[Row], extent: Extent, *, title: str, token_bytes: float | None, path: Path) -> None:
+def draw(
+    rows: Sequence[ReplayRow], extent: TraceExtent, *, title: str, token_bytes: float | None, path: Path
+) -> None:
     """Write a PNG: hit rate against capacity, a line for each policy, and the most that any could reach. The
     axis below is in the tables' unit: bytes (GiB, TiB) with ``token_bytes``, else tokens."""
     import matplotlib

@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from tierstore.policy import NO_HINT, GhostTable, PageFacts, PageHint, Reuse, fingerprint
 from tierstore_tools.replay.hints import Hinter
 from tierstore_tools.replay.policies import Entry, queue_of
-from tierstore_tools.replay.trace import Request
+from tierstore_tools.replay.trace import TraceRequest
 
 _SAVE_STEP = 64  # blocks; each step of a save is one tick of the store's clock
 
 
-class Block:
+class TraceBlock:
     """A block of the trace and what is known of it while any tier holds it."""
 
     __slots__ = ("depth", "fingerprint", "hint", "hits", "id", "last_use", "parent", "tiers")
 
-    def __init__(self, block: int, parent: Block | None, page: int, hits: int) -> None:
+    def __init__(self, block: int, parent: TraceBlock | None, page: int, hits: int) -> None:
         self.id = block
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
@@ -42,30 +42,30 @@ class Block:
         self.tiers = 0  # that hold it
 
 
-class Memory:
+class SimulatedMemory:
     """The blocks that some tier holds, those that left, and the logical clock. Tiers of one store share
     it."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, TraceBlock] = {}
         self.tick = 0
         self.now_s = 0.0
         self._ghosts = GhostTable()
         self._expiring: list[tuple[float, int, int, PageHint]] = []
         self._order = itertools.count()
 
-    def block(self, block: int, parent: Block | None) -> Block:
+    def block(self, block: int, parent: TraceBlock | None) -> TraceBlock:
         """The block of this id, made if no tier holds it."""
         known = self.blocks.get(block)
         if known is None:
             page = fingerprint(block)
             hits = self._ghosts.recall(page)
-            known = self.blocks[block] = Block(block, parent, page, 0 if hits is None else hits + 1)
+            known = self.blocks[block] = TraceBlock(block, parent, page, 0 if hits is None else hits + 1)
             known.last_use = self.tick
             self._ghosts.make_room(len(self.blocks))
         return known
 
-    def forget(self, block: Block) -> None:
+    def forget(self, block: TraceBlock) -> None:
         """No tier holds this block any more."""
         del self.blocks[block.id]
         self._ghosts.remember(block.fingerprint, block.hits)
@@ -110,7 +110,7 @@ class Memory:
 
 
 class _Copy(Entry, eq=False):
-    block: Block
+    block: TraceBlock
     children: int = 0
     held: bool = True
 
@@ -118,7 +118,9 @@ class _Copy(Entry, eq=False):
 class Cache:
     """One tier with room for ``capacity_blocks``. What it holds is closed over prefixes."""
 
-    def __init__(self, policy: str, capacity_blocks: int, memory: Memory, *, block_bytes: int = 1) -> None:
+    def __init__(
+        self, policy: str, capacity_blocks: int, memory: SimulatedMemory, *, block_bytes: int = 1
+    ) -> None:
         """``policy`` is one of :data:`~tierstore_tools.replay.policies.POLICY_NAMES`."""
         self.capacity_blocks = capacity_blocks
         self.memory = memory
@@ -241,7 +243,7 @@ def reconciled(reuse: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ReplayResult:
     """What came of a replay."""
 
     requests: int
@@ -260,14 +262,14 @@ class Simulator:
     def __init__(
         self, policy: str, capacity_blocks: int, *, hints: Hinter | None = None, block_bytes: int = 1
     ) -> None:
-        self._memory = Memory()
+        self._memory = SimulatedMemory()
         self.tier = Cache(policy, capacity_blocks, self._memory, block_bytes=block_bytes)
         self._hints = hints
         self._requests = 0
         self._blocks = 0
         self._hit_blocks = 0
 
-    def step(self, request: Request) -> int:
+    def step(self, request: TraceRequest) -> int:
         """Run a request. Returns how many of its leading blocks were held."""
         tier, blocks = self.tier, request.blocks
         if self._hints is not None:
@@ -300,14 +302,14 @@ class Simulator:
                 return kept
 
     @property
-    def result(self) -> Result:
+    def result(self) -> ReplayResult:
         """Of all requests so far."""
-        return Result(self._requests, self._blocks, self._hit_blocks, self.tier.evicted_blocks)
+        return ReplayResult(self._requests, self._blocks, self._hit_blocks, self.tier.evicted_blocks)
 
 
 def simulate(
-    requests: Iterable[Request], policy: str, capacity_blocks: int, *, hints: Hinter | None = None
-) -> Result:
+    requests: Iterable[TraceRequest], policy: str, capacity_blocks: int, *, hints: Hinter | None = None
+) -> ReplayResult:
     """Replay all requests through one tier under the policy of this name."""
     simulator = Simulator(policy, capacity_blocks, hints=hints)
     for request in requests:

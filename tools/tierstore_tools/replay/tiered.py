@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from tierstore.planner import TierPart, TierRate, plan
 from tierstore_tools.replay.hints import Hinter
 from tierstore_tools.replay.machine import Machine
-from tierstore_tools.replay.simulator import Cache, Memory
-from tierstore_tools.replay.trace import Request
+from tierstore_tools.replay.simulator import Cache, SimulatedMemory
+from tierstore_tools.replay.trace import TraceRequest
 
 _GAPS_KEPT = 8
 _LEAD = 0.5  # of the expected gap, or of the time that a page stays: so long before it, reading begins
@@ -134,7 +134,7 @@ class Link:
         return end
 
 
-class WriteBehind:
+class SimulatedWrites:
     """Writes to disk that nobody waits for. What would wait with more than ``most_bytes`` is dropped."""
 
     def __init__(self, gb_per_s: float, most_bytes: int) -> None:
@@ -165,7 +165,7 @@ class Conversations:
         self._ends: dict[int, str] = {}  # last whole block of a conversation's latest prompt → its name
         self._count = 0
 
-    def of(self, request: Request) -> str:
+    def of(self, request: TraceRequest) -> str:
         """The request's own session, else the one that it continues, else a new one."""
         if request.session is not None:
             return request.session
@@ -184,7 +184,7 @@ class Conversations:
 
 
 @dataclass(slots=True)
-class _Conversation:
+class _KnownConversation:
     """``gaps`` are the latest seconds from one arrival to the next, by how the earlier answer ended."""
 
     turn: int = 0
@@ -206,14 +206,14 @@ class Expectations:
     """The conversations, and which of them to prepare for."""
 
     def __init__(self) -> None:
-        self._conversations: dict[str, _Conversation] = {}
+        self._conversations: dict[str, _KnownConversation] = {}
         self._due: list[_Due] = []
         self._numbers = itertools.count()
 
     def arrived(self, name: str, now_s: float, stop: str, blocks: Sequence[int], *, stays_s: float) -> None:
         """A turn has come. ``stop`` says how its answer will end, which the engine knows by the time that
         this matters; ``stays_s`` is how long an unused page stays in the host tier at present."""
-        conversation = self._conversations.setdefault(name, _Conversation())
+        conversation = self._conversations.setdefault(name, _KnownConversation())
         if conversation.turn:
             gaps = conversation.gaps.setdefault(conversation.stop, deque(maxlen=_GAPS_KEPT))
             gaps.append(now_s - conversation.arrived_s)
@@ -259,7 +259,7 @@ class _Plan:
     wait_s: float
 
 
-class Engine:
+class TieredEngine:
     """Runs requests in order of time. ``policy`` names that of every tier."""
 
     def __init__(
@@ -278,7 +278,7 @@ class Engine:
         self._block_bytes = machine.block_bytes
         self._hints = hints
         self._hints_name = hints_name
-        self._memory = Memory()
+        self._memory = SimulatedMemory()
         self._hbm = self._tier(machine.hbm_blocks)
         self._host = self._tier(machine.host_blocks)
         self._disk = self._tier(machine.disk_blocks)
@@ -286,7 +286,9 @@ class Engine:
         rates = machine.bandwidths
         self._to_hbm = Link(rates.host_to_hbm_gb_per_s)
         self._reads = Link(rates.disk_read_gb_per_s)
-        self._writes = WriteBehind(rates.disk_write_gb_per_s, machine.host_blocks * self._block_bytes // 2)
+        self._writes = SimulatedWrites(
+            rates.disk_write_gb_per_s, machine.host_blocks * self._block_bytes // 2
+        )
         self._conversations = Conversations(block_tokens)
         self._expectations = Expectations() if prefetch else None
         self._prefetched: set[int] = set()  # blocks in the host tier that nobody has asked for yet
@@ -306,7 +308,7 @@ class Engine:
 
     # -- one request ---------------------------------------------------------------------------------
 
-    def step(self, request: Request) -> float:
+    def step(self, request: TraceRequest) -> float:
         """Run a request. Returns its seconds to the first token."""
         now_s, blocks = request.timestamp_s, request.blocks
         self._prefetch_until(now_s)
@@ -336,7 +338,7 @@ class Engine:
         host = max(hbm, self._host.held(blocks))
         return _Found(hbm, host, max(host, self._disk.held(blocks)))
 
-    def _plan(self, request: Request, found: _Found) -> _Plan:
+    def _plan(self, request: TraceRequest, found: _Found) -> _Plan:
         """What the planner would load, and how long it takes."""
         now_s = request.timestamp_s
         ends = [self._tokens(request, blocks) for blocks in (found.hbm, found.host, found.disk)]
@@ -365,7 +367,7 @@ class Engine:
         )
         return _Plan(used, self._wait(request, found, used))
 
-    def _wait(self, request: Request, found: _Found, used: int) -> float:
+    def _wait(self, request: TraceRequest, found: _Found, used: int) -> float:
         now_s = request.timestamp_s
         from_disk = max(0, used - found.host) * self._block_bytes
         loaded = max(0, used - found.hbm) * self._block_bytes
@@ -375,12 +377,12 @@ class Engine:
         held = self._tokens(request, used)
         return loaded_s + self._machine.prefill.seconds(request.input_tokens - held, held)
 
-    def _tokens(self, request: Request, blocks: int) -> int:
+    def _tokens(self, request: TraceRequest, blocks: int) -> int:
         """Tokens of so many leading blocks. The last token of a prompt is always computed: it gives the
         first one of the answer."""
         return max(0, min(blocks * self._block_tokens, request.input_tokens - 1))
 
-    def _count(self, request: Request, found: _Found, plan: _Plan) -> None:
+    def _count(self, request: TraceRequest, found: _Found, plan: _Plan) -> None:
         ends = [self._tokens(request, min(end, plan.used)) for end in (found.hbm, found.host, found.disk)]
         for tier, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             self._hits[tier] += end - start
@@ -426,7 +428,7 @@ class Engine:
         tier.hold(blocks[:held])
         return tier.store(blocks[:stop], held) if held < stop else held
 
-    def _end(self, request: Request, used: int) -> None:
+    def _end(self, request: TraceRequest, used: int) -> None:
         """The policies are told of what was saved and of hints, and what was held may leave."""
         blocks = request.blocks
         kept = max((tier.held(blocks) for tier in self._tiers), default=0)

@@ -34,7 +34,7 @@ class RawRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One prompt. ``blocks`` are the numbers of its blocks in order, ``input_tokens`` and ``output_tokens``
     what the trace says of its length, ``session`` the conversation it belongs to and ``stop`` why its answer
     ended, where the trace knows that."""
@@ -58,7 +58,7 @@ class _Packed(NamedTuple):
     stop: str
 
 
-class Trace(Sequence[Request]):
+class Trace(Sequence[TraceRequest]):
     """A whole trace in little memory: a tree of blocks, and of each prompt its last block.
 
     Prompts share their beginnings, so nearly all of a prompt's ids have been seen before. Blocks are numbered
@@ -129,29 +129,29 @@ class Trace(Sequence[Request]):
         return len(self._requests)
 
     @overload
-    def __getitem__(self, number: int) -> Request: ...
+    def __getitem__(self, number: int) -> TraceRequest: ...
 
     @overload
-    def __getitem__(self, number: slice) -> list[Request]: ...
+    def __getitem__(self, number: slice) -> list[TraceRequest]: ...
 
-    def __getitem__(self, number: int | slice) -> Request | list[Request]:
+    def __getitem__(self, number: int | slice) -> TraceRequest | list[TraceRequest]:
         """Request ``number``, from 0, in order of time."""
         if isinstance(number, slice):
             return [self._unpacked(packed) for packed in self._requests[number]]
         return self._unpacked(self._requests[number])
 
-    def _unpacked(self, packed: _Packed) -> Request:
+    def _unpacked(self, packed: _Packed) -> TraceRequest:
         blocks: list[int] = []
         block = packed.leaf
         while block != _NOTHING:
             blocks.append(block)
             block = self._before[block]
         blocks.reverse()
-        return Request(packed.timestamp_s, blocks, *packed[2:])
+        return TraceRequest(packed.timestamp_s, blocks, *packed[2:])
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class TraceExtent:
     """How large a trace is, and the most that any cache could find in it."""
 
     requests: int
@@ -160,7 +160,7 @@ class Extent:
     ideal: float  # hit rate of a cache that never forgets
 
 
-def extent(requests: Iterable[Request]) -> Extent:
+def extent(requests: Iterable[TraceRequest]) -> TraceExtent:
     """Go over a trace once. The first block that was never seen ends a prompt's hit."""
     seen: set[int] = set()
     count = total = hits = 0
@@ -171,4 +171,4 @@ def extent(requests: Iterable[Request]) -> Extent:
         held = next((at for at, block in enumerate(blocks) if block not in seen), len(blocks))
         hits += held
         seen.update(blocks[held:])
-    return Extent(count, total, len(seen), hits / total if total else 0.0)
+    return TraceExtent(count, total, len(seen), hits / total if total else 0.0)

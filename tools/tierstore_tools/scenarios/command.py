@@ -15,7 +15,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.units import format_size
 from tierstore_tools import machine, report
 from tierstore_tools.scenarios import runs
-from tierstore_tools.scenarios.runs import Agreement, Progress, Result, StreamRow
+from tierstore_tools.scenarios.runs import Agreement, Progress, ScenarioResult, StreamRow
 from tierstore_tools.scenarios.settings import Scenarios
 from tierstore_tools.scenarios.targets import Left, Target, Workshop
 from tierstore_tools.vllm import models
@@ -25,7 +25,7 @@ def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
     """Raises :class:`UsageError` for what does not exist, and :class:`TierStoreError` when no target can be
     had, or (after what the others did was shown and written) when one failed."""
     report.require_targets(json, plot)
-    result = Result()
+    result = ScenarioResult()
     steps = list(_steps(settings, result))
     targets = list(_targets(settings, result.left_out))
     if not targets:
@@ -53,7 +53,7 @@ def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
 
 
 @contextmanager
-def _failures(target: Target, result: Result) -> Iterator[None]:
+def _failures(target: Target, result: ScenarioResult) -> Iterator[None]:
     """One that fails is measured no more, and the others go on."""
     try:
         yield
@@ -77,7 +77,7 @@ class _Step:
         self.keep(asyncio.run(self.work(target, request_s=request_s, progress=progress)))
 
 
-def _steps(settings: Scenarios, result: Result) -> Iterator[_Step]:
+def _steps(settings: Scenarios, result: ScenarioResult) -> Iterator[_Step]:
     """What was asked for, the one that restarts servers last."""
     work: Callable[..., Coroutine[Any, Any, Any]]
     agreement = Agreement()
@@ -87,7 +87,7 @@ def _steps(settings: Scenarios, result: Result) -> Iterator[_Step]:
     if "online" in settings.scenarios:
         for rate in settings.rates_per_s:
             for name, arrivals in settings.arrivals(rate).items():
-                traffic = runs.Traffic(name, rate, arrivals)
+                traffic = runs.NamedArrivals(name, rate, arrivals)
                 work = partial(runs.online, traffic=traffic, slo=settings.slo)
                 yield _Step(f"online, {name}, {rate:g} a second", work, result.online.append)
     if "stream" in settings.scenarios:
@@ -156,7 +156,7 @@ def _stream_line(rows: Sequence[StreamRow]) -> tuple[str, ...]:
     )
 
 
-def _show(result: Result, settings: Scenarios, *, to_stderr: bool) -> None:
+def _show(result: ScenarioResult, settings: Scenarios, *, to_stderr: bool) -> None:
     if result.batch:
         report.table(
             f"batch: {settings.requests} requests about a few documents, all at once",

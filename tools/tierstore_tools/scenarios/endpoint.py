@@ -27,7 +27,7 @@ _SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ScenarioRequest:
     """One request: token ids, so that no tokenizer comes between targets."""
 
     tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ class Reply:
     """What came back. ``gaps_s`` are the times between pieces of text, ``cached_tokens`` those of the prompt
     that the server says it did not compute (0 where it says nothing). With an ``error`` it is not whole."""
 
-    ask: Ask
+    ask: ScenarioRequest
     sent_at: float
     first_at: float
     last_at: float
@@ -69,7 +69,7 @@ class NonsenseError(TierStoreError):
 class _Growing:
     """A request under way."""
 
-    ask: Ask
+    ask: ScenarioRequest
     sent_at: float = field(default_factory=time.perf_counter)
     pieces: list[tuple[float, str]] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class _Growing:
         )
 
 
-class Endpoint:
+class OpenAiEndpoint:
     """The server at ``url``. Made by :func:`connected`; for one event loop."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Endpoint:
         self._extra: dict[str, Any] = {"ignore_eos": True}
         self._under_way: set[_Growing] = set()
 
-    async def ask(self, ask: Ask, *, pause_s: float = 0.0) -> Reply:
+    async def ask(self, ask: ScenarioRequest, *, pause_s: float = 0.0) -> Reply:
         """Send a request and read the answer as it comes; a reader with a ``pause_s`` sleeps that long after
         each piece, and has a small buffer. What goes wrong is said in the reply."""
         growing = _Growing(ask)
@@ -137,7 +137,7 @@ class Endpoint:
             self._under_way.discard(growing)
         return growing.reply()
 
-    async def warm_up(self, ask: Ask) -> None:
+    async def warm_up(self, ask: ScenarioRequest) -> None:
         """Ask once, and learn whether the server takes ``ignore_eos``. Raises :class:`NonsenseError` when it
         does not answer as a server of completions does."""
         reply = await self.ask(ask)
@@ -190,7 +190,7 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def connected(url: str, *, request_s: float) -> AsyncIterator[Endpoint]:
+async def connected(url: str, *, request_s: float) -> AsyncIterator[OpenAiEndpoint]:
     """The server at ``url``, asked for its model. Raises :class:`UsageError` for what is no address, and
     :class:`TierStoreError` when nothing answers there, or something else than an OpenAI server."""
     if not url.startswith(("http://", "https://")):
@@ -214,7 +214,7 @@ async def connected(url: str, *, request_s: float) -> AsyncIterator[Endpoint]:
         models = _object(answer.text).get("data")
         if not isinstance(models, list) or not models or not isinstance(models[0], dict):
             raise NonsenseError(f"{url}/v1/models lists no model")
-        yield Endpoint(url, str(models[0].get("id")), request_s, quick, slow)
+        yield OpenAiEndpoint(url, str(models[0].get("id")), request_s, quick, slow)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tierstore.errors import UsageError
 from tierstore_tools.replay.formats import load
 from tierstore_tools.replay.trace import Trace
-from tierstore_tools.scenarios.endpoint import Ask
+from tierstore_tools.scenarios.endpoint import ScenarioRequest
 from tierstore_tools.vllm.models import PRINTABLE
 
 MOST_REQUESTS = 10_000
@@ -23,7 +23,7 @@ class Arrival:
     """A request, and when it comes, in seconds from the start."""
 
     at_s: float
-    ask: Ask
+    ask: ScenarioRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Readers:
     """Quick readers of streams and what is ``beside`` them: slow ones, which pause ``pause_s`` after each
     piece, and requests that arrive meanwhile."""
 
-    quick: Sequence[Ask]
+    quick: Sequence[ScenarioRequest]
     beside: str = "alone"
-    slow: Sequence[Ask] = ()
+    slow: Sequence[ScenarioRequest] = ()
     pause_s: float = 0.0
     arrivals: Sequence[Arrival] = ()
 
@@ -51,13 +51,15 @@ def documents(
     question_tokens: int,
     answer_tokens: int,
     seed: int,
-) -> list[Ask]:
+) -> list[ScenarioRequest]:
     """Questions about a few documents, mixed. Half of the answers are half as long, as answers differ."""
     asks = []
     for number in range(requests):
         document = tokens((seed, "document", number % documents), document_tokens)
         question = tokens((seed, "question", number), question_tokens)
-        asks.append(Ask(document + question, answer_tokens if number % 2 else max(answer_tokens // 2, 1)))
+        asks.append(
+            ScenarioRequest(document + question, answer_tokens if number % 2 else max(answer_tokens // 2, 1))
+        )
     random.Random(seed).shuffle(asks)
     return asks
 
@@ -86,7 +88,7 @@ def conversations(
         if len(said[session]) + len(turn) + answer_tokens > max_tokens:
             said[session] = system
         said[session] += turn
-        arrivals.append(Arrival(at, Ask(said[session], answer_tokens)))
+        arrivals.append(Arrival(at, ScenarioRequest(said[session], answer_tokens)))
         at += draw.expovariate(rate_per_s)
     return arrivals
 
@@ -119,7 +121,9 @@ def from_trace(
             if len(prompt) >= room:
                 break
             prompt += tokens((seed, "block", block), block_tokens)
-        arrivals.append(Arrival(at, Ask(prompt[:room] or tokens((seed, "empty"), 1), answer_tokens)))
+        arrivals.append(
+            Arrival(at, ScenarioRequest(prompt[:room] or tokens((seed, "empty"), 1), answer_tokens))
+        )
     return arrivals
 
 

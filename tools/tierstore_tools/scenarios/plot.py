@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import matplotlib
 
 if TYPE_CHECKING:
-    from tierstore_tools.scenarios.runs import Result
+    from tierstore_tools.scenarios.runs import ScenarioResult
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # the backend has to be chosen first
@@ -20,7 +20,7 @@ _HATCHES = ("", "///", "...", "xxx")  # cases differ without colour, too
 _COLOURS = ("#808080", "#00798c", "#edae49", "#d1495b")
 
 
-def draw(result: Result, title: str, path: Path) -> None:
+def draw(result: ScenarioResult, title: str, path: Path) -> None:
     """Write a PNG."""
     panels: list[Callable[[Axes], None]] = []
     if result.batch:
@@ -46,7 +46,7 @@ def draw(result: Result, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _batch(axes: Axes, result: Result) -> None:
+def _batch(axes: Axes, result: ScenarioResult) -> None:
     bars = axes.barh(
         [row.target for row in result.batch],
         [row.output_tokens_per_s for row in result.batch],
@@ -59,7 +59,7 @@ def _batch(axes: Axes, result: Result) -> None:
     axes.set_title("batch")
 
 
-def _longctx(axes: Axes, result: Result) -> None:
+def _longctx(axes: Axes, result: ScenarioResult) -> None:
     cells = {(row.target, row.case): row.ttft_s for row in result.longctx}
     _grouped(axes, cells, lambda seconds: f" {_seconds(seconds)}")
     axes.set_xscale("log")
@@ -67,14 +67,14 @@ def _longctx(axes: Axes, result: Result) -> None:
     axes.set_title(f"longctx, {result.longctx[0].prompt_tokens:,} tokens")
 
 
-def _online(axes: Axes, result: Result) -> None:
+def _online(axes: Axes, result: ScenarioResult) -> None:
     cells = {(row.target, f"{row.arrivals} {row.rate_per_s:g}/s"): row.goodput_per_s for row in result.online}
     _grouped(axes, cells, lambda rate: f" {rate:.2f}")
     axes.set_xlabel("requests that met the SLO, a second")
     axes.set_title("online")
 
 
-def _stream(axes: Axes, result: Result) -> None:
+def _stream(axes: Axes, result: ScenarioResult) -> None:
     rounds: dict[tuple[str, str], list[float]] = {}
     for row in result.stream:
         rounds.setdefault((row.target, row.beside), []).append(row.itl_p99_s)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tierstore.errors import TierStoreError
 from tierstore_tools.processes import core_seconds, memory_bytes, private_bytes
-from tierstore_tools.scenarios.endpoint import Ask, Endpoint, Reply, connected
+from tierstore_tools.scenarios.endpoint import OpenAiEndpoint, Reply, ScenarioRequest, connected
 from tierstore_tools.scenarios.load import Arrival, Readers, tokens
 from tierstore_tools.scenarios.targets import Left, Target, reserved_tokens
 
@@ -114,7 +114,7 @@ class StreamRow:
 
 
 @dataclass(slots=True)
-class Result:
+class ScenarioResult:
     """``left_out`` could not be had here, ``failed`` did not do what it was to do."""
 
     batch: list[BatchRow] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class NamedArrivals:
     """Arrivals, by the name of what they were made from and their mean rate."""
 
     name: str
@@ -138,7 +138,7 @@ class Agreement:
     """What was answered first to each request: targets that serve one model ought to say the same."""
 
     def __init__(self) -> None:
-        self._first: dict[Ask, str] = {}
+        self._first: dict[ScenarioRequest, str] = {}
 
     def share(self, replies: Sequence[Reply]) -> float:
         """Of whole answers, those equal to the first one to their request."""
@@ -148,7 +148,12 @@ class Agreement:
 
 
 async def batch(
-    target: Target, *, asks: Sequence[Ask], request_s: float, agreement: Agreement, progress: Progress
+    target: Target,
+    *,
+    asks: Sequence[ScenarioRequest],
+    request_s: float,
+    agreement: Agreement,
+    progress: Progress,
 ) -> BatchRow:
     """Send everything at once. Raises :class:`TierStoreError` when nothing is answered."""
     async with _warm(target, request_s) as endpoint, _watched(target, endpoint) as watch:
@@ -173,7 +178,12 @@ async def batch(
 
 
 async def longctx(
-    target: Target, *, prompts: Sequence[Ask], request_s: float, agreement: Agreement, progress: Progress
+    target: Target,
+    *,
+    prompts: Sequence[ScenarioRequest],
+    request_s: float,
+    agreement: Agreement,
+    progress: Progress,
 ) -> list[LongRow]:
     """Ask each prompt cold and again; where a daemon keeps pages, also after the server's restart and after
     that of both. Raises :class:`TierStoreError` when an answer does not come."""
@@ -193,7 +203,7 @@ async def longctx(
 
 
 async def online(
-    target: Target, *, traffic: Traffic, slo: Slo, request_s: float, progress: Progress
+    target: Target, *, traffic: NamedArrivals, slo: Slo, request_s: float, progress: Progress
 ) -> OnlineRow:
     """Send each request when it is due, whatever is under way. Raises :class:`TierStoreError` when nothing is
     answered."""
@@ -276,7 +286,7 @@ class _Watch:
 
 
 @asynccontextmanager
-async def _watched(target: Target, endpoint: Endpoint) -> AsyncIterator[_Watch]:
+async def _watched(target: Target, endpoint: OpenAiEndpoint) -> AsyncIterator[_Watch]:
     watch = _Watch()
 
     async def look() -> None:
@@ -300,13 +310,13 @@ async def _watched(target: Target, endpoint: Endpoint) -> AsyncIterator[_Watch]:
 
 
 @asynccontextmanager
-async def _warm(target: Target, request_s: float) -> AsyncIterator[Endpoint]:
+async def _warm(target: Target, request_s: float) -> AsyncIterator[OpenAiEndpoint]:
     async with connected(target.url, request_s=request_s) as endpoint:
-        await endpoint.warm_up(Ask(tokens(time.time_ns(), _WARM_UP_TOKENS), _WARM_UP_ANSWER))
+        await endpoint.warm_up(ScenarioRequest(tokens(time.time_ns(), _WARM_UP_TOKENS), _WARM_UP_ANSWER))
         yield endpoint
 
 
-async def _when_due(endpoint: Endpoint, arrival: Arrival, begun: float) -> Reply:
+async def _when_due(endpoint: OpenAiEndpoint, arrival: Arrival, begun: float) -> Reply:
     await asyncio.sleep(begun + arrival.at_s - time.perf_counter())
     return await endpoint.ask(arrival.ask)
 

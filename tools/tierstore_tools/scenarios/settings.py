@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore_tools.scenarios import load
-from tierstore_tools.scenarios.endpoint import Ask
+from tierstore_tools.scenarios.endpoint import ScenarioRequest
 from tierstore_tools.scenarios.load import Arrival
 from tierstore_tools.scenarios.runs import Slo
-from tierstore_tools.scenarios.targets import Room
+from tierstore_tools.scenarios.targets import ServerRoom
 
 SCENARIOS = ("batch", "longctx", "online", "stream")
 _DOCUMENTS = 4
@@ -30,7 +30,7 @@ class Scenarios:
     urls: tuple[str, ...]
     model: str
     vllm: Path | None
-    room: Room
+    room: ServerRoom
     requests: int
     answer_tokens: int
     rates_per_s: tuple[float, ...]
@@ -57,7 +57,7 @@ class Scenarios:
         if self.room.max_tokens < 16 * self.answer_tokens:
             raise UsageError(f"--tokens is at least 16 answers: {16 * self.answer_tokens}")
 
-    def batch(self) -> list[Ask]:
+    def batch(self) -> list[ScenarioRequest]:
         half = self.room.max_tokens // 2
         return load.documents(
             self.requests,
@@ -68,10 +68,10 @@ class Scenarios:
             seed=self.seed,
         )
 
-    def long(self) -> list[Ask]:
+    def long(self) -> list[ScenarioRequest]:
         length = self.room.max_tokens - self.answer_tokens
         return [
-            Ask(load.tokens((self.seed, "long", number), length), self.answer_tokens)
+            ScenarioRequest(load.tokens((self.seed, "long", number), length), self.answer_tokens)
             for number in range(self.rounds)
         ]
 
@@ -107,13 +107,15 @@ class Scenarios:
         long, their prompts short, and others in each round."""
         short, whole = self.room.max_tokens // 32, self.room.max_tokens - self.answer_tokens
 
-        def asks(name: str, count: int) -> list[Ask]:
+        def asks(name: str, count: int) -> list[ScenarioRequest]:
             seeds = [(self.seed, "reader", name, round, number) for number in range(count)]
-            return [Ask(load.tokens(seed, short), 4 * self.answer_tokens) for seed in seeds]
+            return [ScenarioRequest(load.tokens(seed, short), 4 * self.answer_tokens) for seed in seeds]
 
         slow = asks("beside slow ones", _QUICK_READERS + self.slow_readers)
         arrivals = [
-            Arrival(number * _LONG_EVERY_S, Ask(load.tokens((self.seed, round, number), whole), 1))
+            Arrival(
+                number * _LONG_EVERY_S, ScenarioRequest(load.tokens((self.seed, round, number), whole), 1)
+            )
             for number in range(1, _LONG_PROMPTS + 1)
         ]
         return [

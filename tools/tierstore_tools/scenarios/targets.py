@@ -25,7 +25,7 @@ from typing import IO
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.spec import KVSpec
 from tierstore_tools.processes import free_port, listens
-from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.daemon import ServeProcess
 from tierstore_tools.vllm.engine import ENVIRONMENT, connector_options
 
 STORED = "+store"
@@ -40,7 +40,7 @@ _PAGE_TOKENS = 64  # of our pages, and of the blocks that vLLM is given
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ServerRoom:
     """What every target gets: pages (or batches) of ``pool_tokens`` tokens, prompts with their answers up to
     ``max_tokens``, so many threads to compute with; a daemon's tiers in bytes."""
 
@@ -94,7 +94,7 @@ class Started(Target):
         command: list[str],
         *,
         threads: int,
-        daemon: DaemonProcess | None,
+        daemon: ServeProcess | None,
         scratch: Path,
     ) -> None:
         super().__init__(name, f"http://127.0.0.1:{port}", restartable=daemon is not None)
@@ -173,7 +173,7 @@ class Left:
 class Workshop:
     """Makes targets that serve the checkpoint in ``model``. ``vllm`` is the Python that has vLLM."""
 
-    def __init__(self, model: Path, room: Room, scratch: Path, vllm: Path | None) -> None:
+    def __init__(self, model: Path, room: ServerRoom, scratch: Path, vllm: Path | None) -> None:
         self._model = model
         self._room = room
         self._scratch = scratch
@@ -199,7 +199,7 @@ class Workshop:
         port, daemon = free_port(), None
         if name.endswith(STORED):
             room = self._room
-            daemon = DaemonProcess(self._scratch, host_bytes=room.host_bytes, disk_bytes=room.disk_bytes)
+            daemon = ServeProcess(self._scratch, host_bytes=room.host_bytes, disk_bytes=room.disk_bytes)
         commands = {OURS: self._ours, VLLM: self._vllm_serve, TRANSFORMERS: self._transformers}
         command = commands[name.removesuffix(STORED)](port, None if daemon is None else daemon.url)
         return Started(name, port, command, threads=self._room.threads, daemon=daemon, scratch=self._scratch)

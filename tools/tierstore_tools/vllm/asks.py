@@ -24,7 +24,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class VllmAnswer:
     """``logprobs[i]`` maps the likeliest tokens at the i-th place to their log-probabilities (natural).
     ``cached_tokens`` is what vLLM says it did not compute, from its own cache or from elsewhere. Times are
     from the request's arrival, in seconds, seen from outside the engine. An aborted request has no answer of
@@ -52,7 +52,7 @@ class Answers:
     tokens of all requests that came from the connector and from vLLM's own cache; ``steps`` the engine's.
     ``cpu_s`` is the CPU time of the process that asks (with one process: of the whole engine)."""
 
-    answers: list[Answer]
+    answers: list[VllmAnswer]
     external_hit_tokens: int
     local_hit_tokens: int
     wall_s: float
@@ -61,7 +61,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineJob:
     """How the engine is made: ``options`` are keyword arguments of ``vllm.LLM``."""
 
     model: str
@@ -78,7 +78,7 @@ def prompt(tokens: int, *, seed: int = 0) -> list[int]:
     return made[:tokens]
 
 
-def greatest_difference(one: Answer, other: Answer) -> float:
+def greatest_difference(one: VllmAnswer, other: VllmAnswer) -> float:
     """Between the log-probabilities of two answers; infinite when their tokens differ, or the tokens shown as
     likeliest do so by more than a tie at the end of the list explains."""
     if one.tokens != other.tokens or len(one.logprobs) != len(other.logprobs):

@@ -19,9 +19,9 @@ from typing import Any
 
 from tierstore_tools.report import Phases
 from tierstore_tools.vllm import models, slow_disk
-from tierstore_tools.vllm.asks import Answer, Ask, greatest_difference, prompt
-from tierstore_tools.vllm.daemon import DaemonProcess
-from tierstore_tools.vllm.engine import Engine, connector_options, workers
+from tierstore_tools.vllm.asks import Ask, VllmAnswer, greatest_difference, prompt
+from tierstore_tools.vllm.daemon import ServeProcess
+from tierstore_tools.vllm.engine import VllmEngine, connector_options, workers
 from tierstore_tools.vllm.overhead import Overhead, OverheadExperiment
 from tierstore_tools.vllm.settings import (
     ANSWER_TOKENS,
@@ -35,7 +35,7 @@ _WARM_UP_SEED = 1 << 20  # seeds that the prompts which are measured do not have
 
 
 @dataclass(frozen=True)
-class Row:
+class VllmRow:
     """One case: medians over ``rounds`` prompts. ``hit_tokens`` came from the store, by vLLM's own count;
     ``speedup`` is over the cold TTFT of the same prompts with the connector. ``identical``: equal greedy
     tokens as without a connector, and for float32 log-probabilities within 1e-4. ``max_logprob_diff`` is None
@@ -52,10 +52,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class VllmResult:
     """``skipped`` says which cases were left out, and why."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[VllmRow, ...]
     overhead: Overhead | None
     slow_disk: slow_disk.SlowDisk | None
     skipped: tuple[str, ...]
@@ -69,7 +69,7 @@ class Result:
         }
 
 
-def run(settings: VllmBench, phases: Phases) -> Result:
+def run(settings: VllmBench, phases: Phases) -> VllmResult:
     """Everything. Raises :class:`~tierstore.errors.TierStoreError` when an engine or the daemon does not do
     its part."""
     with ExitStack() as stack:
@@ -78,13 +78,13 @@ def run(settings: VllmBench, phases: Phases) -> Result:
         daemon = None
         if settings.store is None:
             daemon = stack.enter_context(
-                DaemonProcess(
+                ServeProcess(
                     settings.directory, host_bytes=settings.host_bytes, disk_bytes=settings.disk_bytes
                 )
             )
         url = settings.store if daemon is None else daemon.url
         assert url is not None
-        return _Experiment(settings, model, url, daemon, phases).run()
+        return _VllmExperiment(settings, model, url, daemon, phases).run()
 
 
 def _model(settings: VllmBench) -> Path:
@@ -93,11 +93,11 @@ def _model(settings: VllmBench) -> Path:
     return Path(settings.model)
 
 
-class _Experiment:
+class _VllmExperiment:
     """The cases of one run. Answers are kept by their prompt's seed."""
 
     def __init__(
-        self, settings: VllmBench, model: Path, url: str, daemon: DaemonProcess | None, phases: Phases
+        self, settings: VllmBench, model: Path, url: str, daemon: ServeProcess | None, phases: Phases
     ) -> None:
         self._settings = settings
         self._model = model
@@ -107,12 +107,12 @@ class _Experiment:
         self._dtype = settings.dtype or ("float32" if settings.model in models.KINDS else "auto")
         self._kept = range(settings.rounds)
         self._namespace = f"tierstore-bench {time.time_ns()}"  # nothing of an earlier run is found
-        self._without: dict[int, Answer] = {}
-        self._with_it: dict[int, Answer] = {}
+        self._without: dict[int, VllmAnswer] = {}
+        self._with_it: dict[int, VllmAnswer] = {}
 
-    def run(self) -> Result:
+    def run(self) -> VllmResult:
         skipped = []
-        rows: list[Row] = []
+        rows: list[VllmRow] = []
         if self._settings.rounds:
             rows = self._cold()
             rows.append(self._warm("host", "a new engine"))
@@ -139,16 +139,16 @@ class _Experiment:
         slow = None
         if self._settings.disk_bytes_per_s is not None:
             slow = slow_disk.measure(self._settings, self._engine, self._phases)
-        return Result(tuple(rows), overhead, slow, tuple(skipped))
+        return VllmResult(tuple(rows), overhead, slow, tuple(skipped))
 
     # -- cold ----------------------------------------------------------------------------------------
 
-    def _cold(self) -> list[Row]:
+    def _cold(self) -> list[VllmRow]:
         connector = connector_options(self._url, namespace=self._namespace)
         with ExitStack() as stack:
             without = stack.enter_context(self._engine("an engine without the connector", None))
             with_it = stack.enter_context(self._engine("an engine with it", connector))
-            answers: dict[Engine, dict[int, Answer]] = {without: {}, with_it: {}}
+            answers: dict[VllmEngine, dict[int, VllmAnswer]] = {without: {}, with_it: {}}
             with self._phases.phase("prompts, with and without") as phase:
                 for seed in self._kept:
                     for engine, answered in answers.items():
@@ -165,7 +165,7 @@ class _Experiment:
 
     # -- warm ----------------------------------------------------------------------------------------
 
-    def _warm(self, case: str, where: str) -> Row:
+    def _warm(self, case: str, where: str) -> VllmRow:
         """The prompts, asked once each of an engine that has not seen them."""
         connector = connector_options(self._url, namespace=self._namespace)
         answers, found = {}, []
@@ -177,7 +177,7 @@ class _Experiment:
         return self._row(case, answers, self._with_it, int(statistics.median(found)))
 
     @contextmanager
-    def _engine(self, what: str, connector: Mapping[str, Any] | None) -> Iterator[Engine]:
+    def _engine(self, what: str, connector: Mapping[str, Any] | None) -> Iterator[VllmEngine]:
         """An engine that has computed before, so that nothing measured pays for the first time."""
         settings = self._settings
         longest = max(
@@ -186,7 +186,7 @@ class _Experiment:
         )
         options = {"max_model_len": longest + 64, "max_num_batched_tokens": None, **settings.options}
         with self._phases.phase(what, measurable=False):
-            engine = Engine(self._model, connector=connector, dtype=self._dtype, **options)
+            engine = VllmEngine(self._model, connector=connector, dtype=self._dtype, **options)
         with engine:
             for number in range(_WARM_UP):
                 engine.ask(Ask(prompt(settings.tokens, seed=_WARM_UP_SEED + number), ANSWER_TOKENS))
@@ -196,16 +196,16 @@ class _Experiment:
     def _row(
         self,
         case: str,
-        answers: dict[int, Answer],
-        cold: dict[int, Answer],
+        answers: dict[int, VllmAnswer],
+        cold: dict[int, VllmAnswer],
         hit_tokens: int,
-    ) -> Row:
+    ) -> VllmRow:
         """``cold`` is what TTFT is compared with; answers are compared with those of no connector."""
         kept, reference = self._kept, self._without
         diff = max(greatest_difference(reference[seed], answers[seed]) for seed in kept)
         exact = self._dtype == "float32"
         ttft = statistics.median(answers[seed].ttft_s for seed in kept)
-        return Row(
+        return VllmRow(
             case=case,
             rounds=len(kept),
             prompt_tokens=self._settings.tokens,
@@ -217,5 +217,5 @@ class _Experiment:
         )
 
 
-def _same_tokens(answers: dict[int, Answer], reference: dict[int, Answer]) -> bool:
+def _same_tokens(answers: dict[int, VllmAnswer], reference: dict[int, VllmAnswer]) -> bool:
     return all(answers[seed].tokens == answer.tokens for seed, answer in reference.items())

@@ -1,7 +1,7 @@
 """An engine in a process of its own: commands come on one descriptor, answers go to another, as JSON lines.
 
-``python -m tierstore_tools.vllm.child COMMANDS_FD ANSWERS_FD``: the first line is the :class:`Job`, then
-``{"do": "ask", …}``, ``{"do": "reset", …}``, ``{"do": "switch", …}``, ``{"do": "metrics"}`` until the
+``python -m tierstore_tools.vllm.child COMMANDS_FD ANSWERS_FD``: the first line is the :class:`EngineJob`,
+then ``{"do": "ask", …}``, ``{"do": "reset", …}``, ``{"do": "switch", …}``, ``{"do": "metrics"}`` until the
 commands end. What vLLM writes to stdout and stderr is left alone.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from tierstore_tools.vllm.asks import SHOWN_LOGPROBS, Answer, Answers, Ask, Batch, Job
+from tierstore_tools.vllm.asks import SHOWN_LOGPROBS, Answers, Ask, Batch, EngineJob, VllmAnswer
 
 
-class _Running:
+class _RunningRequest:
     """A request under way, seen from outside."""
 
     def __init__(self, ask: Ask) -> None:
@@ -41,9 +41,9 @@ class _Running:
             return False
         return len(self._tokens()) >= self.ask.abort_after
 
-    def answer(self) -> Answer:
+    def answer(self) -> VllmAnswer:
         done = None if self._output is None else self._output.outputs[0]
-        return Answer(
+        return VllmAnswer(
             tokens=self._tokens(),
             logprobs=[
                 {int(token): float(each.logprob) for token, each in place.items()}
@@ -60,10 +60,10 @@ class _Running:
         return [] if self._output is None else [int(token) for token in self._output.outputs[0].token_ids]
 
 
-class _Engine:
+class _ChildEngine:
     """vLLM's synchronous engine, stepped by hand so that first tokens can be timed."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EngineJob) -> None:
         from vllm import LLM
 
         self._llm = LLM(model=job.model, **job.options)
@@ -78,7 +78,7 @@ class _Engine:
         for ask in batch.asks:
             name = str(self._asked)
             self._asked += 1
-            running[name] = _Running(ask)
+            running[name] = _RunningRequest(ask)
             self._add(name, ask)
         steps = 0
         self._abort(running)
@@ -117,7 +117,7 @@ class _Engine:
             adapter = LoRARequest(os.path.basename(ask.adapter), number, ask.adapter)
         self._engine.add_request(name, prompt, params, lora_request=adapter)
 
-    def _abort(self, running: dict[str, _Running]) -> None:
+    def _abort(self, running: dict[str, _RunningRequest]) -> None:
         names = [name for name, each in running.items() if each.to_abort]
         for name in names:
             running[name].aborted = True
@@ -156,7 +156,7 @@ def main(commands_fd: int, answers_fd: int) -> None:
             answers.write(msgspec.json.encode(what) + b"\n")
             answers.flush()
 
-        engine = _Engine(msgspec.json.decode(commands.readline(), type=Job))
+        engine = _ChildEngine(msgspec.json.decode(commands.readline(), type=EngineJob))
         say({"ready": os.getpid()})
         for line in commands:
             command = msgspec.json.decode(line)

@@ -9,7 +9,7 @@ from tierstore.errors import TierStoreError
 from tierstore_tools import machine, report
 from tierstore_tools.vllm import cases, engine
 from tierstore_tools.vllm.overhead import Overhead
-from tierstore_tools.vllm.paired import Ratio
+from tierstore_tools.vllm.paired import PairedRatio
 from tierstore_tools.vllm.settings import VllmBench
 
 
@@ -39,7 +39,7 @@ def run(settings: VllmBench, *, json: str | None) -> None:
         raise TierStoreError(f"the answers of these cases differ from vLLM's own: {', '.join(wrong)}")
 
 
-def _show(result: cases.Result, *, to_stderr: bool) -> None:
+def _show(result: cases.VllmResult, *, to_stderr: bool) -> None:
     if result.rows:
         _show_rows(result.rows, to_stderr=to_stderr)
     if result.overhead is not None:
@@ -57,7 +57,7 @@ def _show(result: cases.Result, *, to_stderr: bool) -> None:
         console.print(f"skipped {line}")
 
 
-def _show_rows(rows: Sequence[cases.Row], *, to_stderr: bool) -> None:
+def _show_rows(rows: Sequence[cases.VllmRow], *, to_stderr: bool) -> None:
     columns = ("case", "prompt", "from store", "TTFT", "speed-up", "identical", "Δlogprob")
     shown = [
         (
@@ -106,5 +106,5 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
-def _ratio(value: Ratio) -> str:
+def _ratio(value: PairedRatio) -> str:
     return f"{value.median:.4f} ({value.low:.4f} – {value.high:.4f})"

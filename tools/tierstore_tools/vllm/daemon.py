@@ -22,7 +22,7 @@ _END_S = 60.0
 _LOOK_S = 0.02
 
 
-class DaemonProcess:
+class ServeProcess:
     """The daemon at ``url``, with its socket and its ``disk`` in a directory of its own below ``parent`` (a
     unix socket's path is short: the socket is in /tmp). Not started yet. ``options`` are flags of ``serve``,
     ``program`` is what Python runs in place of the command line's module.
@@ -49,7 +49,7 @@ class DaemonProcess:
             self._options += [f"--disk={self.disk}", f"--disk-bytes={disk_bytes}"]
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> DaemonProcess:
+    def start(self) -> ServeProcess:
         """Start it, and wait until it answers. Raises :class:`TierStoreError` when it does not."""
         self.launch()
         ends = time.monotonic() + _START_S
@@ -126,7 +126,7 @@ class DaemonProcess:
         assert self.process is not None, "it does not run"
         os.kill(self.process.pid, number)
 
-    def __enter__(self) -> DaemonProcess:
+    def __enter__(self) -> ServeProcess:
         return self.start()
 
     def __exit__(

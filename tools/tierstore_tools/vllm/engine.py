@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tierstore.errors import TierStoreError
-from tierstore_tools.vllm.asks import Answer, Answers, Ask, Job
+from tierstore_tools.vllm.asks import Answers, Ask, EngineJob, VllmAnswer
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def workers(options: Mapping[str, Any]) -> int:
     return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
-class Engine:
+class VllmEngine:
     """A running engine. Everything it is asked waits for the answer; for one thread.
 
     ``connector`` is vLLM's ``kv_transfer_config`` (None: no connector), ``options`` are arguments of
@@ -122,7 +122,7 @@ class Engine:
         os.close(read_commands)
         os.close(write_answers)
         self._unread = b""
-        self._say(Job(str(model), chosen))
+        self._say(EngineJob(str(model), chosen))
         self._hear(dict[str, int], START_S)
         self.start_s = time.perf_counter() - started
 
@@ -185,7 +185,7 @@ class Engine:
         self._read_log()
         self._log.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> VllmEngine:
         return self
 
     def __exit__(
@@ -231,7 +231,7 @@ class Engine:
 class EngineRun:
     """What one engine answered between its start and its end. ``stopped_s`` is how long the end took."""
 
-    answers: list[Answer]
+    answers: list[VllmAnswer]
     external_hit_tokens: int
     local_hit_tokens: int
     metrics: dict[str, float]
@@ -245,11 +245,11 @@ def run_engine(
     asks: Sequence[Ask],
     *,
     together: bool = False,
-    make: Callable[..., Engine] = Engine,
+    make: Callable[..., VllmEngine] = VllmEngine,
     **options: Any,
 ) -> EngineRun:
-    """Start an engine, ask (one after the other, or all ``together``), end it. ``options`` as :class:`Engine`
-    (or another ``make``) takes them."""
+    """Start an engine, ask (one after the other, or all ``together``), end it. ``options`` as
+    :class:`VllmEngine` (or another ``make``) takes them."""
     with make(model, **options) as engine:
         batches = [list(asks)] if together else [[ask] for ask in asks]
         answered = [engine.ask(*batch) for batch in batches]

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.errors import TierStoreError
+from tierstore_tools.processes import cpu_seconds
 from tierstore_tools.report import Phases
-from tierstore_tools.together import cpu_seconds
 from tierstore_tools.vllm.asks import Answers, Ask, prompt
-from tierstore_tools.vllm.daemon import DaemonProcess
-from tierstore_tools.vllm.engine import Engine
-from tierstore_tools.vllm.paired import Ratio, ratio
+from tierstore_tools.vllm.daemon import ServeProcess
+from tierstore_tools.vllm.engine import VllmEngine
+from tierstore_tools.vllm.paired import PairedRatio, ratio
 from tierstore_tools.vllm.settings import (
     ANSWER_TOKENS,
     THROUGHPUT_ANSWER_TOKENS,
@@ -41,7 +41,7 @@ _SWITCHED = {
 _SEED = 2 << 20  # from here on: no other prompt of the benchmark has such seeds
 _WARM_UP_ROUNDS = 2
 
-StartEngine = Callable[[str, Mapping[str, Any] | None], AbstractContextManager[Engine]]
+StartEngine = Callable[[str, Mapping[str, Any] | None], AbstractContextManager[VllmEngine]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Compared:
     CPU time is that of the engine's process for one prompt and one batch, until the daemon has nothing more
     to do for them."""
 
-    ttft_ratio: Ratio
-    throughput_ratio: Ratio
-    cpu_ratio: Ratio
+    ttft_ratio: PairedRatio
+    throughput_ratio: PairedRatio
+    cpu_ratio: PairedRatio
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class OverheadExperiment:
         self,
         settings: VllmBench,
         start: StartEngine,
-        daemon: DaemonProcess | None,
+        daemon: ServeProcess | None,
         connector: Mapping[str, Any],
         phases: Phases,
     ) -> None:
@@ -173,7 +173,7 @@ class OverheadExperiment:
             self._daemon_cpu_s += self._daemon_cpu() - before
             return figures
 
-    def _play(self, engines: Mapping[str, Engine], figures: Mapping[str, _Figures]) -> None:
+    def _play(self, engines: Mapping[str, VllmEngine], figures: Mapping[str, _Figures]) -> None:
         """One prompt and one batch for every engine."""
         ways = list(engines) if next(self._rounds) % 2 else list(reversed(list(engines)))
         tokens = self._settings.overhead_tokens
@@ -197,7 +197,7 @@ class OverheadExperiment:
         return [Ask(prompt(tokens, seed=next(self._seeds)), answer_tokens) for _ in range(requests)]
 
     def _turn(
-        self, engine: Engine, way: str, asks: Sequence[Ask], *, cached: bool = False
+        self, engine: VllmEngine, way: str, asks: Sequence[Ask], *, cached: bool = False
     ) -> tuple[Answers, float]:
         """Ask; the answers, and the engine's CPU time. ``cached``: they may be in
         vLLM's own cache."""
@@ -225,7 +225,7 @@ def _median(starts: Sequence[Mapping[str, _Figures]], figure: Figure) -> float:
 
 
 def _compared(starts: Sequence[Mapping[str, _Figures]], one: str, other: str) -> Compared:
-    def compared(figure: Figure) -> Ratio:
+    def compared(figure: Figure) -> PairedRatio:
         return ratio([list(zip(figure(each[one]), figure(each[other]), strict=True)) for each in starts])
 
     return Compared(

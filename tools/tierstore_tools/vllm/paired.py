@@ -13,7 +13,7 @@ _CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Ratio:
+class PairedRatio:
     """The median of the ratios with/without over ``pairs`` pairs, and the interval that holds the true one
     with a confidence of about 95 % (by resampling; nothing is assumed about how the ratios spread). Pairs
     come in series, one for each time that everything was started: ``series`` are their medians."""
@@ -29,7 +29,7 @@ T = TypeVar("T")
 Pairs = Sequence[tuple[float, float]]
 
 
-def ratio(series: Sequence[Pairs]) -> Ratio:
+def ratio(series: Sequence[Pairs]) -> PairedRatio:
     """Each pair is a figure with and the one without. At least one series, and in each at least one pair.
 
     Two processes of one kind may differ for as long as they live (by where their memory lies, for one), so
@@ -44,7 +44,7 @@ def ratio(series: Sequence[Pairs]) -> Ratio:
     beyond = round(_RESAMPLES * (1 - _CONFIDENCE) / 2)
     everything = [value for each in ratios for value in each]
     median = statistics.median(everything)
-    return Ratio(
+    return PairedRatio(
         median,
         min(medians[beyond], median),
         max(medians[-1 - beyond], median),

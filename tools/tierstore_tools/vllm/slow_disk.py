@@ -14,16 +14,18 @@ from tierstore.cli.operator import Operator
 from tierstore.wire import messages
 from tierstore_tools.report import Phases
 from tierstore_tools.vllm.asks import Ask, greatest_difference, prompt
-from tierstore_tools.vllm.daemon import DaemonProcess
-from tierstore_tools.vllm.engine import Engine, connector_options
-from tierstore_tools.vllm.paired import Ratio, ratio
+from tierstore_tools.vllm.daemon import ServeProcess
+from tierstore_tools.vllm.engine import VllmEngine, connector_options
+from tierstore_tools.vllm.paired import PairedRatio, ratio
 from tierstore_tools.vllm.settings import ANSWER_TOKENS, MAX_LOGPROB_DIFF, VllmBench
 
 _SEED = 1 << 21  # prompts of their own
 
 
 class OpenEngine(Protocol):
-    def __call__(self, what: str, connector: Mapping[str, Any] | None) -> AbstractContextManager[Engine]: ...
+    def __call__(
+        self, what: str, connector: Mapping[str, Any] | None
+    ) -> AbstractContextManager[VllmEngine]: ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class SlowDisk:
 
     bytes_per_s: float
     prompt_tokens: int
-    ttft_ratio: Ratio
+    ttft_ratio: PairedRatio
     without_s: float
     hit_tokens: int
     declined_tokens: int
@@ -43,7 +45,7 @@ class SlowDisk:
 def measure(settings: VllmBench, open_engine: OpenEngine, phases: Phases) -> SlowDisk:
     """As many pairs as ``settings`` says. Raises :class:`~tierstore.errors.TierStoreError`."""
     assert settings.disk_bytes_per_s is not None
-    daemon = DaemonProcess(
+    daemon = ServeProcess(
         settings.directory,
         host_bytes=settings.host_bytes,
         disk_bytes=settings.disk_bytes,
@@ -80,7 +82,7 @@ def measure(settings: VllmBench, open_engine: OpenEngine, phases: Phases) -> Slo
 
 
 def _pairs(
-    asks: list[Ask], with_it: Engine, without: Engine, daemon: DaemonProcess
+    asks: list[Ask], with_it: VllmEngine, without: VllmEngine, daemon: ServeProcess
 ) -> Iterator[tuple[float, float, int, bool]]:
     """TTFT with and without, tokens that came from the store, and whether the answers are the same."""
     with Operator(daemon.url) as operator:

@@ -14,7 +14,7 @@ import pytest
 
 from tierstore.units import KIB, MIB
 from tierstore_tools.churn_day import Day, Tenth
-from tierstore_tools.traffic import Traffic
+from tierstore_tools.traffic import ChurnTraffic
 
 CAPACITY = 192 * MIB
 SIZES = [64 * KIB, 160 * KIB, 512 * KIB, 1 * MIB]
@@ -88,7 +88,7 @@ def _ideal_hit_rate(requests, capacity_bytes):
 
 def test_traffic_is_the_same_for_the_same_seed():
     def first(seed):
-        traffic = Traffic(SIZES, seed=seed, recent_bytes=64 * MIB, prompt_bytes=2 * MIB)
+        traffic = ChurnTraffic(SIZES, seed=seed, recent_bytes=64 * MIB, prompt_bytes=2 * MIB)
         return [traffic.next(at / 50).prompt.keys for at in range(50)]
 
     assert first(3) == first(3)

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import tierstore
 from tierstore.errors import UsageError
-from tierstore_tools import planner
 from tierstore_tools.throttle import Throttle, parse_throttle
 
 SPEC = tierstore.KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=16)
@@ -17,8 +14,8 @@ def test_rates_by_tier_are_read():
 
 
 @pytest.mark.parametrize("text", ["", "disk", "disk=fast", "hbm=1MB/s", "disk=0MB/s", "disk=1..2MB/s"])
-def test_what_is_no_rate_is_refused(text):
-    with pytest.raises(UsageError, match="--throttle is like"):
+def test_other_text_is_refused(text):
+    with pytest.raises(UsageError, match="--throttle"):
         parse_throttle(text)
 
 
@@ -34,11 +31,3 @@ def test_a_throttled_tier_gives_the_same_bytes_and_the_planner_notices():
         assert [bytes(each) for each in buffers] == pages
         way = store.planner.rates(store._hbm.clock())["host"]
         assert way.bytes_per_s <= rate
-
-
-def test_a_sweep_of_one_point(tmp_path):
-    sweep = planner.Sweep("tiny", (200,), (1.0,), (1.0,), 1, 64)
-    planner.run(sweep, json=str(tmp_path / "out.json"), plot=None)
-    [point] = json.loads((tmp_path / "out.json").read_text())["points"]
-    assert set(point["ttft_s"]) == {"compute", "load", "one-way", "both-ends"}
-    assert point["identical"]

@@ -1,0 +1,96 @@
+"""Run the scripts in benchmarks/: each explains itself, and tiny runs have the figures that they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+
+
+def run(script, *arguments):
+    command = [sys.executable, ROOT / "benchmarks" / script, *arguments]
+    path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+@pytest.mark.parametrize("script", [path.name for path in SCRIPTS])
+def test_a_script_explains_itself(script):
+    done = run(script, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
+
+
+@pytest.fixture
+def measured(tmp_path):
+    def measured_(script, *arguments):
+        out = tmp_path / "out.json"
+        done = run(script, *arguments, "--json", out)
+        assert done.returncode == 0, done.stderr
+        return json.loads(out.read_text())
+
+    return measured_
+
+
+def test_quality_falls_with_the_bits(measured):
+    document = measured("quality.py", "--model", "tiny", "--tokens", "300", "--kv-dtypes", "int8,int4")
+    rows = {row["kv_dtype"]: row for row in document["rows"]}
+    exact = rows["auto"]
+    assert (exact["logit_error"], exact["top1_agreement"], exact["divergence"]) == (0, 1, 0)
+    assert 0 < rows["int8"]["logit_error"] < rows["int4"]["logit_error"]
+    assert exact["bytes_per_token"] > rows["int8"]["bytes_per_token"] > rows["int4"]["bytes_per_token"]
+
+
+def test_every_codec_is_exact(measured, tmp_path):
+    sizes = ("--model", "tiny", "--tokens", "256", "--dtype", "bfloat16", "--rounds", "1")
+    document = measured("codec.py", *sizes, "--store", tmp_path, "--hit-tokens", "640")
+    assert {row["way"] for row in document["rows"]} >= {"copy", "lz4", "tierstore lossless", "tierstore zstd"}
+    assert all(row["exact"] and row["ratio"] > 0.9 for row in document["rows"])
+    assert [(hit["codec"], hit["exact"]) for hit in document["hits"]] == [
+        ("none", True),
+        ("lossless", True),
+        ("zstd", True),
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_the_curve_is_part_of_a_lookup(measured):
+    (cost,) = measured("curve.py", "--tokens", "640", "--seconds", "0.2")["costs"]
+    assert cost["tokens"] == 640
+    assert cost["call_share"] == pytest.approx(cost["call_us"] / cost["lookup_us"])
+
+
+def test_every_plan_gives_the_same_answer(measured):
+    sizes = ("--tokens", "200", "--speeds", "1", "--rounds", "1", "--prefill-chunk", "64")
+    (point,) = measured("planner.py", "--model", "tiny", *sizes)["points"]
+    assert set(point["ttft_s"]) == {"compute", "load", "one-way", "both-ends"}
+    assert point["identical"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "says"),
+    [
+        ("quality.py", ["--model", "tiny", "--kv-dtypes", "int3"], "unknown KV dtype"),
+        ("codec.py", ["--model", "tiny", "--tokens", "10"], "from 64"),
+        ("curve.py", ["--tokens", "5"], "at least a page"),
+        ("routing.py", ["--routers", "best"], "got best"),
+    ],
+)
+def test_bad_usage_is_one_line(script, arguments, says):
+    done = run(script, *arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert says in line
