@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 
 import pytest
 
@@ -17,12 +16,6 @@ _FLAGS = [
     "--disable-sync",
 ]
 WAIT_MS = 60_000  # for what happens within two seconds on a machine that is not busy
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -22,3 +24,41 @@ def pytest_collection_finish() -> None:
     gone) need not look through all of torch each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def short_directory():
+    """A path short enough for a unix socket."""
+    directory = tempfile.mkdtemp(prefix="ts")
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def make_daemon(short_directory):
+    """Start daemons, each with ``DaemonProcess``'s arguments. They are killed at the end of the test."""
+    from tierstore.testing.processes import (
+        DaemonProcess,
+    )
+
+    daemons = []
+
+    def make(*options, **kwargs):
+        daemons.append(DaemonProcess(short_directory, *options, **kwargs).start())
+        return daemons[-1]
+
+    yield make
+    for daemon in daemons:
+        daemon.kill()
+
+
+@pytest.fixture(scope="session")
+def shared_daemon():
+    """One daemon for all tests that leave it unchanged. Each of them uses an identity of its own."""
+    from tierstore.testing.processes import DaemonProcess
+
+    directory = tempfile.mkdtemp(prefix="ts")
+    daemon = DaemonProcess(directory, host_bytes=32 << 20, disk=True).start()
+    yield daemon
+    daemon.end()
+    shutil.rmtree(directory, ignore_errors=True)

@@ -12,13 +12,9 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from tierstore.testing.processes import free_port
+
 _READY_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class DynamoProcess:

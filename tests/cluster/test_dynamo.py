@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.cluster.dynamo import free_port
-from tests.tierstore.daemon.server.conftest import RunningDaemon
+from tests.tierstore.daemon.server.running import RunningDaemon
 from tierstore.daemon import event_publisher
 from tierstore.daemon.settings import Settings
 from tierstore.index import Tier
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore.testing.pages import pages_of
+from tierstore.testing.processes import free_port
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
 IDENTITY = Identity.of(SPEC, model="m")

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import shared_daemon  # noqa: F401  # a fixture
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
@@ -19,7 +18,7 @@ _models = itertools.count()
 
 class TestConnectedStore(ConnectorTests):
     @pytest.fixture(autouse=True)
-    def _daemon(self, shared_daemon):  # noqa: F811
+    def _daemon(self, shared_daemon):
         self.url = shared_daemon.url
         self.model = f"connector {next(_models)}"
 

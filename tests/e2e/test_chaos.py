@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import chaos
-from tests.tierstore.daemon.client.conftest import DaemonProcess, wait_until
+from tierstore.testing.clock import wait_until
+from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.units import MIB
 
 HOST_PAGES = 96
@@ -301,12 +301,6 @@ def anonymous_bytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no RssAnon")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(case: Case, seed: int, *, daemons: int, clients: int) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tests.tierstore.daemon.server.client import LineClient, offsets, part, positions, prompt_of, sums_of
 from tests.tierstore.daemon.server.test_fuzz import mutated
 from tierstore.keys import Identity
+from tierstore.testing.processes import DaemonProcess
 from tierstore.wire import messages as p
 
 MIB = 1 << 20

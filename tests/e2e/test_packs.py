@@ -8,8 +8,9 @@ import random
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import run
-from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess
+from tests.daemons import SPEC
+from tests.tierstore.cli.commands import run
+from tierstore.testing.processes import DaemonProcess
 
 pytest.importorskip("torch")
 

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import tierstore
-from tierstore.store import Store
+from tests.engine.stored import Stored
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine import cli
@@ -406,24 +406,6 @@ def engine_of() -> Callable[..., Engine]:
             assert engine.connector.available() == engine.connector.pool.num_pages
         engine.close()
         assert engine.connector.available() == engine.connector.pool.num_pages
-
-
-@dataclass
-class Stored:
-    """An engine and the store below it."""
-
-    engine: Engine
-    store: Store
-    closed: bool = False
-
-    def close(self) -> None:
-        """Close both, after seeing that every page is where it belongs."""
-        if not self.closed and not self.engine.has_work:
-            assert self.store.flush(30)
-            self.store.check()
-            assert self.engine.connector.available() == self.engine.connector.pool.num_pages
-        self.closed = True
-        self.engine.close()
 
 
 @pytest.fixture

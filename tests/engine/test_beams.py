@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.stored import Stored
 from tierstore_engine.beams import BeamParams, BeamSearch
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
@@ -16,7 +17,7 @@ from tierstore_engine.errors import RequestError
 from tierstore_engine.outputs import TokenLogprob
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import VOCAB, Oracle, Stored, reference_model
+from .conftest import VOCAB, Oracle, reference_model
 
 EngineOf = Callable[..., Engine]
 NEW = 24

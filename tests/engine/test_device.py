@@ -18,11 +18,11 @@ import tierstore
 from tests.engine.device import SCHEDULES, FakeDevice, missing
 from tests.engine.device.deferred import DeferredRunner
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
-from tests.tierstore.daemon.client.conftest import DaemonProcess, shared_daemon  # noqa: F401  # a fixture
 from tierstore.keys import Identity
 from tierstore.store import Store
 from tierstore.store.buffers import HbmPages
 from tierstore.store.destinations import IntoHbm
+from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.device import Event
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool
@@ -261,7 +261,7 @@ def test_from_disk(seed: int, tiny: LoadedModel, tmp_path: Path, without_overlap
 def test_over_a_daemon(
     seed: int,
     tiny: LoadedModel,
-    shared_daemon: DaemonProcess,  # noqa: F811
+    shared_daemon: DaemonProcess,
     without_overlap: list[np.ndarray],
 ) -> None:
     """Pages go between the device and another process's arena by the same copies as with one of ours."""

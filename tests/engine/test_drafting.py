@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.engine.stored import Stored
 from tierstore.errors import UsageError
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.base import Connector
@@ -24,8 +25,6 @@ from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
-
-from .conftest import Stored
 
 EngineOf = Callable[..., Engine]
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engine.stored import Stored
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
 from tierstore_engine.outputs import Completion, FinishReason, RequestId
 from tierstore_engine.sampling import SamplingParams
-
-from .conftest import Stored
 
 EngineOf = Callable[..., Engine]
 StoredEngine = Callable[..., Stored]

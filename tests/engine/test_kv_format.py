@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file, save_file
 
+from tests.engine.stored import Stored
 from tierstore.errors import SpecError, UsageError
 from tierstore.spec import KVSpec
 from tierstore.tiers.hbm import PagePool
@@ -28,7 +29,6 @@ from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import CODES, KVFormat, quantise
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import Stored
 from .test_attention import CHUNK, config_of, plain
 
 PAGES = 32

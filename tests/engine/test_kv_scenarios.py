@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from tests.engine.stored import Stored
 from tierstore_engine import mixers, mlp
 from tierstore_engine import model as model_module
 from tierstore_engine.attention.base import BatchLayout, Span
@@ -23,7 +24,7 @@ from tierstore_engine.build import LoadedModel
 from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import STORED_CHUNK, Stored
+from .conftest import STORED_CHUNK
 from .test_drafting import Echo, prompts
 
 StoredEngine = Callable[..., Stored]

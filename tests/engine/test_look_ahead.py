@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.engine.stored import Stored
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import Oracle, Stored
+from .conftest import Oracle
 from .test_oracle import GREEDY, assert_same
 
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)

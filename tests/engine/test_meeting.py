@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.engine.stored import Stored
 from tierstore.planner import Plan, Planner
 from tierstore.transfer import Transfer
 from tierstore_engine.build import LoadedModel
 
-from .conftest import STORED_CHUNK, Oracle, Stored
+from .conftest import STORED_CHUNK, Oracle
 from .test_oracle import GREEDY, assert_same
 
 CHUNK = 64

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tierstore.daemon.client.conftest import DaemonProcess, shared_daemon  # noqa: F401  # a fixture
 from tierstore import open_pool
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
+from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.device_pool import DevicePool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, build_engine, load_model
@@ -156,7 +156,7 @@ def test_a_pool_that_may_grow(models: Callable[[str], LoadedModel]) -> None:
     engine.close()
 
 
-def test_over_a_daemon(models: Callable[[str], LoadedModel], shared_daemon: DaemonProcess) -> None:  # noqa: F811
+def test_over_a_daemon(models: Callable[[str], LoadedModel], shared_daemon: DaemonProcess) -> None:
     """Its arena is registered here, and pages go up from it as from an arena of our own."""
     engine = open_engine(models("cuda"), shared_daemon.url)
     connector = engine.connector

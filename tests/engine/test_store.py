@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.engine.stored import Stored
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.outputs import FinishReason
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import NEW_TOKENS, STORED_CHUNK, Oracle, Stored
+from .conftest import NEW_TOKENS, STORED_CHUNK, Oracle
 from .test_oracle import GREEDY, assert_same, finish
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore import KVSpec
+from tierstore.testing.processes import DaemonProcess
 
 _HERE = Path(__file__).parent
 MISSING = importlib.util.find_spec("sglang") is None

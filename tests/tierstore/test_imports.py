@@ -96,3 +96,16 @@ def test_a_class_name_stands_once() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_no_test_imports_the_conftest_of_another_folder() -> None:
+    """Helpers that several folders need are in ``tierstore.testing`` or a module of ``tests``."""
+    tests = Path(__file__).parents[1]
+    found = []
+    for path in tests.rglob("*.py"):
+        own = ".".join(("tests", *path.relative_to(tests).parent.parts, "conftest"))
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.module if isinstance(node, ast.ImportFrom) else None
+            if name is not None and name.endswith(".conftest") and name != own:
+                found.append(f"{path.relative_to(tests)}: {name}")
+    assert found == []

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.tierstore.daemon.client.conftest import shared_daemon  # noqa: F401  # a fixture
 from tierstore.groups import GroupRule
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
@@ -214,7 +213,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(shared_daemon):  # noqa: F811
+def engine(shared_daemon):
     """``engine(model=…, windowed=…)``: engines of one model by default, which nobody else has."""
     model = f"model {next(_models)}"
     engines = []

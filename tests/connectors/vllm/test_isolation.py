@@ -6,11 +6,6 @@ from __future__ import annotations
 import pytest
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import (  # noqa: F401  # fixtures
-    make_daemon,
-    shared_daemon,
-    short_directory,
-)
 from tierstore.errors import SpecError
 from tierstore.index import Index, Tier
 from tierstore.keys import Identity, PageKey, Prompt, encode_tokens
@@ -64,7 +59,7 @@ def connect(url, identity):
     return store
 
 
-def test_a_connected_store(shared_daemon):  # noqa: F811
+def test_a_connected_store(shared_daemon):
     identity = Identity.of(SPEC, model="isolation, connected")
     with connect(shared_daemon.url, identity) as store:
         assert all(check(store, identity))
@@ -81,7 +76,7 @@ def test_an_embedded_store(tmp_path):
         assert contents(store, store.lookup(a)) == pages(1)
 
 
-def test_after_a_restart_of_the_daemon(make_daemon):  # noqa: F811
+def test_after_a_restart_of_the_daemon(make_daemon):
     identity = Identity.of(SPEC, model="isolation, restarted")
     daemon = make_daemon()
     with connect(daemon.url, identity) as store:
@@ -95,7 +90,7 @@ def test_after_a_restart_of_the_daemon(make_daemon):  # noqa: F811
         assert contents(store, store.lookup(prompt(identity, keys("a")))) == pages(1)
 
 
-def test_a_prompt_of_the_same_tokens_is_not_referred_to_by_another_ones_path(shared_daemon):  # noqa: F811
+def test_a_prompt_of_the_same_tokens_is_not_referred_to_by_another_ones_path(shared_daemon):
     """The client remembers prompts by their tokens. 40 chunks, of which the second half has other keys."""
     identity = Identity.of(SPEC, model="isolation, paths")
     tokens = list(range(40 * CHUNK))

@@ -6,13 +6,8 @@ import pytest
 
 from tests.connectors.vllm.conftest import CHUNK, Request, step
 from tests.connectors.vllm.test_halves import OTHER, TABLE, TOKENS, equal_blocks, load
-from tests.tierstore.daemon.client.conftest import (  # noqa: F401  # fixtures
-    daemon_stats,
-    make_daemon,
-    shared_daemon,
-    short_directory,
-    wait_until,
-)
+from tests.daemons import daemon_stats
+from tierstore.testing.clock import wait_until
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
 
 GROUPS = 5
@@ -113,7 +108,7 @@ def test_a_hit_needs_the_pages_of_all_workers(engine):
         finder.close()
 
 
-def test_the_pages_of_a_window_come_from_disk_before_anything_is_promised(engine, make_daemon):  # noqa: F811
+def test_the_pages_of_a_window_come_from_disk_before_anything_is_promised(engine, make_daemon):
     url = make_daemon().url
     first, second = (engine(url=url, windowed=(False, True)) for _ in range(2))
     assert first.connected()
@@ -139,7 +134,7 @@ def test_a_load_holds_its_pages_no_longer_than_it_takes(pair):
     wait_until(lambda: leases(second) == 0)
 
 
-def test_the_shortest_decides_and_nothing_is_brought_for_nothing(engine, make_daemon):  # noqa: F811
+def test_the_shortest_decides_and_nothing_is_brought_for_nothing(engine, make_daemon):
     url = make_daemon().url
     first, second = (engine(url=url, windowed=groups(False)) for _ in range(2))
     assert first.connected()
@@ -173,7 +168,7 @@ def test_a_load_that_one_group_cannot_serve_gives_everything_back(pair):
     assert not any(array.any() for array in second.memory)
 
 
-def test_what_was_released_while_it_was_asked_holds_nothing(pair, shared_daemon):  # noqa: F811
+def test_what_was_released_while_it_was_asked_holds_nothing(pair, shared_daemon):
     first, second = pair
     first.save(Request("a", TOKENS), groups(TABLE[0]), len(TOKENS))
     sent = store_of(second).backend.connection.counters
@@ -209,7 +204,7 @@ def test_prompts_that_come_together_are_asked_for_together(engine):
     assert asked(second) == before + 8
 
 
-def test_what_vllm_has_itself_is_not_asked_for(engine, shared_daemon):  # noqa: F811
+def test_what_vllm_has_itself_is_not_asked_for(engine, shared_daemon):
     first = engine()
     request = Request("a", TOKENS)
     before = asked(first)
@@ -267,7 +262,7 @@ def test_what_vllm_has_no_room_for_is_looked_up_meanwhile(engine):
     assert third.tokens() == 64
 
 
-def test_a_batch_that_is_late_counts_once(engine, shared_daemon):  # noqa: F811
+def test_a_batch_that_is_late_counts_once(engine, shared_daemon):
     first = engine(lookup_s=0.05)
     requests = [Request(f"late{at}", [at, *TOKENS]) for at in range(8)]
     for request in requests:
@@ -294,7 +289,7 @@ def test_what_was_looked_up_long_ago_is_looked_up_anew(engine):
     assert asked(first) == asked_before + 1
 
 
-def test_requests_that_wait_while_the_daemon_is_away_are_looked_up_when_it_is_back(engine, make_daemon):  # noqa: F811
+def test_requests_that_wait_while_the_daemon_is_away_are_looked_up_when_it_is_back(engine, make_daemon):
     daemon = make_daemon()
     first, second = (engine(url=daemon.url) for _ in range(2))
     assert first.connected()

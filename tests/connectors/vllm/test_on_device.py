@@ -14,7 +14,7 @@ from tests.engine.device import SCHEDULES, FakeDevice, missing
 from tests.engine.kernels.executor import SCHEDULES as KERNEL_SCHEDULES
 from tests.engine.kernels.executor import ExecutionError, guarded
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
-from tests.tierstore.daemon.client.conftest import wait_until
+from tierstore.testing.clock import wait_until
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.pinned import Reach
 from tierstore_connectors.vllm.layout import TensorShape, page_layout

@@ -8,12 +8,13 @@ import pytest
 
 from tests.connectors.vllm.conftest import BLOCK, CHUNK, Request, step
 from tests.connectors.vllm.test_halves import equal_blocks
+from tests.daemons import daemon_stats
 from tests.tierstore.cluster.hosts import Host
-from tests.tierstore.daemon.client.conftest import daemon_stats, shared_daemon, wait_until  # noqa: F401
 from tierstore import groups
 from tierstore.groups import GroupRule
 from tierstore.keys import Identity, PageKey, encode_tokens
 from tierstore.spec import KVSpec
+from tierstore.testing.clock import wait_until
 from tierstore_connectors.vllm.identity import ChunkNames
 
 HYBRID = (GroupRule.state(), GroupRule.all())

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 
 import openai
 
-from tests.engine.conftest import Stored
+from tests.engine.stored import Stored
 from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.drafting import PromptLookupDrafter

@@ -12,7 +12,7 @@ pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
 pytest.importorskip("uvicorn")
 
 from tests.browser import wait_live
-from tests.engine.conftest import Stored
+from tests.engine.stored import Stored
 from tierstore.dashboard.feed import MOST_VIEWERS
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.drafting import PromptLookupDrafter

@@ -26,7 +26,7 @@ from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.server.errors import ApiError
-from tierstore_engine.server.http import Exchange, Route
+from tierstore_engine.server.http import Exchange, MeteredRoute
 from tierstore_engine.server.metrics import ServerMetrics
 from tierstore_engine.server.settings import ServerSettings
 
@@ -309,7 +309,9 @@ def test_an_error_of_a_handler_is_answered_and_no_hang_up(error: OSError) -> Non
         raise error
 
     counts = ServerMetrics()
-    endpoint = Route("broken", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
+    endpoint = MeteredRoute(
+        "broken", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e))
+    )
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(
@@ -333,7 +335,7 @@ def test_a_client_whose_connection_is_lost_has_hung_up() -> None:
         raise ConnectionResetError
 
     counts = ServerMetrics()
-    endpoint = Route("lost", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
+    endpoint = MeteredRoute("lost", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
     asyncio.run(endpoint(scope, receive, send))
     assert counts.hang_ups._value.get() == 1

@@ -8,9 +8,9 @@ import tempfile
 import pytest
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore import Identity, KVSpec
 from tierstore.testing import pages as testing_pages
+from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.group_pools import bytes_for
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages

@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import PAGES, TOKENS, command, run
-from tests.tierstore.store.conftest import SPEC, pages_of
+from tests.small_store import SPEC, pages_of
+from tests.tierstore.cli.commands import PAGES, TOKENS, command, run
 from tierstore.keys import Identity
 
 KUBERNETES = {  # what it puts into containers for Services named tierstore and tierstore-metrics

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tierstore
-from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
+from tests.small_store import SPEC, load_bytes, pages_of
 from tests.tierstore.tiers.disk.test_damage import overwrite
 from tierstore.cli.checks import Status, all_checks, packages
 from tierstore.keys import Identity

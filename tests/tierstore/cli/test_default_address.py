@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import TOKENS, command
-from tests.tierstore.daemon.client.conftest import SPEC
+from tests.daemons import SPEC
+from tests.tierstore.cli.commands import TOKENS, command
 from tierstore.keys import Identity
 
 OTHER_UID = 65534

@@ -8,14 +8,13 @@ import json
 import pytest
 
 from tests.tierstore.cli.test_operations import run
-from tests.tierstore.daemon.client.conftest import short_directory  # noqa: F401  # a fixture
 from tierstore.cli.checks import Status, sglang
 from tierstore.cli.checks.sglang import proposed
 from tierstore.errors import UsageError
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
-def test_without_sglang_it_fails_and_says_what_to_start(short_directory):  # noqa: F811
+def test_without_sglang_it_fails_and_says_what_to_start(short_directory):
     url = f"ipc://{short_directory}/s"
     code, out, err = run("doctor", "--sglang", "--connect", url, "--json")
     document = json.loads(out)
@@ -40,7 +39,7 @@ def test_the_version_decides(version, status, monkeypatch):
     assert found["sglang"].status is status
 
 
-def test_what_nothing_is_kept_with_is_said(short_directory):  # noqa: F811
+def test_what_nothing_is_kept_with_is_said(short_directory):
     config = {"module_path": "elsewhere", "class_name": "Other", "store": f"ipc://{short_directory}/s"}
     found = {check.name: check for check in sglang.checks(None, json.dumps(config))}
     assert found["extra config"].status is Status.FAIL

@@ -8,7 +8,6 @@ import json
 import pytest
 
 from tests.tierstore.cli.test_operations import run
-from tests.tierstore.daemon.client.conftest import make_daemon, short_directory  # noqa: F401  # fixtures
 from tierstore.cli.checks import Status, vllm
 from tierstore.cli.checks.vllm import proposed
 from tierstore.errors import UsageError
@@ -19,7 +18,7 @@ def found(url=None, flags=None):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm_it_fails_and_says_what_to_start(short_directory):  # noqa: F811
+def test_without_vllm_it_fails_and_says_what_to_start(short_directory):
     url = f"ipc://{short_directory}/s"
     code, out, err = run("doctor", "--vllm", "--connect", url, "--json")
     document = json.loads(out)
@@ -33,7 +32,7 @@ def test_without_vllm_it_fails_and_says_what_to_start(short_directory):  # noqa:
     assert document["kv_transfer_config"] == proposed(url)
 
 
-def test_the_flags_for_vllm_are_on_one_line_and_pass_the_doctors_own_checks(short_directory):  # noqa: F811
+def test_the_flags_for_vllm_are_on_one_line_and_pass_the_doctors_own_checks(short_directory):
     url = f"ipc://{short_directory}/s"
     _, out, _ = run("doctor", "--vllm", "--connect", url)
     flags = out.splitlines()[-1].partition("--kv-transfer-config ")[2].strip("'")
@@ -91,7 +90,7 @@ def test_options_that_go_with_vllm_are_refused_without_it():
     assert "--vllm" in err
 
 
-def test_the_daemon_is_asked_and_its_sizes_judged(make_daemon):  # noqa: F811
+def test_the_daemon_is_asked_and_its_sizes_judged(make_daemon):
     daemon = make_daemon(host_bytes=64 << 20)
     checks = found_when_up(daemon.url)
     assert checks["daemon"].status is Status.OK

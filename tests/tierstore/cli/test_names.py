@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import Terminal, command, run
-from tests.tierstore.daemon.client.conftest import DaemonProcess
+from tests.small_store import SPEC, pages_of
+from tests.tierstore.cli.commands import Terminal, command, run
 from tests.tierstore.daemon.server.client import Client
-from tests.tierstore.store.conftest import SPEC, pages_of
 from tests.tierstore.tiers.disk.test_damage import overwrite
 from tierstore.keys import Identity
+from tierstore.testing.processes import DaemonProcess
 from tierstore.wire import messages
 
 # Clears the screen, begins a line of its own, turns text around, is markup to some.

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.tierstore.cli.conftest import PAGES, TOKENS, Terminal, command, run
-from tests.tierstore.daemon.client.conftest import DaemonProcess
+from tests.tierstore.cli.commands import PAGES, TOKENS, Terminal, command, run
 from tierstore.cli.operator import Operator
 from tierstore.cli.stats import quantile
 from tierstore.cli.top import view
@@ -27,6 +25,7 @@ from tierstore.daemon.stats import BOUNDS_S, LatencyStats, Slowest
 from tierstore.errors import StoreUnavailableError
 from tierstore.stats import ClusterStats
 from tierstore.testing.clock import wait_until
+from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.units import parse_size
 from tierstore.wire import keys, messages
 
@@ -110,12 +109,6 @@ def test_a_daemon_that_hangs_or_ends_is_not_waited_for(daemon):
         daemon.kill()
         with pytest.raises(StoreUnavailableError, match="has ended"):
             operator.ask(messages.Stats(0), messages.StatsAnswer, wait_s=30)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

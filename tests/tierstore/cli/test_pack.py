@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import PAGES, TOKENS, command, load_groups, run, save_groups
-from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, load_bytes, pages_of
+from tests.daemons import SPEC, load_bytes, pages_of
+from tests.tierstore.cli.commands import PAGES, TOKENS, command, load_groups, run, save_groups
 from tierstore.keys import Identity
+from tierstore.testing.processes import DaemonProcess
 
 IDENTITY = Identity.of(SPEC, model="m")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import PAGES, TOKENS, load_groups, run, save_groups
-from tests.tierstore.daemon.client.conftest import SPEC, pages_of
+from tests.daemons import SPEC, pages_of
+from tests.tierstore.cli.commands import PAGES, TOKENS, load_groups, run, save_groups
 from tierstore.cli.prompts import read_tokens
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt

@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
-from tests.tierstore.daemon.client.conftest import wait_until
 from tierstore.cluster import orders as o
 from tierstore.cluster import promised
 from tierstore.cluster.objects import PageObject
 from tierstore.cluster.promised import PromisedPages
-from tierstore.testing.clock import ManualClock
+from tierstore.testing.clock import ManualClock, wait_until
 
 WAIT_S = 30.0
 

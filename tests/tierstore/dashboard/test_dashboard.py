@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 import tierstore
-from tests.browser import free_port, state, wait_live, wait_until
-from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, pages_of
+from tests.browser import state, wait_live, wait_until
+from tests.daemons import SPEC, pages_of
 from tierstore.keys import Identity
+from tierstore.testing.processes import DaemonProcess, free_port
 
 TOKEN = "a-token-of-24-characters"
 HOSTILE = "<img src=x onerror=\"document.title='taken'\">\u202e<script>alert(1)</script>"

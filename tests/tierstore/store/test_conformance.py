@@ -9,12 +9,12 @@ import tempfile
 import pytest
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore.backend import Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address
 from tierstore.core.backend import LocalBackend, open_core
 from tierstore.testing.backend import BackendTests
+from tierstore.testing.processes import DaemonProcess
 from tierstore.testing.store import SPEC, StoreTests
 
 

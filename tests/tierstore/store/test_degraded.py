@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import tierstore
-from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
+from tests.small_store import SPEC, load_bytes, pages_of
 from tests.tierstore.store.troubled import DURABLE, HOT, NAMES, WAIT_S, WRITES, Troubled
 from tierstore.core.health import Condition
 from tierstore.errors import StoreUnavailableError

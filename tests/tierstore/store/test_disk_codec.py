@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.tierstore.store.conftest import load_bytes
+from tests.small_store import load_bytes
 from tierstore import native
 from tierstore.codec import Lossless, by_name
 from tierstore.errors import StoreUnavailableError

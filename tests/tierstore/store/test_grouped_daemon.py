@@ -14,9 +14,9 @@ import pytest
 
 import tierstore
 from tests.tierstore.cli.test_operations import run
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tests.tierstore.store.grouped_model import GEMMA, HYBRID, Engine
 from tierstore import Identity
+from tierstore.testing.processes import DaemonProcess
 
 TOKENS = list(range(500, 700))
 _names = itertools.count()

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.tierstore.store.conftest import SPEC, leading_tokens, pages_of
+from tests.small_store import SPEC, leading_tokens, pages_of
 
 THREADS = 24
 TIMES = 500

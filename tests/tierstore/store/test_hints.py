@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
+from tests.small_store import SPEC, load_bytes, pages_of
 from tierstore import Hint, UsageError
 from tierstore.index import sessions
 from tierstore.keys import Identity

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.tierstore.cli.test_operations import run
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore import Identity, KVSpec, Prompt, UsageError
 from tierstore.keys import PageKey
+from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.hbm import PagePool
 
 CHUNK, PAGE_BYTES = 8, 4096

@@ -9,9 +9,9 @@ import tempfile
 import pytest
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore import PagePool
 from tierstore.testing.backend import request_of
+from tierstore.testing.processes import DaemonProcess
 from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
 
 PAGES = 5

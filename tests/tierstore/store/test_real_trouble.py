@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
+from tests.small_store import SPEC, load_bytes, pages_of
 from tests.tierstore.store.troubled import DURABLE, HOT, WAIT_S, Troubled
 from tierstore.core.health import Condition
 from tierstore.units import KIB, MIB
@@ -128,7 +128,7 @@ def test_a_file_system_that_is_unmounted_and_comes_back(mount, troubled_in, tmp_
 STUCK = """
 import sys, threading
 sys.path[:0] = sys.argv[2:]
-from tests.tierstore.store.conftest import SPEC, pages_of
+from tests.small_store import SPEC, pages_of
 from tierstore.store import Store
 from tierstore.tiers.disk import FileIO
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import tierstore
-from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
+from tests.small_store import SPEC, load_bytes, pages_of
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.keys import Identity
 from tierstore.testing.backend import request_of
@@ -198,7 +198,7 @@ def test_what_was_used_last_survives_a_restart_longest(open_store):
 KILLED = """
 import sys, time
 sys.path[:0] = sys.argv[3:]
-from tests.tierstore.store.conftest import SPEC, pages_of
+from tests.small_store import SPEC, pages_of
 from tierstore.keys import Identity
 from tierstore.store import Store
 identity = Identity.of(SPEC, model="test")

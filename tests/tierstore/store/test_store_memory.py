@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 import tierstore
-from tests.tierstore.store.conftest import SPEC, leading_tokens, load_bytes, page_of, pages_of
+from tests.small_store import SPEC, leading_tokens, load_bytes, page_of, pages_of
 from tierstore.errors import UsageError
 from tierstore.index import Tier
 from tierstore.keys import Prompt

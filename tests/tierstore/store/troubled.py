@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.tierstore.store.conftest import load_bytes, pages_of
+from tests.small_store import load_bytes, pages_of
 from tierstore.core.health import Condition
 from tierstore.stats import StoreStats
 from tierstore.store import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.tierstore.daemon.client.conftest import SPEC, daemon_stats, in_threads
+from tests.daemons import SPEC, daemon_stats, in_threads
 
 ARENA_BYTES = 16 << 20
 PROMPTS = 128

@@ -13,17 +13,9 @@ from importlib.metadata import version
 import numpy as np
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import (
-    SPEC,
-    TOKENS,
-    in_threads,
-    load_bytes,
-    pages_of,
-    right_bytes,
-    wait_until,
-)
+from tests.daemons import SPEC, TOKENS, in_threads, load_bytes, pages_of, right_bytes
 from tierstore.keys import Prompt
-from tierstore.testing.clock import ManualClock
+from tierstore.testing.clock import ManualClock, wait_until
 
 
 def test_without_a_daemon_everything_is_a_miss(short_directory, connect):

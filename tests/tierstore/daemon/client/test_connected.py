@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import (
-    SPEC,
-    TOKENS,
-    daemon_stats,
-    load_bytes,
-    pages_of,
-    wait_until,
-)
+from tests.daemons import SPEC, TOKENS, daemon_stats, load_bytes, pages_of
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.mover import Priority
+from tierstore.testing.clock import wait_until
 from tierstore.tiers.hbm import PagePool
 
 

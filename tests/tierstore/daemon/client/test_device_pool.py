@@ -7,21 +7,14 @@ import threading
 
 import pytest
 
+from tests.daemons import SPEC, TOKENS, close_all, pages_of, right_bytes
 from tests.engine.device import SCHEDULES, FakeDevice, missing
-from tests.tierstore.daemon.client.conftest import (
-    SPEC,
-    TOKENS,
-    close_all,
-    pages_of,
-    right_bytes,
-    wait_until,
-)
 from tests.tierstore.daemon.client.test_mapping import arenas_mapped
 from tests.tierstore.daemon.client.test_processes import fork
 from tierstore.keys import Identity
 from tierstore.store import load as client_load
 from tierstore.store.load import _Copying as Copying
-from tierstore.testing.clock import ManualClock
+from tierstore.testing.clock import ManualClock, wait_until
 from tierstore.testing.opening import connect_store
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.device_pool import DevicePool

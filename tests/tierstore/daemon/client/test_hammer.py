@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import in_threads, wait_until
-from tests.tierstore.store.conftest import SPEC
+from tests.daemons import in_threads
+from tests.small_store import SPEC
 from tests.tierstore.store.test_hammer import Hammer
+from tierstore.testing.clock import wait_until
 
 SECONDS = 1.2
 

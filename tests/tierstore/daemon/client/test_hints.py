@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import SPEC, daemon_stats, load_bytes, pages_of, right_bytes
-from tests.tierstore.daemon.server.conftest import RunningDaemon
+from tests.daemons import SPEC, daemon_stats, load_bytes, pages_of, right_bytes
+from tests.tierstore.daemon.server.running import RunningDaemon
 from tierstore import Hint, UsageError
 from tierstore.client.state import prompt_part
 from tierstore.daemon.settings import Settings

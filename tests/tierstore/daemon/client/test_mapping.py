@@ -8,10 +8,11 @@ import os
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import TOKENS, load_bytes, pages_of, wait_until
+from tests.daemons import TOKENS, load_bytes, pages_of
 from tests.tierstore.daemon.client.test_processes import fork
 from tierstore.client.mapping import map_arena
 from tierstore.errors import UsageError
+from tierstore.testing.clock import wait_until
 
 
 def arenas_mapped() -> int:

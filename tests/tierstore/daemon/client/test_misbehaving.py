@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, load_bytes, pages_of, wait_until
+from tests.daemons import SPEC, TOKENS, load_bytes, pages_of
 from tests.tierstore.daemon.client.fake_daemon import hit_found, slowly
 from tierstore.keys import Identity
+from tierstore.testing.clock import wait_until
 from tierstore.wire import messages as p
 from tierstore.wire.messages import Abort, FindHit, Offsets, Release, Reserve, Reserved
 

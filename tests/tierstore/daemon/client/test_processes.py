@@ -11,9 +11,10 @@ import warnings
 import pytest
 
 import tierstore
-from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, load_bytes, pages_of, wait_until
+from tests.daemons import SPEC, TOKENS, load_bytes, pages_of
 from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity
+from tierstore.testing.clock import wait_until
 
 
 def fork(child) -> int:

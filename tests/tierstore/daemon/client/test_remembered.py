@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import SPEC
+from tests.daemons import SPEC
 from tierstore.backend import PrefixHandle
 from tierstore.client.state import prompt_part
 from tierstore.keys import Identity, Prompt, encode_tokens

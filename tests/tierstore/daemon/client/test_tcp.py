@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import (
-    SPEC,
-    TOKENS,
-    DaemonProcess,
-    daemon_stats,
-    in_threads,
-    load_bytes,
-    pages_of,
-    wait_until,
-)
+from tests.daemons import SPEC, TOKENS, daemon_stats, in_threads, load_bytes, pages_of
 from tierstore.spec import KVSpec
 from tierstore.store import save
+from tierstore.testing.clock import wait_until
+from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.wire import keys
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -7,19 +7,12 @@ import itertools
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import (
-    SPEC,
-    TOKENS,
-    daemon_stats,
-    in_threads,
-    load_bytes,
-    pages_of,
-    wait_until,
-)
+from tests.daemons import SPEC, TOKENS, daemon_stats, in_threads, load_bytes, pages_of
 from tests.tierstore.daemon.client.fake_daemon import hit_found, slowly
 from tierstore import lookup_all
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.keys import Identity, Prompt
+from tierstore.testing.clock import wait_until
 from tierstore.wire import messages as p
 
 MANY = 70  # more than are on their way at a time

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import TOKENS, in_threads, pages_of, wait_until
+from tests.daemons import TOKENS, in_threads, pages_of
 from tests.tierstore.daemon.client.fake_daemon import hit_found, slowly
 from tierstore.client import arena
+from tierstore.testing.clock import wait_until
 from tierstore.wire import messages as p
 
 LONG = list(range(60_000))  # 240 KB of tokens, many times what the socket takes

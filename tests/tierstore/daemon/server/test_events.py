@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tierstore
-from tests.tierstore.daemon.server.conftest import RunningDaemon
+from tests.tierstore.daemon.server.running import RunningDaemon
 from tierstore.backend import Registration
 from tierstore.core.change_log import ChangeLog, Followed, Lost, Named, PageRemoved, Stored
 from tierstore.daemon import event_publisher

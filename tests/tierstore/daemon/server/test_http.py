@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from tests.tierstore.daemon.server.client import prompt_of
-from tests.tierstore.daemon.server.test_serve import free_port
 from tierstore.dashboard.feed import MOST_VIEWERS
+from tierstore.testing.processes import free_port
 
 SYSTEM = list(range(100, 164))  # four chunks
 

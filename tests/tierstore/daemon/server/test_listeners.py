@@ -19,16 +19,11 @@ import tierstore
 from tests.tierstore.daemon.server.client import page_bytes, part, prompt_of, sums_of
 from tierstore import KVSpec
 from tierstore.cli.operator import Operator
+from tierstore.testing.processes import free_port
 from tierstore.wire import messages as p
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16")
 DESCRIPTORS = 256
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Process:

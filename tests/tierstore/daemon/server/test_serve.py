@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tierstore.daemon.server.client import Client, page_bytes, prompt_of
 from tierstore.testing.clock import wait_until
+from tierstore.testing.processes import free_port
 from tierstore.wire import messages as p
 
 TOKENS = list(range(16 * 16))
@@ -44,12 +44,6 @@ def serve(tmp_path):
     for process in running:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def get(port: int, path: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import tierstore
-from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
+from tests.small_store import SPEC, load_bytes, pages_of
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import Identity
 from tierstore.store import Store

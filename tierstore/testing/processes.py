@@ -1,0 +1,76 @@
+"""Daemons in processes of their own, for tests, and free ports for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_END_S = 30.0
+
+
+def free_port() -> int:
+    """Return a port of loopback at which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class DaemonProcess:
+    """``python -m tierstore.daemon`` at the socket ``s`` in ``directory``, which must have a short path.
+
+    It is not started yet. ``options`` are flags of ``tierstore serve``, ``listen`` further addresses. With
+    ``disk`` it keeps pages in ``directory/disk``.
+
+    Example::
+
+        daemon = DaemonProcess("/tmp/ts1").start()
+        store = tierstore.connect(daemon.url, spec)
+        daemon.kill()
+        daemon.start()  # the same socket, and the same disk
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *options: str,
+        listen: Sequence[str] = (),
+        host_bytes: int = 4 << 20,
+        disk: bool = True,
+    ) -> None:
+        self.socket = Path(directory) / "s"
+        self.url = f"ipc://{self.socket}"
+        self.options = [f"--host-bytes={host_bytes}", "--log-level=warning", *options]
+        for address in (self.url, *listen):
+            self.options += ["--listen", address]
+        if disk:
+            self.options += [f"--disk={directory}/disk", f"--disk-bytes={256 << 20}", "--page-bytes=8KiB"]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> DaemonProcess:
+        """Start it, without waiting until it serves."""
+        self.process = subprocess.Popen([sys.executable, "-m", "tierstore.daemon", *self.options])
+        return self
+
+    def signal(self, number: signal.Signals | int) -> None:
+        """Send a signal to the running process."""
+        assert self.process is not None, "the daemon is not running"
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL and wait until it is gone. Does nothing if it is not running."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(_END_S)
+            self.process = None
+
+    def end(self) -> None:
+        """End it with SIGTERM and wait for that."""
+        assert self.process is not None, "the daemon is not running"
+        self.process.terminate()
+        self.process.wait(_END_S)
+        self.process = None
