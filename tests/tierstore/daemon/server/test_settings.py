@@ -45,6 +45,7 @@ def test_every_setting_has_help_and_a_parser():
         ({"lease_s": 0.0}, {}, "", "lease_s is 0.0"),
         ({"listen": ""}, {}, "", "listen is empty"),
         ({"listen": ","}, {}, "", "one of its parts is empty"),
+        ({"disk": ""}, {}, "", "--disk is empty"),
         ({"quotas": "bob"}, {}, "", "not a size"),
         ({"events": "a=ipc:///x,a=ipc:///y"}, {}, "", "one model has two endpoints"),
         ({"events": "a=ipc:///x", "events_replay": "ipc:///y"}, {}, "", "of all models, and events has none"),
