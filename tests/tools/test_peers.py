@@ -8,16 +8,18 @@ import sys
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from tierstore_tools.peers import client, daemons, measure
+from tierstore_tools.cli import app
+from tierstore_tools.peers import client, command, daemons, measure
 from tierstore_tools.peers.client import Shape
 from tierstore_tools.peers.daemons import CachePeer
 from tierstore_tools.peers.measure import Ratio
 
 
 def bench(*arguments):
-    command = [sys.executable, "-m", "tierstore_tools.cli", "peers", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    program = [sys.executable, "-m", "tierstore_tools.cli", "peers", *map(str, arguments)]
+    return subprocess.run(program, capture_output=True, text=True, check=False, timeout=240)
 
 
 def test_ours_is_measured_and_others_are_left_out_by_name(tmp_path):
@@ -110,6 +112,49 @@ def test_prompts_share_no_chunk():
 
 def test_a_ratio_is_a_median_and_its_range():
     assert Ratio.of([3.0, 1.0, 2.0]) == Ratio(2.0, 1.0, 3.0)
+
+
+def test_a_round_that_lost_a_page_has_no_speed(monkeypatch):
+    class Client:
+        """Loads three rounds whole, right, and at once; the second one lost its pages."""
+
+        pid = 1
+        shared_bytes = 0
+
+        def ask(self, command, prompt):
+            whole = prompt != 1
+            seconds = 1.0 if whole else 1e-9
+            return measure._Answer(seconds, 0.5, tokens=256 if whole else 0, right=whole)
+
+    class Processes(daemons.PeerDaemon):
+        def pids(self):
+            return []
+
+    monkeypatch.setattr(measure, "shared_bytes", lambda pids: 0)
+    shape = Shape("", 1 << 20, 4)
+    peer = measure._Running(CachePeer("redis", sys.executable), shape, Processes(), Client(), 0)
+    ours = measure._Running(CachePeer("tierstore", sys.executable), shape, Processes(), Client(), 0)
+    for number in range(3):
+        peer.move(number)
+        ours.move(0)
+    row = measure._move_row(peer, ours)
+    assert row.wrong == 1
+    assert row.load_gb_per_s.high == row.load_gb_per_s.low == pytest.approx(4 * 2**20 / 1e9)
+    assert command._gb_per_s(row.load_gb_per_s, row.wrong).endswith("1 failed")
+    lost = measure._Running(CachePeer("redis", sys.executable), shape, Processes(), Client(), 0)
+    lost.move(1)
+    assert command._gb_per_s(measure._move_row(lost, lost).load_gb_per_s, lost.wrong) == "failed"
+
+
+def test_a_python_may_be_named_by_a_relative_path(tmp_path, monkeypatch):
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(command, "run", lambda plan, peers, json: seen.extend(peers))
+    done = CliRunner().invoke(app, ["peers", "--lmcache-python", "venv/python"])
+    assert done.exit_code == 0, done.output
+    assert [peer.python for peer in seen if peer.name == "lmcache"] == [tmp_path / "venv" / "python"]
 
 
 def test_our_version_is_that_of_the_package():

@@ -98,7 +98,7 @@ def test_all_policies_can_be_named(trace):
 
 def test_the_help_names_them_all():
     told = CliRunner().invoke(cli.app, ["replay", "--help"]).stdout
-    named = told.split("of lru", 1)[1].split("[default", 1)[0]
+    named = told.split("Comma-separated: lru", 1)[1].split("[default", 1)[0]
     assert {"lru", *re.findall(r"[a-z0-9]+", named)} == set(POLICY_NAMES)
 
 

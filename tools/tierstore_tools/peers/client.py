@@ -1,19 +1,14 @@
-"""The client process of a peer: commands come on stdin, answers go to stdout, as JSON lines.
+"""The client process of a peer: reads commands from stdin and writes answers to stdout, as JSON lines.
 
-``main(PEER, SHAPE)`` with SHAPE a JSON :class:`Shape`. It runs in the peer's environment, so it imports
-nothing of tierstore's that the peer itself does not need. Prompts are numbered; the bytes of a prompt's pages
-follow from its number.
+``main(PEER, SHAPE)`` with SHAPE a JSON :class:`Shape`. It runs in the peer's environment, so it imports no
+tierstore module that the peer itself does not need. Prompts are numbered. The bytes of a prompt's pages
+follow from its number. Every answer has the seconds and this process's core-seconds.
 
-=========================  ==============================================================================
-command                    answer
-=========================  ==============================================================================
-``["memcpy", n]``          seconds to copy a prompt's bytes from one of the buffers to the other
-``["save", n]``            seconds until the peer says that it has prompt ``n``, core-seconds of this process
-``["lookup", n]``          seconds until it says how many tokens it has of the prompt, and how many
-``["forget", n]``          nothing: afterwards it is as a client that has seen no prompt
-``["load", n]``            seconds until its pages are in the other buffer, core-seconds, whether all bytes
-                           are right
-=========================  ==============================================================================
+* ``["memcpy", n]`` copies a prompt's bytes from one buffer to the other.
+* ``["save", n]`` saves prompt ``n`` and waits until the peer confirms it.
+* ``["lookup", n]`` also answers the number of tokens that the peer has.
+* ``["forget", n]`` makes it a client that has seen no prompt.
+* ``["load", n]`` loads the pages into the other buffer, and also answers whether every byte is right.
 """
 
 from __future__ import annotations
@@ -34,15 +29,15 @@ import numpy.typing as npt
 CHUNK_TOKENS = 64
 Words = npt.NDArray[np.uint32]
 _WAIT_S = 120.0
-_REDIS_AT_ONCE = 32  # pages of a pipeline
-_LAYER_BYTES = 16 << 10  # a page has whole layers of so many bytes, or is smaller than one
-_LMCACHE_CHUNK_TOKENS = 256  # its default
+_REDIS_AT_ONCE = 32  # pages in a pipeline
+_LAYER_BYTES = 16 << 10  # a page has whole layers of this size, or is smaller than one
+_LMCACHE_CHUNK_TOKENS = 256  # LMCache's default
 _MOONCAKE_AT_ONCE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A prompt has ``pages`` pages of ``page_bytes``, each of 64 tokens."""
+    """The shape of all prompts: ``pages`` pages of ``page_bytes``, each of 64 tokens."""
 
     address: str
     page_bytes: int
@@ -58,10 +53,10 @@ class Shape:
 
 
 class PeerClient(ABC):
-    """Two buffers of a prompt's size and a peer that keeps what is in the first. Raises what the peer's own
-    client raises: it ends the process, and the other side says so."""
+    """Two buffers of a prompt's size, and a peer that stores the first one. An error of the peer's own client
+    ends the process, and the benchmark reports that."""
 
-    shared_bytes = 0  # of the engine's own memory, which it shares with the peer
+    shared_bytes = 0  # the engine's own memory that it shares with the peer
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -72,11 +67,11 @@ class PeerClient(ABC):
         return np.ones(self.shape.nbytes // 4, np.uint32)
 
     def fill(self, prompt: int) -> None:
-        """Make the first buffer that prompt's pages."""
+        """Write that prompt's pages into the first buffer."""
         self.source[:] = self._bytes(prompt)
 
     def right(self, prompt: int) -> bool:
-        """Whether the second buffer has that prompt's bytes, every one of them."""
+        """Return whether the second buffer has exactly that prompt's bytes."""
         return bool(np.array_equal(self.target, self._bytes(prompt)))
 
     def clear(self) -> None:
@@ -88,7 +83,7 @@ class PeerClient(ABC):
             ctypes.memmove(self.target.ctypes.data + at, self.source.ctypes.data + at, self.shape.page_bytes)
 
     def tokens(self, prompt: int) -> Words:
-        """No two prompts share a chunk."""
+        """Return that prompt's token ids. No two prompts share a chunk."""
         return np.random.default_rng(prompt).integers(0, 32_000, self.shape.tokens, np.uint32)
 
     def pages(self, buffer: Words) -> list[memoryview]:
@@ -96,7 +91,7 @@ class PeerClient(ABC):
         return [data[at : at + size] for at in range(0, self.shape.nbytes, size)]
 
     def names(self, prompt: int) -> list[str]:
-        """Of a prompt's pages, in a store of named objects."""
+        """Return the names of a prompt's pages, for stores of named objects."""
         return [
             f"tierstore-bench/{self.shape.page_bytes}/{prompt}/{page}" for page in range(self.shape.pages)
         ]
@@ -106,20 +101,20 @@ class PeerClient(ABC):
         return np.arange(prompt * 0x01000193, prompt * 0x01000193 + count, dtype=np.uint64).astype(np.uint32)
 
     def forget(self, prompt: int) -> None:
-        """Be as a client that has seen no prompt yet. Nothing to do where none is remembered."""
+        """Become a client that has seen no prompt yet. Most clients remember none."""
         return
 
     @abstractmethod
     def save(self, prompt: int) -> None:
-        """Hand the first buffer's pages to the peer, and wait until it says that it has them."""
+        """Send the first buffer's pages to the peer, and wait until it confirms them."""
 
     @abstractmethod
     def lookup(self, prompt: int) -> int:
-        """How many leading tokens of the prompt the peer has."""
+        """Return how many leading tokens of the prompt the peer has."""
 
     @abstractmethod
     def load(self, prompt: int) -> None:
-        """Bring the pages that the last lookup found into the second buffer."""
+        """Load the pages that the last lookup found into the second buffer."""
 
 
 class Tierstore(PeerClient):
@@ -159,7 +154,7 @@ class Tierstore(PeerClient):
 
 
 class Redis(PeerClient):
-    """Pages under names, in pipelines: ``SET``, ``EXISTS``, ``GET``."""
+    """Pages are named values, in pipelines: ``SET``, ``EXISTS``, ``GET``."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -193,9 +188,9 @@ class Redis(PeerClient):
 
 
 class LMCache(PeerClient):
-    """Through the client of LMCache's own ``lmcache bench server``. The engine's memory is laid out as kindly
-    as its format can have it: one layer, in blocks of one of its chunks, so that keys and values of a chunk
-    are one piece each."""
+    """Uses the client of LMCache's own ``lmcache bench server``. The engine's memory has the layout that its
+    format moves fastest: one layer, in blocks of one chunk, so keys and values of a chunk are one piece
+    each."""
 
     def __init__(self, shape: Shape) -> None:
         from lmcache.cli.commands.bench.server_bench.client import RequestContext, ServerBenchClient
@@ -203,8 +198,8 @@ class LMCache(PeerClient):
 
         super().__init__(shape)
         self._chunks = shape.tokens // _LMCACHE_CHUNK_TOKENS
-        values = shape.page_bytes // CHUNK_TOKENS // 4  # of a token's keys, two bytes each
-        blocks = 2 * self._chunks + 1  # block 0 stands for nothing
+        values = shape.page_bytes // CHUNK_TOKENS // 4  # a token's keys, two bytes each
+        blocks = 2 * self._chunks + 1  # block 0 is reserved
         config = BenchConfig(
             rpc_url=f"tcp://{shape.address}",
             http_url="",
@@ -256,7 +251,7 @@ class LMCache(PeerClient):
         key = helpers._make_key(request.token_ids, request.request_id, start=0, end=request.num_full_tokens)
         helpers._send_lookup(self._rpc, key)
         ends = time.monotonic() + _WAIT_S
-        while time.monotonic() < ends:  # its own client sleeps 50 ms between two questions
+        while time.monotonic() < ends:  # LMCache's own client sleeps 50 ms between two queries
             found = self._rpc.query_prefetch_status(request.request_id).result(timeout=_WAIT_S)
             if found is not None:
                 return int(found) * _LMCACHE_CHUNK_TOKENS
@@ -280,7 +275,7 @@ class LMCache(PeerClient):
 
 
 class Mooncake(PeerClient):
-    """A client of the pool that lends nothing itself. Both buffers are registered: nothing is staged."""
+    """A client of the store that lends no memory. Both buffers are registered, so no copy is staged."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -326,7 +321,7 @@ def _torch() -> Any:
 
 
 def _leading(found: list[bool]) -> int:
-    """Tokens of the pages before the first that is not there."""
+    """Return the tokens of the pages before the first missing one."""
     return (found.index(False) if False in found else len(found)) * CHUNK_TOKENS
 
 
@@ -347,9 +342,9 @@ def _do(client: PeerClient, command: str, prompt: int) -> dict[str, object]:
 
 
 def main(peer: str, shape: str) -> None:
-    """Obey until stdin ends. Ends without the libraries' own farewells, which may hang or crash."""
+    """Serve commands until stdin ends. Exits without the libraries' cleanup, which may hang or crash."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries print to stdout: send that to stderr
     client = CLIENTS[peer](Shape(**json.loads(shape)))
     answers.write(json.dumps({"shared_bytes": client.shared_bytes}) + "\n")
     answers.flush()

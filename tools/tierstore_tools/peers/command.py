@@ -1,8 +1,8 @@
-"""``peers`` from the command line: who can be had, measure, show, write."""
+"""``tierstore-bench peers``: find the installed peers, measure, print, write."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from tierstore.errors import TierStoreError
@@ -14,9 +14,9 @@ from tierstore_tools.peers.measure import PeerPlan, PeersResult, Ratio
 
 
 def run(plan: PeerPlan, peers: Sequence[CachePeer], *, json: str | None) -> None:
-    """Measure our daemon, the first, and those of ``peers`` that can be had. Raises :class:`UsageError` for
-    an environment that cannot be run, and :class:`TierStoreError` when a peer fails, or a byte came back
-    wrong."""
+    """Measure our daemon, which is the first of ``peers``, and all that are available. Raises
+    :class:`UsageError` for an environment that cannot be run, and :class:`TierStoreError` if a peer fails or
+    a load did not return all bytes."""
     report.require_targets(json)
     left_out = {peer.name: why for peer in peers if (why := why_not(peer)) is not None}
     had = [peer for peer in peers if peer.name not in left_out]
@@ -38,24 +38,24 @@ def run(plan: PeerPlan, peers: Sequence[CachePeer], *, json: str | None) -> None
     report.write_json(document, json)
     wrong = [row.peer for row in result.moves if row.wrong] + [row.peer for row in result.kills if row.wrong]
     if wrong:
-        raise TierStoreError(f"bytes came back wrong, or not at all: {', '.join(dict.fromkeys(wrong))}")
+        raise TierStoreError(f"pages were wrong or missing: {', '.join(dict.fromkeys(wrong))}")
 
 
 def _show(result: PeersResult, left_out: dict[str, str], *, to_stderr: bool) -> None:
     report.table(
-        "peers: GB/s of one client, medians of the rounds; × ours: how many times as fast tierstore was",
+        "peers: GB/s of one client, medians of whole rounds; × ours: tierstore's speed over the peer's",
         ("peer", "page", "save", "of memcpy", "× ours", "load", "of memcpy", "× ours", "core-s/GB", "memory"),
         [
             (
                 row.peer,
                 format_size(row.page_bytes),
-                report.rate(row.save_gb_per_s.median),
-                report.percent(row.save_of_memcpy.median),
+                _gb_per_s(row.save_gb_per_s, row.wrong),
+                _median(row.save_of_memcpy, report.percent),
                 _times(row.save_ours),
-                report.rate(row.load_gb_per_s.median),
-                report.percent(row.load_of_memcpy.median),
+                _gb_per_s(row.load_gb_per_s, row.wrong),
+                _median(row.load_of_memcpy, report.percent),
                 _times(row.load_ours),
-                f"{row.core_s_per_gb.median:.2f}",
+                _median(row.core_s_per_gb, report.rate),
                 format_size(row.memory_bytes),
             )
             for row in result.moves
@@ -63,14 +63,14 @@ def _show(result: PeersResult, left_out: dict[str, str], *, to_stderr: bool) -> 
         to_stderr=to_stderr,
     )
     report.table(
-        "lookups, and what was left after kill -9",
+        "lookups, and the share of the pages after kill -9",
         ("peer", "tokens", "lookup ms", "× ours", "left after kill -9", "started in"),
         [
             (
                 row.peer,
                 f"{row.tokens:,}",
-                f"{row.lookup_ms.median:.2f}",
-                _times(row.ours),
+                f"{row.lookup_ms.median:.2f}" if row.found == 1 else "failed",
+                _times(row.ours if row.found == 1 else None),
                 report.percent(kill.left),
                 report.seconds(kill.start_s),
             )
@@ -81,14 +81,27 @@ def _show(result: PeersResult, left_out: dict[str, str], *, to_stderr: bool) -> 
     console = report.stderr if to_stderr else report.stdout
     for room in sorted({(row.page_bytes, row.room_bytes, row.saved_bytes) for row in result.moves}):
         page, given, saved = map(format_size, room)
-        console.print(f"{page} pages: {given} for pages each, {saved} were saved", highlight=False)
+        console.print(f"{page} pages: each daemon has {given}, {saved} were saved", highlight=False)
     for page_bytes, rate in result.memcpy_gb_per_s.items():
         console.print(f"memcpy, {format_size(page_bytes)} at a time: {_range(rate)} GB/s", highlight=False)
     for name, why in left_out.items():
         console.print(f"left out: {name}: {why}", markup=False, highlight=False)
 
 
-def _times(ratio: Ratio) -> str:
+def _gb_per_s(rate: Ratio | None, failed: int) -> str:
+    """Return the median of the rounds that moved all pages, and how many did not."""
+    if rate is None:
+        return "failed"
+    return f"{rate.median:.2f}, {failed} failed" if failed else report.rate(rate.median)
+
+
+def _median(ratio: Ratio | None, shown: Callable[[float], str]) -> str:
+    return "–" if ratio is None else shown(ratio.median)
+
+
+def _times(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "–"
     return "1" if ratio.low == ratio.high == 1 else _range(ratio)
 
 

@@ -1,4 +1,4 @@
-"""The peers' daemons: started, killed and started again, at loopback or a unix socket."""
+"""Start and kill the daemons of the peers, at loopback or a unix socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOG_TAIL_LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class PeerRoom:
-    """What a daemon may use: bytes of memory, and where ``durable`` it keeps pages on disk as well."""
+    """The resources of a daemon: bytes of memory, and with ``durable`` also a disk."""
 
     memory_bytes: int
     durable: bool
@@ -36,30 +36,31 @@ class PeerRoom:
 
 @dataclass(frozen=True, slots=True)
 class CachePeer:
-    """Where a peer's packages are: ``python`` runs its client, and its daemon where that is Python's."""
+    """A peer. ``python`` has its packages, and runs its client and its daemon (if that is a Python
+    program)."""
 
     name: str
     python: Path
 
 
 class PeerDaemon:
-    """One peer's processes. Not started yet. ``address`` is what its client is told."""
+    """One peer's processes, not started yet. Its client connects to ``address``."""
 
     address: str
 
     def start(self) -> None:
-        """Start it, and wait until it answers. Raises :class:`TierStoreError`."""
+        """Start the processes and wait until they answer. Raises :class:`TierStoreError`."""
         raise NotImplementedError
 
     def pids(self) -> list[int]:
         raise NotImplementedError
 
     def kill(self) -> None:
-        """kill -9. Idempotent."""
+        """Kill the processes with SIGKILL. Idempotent."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Kill it, and remove what it had."""
+        """Kill the processes and remove their files."""
         raise NotImplementedError
 
 
@@ -87,7 +88,7 @@ class TierstoreDaemon(PeerDaemon):
 
 
 class _Processes(PeerDaemon):
-    """Programs that are ready when something listens at an address."""
+    """Programs that are ready when a condition holds."""
 
     def __init__(self, room: PeerRoom) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="peer-", dir=room.directory))
@@ -126,12 +127,12 @@ class _Processes(PeerDaemon):
         while not ready():
             if process.poll() is not None or time.monotonic() > ends:
                 last = log.read_text(errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
-                raise TierStoreError(f"{command[0]} does not start: {' | '.join(last) or 'it said nothing'}")
+                raise TierStoreError(f"{command[0]} does not start: {' | '.join(last) or 'no output'}")
             time.sleep(_LOOK_S)
 
 
 class RedisDaemon(_Processes):
-    """Without a disk no snapshots either; with one, an append-only file that is synced every second."""
+    """Redis without snapshots. If durable, it has an append-only file that is synced every second."""
 
     def __init__(self, peer: CachePeer, room: PeerRoom) -> None:
         super().__init__(room)
@@ -154,7 +155,7 @@ class RedisDaemon(_Processes):
         shutil.rmtree(self._socket_directory, ignore_errors=True)
 
     def _answers(self) -> bool:
-        """It says PONG once it has read what it kept."""
+        """Return whether Redis answers PONG, which it does after it has read its file."""
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(self.address)
@@ -165,7 +166,7 @@ class RedisDaemon(_Processes):
 
 
 class LMCacheDaemon(_Processes):
-    """Its server with its defaults; with a disk, its ``fs`` adapter behind it."""
+    """LMCache's server with its defaults. If durable, it has its ``fs`` adapter."""
 
     def __init__(self, peer: CachePeer, room: PeerRoom) -> None:
         super().__init__(room)
@@ -188,7 +189,7 @@ class LMCacheDaemon(_Processes):
 
 
 class MooncakeDaemon(_Processes):
-    """A master, and a client of the pool that lends its memory."""
+    """A Mooncake master, and a client that lends its memory."""
 
     def __init__(self, peer: CachePeer, room: PeerRoom) -> None:
         super().__init__(room)
@@ -213,7 +214,7 @@ class MooncakeDaemon(_Processes):
 
 MOONCAKE_ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
-    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # these two make it faster than its defaults
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # with these two it is faster than with its defaults
     "MC_TCP_SLICE_SIZE": str(1 << 20),
 }
 
@@ -229,8 +230,8 @@ _PACKAGES = {"tierstore": "tierstore", "lmcache": "lmcache", "redis": "redis", "
 
 
 def why_not(peer: CachePeer) -> str | None:
-    """Why a peer cannot be had here; None when it can. Raises :class:`UsageError` when its Python cannot be
-    run."""
+    """Return why a peer is not available here; None if it is. Raises :class:`UsageError` if its Python cannot
+    be run."""
     package = _PACKAGES[peer.name]
     if peer.name == "redis" and shutil.which("redis-server") is None:
         return "there is no redis-server (apt-get install redis-server)"
@@ -243,13 +244,13 @@ def why_not(peer: CachePeer) -> str | None:
 
 
 def version(peer: CachePeer) -> str:
-    """Of its packages, and of a program that is none of theirs."""
+    """Return the version of a peer's package, for Redis that of ``redis-server``."""
     if peer.name == "redis":
         said = subprocess.run(
             ["redis-server", "--version"], capture_output=True, text=True, check=False
         ).stdout
         return said.partition("v=")[2].partition(" ")[0]
-    name = _PACKAGES[peer.name]  # which its distribution's name begins with
+    name = _PACKAGES[peer.name]  # the distribution's name begins with it
     program = (
         "from importlib.metadata import distributions; "
         f"print(*{{d.version for d in distributions() if d.metadata['Name'].startswith({name!r})}})"

@@ -1,8 +1,8 @@
-"""Rounds from peer to peer, and what a killed daemon still has.
+"""Measure the peers in rounds, and look for the pages that a killed daemon still has.
 
-Each shape of a prompt has daemons of its own, which keep pages in memory only: saves, loads and lookups are
-not measured beside a disk at work. What a daemon has after ``kill -9`` is asked with daemons that keep pages
-on disk as well, some seconds after their last save.
+Each shape of a prompt has daemons of its own, without a disk: saves, loads and lookups are not measured
+beside disk writes. Other daemons, with a disk, are killed some seconds after their last save, and started
+again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tierstore_tools.processes import core_seconds, memory_bytes, shared_bytes
 
 Progress = Callable[[str], None]
 _ANSWER_S = 300.0
-_LOOKUP_PAGE_BYTES = 4096  # as little as may be: only what is found counts
-_LOOKUPS = 5  # of each prompt, in each round
-_SPARE_BYTES = 256 << 20  # daemons have twice what is saved, and this
+_LOOKUP_PAGE_BYTES = 4096  # small: only the lookup counts
+_LOOKUPS = 5  # per prompt and round
+_SPARE_BYTES = 256 << 20  # a daemon has twice the saved bytes, and this
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +41,36 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ratio:
+        """Return the median and the range of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_whole(cls, values: Sequence[float | None]) -> Ratio | None:
+        """Return the same of the values that are not None; None if there is none."""
+        whole = [value for value in values if value is not None]
+        return cls.of(whole) if whole else None
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRow:
-    """Saves and loads of one peer. ``…_of_memcpy`` is the share of what the same process reached in the same
-    round by copying, ``…_ours`` how many times as fast ours was, by round; core-seconds are the client's and
-    the daemon's together, ``memory_bytes`` what the daemon has in the end, with what it shares,
-    of ``room_bytes`` that it was given for pages;
-    ``saved_bytes`` is what the peer was given, ``wrong`` the loads with a byte that differs or is missing."""
+    """Saves and loads of one peer, over the rounds that loaded all pages; None if no round did.
+
+    ``…_of_memcpy`` is the speed over that of a memcpy in the same process and round. ``…_ours`` is
+    tierstore's speed over the peer's in the same round. Core-seconds are the client's and the daemon's
+    together. ``memory_bytes`` is the daemon's memory at the end, shared memory included. ``room_bytes`` was
+    its capacity for pages, and ``saved_bytes`` the bytes of all saves. ``wrong`` rounds lost a page or
+    changed a byte."""
 
     peer: str
     page_bytes: int
     saved_bytes: int
-    save_gb_per_s: Ratio
-    load_gb_per_s: Ratio
-    save_of_memcpy: Ratio
-    load_of_memcpy: Ratio
-    save_ours: Ratio
-    load_ours: Ratio
-    core_s_per_gb: Ratio
+    save_gb_per_s: Ratio | None
+    load_gb_per_s: Ratio | None
+    save_of_memcpy: Ratio | None
+    load_of_memcpy: Ratio | None
+    save_ours: Ratio | None
+    load_ours: Ratio | None
+    core_s_per_gb: Ratio | None
     memory_bytes: int
     room_bytes: int
     wrong: int
@@ -69,8 +78,8 @@ class MoveRow:
 
 @dataclass(frozen=True, slots=True)
 class LookupRow:
-    """Lookups of a prompt that is there, by a client that sees it for the first time. ``ours`` is how many
-    times as fast ours was, by round."""
+    """Lookups of a saved prompt by a client that sees it for the first time. ``ours`` is tierstore's speed
+    over the peer's, by round. ``found`` is the mean share of tokens found: below 1 the times mean nothing."""
 
     peer: str
     tokens: int
@@ -81,8 +90,8 @@ class LookupRow:
 
 @dataclass(frozen=True, slots=True)
 class KillRow:
-    """What a daemon with a disk had after ``kill -9`` and a start: the share of the tokens, how many prompts
-    came back with other bytes, and how long the start took."""
+    """A daemon with a disk after ``kill -9`` and a start: ``left`` is the share of the saved tokens,
+    ``wrong`` the number of prompts with a wrong byte, ``start_s`` the duration of the start."""
 
     peer: str
     saved_bytes: int
@@ -93,6 +102,8 @@ class KillRow:
 
 @dataclass(frozen=True, slots=True)
 class PeersResult:
+    """All rows, and the speed of memcpy by page size."""
+
     memcpy_gb_per_s: dict[int, Ratio]
     moves: tuple[MoveRow, ...]
     lookups: tuple[LookupRow, ...]
@@ -101,7 +112,8 @@ class PeersResult:
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
-    """``total_bytes`` is a prompt's pages; ``settle_s`` is between the last save and the kill."""
+    """The measurements to make. ``total_bytes`` is the size of a prompt's pages, ``settle_s`` the time
+    between the last save and the kill."""
 
     page_sizes: tuple[int, ...]
     total_bytes: int
@@ -112,7 +124,7 @@ class PeerPlan:
 
 
 def run(plan: PeerPlan, peers: Sequence[CachePeer], progress: Progress) -> PeersResult:
-    """Measure them all. Raises :class:`TierStoreError` when one does not start, or its client ends."""
+    """Measure all peers. Raises :class:`TierStoreError` if a daemon does not start or a client ends."""
     memcpy: dict[int, Ratio] = {}
     moves: list[MoveRow] = []
     for page_bytes in plan.page_sizes:
@@ -130,14 +142,14 @@ def run(plan: PeerPlan, peers: Sequence[CachePeer], progress: Progress) -> Peers
 
 
 def try_out(peer: CachePeer, directory: Path) -> str | None:
-    """Why a peer does not work on this machine; None when a few pages went there and back."""
+    """Return why a peer does not work on this machine; None if it saved and loaded a few pages."""
     daemon = DAEMONS[peer.name](peer, PeerRoom(_SPARE_BYTES, False, directory))
     try:
         daemon.start()
         with _Client(peer, Shape(daemon.address, _LOOKUP_PAGE_BYTES, 4), directory) as client:
             client.ask("save", 0)
             client.ask("lookup", 0)
-            return None if client.ask("load", 0).right else "pages came back with other bytes"
+            return None if client.ask("load", 0).right else "a loaded page differs from the saved one"
     except TierStoreError as error:
         return str(error)
     finally:
@@ -197,7 +209,7 @@ def _kill(plan: PeerPlan, peer: CachePeer, progress: Progress) -> KillRow:
 
 @dataclass(slots=True)
 class _Running:
-    """A daemon and its client, and what they came to so far, by round."""
+    """A daemon and its client, and their figures by round. A figure is None if the round lost a page."""
 
     peer: CachePeer
     shape: Shape
@@ -205,15 +217,15 @@ class _Running:
     client: _Client
     room_bytes: int
     memcpy: list[float] = field(default_factory=list)  # GB/s
-    saves: list[float] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)
-    core_s_per_gb: list[float] = field(default_factory=list)
+    saves: list[float | None] = field(default_factory=list)
+    loads: list[float | None] = field(default_factory=list)
+    core_s_per_gb: list[float | None] = field(default_factory=list)
     lookups: list[float] = field(default_factory=list)  # seconds
     found: list[float] = field(default_factory=list)
     wrong: int = 0
 
     def move(self, prompt: int) -> None:
-        """One round of a prompt's bytes, there and back."""
+        """Save and load one prompt."""
         gb = self.shape.nbytes / 1e9
         copied = self.client.ask("memcpy", prompt)
         daemon = core_seconds(self.daemon.pids())
@@ -222,12 +234,14 @@ class _Running:
         loaded = self.client.ask("load", prompt)
         daemon = core_seconds(self.daemon.pids()) - daemon
         self.memcpy.append(gb / copied.seconds)
-        self.saves.append(gb / saved.seconds)
-        self.loads.append(gb / loaded.seconds)
-        self.core_s_per_gb.append((daemon + saved.cpu_s + loaded.cpu_s) / (2 * gb))
-        self.wrong += not loaded.right or found.tokens != self.shape.tokens
+        whole = loaded.right and found.tokens == self.shape.tokens
+        self.saves.append(gb / saved.seconds if whole else None)
+        self.loads.append(gb / loaded.seconds if whole else None)
+        self.core_s_per_gb.append((daemon + saved.cpu_s + loaded.cpu_s) / (2 * gb) if whole else None)
+        self.wrong += not whole
 
     def look(self, prompt: int) -> None:
+        """Save one prompt, and look it up several times as a new client."""
         self.client.ask("save", prompt)
         answers = []
         for _ in range(_LOOKUPS):
@@ -237,7 +251,7 @@ class _Running:
         self.found.append(statistics.fmean(answer.tokens / self.shape.tokens for answer in answers))
 
     def memory_bytes(self) -> int:
-        """What the daemon has, and what the client shares with it, less the engine's own."""
+        """Return the daemon's memory and the client's shared memory, without the engine's own."""
         shared = shared_bytes([self.client.pid]) - self.client.shared_bytes
         return memory_bytes(self.daemon.pids()) + shared
 
@@ -256,27 +270,28 @@ def _running(
             daemon.start()
             shape = Shape(daemon.address, page_bytes, pages)
             client = stack.enter_context(_Client(peer, shape, plan.directory))
-            for command in ("save", "lookup", "load"):  # one more prompt, for connections and memory to grow
+            for command in ("save", "lookup", "load"):  # one uncounted prompt: connections and memory grow
                 client.ask(command, prompts)
             running.append(_Running(peer, shape, daemon, client, room.memory_bytes))
         yield running
 
 
 def _move_row(each: _Running, ours: _Running) -> MoveRow:
-    def ratios(over: Sequence[float], under: Sequence[float]) -> Ratio:
-        return Ratio.of([one / other for one, other in zip(over, under, strict=True)])
+    def ratios(over: Sequence[float | None], under: Sequence[float | None]) -> Ratio | None:
+        pairs = zip(over, under, strict=True)
+        return Ratio.of_whole([one / other if one and other else None for one, other in pairs])
 
     return MoveRow(
         each.peer.name,
         each.shape.page_bytes,
         len(each.saves) * each.shape.nbytes,
-        Ratio.of(each.saves),
-        Ratio.of(each.loads),
+        Ratio.of_whole(each.saves),
+        Ratio.of_whole(each.loads),
         ratios(each.saves, each.memcpy),
         ratios(each.loads, each.memcpy),
         ratios(ours.saves, each.saves),
         ratios(ours.loads, each.loads),
-        Ratio.of(each.core_s_per_gb),
+        Ratio.of_whole(each.core_s_per_gb),
         each.memory_bytes(),
         each.room_bytes,
         each.wrong,
@@ -292,11 +307,11 @@ class _Answer:
 
 
 class _Client:
-    """A peer's client, in a process of its own. Use with ``with``."""
+    """A peer's client, in a process of its own. A context manager."""
 
     def __init__(self, peer: CachePeer, shape: Shape, directory: Path) -> None:
         self._peer = peer
-        # Only these tools are found there besides the peer's own packages.
+        # This directory holds tierstore_tools only: the peer's Python must not import our other packages.
         path = directory / "tools"
         path.mkdir(exist_ok=True)
         if not (path / "tierstore_tools").exists():
@@ -326,7 +341,8 @@ class _Client:
         self._process.communicate()
 
     def ask(self, command: str, prompt: int) -> _Answer:
-        """Raises :class:`TierStoreError` when it ended, or does not answer."""
+        """Send a command and return the answer. Raises :class:`TierStoreError` if the client ended or does
+        not answer."""
         assert self._process.stdin is not None, "it was opened with one"
         try:
             self._process.stdin.write(json.dumps([command, prompt]).encode() + b"\n")
@@ -345,5 +361,5 @@ class _Client:
         return line
 
     def _died(self, how: str) -> TierStoreError:
-        said = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        said = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
         return TierStoreError(f"the client of {self._peer.name} {how}: {said[-1]}")
