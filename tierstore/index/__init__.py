@@ -1,25 +1,25 @@
-"""The prefix tree over chunks: which pages exist, in which tiers, who holds them, which may leave.
+"""The prefix tree over chunks: which pages exist, in which tiers, which are held, and which may be evicted.
 
 A *page* is a node: one chunk of tokens after one parent, under one identity (the root). A *copy* is that page
-in one tier. A page without any copy is a *tombstone*: it stays in the tree only while pages below it have
-copies (a copy lost to damage leaves one), and no match reaches past it.
+in one tier. A page without any copy is a *tombstone*, left by a copy that was lost to damage. It stays in the
+tree only while pages below it have copies, and no match continues past it.
 
-The tree holds the pages that somebody has to do with. A page that is only on disk, and that nobody holds, may
-be *unloaded*: it leaves the tree (:meth:`Index.unload`), is known to the disk tier alone, and is brought back
-when a lookup comes by (:meth:`Index.reload`). Ancestors of a page in the tree are in the tree. So memory is
-bounded by what is in use and not by what the disk holds.
+The tree holds the pages in use. A page that is only on disk and is not held may be *unloaded*: it leaves the
+tree (:meth:`Index.unload`) and is known only to the disk tier. A lookup that needs it brings it back
+(:meth:`Index.reload`). The ancestors of a page in the tree are also in the tree. So memory is bounded by the
+pages in use, not by those on disk.
 
-Two rules keep every held page reachable by a lookup, and both are in :meth:`Page.may_leave`:
+Two rules keep every held page reachable by a lookup. Both are in :meth:`Page.may_leave`:
 
-* no copy leaves a tier before the copies of its children in that tier (for the disk, whose pages may be
-  unloaded, the disk tier's own count decides);
-* no page gives up its last copy while it has children at all.
+* No copy leaves a tier before the copies of its children in that tier. (For the disk, whose pages may be
+  unloaded, the disk tier's own count decides.)
+* No page gives up its last copy while it has children.
 
-A key only finds a child; its tokens decide (``Page.tokens`` is compared on every match). Two chunks with
+A key only finds a child; the tokens decide (``Page.tokens`` is compared on every match). Two chunks with
 equal keys under one parent are *collisions*: both are kept, chained behind one dictionary entry.
 
-Everything here is pure bookkeeping: no threads, no bytes, no clocks. The store calls it under its lock and
-does what it says outside of it.
+This package is pure bookkeeping: no threads, no bytes, no clocks. The store calls it under its lock and does
+the resulting work outside of the lock.
 """
 
 from tierstore.index.index import Index, Leaving

@@ -1,4 +1,4 @@
-"""The index: copies that come and go, who uses and holds them, and pages that are unloaded."""
+"""The index: adds and drops copies, records uses and holds, unloads and reloads pages."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from tierstore.policy import (
     fingerprint,
 )
 
-_HBM = Tier.HBM  # a name that is found faster
-_PAGES_A_TICK = 64  # of a prompt of named pages, to be older than those before them. Callers save 128 at once
+_HBM = Tier.HBM  # a global name, which is faster to look up
+# of a prompt of named pages, by which later pages count as older. Callers save 128 at once
+_PAGES_A_TICK = 64
 
 
 class EvictionQueues:
-    """For each pool in HBM and for the host tier, the queue of copies that may leave; for the disk, the pages
-    that may be unloaded.
+    """The copies that may be evicted: one queue for each pool in HBM and one for the host tier. For the disk,
+    the pages that may be unloaded.
 
-    The index says when a page may have become free to go (:meth:`offer`). Not thread-safe.
+    The index reports when a copy may have become evictable (:meth:`offer`). Not thread-safe.
     """
 
     def __init__(self, policies: Sequence[Policy], more_pools: Sequence[Policy] = ()) -> None:
-        """``policies`` by tier; the disk's orders the page table, not a queue. ``more_pools`` are those of
-        the pools behind the first."""
+        """``policies`` are by tier. The disk's policy orders the page table, not a queue. ``more_pools`` are
+        the policies of the other pools in HBM."""
         self._hbm = [_queue(policy, Tier.HBM) for policy in (policies[Tier.HBM], *more_pools)]
         self._host = _queue(policies[Tier.HOST], Tier.HOST)
-        self.idle: dict[Page, None] = {}  # that may have fallen idle, the first one first
+        self.idle: dict[Page, None] = {}  # pages that may be idle, the first one first
 
     def offer(self, page: Page, tier: Tier) -> None:
-        """Queue the copy in ``tier`` if it is there and may leave."""
+        """Queue the copy in ``tier`` if it exists and may leave."""
         copy = page.copies[tier]
         if tier is Tier.DISK:
             if page.may_unload():
@@ -53,8 +54,8 @@ class EvictionQueues:
         return self._host if tier is Tier.HOST else self._hbm[pool]
 
     def offer_all(self, page: Page) -> None:
-        """Do the same in every tier."""
-        # Spelled out: this runs several times for each page that comes or leaves.
+        """Queue the copies in all tiers that may leave."""
+        # Not a loop: this runs several times for each page that is added or removed.
         hbm, host, disk = page.copies
         if hbm is not None and not hbm.queued:
             self.offer(page, Tier.HBM)
@@ -64,7 +65,7 @@ class EvictionQueues:
             self.offer(page, Tier.DISK)
 
     def offer_again(self, page: Page) -> None:
-        """Queue a page's copies anew: its score may have fallen."""
+        """Queue a page's copies again, because its score may have fallen."""
         for tier in (Tier.HBM, Tier.HOST):
             copy = page.copies[tier]
             if copy is not None:
@@ -73,8 +74,8 @@ class EvictionQueues:
                     self._queue(tier, page.pool).offer(copy)
 
     def victim(self, tier: Tier, tick: int, pool: int = 0) -> Page | None:
-        """Return the page whose copy in ``tier`` (not the disk, which keeps its own order; in HBM, in this
-        ``pool``) leaves next, by the tier's policy; None if none may."""
+        """Return the page whose copy in a memory tier leaves next, by the tier's policy; None if none may
+        leave. In HBM, it is a page of this ``pool``. The disk has an order of its own."""
         copy = self._queue(tier, pool).victim(tick)
         return copy.page if copy is not None else None
 
@@ -101,16 +102,16 @@ _MOST_LEAVING = 4096
 
 
 class Hints:
-    """Not thread-safe: the store locks."""
+    """Hints about the next use of pages, and when they expire. Not thread-safe: the store locks."""
 
     def __init__(self, eviction: EvictionQueues) -> None:
         self._eviction = eviction
-        self._ending: list[tuple[float, int, Page, PageHint]] = []  # by the time at which they end
+        self._ending: list[tuple[float, int, Page, PageHint]] = []  # by the time at which they expire
         self._order = itertools.count()
 
     def give(self, pages: Sequence[Page], hint: PageHint, *, tick: int, held: int) -> None:
-        """``hint`` is about the next use of these pages. ``held`` are the pages in the tree: what is kept of
-        others is forgotten when there is too much of it."""
+        """Store ``hint`` about the next use of these pages. ``held`` is the number of pages in the tree:
+        beyond that many entries, those of other pages are forgotten."""
         for page in pages:
             page.hint = hint
             page.hinted = tick
@@ -121,12 +122,12 @@ class Hints:
             self.forget_gone()
 
     def forget_gone(self) -> None:
-        """Let go of pages that have left the tree, and of hints that are not the last ones of their pages."""
+        """Drop entries of pages that have left the tree, and outdated hints."""
         self._ending = [each for each in self._ending if each[2].hint is each[3] and any(each[2].copies)]
         heapq.heapify(self._ending)
 
     def expire(self, now_s: float) -> None:
-        """The pages whose time to live is over are as good as done."""
+        """Treat pages whose time to live is over as finished."""
         while self._ending and self._ending[0][0] <= now_s:
             _, _, page, hint = heapq.heappop(self._ending)
             if page.hint is hint and page.last_use <= page.hinted:
@@ -135,8 +136,8 @@ class Hints:
 
 
 class Leaving:
-    """Named pages that somebody has let go of: they leave their tiers as soon as nothing holds them there.
-    (Pages of a chain leave from its end, as the policy says.) ``drop`` lets a copy leave. Not thread-safe."""
+    """Named pages that are finished: each leaves its tiers as soon as nothing holds it there. (Pages of a
+    chain leave from its end, by the policy.) ``drop`` drops a copy. Not thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], drop: Callable[[Page, Tier], None]) -> None:
         self._tiers = tiers
@@ -147,14 +148,15 @@ class Leaving:
         return page in self._waiting and page.done
 
     def evict_when_idle(self, pages: Iterable[Page]) -> int:
-        """Let go of those of these pages that are done (see ``Page.done``). How many copies have left."""
+        """Evict those of these pages that are finished (see ``Page.done``), now or when nothing holds them.
+        Return the number of copies dropped now."""
         self._waiting.update((page, None) for page in pages if page.done)
-        while len(self._waiting) > _MOST_LEAVING:  # the policy lets them leave first in any case
+        while len(self._waiting) > _MOST_LEAVING:  # the policy evicts them first in any case
             del self._waiting[next(iter(self._waiting))]
         return self.leave()
 
     def leave(self) -> int:
-        """Whatever held them may be gone. How many copies have left."""
+        """Drop the copies that are no longer held. Return their number."""
         left = 0
         for page in list(self._waiting):
             for tier in self._tiers:
@@ -171,43 +173,43 @@ if TYPE_CHECKING:
 
 
 class Index:
-    """The tree, and all that may be done to its pages. Not thread-safe: the store locks."""
+    """The tree, and all operations on its pages. Not thread-safe: the store locks."""
 
     def __init__(
         self, policies: Sequence[Policy], *, more_pools: Sequence[Policy] = (), tick: int = 0
     ) -> None:
-        """``policies`` by tier, ``more_pools`` those of the pools in HBM behind the first. ``tick`` is the
+        """``policies`` are by tier, and ``more_pools`` those of the other pools in HBM. ``tick`` is the
         logical clock."""
         self.tree = Tree()
         self.eviction = EvictionQueues(policies, more_pools)
         self.hints = Hints(self.eviction)
         self._ghosts = GhostTable()
         self.tick = tick
-        self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
+        self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and tombstones
         self.copies = [0] * len(Tier)
-        self.leases = [0] * len(Tier)  # copies with at least one
-        self._in_pool = [0] * (1 + len(more_pools))  # copies in HBM, by pool, where there are several
-        self._leased_in_pool = [0] * len(self._in_pool)  # likewise
+        self.leases = [0] * len(Tier)  # copies with at least one lease
+        self._in_pool = [0] * (1 + len(more_pools))  # copies in HBM by pool, if there are several
+        self._leased_in_pool = [0] * len(self._in_pool)  # leased copies in HBM by pool, if there are several
         self._several_pools = bool(more_pools)
         self.disk_only_bytes = 0  # memory cost of the pages in the tree that are only on disk
         self.forgotten_bytes = 0  # memory cost of all pages that have left the tree so far
-        self.changes = 0  # grows whenever a match may come out differently
+        self.changes = 0  # grows whenever a match may have a different result
 
-    # -- growing and shrinking -----------------------------------------------------------------------
+    # -- adding and removing -------------------------------------------------------------------------
 
     def add(self, parent: Page, key: PageKey, tokens: bytes) -> Page:
-        """The child of ``parent`` with ``tokens``, made if it is not there (then without copies)."""
+        """Return the child of ``parent`` with ``tokens``. Create it without copies if it does not exist."""
         page = self.tree.child(parent, key, tokens)
         if page is None:
             page = self.tree.make(parent, key, tokens, self.tick)
             hits = self._ghosts.recall(_fingerprint(page))
             if hits is not None:
-                page.hits = hits + 1  # it would have been one
+                page.hits = hits + 1  # this one would have been a hit
             self._ghosts.make_room(self.tree.pages)
         return page
 
     def add_copy(self, page: Page, tier: Tier, place: int, *, ready: bool, leases: int = 0) -> Copy:
-        """Record a copy of ``page`` in a tier that has none of it."""
+        """Record a copy of ``page`` in a tier that has none."""
         assert page.copies[tier] is None, f"{page} already has a copy in {tier.label}"
         was_only_on_disk = page.on_disk_only
         copy = page.copies[tier] = Copy(page, place, ready=ready, leases=leases)
@@ -220,7 +222,7 @@ class Index:
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
             above.children += 1
-        # A copy placed above children that are in this tier (a tombstone being filled) has to know them.
+        # A copy above children in this tier (a tombstone being filled) must count them.
         if page.children:
             for child in page.all_children():
                 copy.children += child.copies[tier] is not None
@@ -229,7 +231,7 @@ class Index:
         return copy
 
     def complete(self, pages: Sequence[Page], tier: Tier, *, release: bool) -> None:
-        """The bytes of these copies are complete; whoever was filling them may ``release`` its leases."""
+        """Mark these copies as complete. With ``release``, end the leases of their fillers."""
         for page in pages:
             copy = self.copy(page, tier)
             assert copy.leases > 0, f"{page} has no lease in {tier.label}"
@@ -243,14 +245,14 @@ class Index:
             self.eviction.offer_all(page)
 
     def set_damaged(self, page: Page, tier: Tier) -> None:
-        """The copy's bytes are not what was saved: nobody is to be served from it any more."""
+        """Mark a copy as damaged, so that it is no longer served."""
         copy = self.copy(page, tier)
         copy.ready = False
         copy.damaged = True
         self.changes += 1
 
     def drop_copy(self, page: Page, tier: Tier) -> int:
-        """Forget a copy and return its place. Forgets the page too when nothing needs it any more."""
+        """Drop a copy and return its place. Removes the page from the tree if nothing needs it any more."""
         copy = self._take_copy(page, tier)
         if tier is Tier.DISK:
             page.record = None
@@ -281,7 +283,7 @@ class Index:
         return copy
 
     def fill_tombstone(self, page: Page) -> None:
-        """Nothing on disk is below ``page`` any more: it need not be kept in mind."""
+        """End a tombstone, because no pages are below it on disk any more."""
         page.tombstone = False
         if page.copies[Tier.DISK] is None:
             self.by_serial.pop(page.serial, None)
@@ -289,13 +291,13 @@ class Index:
         self.prune(page)
 
     def copy(self, page: Page, tier: Tier) -> Copy:
-        """The copy of ``page`` in ``tier``, which must be there."""
+        """Return the copy of ``page`` in ``tier``, which must exist."""
         copy = page.copies[tier]
         assert copy is not None, f"{page} has no copy in {tier.label}"
         return copy
 
     def prune(self, page: Page) -> None:
-        """Remove ``page`` and then its ancestors from the tree as far as nothing needs them: no copies, no
+        """Remove ``page`` and its ancestors from the tree as far as nothing needs them: no copies, no
         children, no pins, no holds."""
         while page.parent is not None and not self._needed(page):
             parent = page.parent
@@ -318,13 +320,14 @@ class Index:
     # -- unloading and reloading ---------------------------------------------------------------------
 
     def in_tree(self, page: Page) -> bool:
-        """Whether a page seen earlier is still there."""
+        """Return whether a page seen earlier is still in the tree."""
         if page.parent is None:
             return self.tree.is_root(page)
         return self.by_serial.get(page.serial) is page
 
     def reload(self, parent: Page, record: PageRecord, hits: int) -> Page:
-        """Bring the page of ``record``, which is on disk, into the tree. One that is there stays as it is."""
+        """Add the page of ``record``, which is on disk, to the tree. A page that is there already stays as it
+        is."""
         key = PageKey(record.key)
         page = self.tree.child(parent, key, record.tokens)
         if page is None:
@@ -343,7 +346,7 @@ class Index:
         self.add_copy(page, Tier.DISK, record.place, ready=ready, leases=leases)
 
     def unload(self, page: Page) -> None:
-        """Take an idle page out of the tree. Whoever still knows it sees a page without copies."""
+        """Remove an idle page from the tree. Remaining references to it show a page without copies."""
         assert page.may_unload(), f"{page} is not idle"
         self._take_copy(page, Tier.DISK)
         parent = page.parent
@@ -354,8 +357,8 @@ class Index:
     # -- use, leases, pins ---------------------------------------------------------------------------
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
-        """A lookup found these pages, or (no ``hit``) a save was about them: they are in use now (one tick of
-        the logical clock for all of them)."""
+        """Note that a lookup found these pages (``hit``), or that a save used them. The logical clock
+        advances by one tick for all of them."""
         self.tick += 1
         tick = self.tick
         for page in pages:
@@ -365,9 +368,9 @@ class Index:
                 page.hits += 1
 
     def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
-        """:meth:`touch` for pages without a chain, each with the number of pages that come before it in its
-        prompt. No tree says that those behind leave first, and the pages of a prompt come in several
-        requests: so a page counts as used a little earlier than the ones before it."""
+        """Do :meth:`touch` for pages without a chain, each with the number of pages before it in its prompt.
+        No tree tells that later pages leave first, and the pages of a prompt come in several requests. So a
+        page counts as used a little earlier than the pages before it."""
         self.tick += 1
         for page, depth in depths.items():
             page.depth = depth + 1
@@ -375,16 +378,16 @@ class Index:
             page.hits += hit
 
     def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
-        """``hint`` is about the next use of these pages."""
+        """Store ``hint`` about the next use of these pages."""
         self.hints.give(pages, hint, tick=self.tick, held=self.tree.pages)
 
     def victim(self, tier: Tier, pool: int = 0) -> Page | None:
-        """The page whose copy in a memory tier (in HBM, in this ``pool``) should leave next, by the tier's
-        policy; None if none may."""
+        """Return the page whose copy in a memory tier leaves next, by the tier's policy; None if none may
+        leave. In HBM, it is a page of this ``pool``."""
         return self.eviction.victim(tier, self.tick, pool)
 
     def unleased(self, pool: int) -> int:
-        """How many copies of a pool in HBM nobody has a lease on."""
+        """Return how many copies of a pool in HBM have no lease."""
         if not self._several_pools:
             return self.copies[Tier.HBM] - self.leases[Tier.HBM]
         return self._in_pool[pool] - self._leased_in_pool[pool]
@@ -408,7 +411,8 @@ class Index:
             self.eviction.offer(page, tier)
 
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
-        """A lease on each of these copies. One loop: this and the next run at every lookup."""
+        """Add a lease to each of these copies. One loop, because this and the next function run at every
+        lookup."""
         leases, in_pool, several = self.leases, self._leased_in_pool, self._several_pools
         for page, tier in held:
             copy = page.copies[tier]
@@ -420,7 +424,7 @@ class Index:
             copy.leases += 1
 
     def release_all(self, held: Sequence[tuple[Page, Tier]]) -> list[tuple[Page, Tier]]:
-        """Give up a lease on each of these copies. Returns those that are damaged and now without a lease."""
+        """Release one lease on each of these copies. Return the damaged ones without a lease."""
         leases, in_pool, several = self.leases, self._leased_in_pool, self._several_pools
         damaged = []
         for page, tier in held:
@@ -435,7 +439,7 @@ class Index:
                 in_pool[page.pool] -= 1
             if copy.damaged:
                 damaged.append((page, tier))
-            elif not copy.children:  # else it may not leave anyhow
+            elif not copy.children:  # otherwise it may not leave in any case
                 self.eviction.offer(page, tier)
         return damaged
 
@@ -449,7 +453,7 @@ class Index:
         self._offer(page)
 
     def hold(self, page: Page) -> None:
-        """Keep a page for the time of one operation. Whatever people do to its pins, it stays held."""
+        """Keep a page for the time of one operation, independent of its pins."""
         page.holds += 1
 
     def unhold(self, page: Page) -> None:
@@ -463,7 +467,7 @@ class Index:
             self.eviction.offer_all(page)
             self.prune(page)
 
-    # -- seeing and checking -------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert that counts, parents, children and queues agree."""

@@ -1,4 +1,4 @@
-"""Leases: pages stay where they are until a lease on them is released, or its time is over."""
+"""Leases: pages stay where they are until a lease on them is released or ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PageLease:
 
 
 class Leases:
-    """All of a store's. Needs the store's lock. ``drop_damaged`` is told of damaged copies that are not held
-    any more."""
+    """All leases of a store. Needs the store's lock. ``drop_damaged`` is called with damaged copies that are
+    no longer held."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Leases:
         self._by_end: list[tuple[float, int, PageLease]] = []
         self._order = itertools.count()
         self.open = 0
-        self.expired = 0  # ended by themselves
+        self.expired = 0  # number of leases that ended by time
 
     def take(self, held: list[tuple[Page, Tier]], lease_s: float) -> PageLease:
-        """A lease on these copies for ``lease_s`` seconds."""
+        """Return a lease on these copies for ``lease_s`` seconds."""
         lease = PageLease()
         self._hold(lease, held, lease_s)
         return lease
 
     def renew(self, lease: PageLease, pages: Sequence[Page], lease_s: float) -> None:
-        """If the lease has ended, hold its pages again as far as they are still there."""
+        """If the lease has ended, hold its pages again, up to the first that is gone."""
         if lease.released:
             held = [(page, page.ready_tier()) for page in pages]
             there = itertools.takewhile(lambda each: each[1] is not None, held)
@@ -63,7 +63,7 @@ class Leases:
         heapq.heappush(self._by_end, (lease.ends, next(self._order), lease))
 
     def joined(self, one: PageLease, other: PageLease) -> PageLease:
-        """One lease on what both hold, until the later end of the two."""
+        """Return one lease on the copies of both, until the later end of the two."""
         if one.released or other.released:
             return other if one.released else one
         both = self.take([*one.held, *other.held], max(one.ends, other.ends) - self._clock())
@@ -72,7 +72,7 @@ class Leases:
         return both
 
     def release(self, lease: PageLease) -> None:
-        """End a lease; repeating it does nothing."""
+        """End a lease. Repeated calls do nothing."""
         if not lease.released:
             lease.released = True
             self.open -= 1
@@ -84,28 +84,29 @@ class Leases:
         now = self._clock()
         while self._by_end and (self._by_end[0][0] <= now or self._by_end[0][2].released):
             lease = heapq.heappop(self._by_end)[2]
-            if not lease.released and lease.ends <= now:  # else it was renewed, and has a later entry
+            if not lease.released and lease.ends <= now:  # otherwise it was renewed, and has a later entry
                 self.expired += 1
                 self.release(lease)
-        if len(self._by_end) > 2 * self.open + _SPARE_LEASES:  # released long before their end
+        if len(self._by_end) > 2 * self.open + _SPARE_LEASES:  # many were released long before their end
             self._by_end = [entry for entry in self._by_end if not entry[2].released]
             heapq.heapify(self._by_end)
 
     def release_copy(self, page: Page, tier: Tier) -> None:
-        """Give up a hold on one copy that is no part of a :class:`PageLease`."""
+        """Release one hold on a copy that is not part of a :class:`PageLease`."""
         self.release_all([page], tier)
 
     def release_all(self, pages: Sequence[Page], tier: Tier) -> None:
-        """The same for one copy of each of these pages."""
+        """Release one hold on each page's copy in ``tier``."""
         self.release_held([(page, tier) for page in pages])
 
     def release_held(self, held: Sequence[tuple[Page, Tier]]) -> None:
-        """The same for each of these copies."""
+        """Release one hold on each of these copies."""
         for page, tier in self._index.release_all(held):
             self._drop_damaged(page, tier)
 
     def hold_on_disk(self, lease: PageLease, position: int) -> bool:
-        """Let a page that is held in the host tier leave it, if it is on disk, too. False when it is not."""
+        """Move a lease's hold on a page from the host tier to the disk, so that the page can leave the host
+        tier. Return False if the page is not on disk."""
         page, held_in = lease.held[position]
         on_disk = page.copies[Tier.DISK]
         if held_in is not Tier.HOST or on_disk is None or not on_disk.ready:
@@ -114,7 +115,7 @@ class Leases:
         return True
 
     def move(self, lease: PageLease, position: int, tier: Tier) -> None:
-        """The page of a lease is now held in another tier."""
+        """Move a lease's hold on a page to another tier."""
         page, held_in = lease.held[position]
         if held_in is not tier:
             self._index.lease(page, tier)

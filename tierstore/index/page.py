@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from tierstore.tiers.disk.records import PageRecord
 
 
-_PAGE_COST = 1536  # bytes of memory: the objects of a page with two copies
+_PAGE_COST = 1536  # bytes of memory for the objects of a page with two copies
 
 
 class Tier(enum.IntEnum):
-    """Where a copy can be, fastest first."""
+    """The places of copies, fastest first."""
 
     HBM = 0
     HOST = 1
@@ -34,22 +34,22 @@ LABELS = tuple(tier.label for tier in Tier)
 
 
 class Copy(QueueEntry, gc=False, eq=False):
-    """One page in one tier. ``place`` means something to that tier only. Only ``ready`` copies are served."""
+    """One page in one tier. ``place`` has a meaning only for that tier. Only ``ready`` copies are served."""
 
     page: Page
     place: int
-    ready: bool  # False while it is being filled, and again once it is found damaged
+    ready: bool  # False while it is being filled, and again after damage was found
     leases: int
-    damaged: bool = False  # to be dropped with its last lease
+    damaged: bool = False  # dropped with its last lease
     children: int = 0  # copies of child pages in the same tier
 
 
 class Page(Struct, gc=False, eq=False):
     """A node of the tree: ``tokens`` (uint32 bytes, possibly less than a full chunk) after ``parent``.
 
-    Python's garbage collector knows neither pages nor copies: there may be hundreds of thousands, and each of
-    its full passes would stop the process for as long as it takes to look at them all. The circles they form
-    (page and child, page and copy) are undone by the index, and by the tree when it goes.
+    Pages and copies are hidden from Python's garbage collector. There may be hundreds of thousands, and each
+    full collection would stop the process while it visits them. The index breaks their reference cycles (page
+    and child, page and copy), and so does the tree at its end.
     """
 
     parent: Page | None
@@ -61,27 +61,27 @@ class Page(Struct, gc=False, eq=False):
     children: dict[PageKey, Page] = field(default_factory=dict)
     collision: Page | None = None
     copies: list[Copy | None] = field(default_factory=lambda: [None, None, None])
-    pins: int = 0  # by people
-    holds: int = 0  # by the code itself, for the time of one operation
+    pins: int = 0  # set by users
+    holds: int = 0  # set by the code, for the time of one operation
     last_use: int = 0
     hits: int = 0
-    hint: PageHint = NO_HINT  # about its next use: void once it was used after tick ``hinted``
+    hint: PageHint = NO_HINT  # about its next use; no longer valid once it was used after tick ``hinted``
     hinted: int = 0
-    session: int = 0  # that alone has saved it or a page behind it; 0: nobody alone
-    serial: int = 0  # what the disk tier knows it by; 0: nothing of it is on disk
-    record: PageRecord | None = None  # of its disk copy
-    checksum: int | None = None  # XXH3-64 of its host copy, where that came with it
-    tombstone: bool = False  # its disk copy was lost, pages below it are still there
-    pool: int = 0  # in HBM: which layer group's
+    session: int = 0  # the only session that saved it or a page behind it; 0: none, or several
+    serial: int = 0  # its number on disk; 0: not on disk
+    record: PageRecord | None = None  # record of its disk copy
+    checksum: int | None = None  # XXH3-64 of its host copy, if it is known
+    tombstone: bool = False  # its disk copy was lost, but pages below it are still there
+    pool: int = 0  # in HBM: number of the layer group's pool
 
     @classmethod
     def root(cls, identity: bytes, nbytes: int, pool: int = 0) -> Page:
-        """What all pages of ``nbytes`` under an identity are below."""
+        """Return the root of all pages of ``nbytes`` under an identity."""
         return cls(None, identity, PageKey(b""), b"", nbytes, 0, pool=pool)
 
     @classmethod
     def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
-        """A page that ``parent`` does not know of yet."""
+        """Return a new page below ``parent``, which does not know it yet."""
         return cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1, pool=parent.pool)
 
     def __repr__(self) -> str:
@@ -94,28 +94,29 @@ class Page(Struct, gc=False, eq=False):
 
     @property
     def kept(self) -> bool:
-        """Whether the page has to stay, in whatever tier."""
+        """Whether the page has to stay in some tier."""
         return self.pins > 0 or self.holds > 0
 
     @property
     def memory_cost(self) -> int:
-        """Bytes of memory that it takes besides its copies; its record on disk has the tokens, too."""
+        """Bytes of memory that it takes besides its copies. The record of a page on disk has the tokens,
+        too."""
         return _PAGE_COST + 2 * len(self.tokens)
 
     @property
     def on_disk_only(self) -> bool:
-        """Whether the disk tier has it and no tier in memory."""
+        """Whether the page is on disk but in no memory tier."""
         hbm, host, disk = self.copies
         return disk is not None and hbm is None and host is None
 
     @property
     def done(self) -> bool:
-        """Whether it was said that nobody is going to ask for it, and nobody has since."""
+        """Whether a hint said that the page will not be used again, and it has not been used since."""
         return self.hint.reuse == Reuse.DONE and self.last_use <= self.hinted
 
     def ready_tier(self) -> Tier | None:
-        """The fastest tier with a complete copy."""
-        # Spelled out: this runs for each page of each lookup, and iterating over an enum is slow.
+        """Return the fastest tier with a complete copy."""
+        # Not a loop: this runs for each page of each lookup, and iterating over an enum is slow.
         hbm, host, disk = self.copies
         if hbm is not None and hbm.ready:
             return Tier.HBM
@@ -126,7 +127,7 @@ class Page(Struct, gc=False, eq=False):
         return None
 
     def all_children(self) -> Iterator[Page]:
-        """The children, newest first, collisions included."""
+        """Yield the children, newest first, including collisions."""
         for child in reversed(self.children.values()):
             collision: Page | None = child
             while collision is not None:
@@ -134,7 +135,8 @@ class Page(Struct, gc=False, eq=False):
                 collision = collision.collision
 
     def may_leave(self, tier: Tier) -> bool:
-        """Whether the copy in ``tier`` can go without breaking a promise or cutting off a held page."""
+        """Return whether the copy in ``tier`` can be dropped without violating a pin or lease or cutting off
+        a held page."""
         copy = self.copies[tier]
         if copy is None or not copy.ready or copy.leases or copy.children:
             return False
@@ -143,7 +145,7 @@ class Page(Struct, gc=False, eq=False):
         return not self.children or any(c is not None and c.ready for c in self.copies if c is not copy)
 
     def may_unload(self) -> bool:
-        """Whether the page is on disk only, and nobody has to do with it."""
+        """Return whether the page is only on disk and not in use."""
         hbm, host, disk = self.copies
         if disk is None or hbm is not None or host is not None:
             return False

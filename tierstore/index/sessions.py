@@ -1,18 +1,18 @@
-"""Which pages only one session has used, and what callers say of their future.
+"""Which pages only one session has used, and the hints that callers give about their future.
 
-A session is whatever its caller calls one: a conversation, an agent's run. A page belongs to the session that
-saved it first, until anybody else saves it or a page behind it; then it belongs to nobody, and no session's
-end makes it leave. So a system prompt stays, however many of the conversations below it are over.
+A session has any name that its caller gives: a conversation, an agent's run. A page belongs to the session
+that saved it first, until another session saves it or a page behind it. After that it belongs to none, and
+the end of a session does not evict it. So a system prompt stays, although most conversations below it have
+ended.
 
-Remembered are, of each session, the last pages that it has come to: the pages before them are their parents.
-Named pages have no parents, and are remembered one by one.
-What is not remembered is not told: pages that have been unloaded (they are old, and on disk), the sessions
-that were not heard of for an hour when there are too many, and all of it after a restart. Nothing here holds
-a page.
+For each session, its last saved pages are remembered. The pages before them are their parents. Named pages
+have no parents and are remembered one by one. Unloaded pages (old, and on disk) are not remembered. Sessions
+without activity for an hour are forgotten when there are too many, and all sessions after a restart. This
+module holds no pages.
 
-A "likely" hint applies to every page that its session holds of the prompt: those saved now and its own before
-them. An "unlikely" one applies to the pages saved now, and only those that nobody else has used: what others
-save below a page, or have saved before, says more than one caller's word.
+A "likely" hint applies to all pages of the prompt that belong to its session: those saved now and earlier
+ones. An "unlikely" hint applies to the pages saved now, and only to those that no other session has used:
+other sessions' saves are stronger evidence than one caller's hint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.types import Hint, checked_session
 
 NOBODY = 0
 MOST_SESSIONS = 1 << 14
-_MOST_ENDS = 8  # of one session: it may go several ways at once
+_MOST_ENDS = 8  # of one session, which may continue in several directions at once
 _MOST_NAMED = 4096
 _FORGOTTEN_S = 3600.0
 
@@ -38,12 +38,13 @@ class _Conversation:
     def __init__(self, number: int) -> None:
         self.number = number
         self.ends: list[Page] = []  # the last one saved last
-        self.named: dict[Page, None] = {}  # likewise, of pages that follow nothing
+        self.named: dict[Page, None] = {}  # the last one saved last, for named pages
         self.last_s = 0.0
 
 
 class Sessions:
-    """All of a store's. Needs the store's lock. ``give_hint`` passes a hint on pages on to the policy."""
+    """All sessions of a store. Needs the store's lock. ``give_hint`` passes a hint about pages to the
+    policy."""
 
     def __init__(
         self, clock: Callable[[], float], give_hint: Callable[[Sequence[Page], PageHint], None]
@@ -58,11 +59,11 @@ class Sessions:
 
     @property
     def any(self) -> bool:
-        """Whether there ever was one."""
+        """Whether there ever was a session."""
         return self._numbers > 0
 
     def number(self, tenant: str, name: str | None, now_s: float) -> int:
-        """The number of a session that saves something; 0 for none."""
+        """Return the number of a session that saves; 0 without a session."""
         if name is None:
             return NOBODY
         session = self._sessions.get((tenant, name))
@@ -75,14 +76,15 @@ class Sessions:
         return session.number
 
     def share(self, page: Page | None, number: int) -> None:
-        """Somebody goes on behind ``page``: it, and what is before it, is not another session's alone."""
-        # A page of one's own has no page before it that is another's.
+        """Note that a save continues behind ``page``: this page and those before it no longer belong to
+        another session alone."""
+        # All ancestors of a session's own page belong to the same session.
         while page is not None and page.session != number:
             page.session = NOBODY
             page = page.parent
 
     def saved(self, tenant: str, name: str | None, page: Page | None) -> None:
-        """A save of a session has come to its last page."""
+        """Note the last page of a session's save."""
         session = self._sessions.get((tenant, name)) if name is not None else None
         if session is None or page is None or page.parent is None:
             return
@@ -90,7 +92,7 @@ class Sessions:
         session.ends = [*ends[-_MOST_ENDS + 1 :], page]
 
     def saved_named(self, tenant: str, name: str | None, pages: Sequence[Page]) -> None:
-        """A save of a session has come to pages that follow nothing: each is remembered by itself."""
+        """Note named pages of a session's save. Each is remembered by itself."""
         session = self._sessions.get((tenant, name)) if name is not None else None
         if session is not None:
             for page in pages:
@@ -100,8 +102,8 @@ class Sessions:
                 del session.named[next(iter(session.named))]
 
     def finish(self, tenant: str, name: str) -> int:
-        """The session is over and forgotten: the pages that nobody else has used leave first. Returns how
-        many they are. Raises :class:`~tierstore.errors.UsageError` for a name that is none."""
+        """End a session and forget it: the pages that no other session has used leave first. Return their
+        number. Raise :class:`~tierstore.errors.UsageError` for an invalid name."""
         checked_session(text("a session's name", name))
         session = self._sessions.pop((tenant, name), None)
         if session is None:
@@ -116,7 +118,7 @@ class Sessions:
         return len(own)
 
     def forget_gone(self) -> None:
-        """Let go of pages that have left the tree."""
+        """Drop references to pages that have left the tree."""
         for session in self._sessions.values():
             session.ends = list(dict.fromkeys(map(_held, session.ends)))
             session.named = {page: None for page in session.named if any(page.copies)}
@@ -130,7 +132,7 @@ class Sessions:
 
 
 def own_pages(page: Page | None, number: int) -> list[Page]:
-    """``page`` and those before it, as far as they are session ``number``'s alone."""
+    """Return ``page`` and those before it, as far as they belong to session ``number`` alone."""
     own = []
     while page is not None and page.session == number and page.parent is not None:
         own.append(page)
@@ -139,14 +141,14 @@ def own_pages(page: Page | None, number: int) -> list[Page]:
 
 
 def _held(page: Page) -> Page:
-    """The page, or the last one before it that the tree still holds."""
+    """Return the page, or its last ancestor that the tree still holds."""
     while page.parent is not None and not any(page.copies):
         page = page.parent
     return page
 
 
 def _is_before(page: Page, other: Page) -> bool:
-    """Whether ``page`` is one of the pages before ``other``."""
+    """Return whether ``page`` is one of the pages before ``other``."""
     above: Page | None = other
     while above is not None and above.depth > page.depth:
         above = above.parent
@@ -154,7 +156,8 @@ def _is_before(page: Page, other: Page) -> bool:
 
 
 class HintTracker:
-    """Goes along with one save. Needs the store's lock. ``tenant`` keeps the names of sessions apart."""
+    """Follows one save and applies its hint. Needs the store's lock. ``tenant`` separates the session names
+    of tenants."""
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class HintTracker:
         self._new: set[Page] = set()
 
     def begin(self, parent: Page | None) -> None:
-        """The save goes on behind ``parent``."""
+        """Start behind ``parent``."""
         sessions = self._sessions
         self._number = sessions.number(self._tenant, self._session, sessions.clock())
         self._parent = parent
@@ -183,7 +186,7 @@ class HintTracker:
             sessions.share(parent, self._number)
 
     def comes_to(self, page: Page) -> None:
-        """This page is next. Before anything is done with it."""
+        """Note the next page, before anything is done with it."""
         if not any(page.copies):
             page.session = self._number
             if self._hint is not None:
@@ -192,7 +195,8 @@ class HintTracker:
             page.session = NOBODY
 
     def saved(self, pages: Sequence[Page]) -> None:
-        """These pages, one behind the other, are stored or about to be, and have been noted as used."""
+        """Note that these pages, one behind the other, are stored or about to be. Their use must have been
+        noted."""
         last = pages[-1] if pages else self._parent
         if self._named:
             self._sessions.saved_named(self._tenant, self._session, pages)
@@ -218,7 +222,7 @@ class HintTracker:
             above = pages[0].parent if pages else self._parent
             for page in own_pages(above, self._number):
                 if page.last_use <= page.hinted and page.hint[:2] == hint[:2]:
-                    break  # the same was said of it before, and of those before it
+                    break  # the same hint was given before, also for earlier pages
                 about.append(page)
         return about
 

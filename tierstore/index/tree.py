@@ -1,4 +1,4 @@
-"""The prefix tree itself: pages below the roots of their identities, and finding them by their tokens."""
+"""The prefix tree: pages below the roots of their identities, found by their tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest held prefix. ``pages`` in prefix order; of the last one ``tail_tokens`` tokens match, which
-    is fewer than it holds when the prompts part inside its chunk. ``runs`` are the tiers of the pages at that
-    moment (see :func:`tier_runs`)."""
+    """The longest held prefix. ``pages`` are in prefix order. ``tail_tokens`` tokens of the last page match,
+    which are fewer than it holds if the prompts diverge inside its chunk. ``runs`` are the tiers of the pages
+    at the time of the match (see :func:`tier_runs`)."""
 
     pages: tuple[Page, ...]
     tokens: int
@@ -23,10 +23,11 @@ class Match:
 
 
 def tier_runs(pages: Sequence[Page]) -> list[tuple[Tier, int]]:
-    """The fastest tier of each page, as (tier, end of the run), up to the first without a complete copy."""
+    """Return the fastest tier of each page, as (tier, end of the run), up to the first page without a
+    complete copy."""
     if not pages:
         return []
-    for page in pages:  # mostly, all of a prompt is in the host tier: that takes a quarter of the time
+    for page in pages:  # usually all pages are in the host tier: this loop takes a quarter of the time
         hbm, host, _ = page.copies
         if hbm is not None or host is None or not host.ready:
             break
@@ -46,7 +47,7 @@ def tier_runs(pages: Sequence[Page]) -> list[tuple[Tier, int]]:
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """How many leading tokens two token strings share."""
+    """Return how many leading tokens two token strings share."""
     if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
         return 0
     shorter = min(len(a), len(b))
@@ -59,11 +60,11 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return low // TOKEN_BYTES
 
 
-_SIBLINGS_TRIED = 64  # newest siblings looked at for a match inside a chunk
+_SIBLINGS_TRIED = 64  # newest siblings tried for a match inside a chunk
 
 
 class Tree:
-    """Not thread-safe: the store locks. What is done to copies is the index's business."""
+    """The pages of all identities. Not thread-safe: the store locks. The index changes copies."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, Page] = {}
@@ -71,7 +72,7 @@ class Tree:
         self.key_collisions = 0
 
     def __del__(self) -> None:
-        """The garbage collector does not know pages (see Page): without this they would stay for good."""
+        """Break the reference cycles of pages, which the garbage collector does not know (see Page)."""
         for page in [*self._roots.values(), *self.walk()]:
             page.children.clear()
             page.copies.clear()
@@ -79,19 +80,19 @@ class Tree:
     # -- finding -------------------------------------------------------------------------------------
 
     def root(self, identity: bytes, nbytes: int, pool: int = 0) -> Page:
-        """The root of everything stored under an identity digest, whose pages have ``nbytes``. In HBM they
-        are of the ``pool`` of this number."""
+        """Return the root of all pages of an identity digest, which have ``nbytes`` each. In HBM they belong
+        to the ``pool`` of this number."""
         page = self._roots.get(identity)
         if page is None:
             page = self._roots[identity] = Page.root(identity, nbytes, pool)
         return page
 
     def is_root(self, page: Page) -> bool:
-        """Whether ``page`` is the root of its identity, and not one that was forgotten."""
+        """Return whether ``page`` is the present root of its identity, not a forgotten one."""
         return self._roots.get(page.identity) is page
 
     def forget_root(self, identity: bytes) -> bool:
-        """Forget an identity that nothing is below. Whether there is nothing (any more)."""
+        """Forget an identity without pages. Return whether it is forgotten."""
         root = self._roots.get(identity)
         if root is not None and (root.children or root.kept):
             return False
@@ -99,7 +100,7 @@ class Tree:
         return True
 
     def match(self, root: Page, prompt: Prompt, max_tokens: int) -> Match:
-        """The longest prefix of ``prompt`` of which every page is in the tree and has a complete copy."""
+        """Return the longest prefix of ``prompt`` whose pages are all in the tree with complete copies."""
         return self.match_below(
             root,
             prompt.keys,
@@ -119,8 +120,8 @@ class Tree:
         *,
         whole: bool,
     ) -> Match:
-        """The same for the rest of a prompt, ``parent`` being the page before it. ``keys`` are those of the
-        whole chunks of ``tokens``. ``whole``: there are no matches inside a page."""
+        """Return the :meth:`match` of the rest of a prompt. ``parent`` is the page before it, and ``keys``
+        are those of the whole chunks of ``tokens``. With ``whole``, a match never ends inside a page."""
         width = chunk_tokens * TOKEN_BYTES
         pages = self.descend(parent, keys[: max_tokens // chunk_tokens], tokens, width)
         runs = tier_runs(pages)
@@ -136,8 +137,8 @@ class Tree:
         return Match(tuple(pages), matched + tail_tokens, tail_tokens, tier_runs(pages))
 
     def descend(self, parent: Page, keys: Sequence[PageKey], tokens: bytes, width: int) -> list[Page]:
-        """The pages below ``parent`` that hold ``tokens`` (chunks of ``width`` bytes), whether or not they
-        have copies, as far as they are in the tree."""
+        """Return the pages below ``parent`` that hold ``tokens`` (chunks of ``width`` bytes), with or without
+        copies, as far as they are in the tree."""
         pages: list[Page] = []
         found: list[bytes] = []
         page: Page | None = parent
@@ -147,7 +148,8 @@ class Tree:
                 break
             pages.append(page)
             found.append(page.tokens)
-        # The keys have found pages, their tokens decide. All at once: chunk by chunk takes thrice as long.
+        # The keys have found pages; the tokens decide. All tokens are compared at once: chunk by chunk takes
+        # three times as long.
         if b"".join(found) == tokens[: len(pages) * width] and set(map(len, found)) <= {width}:
             return pages
         return self._descend_slowly(parent, keys, tokens, width)
@@ -163,7 +165,8 @@ class Tree:
         return pages
 
     def child(self, parent: Page, key: PageKey, tokens: bytes) -> Page | None:
-        """The child of ``parent`` that holds exactly ``tokens``. The key finds it, the tokens decide."""
+        """Return the child of ``parent`` that holds exactly ``tokens``. The key finds it, the tokens
+        decide."""
         page = parent.children.get(key)
         while page is not None and page.tokens != tokens:
             self.key_collisions += 1
@@ -171,7 +174,7 @@ class Tree:
         return page
 
     def path(self, root: Page, prompt: Prompt, pages: int) -> Page | None:
-        """The page of chunk ``pages - 1`` (the root for 0), whether or not it has copies; None if it is not
+        """Return the page of chunk ``pages - 1`` (the root for 0), with or without copies; None if it is not
         in the tree."""
         page: Page | None = root
         for key, chunk in zip(prompt.keys[:pages], prompt.chunks(), strict=False):
@@ -189,10 +192,11 @@ class Tree:
                 best, most = page, common
         return best, most
 
-    # -- growing and shrinking -----------------------------------------------------------------------
+    # -- adding and removing -------------------------------------------------------------------------
 
     def make(self, parent: Page, key: PageKey, tokens: bytes, tick: int) -> Page:
-        """A new child of ``parent``, which must have none with ``tokens``; in use since ``tick``."""
+        """Create a child of ``parent``, which must not have one with ``tokens`` yet. Its last use is
+        ``tick``."""
         page = Page.below(parent, key, tokens)
         page.collision = parent.children.get(key)
         parent.children[key] = page
@@ -201,19 +205,19 @@ class Tree:
         return page
 
     def unlink(self, page: Page) -> None:
-        """Take a page without children out."""
+        """Remove a page without children."""
         assert page.parent is not None
         _unlink(page.parent, page)
         self.pages -= 1
 
-    # -- seeing --------------------------------------------------------------------------------------
+    # -- listing -------------------------------------------------------------------------------------
 
     def roots(self) -> list[Page]:
-        """What everything is below, one for each identity."""
+        """Return the roots of all identities."""
         return list(self._roots.values())
 
     def walk(self) -> Iterator[Page]:
-        """Every page, parents before children."""
+        """Yield every page, parents before children."""
         stack = [page for root in self._roots.values() for page in root.all_children()]
         while stack:
             page = stack.pop()
