@@ -1,4 +1,4 @@
-"""What a policy is told, and what it answers."""
+"""The inputs and outputs of a policy."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import numpy.typing as npt
 
 Number: TypeAlias = "int | float | npt.NDArray[Any]"
 
-_HINT_STEP = 2.0**40  # more than any score without hints
+_HINT_STEP = 2.0**40  # greater than any score without hints
 _PRIORITIES = 256
 
 
 class Reuse(enum.IntEnum):
-    """What an engine has said of a page's future."""
+    """An engine's hint about a page's future."""
 
-    DONE = -2  # it is not going to be asked for again, or its time to live is over
+    DONE = -2  # will not be used again, or its time to live is over
     UNLIKELY = -1
     UNKNOWN = 0
     LIKELY = 1
 
 
 class PageHint(NamedTuple):
-    """A hint as the index keeps it for a page. All three say nothing by default.
+    """A hint as the index stores it for a page. The defaults mean that nothing is known.
 
-    ``reuse`` is a :class:`Reuse`; ``priority`` any small integer, higher stays longer; at ``expires_s`` (on
-    the store's clock) the page becomes :attr:`Reuse.DONE`."""
+    ``reuse`` is a :class:`Reuse`. ``priority`` is any small integer; pages with a higher one stay longer. At
+    ``expires_s`` (on the store's clock) the page becomes :attr:`Reuse.DONE`.
+    """
 
     reuse: int = Reuse.UNKNOWN
     priority: int = 0
@@ -40,23 +41,23 @@ NO_HINT = PageHint()
 
 
 class PageFacts(NamedTuple):
-    """What a policy knows of a page, or of many: then each field is an array, all of one length, or one
-    number for all. (A disk holds millions of pages, which are scored in one stroke.)
+    """The facts about a page, or about many: then each field is an array, all of one length, or one number
+    for all. (A disk has millions of pages, which are scored at once.)
 
-    Ticks are of the store's logical clock: one per lookup and one per save."""
+    Ticks are those of the store's logical clock: one per lookup and one per save.
+    """
 
     nbytes: Number
     depth: Number  # pages before it in its prompt
-    last_use: Number  # tick of the last lookup or save it was part of
-    hits: Number  # times it was asked for after the first, as far as that is remembered
+    last_use: Number  # tick of the last lookup or save that used it
+    hits: Number  # times it was requested after the first, as far as remembered
     reuse: Number = Reuse.UNKNOWN  # see Reuse
     priority: Number = 0
 
 
 class Policy(ABC):
-    """Orders the pages of one tier for eviction. Holds no page, reads no clock, does no I/O.
-
-    A policy is a formula::
+    """Orders the pages of one tier for eviction. A policy holds no pages, reads no clock and does no I/O. It
+    is a formula::
 
         class LeastRecentlyUsed(Policy):
             name = "lru"
@@ -67,20 +68,20 @@ class Policy(ABC):
 
     name: str
     revision: int = 0
-    """Grows when scores have fallen that no use or hint has changed."""
+    """Grows when scores have fallen for another reason than a use or a hint."""
 
     @abstractmethod
     def score(self, facts: PageFacts) -> Number:
-        """Return the worth of keeping a page (of each page): the lowest leaves first, among equals the one
-        deepest in its prompt. It may only grow with use."""
+        """Return the value of keeping a page (of each page). The lowest leaves first, and among equals the
+        deepest in its prompt. A use must not lower it."""
 
-    def leaves(self, facts: PageFacts, score: float, tick: int) -> None:  # noqa: B027  # few care
-        """Take note that a page with this score leaves at ``tick`` to make room."""
+    def leaves(self, facts: PageFacts, score: float, tick: int) -> None:  # noqa: B027  # few policies need it
+        """Called when a page with this score leaves at ``tick`` to make room."""
 
 
 def hint_score(facts: PageFacts) -> Number:
-    """Return what a hint adds to a page's score: its reuse decides, then its priority, then the score that
-    this is added to."""
+    """Return the part of a page's score that its hint adds. The reuse decides first, then the priority, then
+    the rest of the score."""
     if isinstance(facts.reuse, int) and not facts.reuse and not facts.priority:
-        return 0.0  # nothing is known of nearly all pages
+        return 0.0  # true for nearly all pages
     return (np.multiply(facts.reuse, float(_PRIORITIES)) + facts.priority) * _HINT_STEP

@@ -1,4 +1,4 @@
-"""The queue of a memory tier's copies that may leave, in the policy's order."""
+"""The queue of a memory tier's evictable copies, in the policy's order."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tierstore.policy.base import PageFacts, Policy
 
 
 class QueueEntry(Struct, kw_only=True, gc=False, eq=False):
-    """What an eviction queue keeps with each copy."""
+    """The part of a copy that an eviction queue uses."""
 
     queued: bool = False
 
 
 E = TypeVar("E", bound=QueueEntry)
-_LOOKS_AGAIN = 8  # at queued copies for each that leaves, after the policy's scores have fallen
-_Place: TypeAlias = "tuple[float, int, int, E]"  # score, minus the depth, order of coming, entry
+_LOOKS_AGAIN = 8  # queued copies scored again for each eviction, after the policy's scores have fallen
+_Place: TypeAlias = "tuple[float, int, int, E]"  # score, minus the depth, order of arrival, entry
 
 
 class EvictionQueue(Generic[E]):
-    """Copies that may leave one memory tier: ready, without a lease, without a child in the tier.
+    """The copies that may leave one memory tier: ready, without a lease, without a child in the tier.
 
-    A heap that is brought up to date lazily. A use costs nothing here: a copy's score is looked at again when
-    it is in front, and since scores only grow with use, the front is right. A copy whose score has *fallen*
-    (a hint, a time to live that ends) has to be offered again. Evicting costs O(log n).
+    A heap that is updated lazily. A use costs nothing here: a copy is scored again when it reaches the front.
+    Since scores only grow with use, the front is then right. A copy whose score has *fallen* (a hint, an
+    expired time to live) must be offered again. An eviction costs O(log n).
 
-    ``facts`` says what is known of a copy, ``may_leave`` whether it may leave now. Not thread-safe: the
-    index's user locks.
+    ``facts`` returns the facts about a copy, and ``may_leave`` whether it may leave now. Not thread-safe: the
+    owner of the index locks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EvictionQueue(Generic[E]):
         self._heap: list[_Place[E]] = []
         self._order = itertools.count()
         self._revision = policy.revision
-        self._outdated: list[_Place[E]] = []  # places taken before the policy's revision
+        self._outdated: list[_Place[E]] = []  # heap entries from before the policy's revision
 
     def offer(self, entry: E) -> None:
         """Queue a copy that may leave, or one whose score has fallen."""
@@ -55,18 +55,18 @@ class EvictionQueue(Generic[E]):
         return score, -cast(int, facts.depth), next(self._order), entry
 
     def victim(self, tick: int) -> E | None:
-        """Take the copy that leaves next out of the queue, and tell the policy; None when none may leave. The
-        caller lets it leave, or offers it again."""
+        """Take the next copy to leave out of the queue, and notify the policy. Return None if none may leave.
+        The caller must drop the copy or offer it again."""
         self._look_again()
         heap = self._heap
         while heap:
             score, _, _, entry = heap[0]
             if not entry.queued:
-                heapq.heappop(heap)  # it is gone
+                heapq.heappop(heap)  # the copy is gone
                 continue
             if not self._may_leave(entry):
                 heapq.heappop(heap)
-                entry.queued = False  # it is offered again when what holds it is gone
+                entry.queued = False  # it is offered again when nothing holds it any more
                 continue
             facts = self._facts(entry)
             place = self._place(entry, facts)
@@ -80,7 +80,7 @@ class EvictionQueue(Generic[E]):
         return None
 
     def _look_again(self) -> None:
-        """After a revision, offer some copies again whose score has fallen. Their old places are passed over
+        """After a revision, offer some copies with a fallen score again. Their old heap entries are skipped
         later."""
         if not self._outdated and self._policy.revision != self._revision:
             self._revision = self._policy.revision
