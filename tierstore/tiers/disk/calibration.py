@@ -1,8 +1,8 @@
-"""Which way of reading this disk does better: measured once, when a directory is made.
+"""Measure the fastest way of reading a disk, once, when a directory is created.
 
-On NVMe, O_DIRECT with several requests in flight wins; on some virtual disks one buffered stream with the
-kernel's readahead is twice as fast. So a few blocks of real data are written and read back both ways, the
-page cache dropped before each, through the very code that will read pages.
+On NVMe, O_DIRECT with several requests in flight is fastest. On some virtual disks, one buffered stream with
+the kernel's readahead is twice as fast. So a few blocks of real data are written and read back both ways,
+with an empty page cache, through the same code that will read pages.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _PAGE_BYTES = 1 * MIB
 _MOST_PAGES = 24
 _LEAST_PAGES = 8
 _ROUNDS = 3
-_TIME_LIMIT_S = 0.12  # then what has been measured so far decides
+_TIME_LIMIT_S = 0.12  # then the measurements so far decide
 _SMALL_BYTES = 128 * KIB
 _MOST_SMALL = 32
-_CLEARLY = 1.25  # where a file system reads what is queued one by one, threads are several times as fast
+# factor: where a file system reads queued requests one by one, threads are several times as fast
+_CLEARLY = 1.25
 
 
 class DiskCalibration(msgspec.Struct, frozen=True):
-    """What was chosen, when, and the best figure of each way in GB/s."""
+    """The chosen way, when it was chosen, and the best rate of each way in GB/s."""
 
     direct: bool
     streams: int
@@ -50,9 +51,9 @@ class DiskCalibration(msgspec.Struct, frozen=True):
 
 
 def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> DiskCalibration:
-    """Measure and choose. Uses the beginning of an extent space that holds nothing yet.
+    """Measure and choose. Uses the start of an extent space that is still empty.
 
-    Raises :class:`OSError` when the disk cannot be written.
+    Raise :class:`OSError` if the disk cannot be written.
     """
     direct = ReadMode(direct=True, streams=io_threads)
     pages = min(extents.capacity_bytes // _PAGE_BYTES, _MOST_PAGES)
@@ -76,8 +77,9 @@ def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> D
 
 
 def _queue_is_worth_it(payloads: Payloads, memory: Memory, streams: int) -> bool:
-    """Whether small pages that lie apart come by a queue: unless threads are clearly faster. A queue costs
-    less of the processor, and this is measured for some milliseconds of a machine that may be busy."""
+    """Return whether small pages that are not adjacent are read through a queue: yes, unless threads are
+    clearly faster. A queue uses less of the processor, and the measurement takes only some milliseconds of a
+    machine that may be busy."""
     count = min(memory.nbytes // (2 * _SMALL_BYTES), _MOST_SMALL)
     batch = []
     for number in range(count):
@@ -118,32 +120,34 @@ def _record(number: int, nbytes: int = _PAGE_BYTES, place: int | None = None) ->
     )
 
 
-# -- is it in order again? -----------------------------------------------------------------------------
+# -- probe -------------------------------------------------------------------------------------------
 #
-# Finding out whether a disk that failed is in order again, before anybody's pages depend on it.
+# Finds out whether a failed disk works again, before users' pages depend on it.
 #
-# The probe is a page like any other, through the same calls: a place is reserved (growing the files, which is
-# what a full disk refuses), its bytes are written, synced together with a transaction of the index, and read
-# back. Nothing names the place, so it is free again afterwards. A probe file of its own would have been
-# simpler and would have said less: it needs no preallocation, no O_DIRECT and no index.
+# The probe is a page like any other, and uses the same calls. It reserves a place, which may grow the files;
+# a full disk refuses that. Its bytes are written, synced together with a transaction of the index, and read
+# back. No record names the place, so it is free again afterwards. A separate probe file would be simpler but
+# would prove less: it needs no preallocation, no O_DIRECT and no index.
 
 
 _PROBE_BYTES = 4096
 
 
 class Presence:
-    """Whether a directory is still the one it was. (Open files of a file system that was unmounted go on
-    working: reads and writes succeed, and what was written may never be seen again.)"""
+    """Checks whether a path still leads to the same directory. Open files of an unmounted file system keep
+    working: reads and writes succeed, but written data may never be seen again."""
 
     def __init__(self, path: Path, in_flight: InFlightCalls) -> None:
-        self._path = path.absolute()  # the process may go elsewhere
+        self._path = path.absolute()  # absolute, because the process may change its directory
         self._in_flight = in_flight
         self._id = self._found()
 
     def require(self) -> None:
-        """Raises :class:`OSError` when something else, or nothing, is at the directory's path."""
+        """Raise :class:`OSError` if the path leads to another directory, or to none."""
         if self._found() != self._id:
-            raise OSError(errno.ENODEV, f"{self._path} is not the directory that was opened: not mounted")
+            raise OSError(
+                errno.ENODEV, f"{self._path} is no longer the directory that was opened: not mounted"
+            )
 
     def _found(self) -> tuple[int, int]:
         with self._in_flight.call():
@@ -152,21 +156,22 @@ class Presence:
 
 
 def try_out(space: Space, payloads: Payloads, commit: Callable[[], None]) -> None:
-    """Write, make durable (``commit`` syncs the files and the index), read back. Raises :class:`OSError`."""
+    """Write a page, make it durable (``commit`` syncs the files and the index) and read it back. Raise
+    :class:`OSError` if the disk cannot do it."""
     place = space.reserve_outside(_PROBE_BYTES)
-    if place is None:  # no files, or full of pages: then they have all the blocks they can ever have
+    if place is None:  # no files, or full of pages: then all possible blocks are allocated
         commit()
         return
     try:
         page = (_probe_record(place), Memory(_PROBE_BYTES, shared=False).view(0, _PROBE_BYTES))
-        page[1][:] = os.urandom(_PROBE_BYTES)  # other bytes each time: what comes back is this probe's
+        page[1][:] = os.urandom(_PROBE_BYTES)  # random, so that stale bytes cannot pass
         payloads.write([page])
         commit()
         read = payloads.read([page])
     finally:
         space.unreserve(place, _PROBE_BYTES)
     if not read.all_good:
-        raise read.error or OSError(errno.EIO, "what was written did not come back")
+        raise read.error or OSError(errno.EIO, "the bytes read back differ from those written")
 
 
 def _probe_record(place: int) -> PageRecord:

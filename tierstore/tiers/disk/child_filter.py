@@ -1,13 +1,13 @@
-"""What is not on disk, known from memory: most looks at the index for pages that are not there can be spared.
+"""Tell from memory which pages are not on disk, so that most useless index lookups are skipped.
 
-A lookup goes down the tree in memory as far as it can, and what follows may still be on disk. To find that
-out takes a look at mapped memory on a thread of its own: a few hand-overs, and much longer beside a busy
-writer, for every prompt that is new. So each page's link to the one above it is put in a Bloom filter (Bloom,
-Communications of the ACM 13(7), 1970), which says *maybe* of all that was put in and of about one in fifty
-others: under its key, and under the four tokens that it begins with.
+A lookup follows the tree in memory as far as it can, and the next page may still be on disk. Checking the
+index means reading mapped memory on another thread: a few thread switches, and much longer beside a busy
+writer, for every new prompt. So each page's link to its parent is put into a Bloom filter (Bloom,
+Communications of the ACM 13(7), 1970), under its key and under its first four tokens. The filter answers
+*maybe* for every page on disk, and for about one in fifty others.
 
-Nothing can be taken out again. When more has been put in than the filter was made for, the next one is made
-from the index, beside the old one, and what is added meanwhile goes into both.
+Entries cannot be removed. When the filter holds more entries than it was made for, a new one is built from
+the index beside it. Meanwhile, new entries go into both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tierstore.tiers.disk.records import BEGINNING, PageRecord, child_prefix, li
 
 _log = logging.getLogger(__name__)
 
-_BITS = 8  # for each entry at least; with four hashes 2.4 % of what is not there pass when it is full
+_BITS = 8  # at least, per entry; with four hashes, 2.4 % of absent pages pass a full filter
 _HASHES = 4
-_ENTRIES = 2  # of a page
+_ENTRIES = 2  # per page
 _LEAST_PAGES = 1 << 16
-_STEP = 1 << 14  # links that are read in one go: 10 ms
+_STEP = 1 << 14  # links read at once: takes 10 ms
 _WORD = (1 << 64) - 1
 _LINK = np.dtype([("parent", ">u8"), ("tokens", ">u8", 2), ("key", ">u8", 2), ("serial", ">u8")])
 
@@ -43,7 +43,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class BloomFilter:
-    """Made for the links of ``pages`` pages. May be asked while it is added to; adding needs a lock."""
+    """A Bloom filter for the links of ``pages`` pages. It may be queried while entries are added; adding
+    needs a lock."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -53,7 +54,7 @@ class BloomFilter:
         self._bits = bytearray(size // 8)
 
     def add(self, links: Sequence[bytes]) -> None:
-        """Keys of the index's tree ``children``."""
+        """Add links, which are keys of the index's tree ``children``."""
         rows = np.frombuffer(b"".join(links), _LINK)
         hashes = _hashes(rows)
         steps = hashes >> np.uint64(32) | np.uint64(1)
@@ -64,12 +65,12 @@ class BloomFilter:
         self.added += len(rows)
 
     def may_have(self, parent: int, key: bytes) -> bool:
-        """Whether there may be a page of this key right below ``parent``."""
+        """Return whether there may be a page of this key right below ``parent``."""
         return self._has(_mixed(int.from_bytes(key[:8], "big") + parent * _GOLDEN))
 
     def may_begin(self, parent: int, tokens: bytes) -> bool:
-        """Whether there may be a page right below ``parent`` whose tokens begin like these: the first four,
-        or those that there are."""
+        """Return whether there may be a page right below ``parent`` whose tokens begin with the first four of
+        these, or with all of them if there are fewer."""
         prefix = child_prefix(parent, tokens)
         first, second = (int.from_bytes(prefix[at : at + 8], "big") for at in (8, 16))
         return self._has(_mixed(_mixed(first + parent * _GOLDEN) + second))
@@ -92,7 +93,7 @@ def _mixed(value: int) -> int:
 
 
 def _all_mixed(values: _Words) -> _Words:
-    """The same for many."""
+    """Return :func:`_mixed` of many values."""
     for shift, factor in _MIX:
         values = (values ^ values >> np.uint64(shift)) * np.uint64(factor)
     mixed: _Words = values ^ values >> np.uint64(31)
@@ -100,7 +101,8 @@ def _all_mixed(values: _Words) -> _Words:
 
 
 def _hashes(rows: npt.NDArray[np.void]) -> _Words:
-    """Of both entries of each link, as :meth:`BloomFilter.may_have` and :meth:`BloomFilter.may_begin` ask."""
+    """Return the hashes of both entries of each link, as used by :meth:`BloomFilter.may_have` and
+    :meth:`BloomFilter.may_begin`."""
     parents, tokens, keys = (rows[name].astype(np.uint64) for name in ("parent", "tokens", "key"))
     parents *= np.uint64(_GOLDEN)
     prefixes = _all_mixed(_all_mixed(tokens[:, 0] + parents) + tokens[:, 1])
@@ -108,33 +110,33 @@ def _hashes(rows: npt.NDArray[np.void]) -> _Words:
 
 
 class ChildFilter:
-    """The filter of an open directory. Thread-safe. It is read from the index at first, on a thread: until
-    then everything may be there."""
+    """The filter of an open directory. Thread-safe. A thread builds it from the index after opening; until
+    then, every page may be on disk."""
 
     def __init__(self, index_db: IndexDB, in_flight: InFlightCalls) -> None:
         self._index_db = index_db
         self._in_flight = in_flight
         self._closing = False
-        # Guarded by _lock; _filter may be asked without it.
+        # Guarded by _lock; _filter may be read without it.
         self._lock = threading.Lock()
         self._filter: BloomFilter | None = None
         self._next: BloomFilter | None = None
         self._thread = self._begin_reading()
 
     def may_lead(self, parent: int, key: bytes | None, tokens: bytes, *, whole: bool) -> bool:
-        """Whether there may be a page right below ``parent`` that has this key or, unless only ``whole``
-        pages count, begins with the same four tokens. ``key`` is None for what fills no page."""
+        """Return whether there may be a page right below ``parent`` that has this key or, unless only
+        ``whole`` pages count, begins with the same four tokens. ``key`` is None for a partial page."""
         known = self._filter
         if known is None:
             return True
         if whole:
             return key is not None and known.may_have(parent, key)
-        # A page of less than four tokens is filed under those that it has.
+        # A page of less than four tokens is entered under the tokens that it has.
         shorter = range(min(len(tokens), BEGINNING), 0, -4)
         return any(known.may_begin(parent, tokens[:nbytes]) for nbytes in shorter)
 
     def add(self, records: Iterable[PageRecord]) -> None:
-        """These are durable. To be called before anybody counts on finding them here."""
+        """Add durable pages. Must be called before any lookup relies on finding them."""
         links = [link_of(record) for record in records]
         if not links:
             return
@@ -147,11 +149,11 @@ class ChildFilter:
                 self._thread = self._begin_reading()
 
     def wait(self) -> None:
-        """Block until what is being read has been."""
+        """Wait until the running build has ended."""
         self._thread.join()
 
     def close(self) -> None:
-        """Stop reading. The index must stay open until this returns."""
+        """Stop building. The index must stay open until this returns."""
         self._closing = True
         self._thread.join()
 
@@ -164,7 +166,9 @@ class ChildFilter:
         try:
             self._read_all()
         except OSError as error:
-            _log.warning("disk tier: the index's links could not be read, lookups will look there: %s", error)
+            _log.warning(
+                "disk tier: the index's links could not be read; lookups read the index instead: %s", error
+            )
             with self._lock:
                 self._next = None
 

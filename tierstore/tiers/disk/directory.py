@@ -1,4 +1,4 @@
-"""The store's directory: who owns it, and what may be found in it."""
+"""The store's directory: its owner, and the files that may be in it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _held: weakref.WeakSet[StoreDirectory]
 
 
 class StoreInUseError(StoreUnavailableError):
-    """Another process owns the directory, or another store in this one. ``owner`` is its process id, or
-    "(unknown)" where the lock file that names it is gone."""
+    """The directory is in use by another process, or by another store in this process. ``owner`` is the
+    process id, or "(unknown)" if the lock file that has it is missing."""
 
     def __init__(self, path: Path, owner: str) -> None:
         super().__init__(f"{path} is in use by process {owner}: stop it, or give another directory")
@@ -32,30 +32,31 @@ class StoreInUseError(StoreUnavailableError):
 
 
 class StoreDirectory:
-    """A directory locked by this process until :meth:`release` or its death, however it dies.
+    """A directory locked by this process until :meth:`release` or the end of the process.
 
     The lock is on the directory itself: a cleaner of /tmp may remove a file in it, but not a directory that
-    is not empty. The file ``lock`` names the owner, and is locked too: earlier versions lock nothing else.
+    is not empty. The file ``lock`` has the owner's process id. It is locked too, because earlier versions
+    lock nothing else.
     """
 
     def __init__(self, path: Path, lock: PathLock | None, lock_fd: int) -> None:
-        """``lock`` is None on a file system that cannot lock directories; ``lock_fd`` is -1 where there is no
-        lock file."""
+        """``lock`` is None on a file system that cannot lock directories. ``lock_fd`` is -1 without a lock
+        file."""
         self.path = path
         self._lock = lock
         self.index = path / INDEX
         self.new_index = path / f"{INDEX}.new"
-        self.damaged_index = path / _DAMAGED  # set aside by fsck, until the next opening
+        self.damaged_index = path / _DAMAGED  # left by fsck, until the next opening
         self.extents = path / _EXTENTS
         self._lock_fd = lock_fd
         _held.add(self)
 
     @classmethod
     def acquire(cls, path: Path) -> StoreDirectory:
-        """Make ``path`` if it is not there, and lock it. Nothing is written when it is refused.
+        """Create ``path`` if it does not exist, and lock it. A refused directory is not changed.
 
-        Raises :class:`StoreUnavailableError` when it cannot be written, holds something else than a store,
-        or is owned by another process (or by another store in this one).
+        Raise :class:`StoreUnavailableError` if it cannot be written, holds files of other programs, or is in
+        use by another process (or by another store in this one).
         """
         try:
             _refuse_strangers(path)
@@ -68,11 +69,11 @@ class StoreDirectory:
 
     @classmethod
     def visit(cls, path: Path, *, make_lock: bool = False) -> StoreDirectory:
-        """Lock a store that is there, and change nothing: no file is made, none is written. With
-        ``make_lock`` the lock file is made where there is none, for :meth:`sign`.
+        """Lock an existing store without changing or creating any file. With ``make_lock``, create a missing
+        lock file, for :meth:`sign`.
 
-        Raises :class:`UsageError` when there is no store in ``path``, and :class:`StoreUnavailableError` when
-        it cannot be read or is owned by another process (or by a store in this one).
+        Raise :class:`UsageError` if there is no store in ``path``, and :class:`StoreUnavailableError` if it
+        cannot be read or is in use by another process (or by a store in this one).
         """
         try:
             if not (path / INDEX).is_file():
@@ -82,7 +83,7 @@ class StoreDirectory:
             raise StoreUnavailableError(f"cannot read the store in {path}: {error.strerror}") from error
 
     def foreign(self) -> list[str]:
-        """The names of what is in the directory and was not put there by a store."""
+        """Return the names of files in the directory that no store has created."""
         names = [entry.name for entry in self.path.iterdir() if entry.name not in _OURS]
         if self.extents.is_dir():
             inside = (entry for entry in self.extents.iterdir() if extent_number(entry) is None)
@@ -90,12 +91,12 @@ class StoreDirectory:
         return sorted(names)
 
     def sign(self) -> None:
-        """Leave this process's id in the lock, for a process that finds it taken."""
+        """Write this process's id into the lock file, for other processes that find the directory locked."""
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def allocated_bytes(self) -> int:
-        """What the directory takes from its file system, itself included."""
+        """Return the bytes that the directory takes in its file system, including itself."""
         total = 0
         for root, _, names in os.walk(self.path):
             for each in (Path(root), *(Path(root, name) for name in names)):
@@ -103,16 +104,16 @@ class StoreDirectory:
         return total
 
     def leftovers(self) -> list[Path]:
-        """What an index that was being made leaves behind when its process ends."""
+        """Return the files of an index that was being created when its process ended."""
         return [path for path in (self.new_index, self.path / f"{self.new_index.name}-lock") if path.exists()]
 
     def remove_leftovers(self, io: FileIO) -> None:
-        """Delete them. Raises :class:`OSError`."""
+        """Delete the leftovers. Raise :class:`OSError` if that fails."""
         for path in self.leftovers():
             io.unlink(path)
 
     def release(self) -> None:
-        """Give the directory up. Idempotent."""
+        """Release the directory. Repeated calls do nothing."""
         fd, self._lock_fd = self._lock_fd, -1
         lock, self._lock = self._lock, None
         _held.discard(self)
@@ -123,14 +124,14 @@ class StoreDirectory:
 
 
 def extent_number(path: Path) -> int | None:
-    """Which extent file that is, by its name; None for anything else."""
+    """Return the number in an extent file's name; None for any other file."""
     ours = path.name.isascii() and path.name.isdigit() and path.name == f"{int(path.name):06d}"
     return int(path.name) if ours and path.is_file() else None
 
 
 def _lock(path: Path, *, make: bool) -> tuple[PathLock | None, int]:
-    """Lock a directory and the lock file in it, which is made if ``make`` says so. Raises
-    :class:`StoreUnavailableError`, and :class:`OSError` for a directory that cannot be opened."""
+    """Lock a directory and its lock file. ``make`` creates a missing lock file. Raise
+    :class:`StoreUnavailableError` if it is in use, and :class:`OSError` if the directory cannot be opened."""
     _refuse_links(path)
     lock: PathLock | None = None
     try:
@@ -152,7 +153,7 @@ def _lock(path: Path, *, make: bool) -> tuple[PathLock | None, int]:
 
 
 def _lock_file(file: Path, *, make: bool) -> int:
-    """Lock the lock file, and return its descriptor; -1 where there is none and none is made."""
+    """Lock the lock file and return its descriptor; -1 if there is none and none is created."""
     if make:
         return PathLock(file).fd
     try:
@@ -168,7 +169,7 @@ def _lock_file(file: Path, *, make: bool) -> int:
 
 
 def _owner(path: Path) -> str:
-    """The process id in the lock file."""
+    """Return the process id in the lock file."""
     try:
         with open(path / _LOCK, "rb") as file:
             return file.read(32).decode(errors="replace").strip() or "(unknown)"
@@ -177,8 +178,8 @@ def _owner(path: Path) -> str:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raises :class:`StoreUnavailableError` for a symbolic link among the store's files: what it points to
-    may be anybody's, and would be overwritten."""
+    """Raise :class:`StoreUnavailableError` if one of the store's files is a symbolic link: its target may
+    belong to another user and would be overwritten."""
     extents = path / _EXTENTS
     for entry in (*(path / name for name in _OURS), *(extents.iterdir() if extents.is_dir() else ())):
         if entry.is_symlink():
@@ -199,7 +200,8 @@ def _refuse_strangers(path: Path) -> None:
 
 
 def _forget_after_fork() -> None:
-    # A child shares the lock's open file, and would hold the directory after its parent's death.
+    # A child shares the lock's open file. Without this, it would keep the directory locked after its parent's
+    # end.
     for directory in list(_held):
         directory.release()
 

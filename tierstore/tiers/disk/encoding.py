@@ -1,8 +1,8 @@
-"""Encoding pages on their way to disk, behind everybody's back.
+"""Encoding of pages on their way to disk, in the background.
 
-The store's writer has a batch encoded before it looks for places. Threads with a low priority do it, so that
-an engine that needs the processor has it. What they have not begun by a deadline is written as it is, and so
-is everything while the writer is behind: a processor that is busy costs bytes on disk, and nobody's time.
+The store's writer has a batch encoded before it looks for places. Low-priority threads do this, so that an
+engine that needs the processor gets it. Pages not started by a deadline are written unencoded, and so are all
+pages while the writer is behind: a busy processor costs space on disk, but delays no page.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tierstore.units import MIB
 _log = logging.getLogger(__name__)
 
 _THREADS = 2
-_NICE = 10  # beside an engine on the same core it gets a tenth
+_NICE = 10  # an encoder beside an engine on the same core gets a tenth of it
 _DEADLINE_S = 0.5  # a batch of 32 MiB takes 15 ms on two idle cores
-_KEPT_BYTES = 96 * MIB  # of memory: batches that are being written at once
+_KEPT_BYTES = 96 * MIB  # memory for batches that are being written at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """A page to be encoded: its bytes, and whose they are."""
+    """A page to be encoded: its bytes and its identity."""
 
     view: memoryview
     identity: Identity
@@ -46,11 +46,11 @@ class PageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What to write instead of a page. ``checksum`` is the page's. ``memory`` is the
-    payload's, to be given back (:meth:`PageEncoder.give_back`) when it has been written."""
+    """The payload to write instead of a page. ``checksum`` is the page's. ``memory`` holds the payload, and
+    must be returned (:meth:`PageEncoder.give_back`) after it was written."""
 
     codec: int
-    nbytes: int  # of the payload
+    nbytes: int  # bytes of the payload
     room: int
     checksum: int
     memory: Memory
@@ -65,14 +65,15 @@ class PageEncoder:
 
     def __init__(self, codec: Codec, *, inline_bytes: int) -> None:
         self._codec = codec
-        self._inline_bytes = inline_bytes  # such pages are in the index, where nothing is encoded
+        # pages of this size or less are in the index, where nothing is encoded
+        self._inline_bytes = inline_bytes
         self._staging = Staging(_KEPT_BYTES)
         self._threads = IOThreads(_THREADS, name="tierstore-encode")
         self._own = threading.local()
 
     def encode(self, pages: Sequence[PageBytes], *, deadline_s: float = _DEADLINE_S) -> list[Encoded | None]:
-        """What to write for each page; None: the page itself. Takes ``deadline_s`` and one page's time at
-        most."""
+        """Encode pages. Return the payload to write for each, or None if the page itself is to be written.
+        Takes at most ``deadline_s`` plus the time for one page."""
         give_up = time.monotonic() + deadline_s
         futures = [self._threads.submit(partial(self._encode, page)) for page in pages]
         for future in futures:
@@ -80,21 +81,21 @@ class PageEncoder:
         return [self._outcome(future) for future in futures]
 
     def give_back(self, encoded: Sequence[Encoded]) -> None:
-        """Their payloads have been written, or will not be."""
+        """Free the payloads, which were written or will not be."""
         self._staging.give_back([one.memory for one in encoded])
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for running work and stop the threads."""
         self._threads.close()
 
     def _outcome(self, future: Future[Encoded | None]) -> Encoded | None:
-        """What a codec made of a page. One that fails is no failure of the disk: the page is written as it
-        is."""
+        """Return the encoded page. If the codec failed, log it and return None: that is no failure of the
+        disk, and the page is written unencoded."""
         if future.cancelled():
             return None
         error = future.exception()
         if error is not None:
-            _log.warning("disk tier: a page is written as it is, its codec failed: %r", error)
+            _log.warning("disk tier: a codec failed, so the page is written unencoded: %r", error)
             return None
         return future.result()
 
@@ -125,7 +126,7 @@ class PageEncoder:
         return Encoded(self._codec.number, nbytes, room, xxhash.xxh3_64_intdigest(page.view), memory)
 
     def _yield_processor(self) -> None:
-        """Lower this thread's priority, once. (On Linux a nice value is a thread's.)"""
+        """Lower this thread's priority, once. (On Linux, each thread has its own nice value.)"""
         if not hasattr(self._own, "yields"):
             self._own.yields = True
             with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""The extent space: one run of bytes from 0 to ``capacity_bytes``, kept in a few preallocated files.
+"""The extent space: bytes 0 to ``capacity_bytes``, stored in a few preallocated files.
 
-Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. Files are made and grown in
-steps when a write needs them, and never past the capacity; what lies beyond the capacity of this life is cut
-off at open, once no page is there any more (fitting.py). Each file is open twice: with O_DIRECT, for memory
-that is aligned, and through the page cache, for memory that is not and for disks that read faster that way.
-The kernel keeps the two coherent.
+Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. Files are created and grown in
+steps when a write needs them, but never past the capacity. At open, the part beyond the present capacity is
+cut off, once no page is there (fitting.py). Each file is opened twice: with O_DIRECT, for aligned memory, and
+through the page cache, for other memory and for disks that read faster that way. The kernel keeps the two
+coherent.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.io import FileIO, Landed, QueuedRead
 from tierstore.units import MIB
 
-_GROWTH = 128 * MIB  # what ext4 keeps as one extent
+_GROWTH = 128 * MIB  # bytes that ext4 keeps as one extent
 VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
 class _ExtentFile:
     cached_fd: int
-    direct_fd: int | None  # None: this file system has no O_DIRECT
+    direct_fd: int | None  # None: the file system has no O_DIRECT
     nbytes: int
 
 
 class ExtentFiles:
-    """The files in ``directory``. Thread-safe: different ranges may be read and written at once."""
+    """The extent files in ``directory``. Thread-safe: different ranges may be read and written at the same
+    time."""
 
     def __init__(
         self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO, spare_bytes: int = 0
     ) -> None:
-        """Open what is there. Where the volume is too small for the usual steps, growing leaves
-        ``spare_bytes`` of it free. What lies beyond ``capacity_bytes`` may be read until :meth:`cut`. Raises
-        :class:`OSError`."""
+        """Open the existing files. If the volume is too small for the usual steps, growing leaves
+        ``spare_bytes`` of it free. Data beyond ``capacity_bytes`` may be read until :meth:`cut`. Raise
+        :class:`OSError` if a file cannot be opened."""
         self.capacity_bytes = capacity_bytes
         self.file_bytes = file_bytes
         self._spare_bytes = spare_bytes
@@ -48,7 +49,7 @@ class ExtentFiles:
         self._growing = threading.Lock()  # guards _files and the sizes in it
         self._files: list[_ExtentFile] = []
         self._dirty_lock = threading.Lock()
-        self._dirty: set[int] = set()  # numbers of the files written to since they were last synced
+        self._dirty: set[int] = set()  # numbers of the files written since their last sync
         try:
             while (path := self._path(len(self._files))).exists():
                 self._open(path)
@@ -63,11 +64,12 @@ class ExtentFiles:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes the files take on disk."""
+        """Bytes that the files take on disk."""
         return sum(file.nbytes for file in self._files)
 
     def cut(self) -> None:
-        """Cut off what lies beyond the capacity. No page may be there. Raises :class:`OSError`."""
+        """Cut off the part beyond the capacity. No page may be there. Raise :class:`OSError` if that
+        fails."""
         with self._growing:
             while len(self._files) > -(-self.capacity_bytes // self.file_bytes):
                 self._close_file(self._files.pop())
@@ -78,8 +80,8 @@ class ExtentFiles:
                 file.nbytes = self._io.size(file.cached_fd)
 
     def grow(self, end: int) -> None:
-        """See to it that bytes 0 … ``end`` of the space have blocks on disk. Raises :class:`OSError`, with an
-        error number of :data:`VOLUME_FULL` where the volume has no room for them."""
+        """Allocate blocks on disk for bytes 0 … ``end`` of the space. Raise :class:`OSError`, with an error
+        number of :data:`VOLUME_FULL` if the volume has no room."""
         assert end <= self.capacity_bytes, (
             f"{end} is beyond the {self.capacity_bytes} bytes of the extent space"
         )
@@ -93,12 +95,11 @@ class ExtentFiles:
                     self._grow_file(number, within)
 
     def read(self, offset: int, views: Sequence[memoryview], *, direct: bool) -> int:
-        """Fill ``views`` from one file. Returns the bytes read: fewer than asked for where the file ends.
+        """Fill ``views`` from one file. Return the number of bytes read, which is smaller if the file ends.
 
-        Raises :class:`OSError`, also where a file is missing or longer than what could be read of it: that is
-        a disk that has gone, or is going, and not a page that was cut off. ``direct`` needs addresses,
-        lengths and ``offset`` to be multiples of 4096. Without it the range is dropped from the page cache
-        afterwards.
+        Raise :class:`OSError`, also if a file is missing or longer than the part that could be read: that is
+        a disk failure, and not a page that was cut off. ``direct`` requires addresses, lengths and ``offset``
+        that are multiples of 4096. Without ``direct``, the range is dropped from the page cache afterwards.
         """
         number, start = divmod(offset, self.file_bytes)
         if number >= len(self._files):
@@ -112,9 +113,9 @@ class ExtentFiles:
         return got
 
     def read_many(self, places: Sequence[tuple[int, memoryview]], landed: Landed) -> None:
-        """Fill each view from its offset, all at once and with O_DIRECT, and say what became of each: an
-        error, too, where there is no such file or no O_DIRECT. Raises :class:`OSError` when there is no doing
-        it this way: those that have not landed were not done."""
+        """Fill each view from its offset, all at once and with O_DIRECT, and call ``landed`` with each
+        outcome. A missing file or O_DIRECT is an outcome, too. Raise :class:`OSError` if the kernel cannot do
+        it this way: reads that have not landed were not done."""
         reads = []
         numbers = []
         for number, (offset, view) in enumerate(places):
@@ -128,7 +129,8 @@ class ExtentFiles:
         self._io.read_many(reads, lambda read, result: landed(numbers[read], result))
 
     def write(self, offset: int, views: Sequence[memoryview], *, direct: bool) -> None:
-        """Write ``views`` to one file, into space that :meth:`grow` has provided. Raises :class:`OSError`."""
+        """Write ``views`` to one file, into space that :meth:`grow` has allocated. Raise :class:`OSError` if
+        the disk fails."""
         number, start = divmod(offset, self.file_bytes)
         file = self._files[number]
         try:
@@ -137,12 +139,12 @@ class ExtentFiles:
                 start += done
                 views = _after(views, done)
         finally:
-            # Only now: a sync that began before the last byte was written does not cover it.
+            # After the write: a sync that began before the last byte was written does not cover it.
             with self._dirty_lock:
                 self._dirty.add(number)
 
     def sync(self) -> None:
-        """Make every :meth:`write` that has returned durable. Raises :class:`OSError`."""
+        """Make all completed writes durable. Raise :class:`OSError` if the disk fails."""
         with self._dirty_lock:
             dirty, self._dirty = self._dirty, set()
         for number in sorted(dirty):
@@ -166,7 +168,7 @@ class ExtentFiles:
             fd = self._io.open(path, os.O_RDWR)
             try:
                 self._io.truncate(fd, min(most, self.file_bytes))
-                self._io.sync(fd)  # else a power loss could bring back more than the cap allows
+                self._io.sync(fd)  # otherwise a power loss could bring back more than the cap allows
             finally:
                 self._io.close(fd)
 
@@ -206,7 +208,7 @@ class ExtentFiles:
             except OSError as error:
                 if error.errno not in VOLUME_FULL:
                     raise
-                self._io.truncate(file.cached_fd, file.nbytes)  # give back what it got of that
+                self._io.truncate(file.cached_fd, file.nbytes)  # free the blocks of the failed attempt
                 room = min(
                     self._io.available(file.cached_fd) - self._spare_bytes, (wanted - file.nbytes) // 2
                 )
@@ -222,8 +224,8 @@ class ExtentFiles:
             try:
                 return _at_least_one(self._io.pwritev(file.direct_fd, views, offset))
             except OSError as error:
-                # Refused as such: a file system that opens files with O_DIRECT but cannot do it, or the odd
-                # rest of a request that was cut short.
+                # Refused as a direct write: a file system that opens files with O_DIRECT but does not support
+                # it, or the unaligned rest of a request that was cut short.
                 if error.errno != errno.EINVAL:
                     raise
         return _at_least_one(self._io.pwritev(file.cached_fd, views, offset))
@@ -234,7 +236,7 @@ class ExtentFiles:
             got = self._io.preadv(fd, views, offset + total)
             if got == 0:
                 if self._io.size(fd) > offset + total:
-                    raise OSError(errno.EIO, "the disk gave nothing where the file has more")
+                    raise OSError(errno.EIO, "the disk returned no bytes before the end of the file")
                 break
             total += got
             views = _after(views, got)
@@ -242,7 +244,7 @@ class ExtentFiles:
 
 
 def _after(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of ``views`` after their first ``nbytes`` bytes."""
+    """Return the rest of ``views`` after their first ``nbytes`` bytes."""
     for index, view in enumerate(views):
         if nbytes < view.nbytes:
             return [view[nbytes:], *views[index + 1 :]]
@@ -252,5 +254,5 @@ def _after(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 def _at_least_one(nbytes: int) -> int:
     if nbytes < 1:
-        raise OSError(errno.EIO, "the disk took no bytes")
+        raise OSError(errno.EIO, "the disk accepted no bytes")
     return nbytes

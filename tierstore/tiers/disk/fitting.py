@@ -1,16 +1,18 @@
-"""Making a directory's pages fit into another extent space than they were written to, at open.
+"""Fit a directory's pages into an extent space of another size, at open.
 
-A life with another capacity has other slots: there are fewer, and slabs of other shapes or units put them
-elsewhere. The pages that are worth least leave by the policy, until the others fit. Those of them that lie in
-slots of the new space stay, and the others move to free ones. After that the extents are cut.
+Another capacity means other slots: there are fewer, and other slab shapes or units change their positions.
+The policy evicts pages until the others fit. Remaining pages that already are in slots of the new space stay.
+The others move to free slots. Then the extents are cut.
 
-**A crash** finds each page in its old place or in its new one: a payload is written to bytes that no record
-names, and its record changes after the sync. The next opening begins anew with what it finds, whatever its
-capacity is. So a page may move only to where no page that has yet to move still is (:class:`_Schedule`).
+**After a crash**, each page is in its old or its new place: its payload is copied to bytes that no record
+names, and its record changes after the sync. The next opening, with any capacity, starts again with what it
+finds. So a page may move only to a place without pages that have yet to move (:class:`_Schedule`).
 
-**Rejected**: dropping what lies beyond the new end (what is written first lies in front, so it is the newest
-and most used pages that went, and with a parent all that comes after it); giving up the old slots' shapes
-lazily (two layouts in one space, for good).
+**Rejected alternatives**:
+
+* Drop the pages beyond the new end. Early writes are at the front, so this would drop the newest and most
+  used pages, and with a parent all pages behind it.
+* Give up the old slot shapes lazily. There would be two layouts in one space, for good.
 """
 
 from __future__ import annotations
@@ -42,21 +44,21 @@ from tierstore.units import MIB
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 16 * MIB  # moved with one commit
+_AT_ONCE = 16 * MIB  # bytes moved with one commit
 _EVICTED_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What opening a directory with another capacity took."""
+    """The result of opening a directory with another capacity."""
 
-    evicted_pages: int = 0  # left by the policy, or are larger than the space
+    evicted_pages: int = 0  # evicted by the policy, or larger than the space
     moved_pages: int = 0
-    lost_pages: int = 0  # could not be read, or found no place to move to, and what comes after them
+    lost_pages: int = 0  # not readable or without a place to move to, and the pages behind them
 
 
 class _FittingPage(NamedTuple):
-    """A page in the extents, as the index has it."""
+    """A page in the extents, as recorded in the index."""
 
     place: int
     nbytes: int
@@ -75,10 +77,10 @@ def fit(
     space: SlabAllocator | None,
     policy: Policy,
 ) -> Fitted:
-    """Let pages leave and move until all that are left lie in slots of ``space``, which is empty (None: there
-    are none). ``facts`` are those of the pages that can be reached, and the extents are not cut yet.
+    """Evict and move pages until all remaining ones are in slots of ``space``, which is empty at first (None:
+    there are no slots). ``facts`` are those of the reachable pages. The extents are not cut yet.
 
-    Raises :class:`OSError` for a disk that fails; nothing is lost then, and the next opening goes on.
+    Raise :class:`OSError` if the disk fails. Nothing is lost then, and the next opening continues.
     """
     kept = _kept(facts, space, policy)
     evicted = facts["serial"][~kept].tolist()
@@ -94,25 +96,25 @@ def fit(
     return Fitted(evicted_pages=len(evicted), moved_pages=moved)
 
 
-# -- who leaves ----------------------------------------------------------------------------------------
+# -- eviction ----------------------------------------------------------------------------------------
 
 
 def _kept(facts: npt.NDArray[np.void], space: SlabAllocator | None, policy: Policy) -> npt.NDArray[np.bool_]:
-    """Which pages stay. Others would not fit into ``space``, were it empty, or come after such pages."""
+    """Return which pages stay. The others do not fit into an empty ``space``, or come after such pages."""
     parents = parent_rows(facts)
     inline = facts["place"] == INLINE
     sizes = np.unique(facts["nbytes"][~inline])
     fitting = [size for size in sizes.tolist() if space is not None and space.shape(size)[1]]
     kept = reachable(parents, inline | np.isin(facts["nbytes"], fitting))
     if space is not None:
-        # Of those in the extents alone: that others leave the index gains no slot.
+        # Only among pages in the extents: evicting others frees no slot.
         evicted = _evict(PageTable(facts[kept & ~inline]), space, policy)
         kept = reachable(parents, kept & ~np.isin(facts["serial"].astype(np.int64), evicted))
     return kept
 
 
 def _evict(page_table: PageTable, space: SlabAllocator, policy: Policy) -> list[int]:
-    """Take pages out of the table until the others would fit into an empty space. Returns their serials."""
+    """Remove pages from the table until the others would fit into an empty space. Return their serials."""
     sizes = Counter(slot_bytes(nbytes) for _, nbytes in page_table.places().values())
 
     def leaves(removal: Removal) -> None:
@@ -122,8 +124,9 @@ def _evict(page_table: PageTable, space: SlabAllocator, policy: Policy) -> list[
 
 
 def evict_down_to(most: int, total: int, page_table: PageTable, policy: Policy) -> int:
-    """Take pages out of the table until the index needs ``most`` bytes for the others, by the measure of
-    :func:`~tierstore.tiers.disk.space.index_cost`. It needs ``total`` now. Returns what it needs then."""
+    """Remove pages from the table until the index needs at most ``most`` bytes for the others, by the measure
+    of :func:`~tierstore.tiers.disk.space.index_cost`. It needs ``total`` now. Return what it needs
+    afterwards."""
 
     def leaves(removal: Removal) -> None:
         nonlocal total
@@ -136,23 +139,24 @@ def evict_down_to(most: int, total: int, page_table: PageTable, policy: Policy) 
 def _evict_while(
     page_table: PageTable, policy: Policy, lacking: Callable[[], int], leaves: Callable[[Removal], None]
 ) -> list[int]:
-    """Take pages out of the table, the policy's worst first, while ``lacking()`` says that room is short, in
-    bytes. ``leaves`` is called with each. Returns their serials."""
+    """Remove pages from the table, the policy's worst first, while ``lacking()`` returns a positive number of
+    missing bytes. Call ``leaves`` with each. Return their serials."""
     evicted: list[int] = []
-    ends = 0  # of the order, one after the other
+    ends = 0  # times that the end of the order was reached in a row
     while (nbytes := lacking()) > 0 and ends < 2:
-        # In steps: a page's slab may have more room that is of no use than another's.
+        # In steps: another page's slab may free more usable room.
         serials = page_table.next_to_leave(policy, _EVICTED_AT_ONCE, nbytes=max(nbytes // 4, 1))
         ends = 0 if serials else ends + 1
         for serial in serials:
-            assert not page_table.children(serial), f"page {serial} leaves before those below it"
+            assert not page_table.children(serial), f"page {serial} is evicted before its children"
             leaves(page_table.remove(serial))
         evicted += serials
     return evicted
 
 
 def _lacking_bytes(sizes: Mapping[int, int], space: SlabAllocator) -> int:
-    """How much larger ``space`` would have to be for so many pages by slot bytes; not positive: it does."""
+    """Return the bytes by which ``space`` is too small for these numbers of pages by slot bytes; zero or less
+    if they fit."""
     units = 0
     for size, pages in sizes.items():
         slab_units, slots = space.shape(size)
@@ -161,8 +165,8 @@ def _lacking_bytes(sizes: Mapping[int, int], space: SlabAllocator) -> int:
 
 
 def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_FittingPage], list[int]]:
-    """The pages in the extents in order of their places, and the serials of those that lie where others do:
-    that is damage."""
+    """Return the pages in the extents in order of their places, and the serials of pages that overlap others,
+    which is damage."""
     pages: list[_FittingPage] = []
     overlapping: list[int] = []
     end = 0
@@ -176,21 +180,21 @@ def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_FittingPage], list[int
     return pages, overlapping
 
 
-# -- where they go -------------------------------------------------------------------------------------
+# -- target places -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrangement:
-    """Pages that have to move, in order of their places, and free slots for all of them by slot bytes."""
+    """The pages that have to move, in order of their places, and free slots for all of them by slot bytes."""
 
     moving: Sequence[_FittingPage]
     targets: Mapping[int, Sequence[int]]
-    space: SlabAllocator  # that has the targets, and the slots of those that stay
+    space: SlabAllocator  # with the targets, and the slots of the pages that stay
 
 
 def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangement:
-    """Find slots for pages (in order of their places) that fit into ``space``. What lies in a slot stays;
-    where that leaves no room for slabs of the others, the emptier half of its slabs moves, too, and so on."""
+    """Find slots for pages (in order of their places) that fit into ``space``. Pages that are in a slot stay.
+    If that leaves no room for slabs of the others, the emptier half of the slabs moves too, and so on."""
     by_slab: dict[int, list[_FittingPage]] = defaultdict(list)  # first unit of a slab → pages in it
     for page in pages:
         if space.claim(page.place, page.nbytes):
@@ -204,10 +208,10 @@ def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangemen
         staying = {page for inside in fullest[:keeping] for page in inside}
         for page in staying:
             claimed = space.claim(page.place, page.nbytes)
-            assert claimed, f"page {page.serial} lay in a slot before"
+            assert claimed, f"page {page.serial} was in a slot before"
         moving = [page for page in pages if page not in staying]
         wanted = Counter(page.size for page in moving)
-        by_need = sorted(wanted, key=lambda size: -space.shape(size)[0])  # large slabs find no gaps
+        by_need = sorted(wanted, key=lambda size: -space.shape(size)[0])  # large slabs fit no gaps
         targets = {size: space.allocate_many(size, wanted[size]) for size in by_need}
         if not keeping or all(len(targets[size]) == wanted[size] for size in wanted):
             return _Arrangement(moving, targets, space)
@@ -215,19 +219,20 @@ def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangemen
 
 
 class _Schedule:
-    """Which page may move where, and when: a slot is *ready* once no page that has yet to move lies in it."""
+    """Decides which page may move where, and when. A slot is *ready* once no page that has yet to move
+    overlaps it."""
 
     def __init__(self, arrangement: _Arrangement) -> None:
         self._space = arrangement.space
-        self._blocked: dict[_FittingPage, list[int]] = defaultdict(list)  # page → targets that it lies in
-        self._blockers: dict[int, int] = {}  # target → pages in it
+        self._blocked: dict[_FittingPage, list[int]] = defaultdict(list)  # page → targets that it overlaps
+        self._blockers: dict[int, int] = {}  # target → number of pages in it
         self._sizes: dict[int, int] = {}  # target → its slot bytes, while it is not ready
         self._ready: dict[int, deque[int]] = defaultdict(deque)  # by slot bytes
         self._left: dict[int, deque[_FittingPage]] = defaultdict(deque)
         self._moving = arrangement.moving
         self._starts = [page.place for page in self._moving]
         self._ends = [page.place + page.size for page in self._moving]
-        self._gone: set[_FittingPage] = set()  # from their old places
+        self._gone: set[_FittingPage] = set()  # moved away from their old places
         for size, targets in arrangement.targets.items():
             self._offer(size, targets)
         for page in self._moving:
@@ -240,25 +245,25 @@ class _Schedule:
         return len(self._moving)
 
     def batch(self) -> list[tuple[_FittingPage, int]]:
-        """Pages to move now, and where to. An empty list says that all have moved, or that those
-        that are left are in one another's way."""
+        """Return pages to move now, with their targets. An empty list means that all pages have moved, or
+        that the remaining ones block each other."""
         batch: list[tuple[_FittingPage, int]] = []
         nbytes = 0
         for size, left in self._left.items():
             ready = self._ready[size]
             if left and not ready:
-                self._offer(size, self._space.allocate_many(size, len(left)))  # to make way, for a while
+                self._offer(size, self._space.allocate_many(size, len(left)))  # temporary places, to make way
             while left and ready and (not batch or nbytes + size <= _AT_ONCE):
                 batch.append((left.popleft(), ready.popleft()))
                 nbytes += size
         return batch
 
     def drop_one(self) -> _FittingPage | None:
-        """Take out a page that is in others' way; None when there is none left."""
+        """Remove a page that blocks others; None if there is none left."""
         return next((left.popleft() for left in self._left.values() if left), None)
 
     def has_left(self, page: _FittingPage) -> None:
-        """Its old place is free, durably."""
+        """Note that a page's old place is durably free."""
         for target in self._blocked.pop(page, ()):
             self._blockers[target] -= 1
             if not self._blockers[target]:
@@ -291,7 +296,8 @@ class _Mover:
         self._memory: Memory | None = None
 
     def move(self, schedule: _Schedule) -> int:
-        """Returns how many pages have moved. The others are in the index no more. Raises :class:`OSError`."""
+        """Move all pages. Return how many have moved; the others were removed from the index. Raise
+        :class:`OSError` if the disk fails."""
         moved = 0
         while True:
             batch = schedule.batch()
@@ -327,7 +333,8 @@ class _Mover:
     def _read(
         self, batch: Sequence[tuple[_FittingPage, int]]
     ) -> Iterator[tuple[tuple[_FittingPage, int], tuple[PageRecord, memoryview]]]:
-        """The pages that are as they were saved. Raises :class:`OSError` where the disk gave none of them."""
+        """Yield the pages that are as they were saved. Raise :class:`OSError` if the disk returned none of
+        them."""
         total = sum(page.size for page, _ in batch)
         if self._memory is None or self._memory.nbytes < total:
             self._memory = Memory(total, shared=False)
@@ -342,7 +349,7 @@ class _Mover:
                 start += page.size
         read = self._payloads.read(wanted, encoded=True)
         if read.error is not None and not read.good and read.error.errno != errno.ENOENT:
-            raise read.error  # a disk that does not answer; a file that is not there has no pages
+            raise read.error  # the disk does not answer; a missing file, on the other hand, has no pages
         for pair, found, outcome in zip(known, wanted, read.outcomes, strict=True):
             if outcome is PageRead.GOOD:
                 yield pair, found

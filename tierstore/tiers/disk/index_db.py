@@ -1,19 +1,21 @@
-"""The index of a store directory: LMDB, and the only module that knows it.
+"""The index of a store directory, in LMDB. No other module uses LMDB.
 
-Six named trees. Pages are keyed by their serials, big-endian, so that those of one prompt lie side by side::
+The index has six named trees. Pages are keyed by their serials, big-endian, so that the pages of a prompt are
+adjacent::
 
     meta      format, store identity, geometry, next serial, logical clock
     roots     serial → identity, as JSON                (one for each identity that ever had a page)
     pages     serial → record                           (never changes while the page exists)
     facts     serial → parent, place, size, use         (all that is read at open: 56 bytes a page)
-    children  parent, four tokens, key, serial → b""    (how a lookup finds its way)
+    children  parent, four tokens, key, serial → b""    (used by lookups to find a page)
     payload   serial, piece → 4080 bytes                (pages whose place is INLINE)
 
-A page's parent is a page or a root: both have serials from one count. A payload lies in pieces that fill one
-LMDB page each. So the space never needs a run of free pages, and churn of mixed sizes cannot fragment it.
+A page's parent is a page or a root; both take their serials from one counter. A payload is stored in pieces
+that fill one LMDB page each. So the index never needs a run of free pages, and mixed sizes cannot fragment
+it.
 
-A write transaction belongs to the thread that began it; :meth:`IndexDB.apply` begins and ends one (its caller
-sees to it that there is one at a time). Readers are never blocked.
+A write transaction belongs to the thread that began it. :meth:`IndexDB.apply` begins and ends one; its caller
+must ensure that there is only one at a time. Readers are never blocked.
 """
 
 from __future__ import annotations
@@ -71,30 +73,30 @@ from tierstore.tiers.disk.records import (
 
 # -- one transaction -----------------------------------------------------------------------------------
 #
-# What one transaction of the index does, and how that is written.
+# What one transaction of the index does, and how it is written.
 
 
-_Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # of a tree: key, value
+_Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # key and value of an entry in a tree
 
-REMOVED_AT_ONCE = 64  # pages, when space is so short that a large transaction does not fit
-_FORGOTTEN_AT_ONCE = 1024  # pages, where it is not
-FREE_PER_PAGE = 500  # page numbers that one page of LMDB's free list holds
+REMOVED_AT_ONCE = 64  # pages per transaction if space is too short for a large one
+_FORGOTTEN_AT_ONCE = 1024  # pages per transaction otherwise
+FREE_PER_PAGE = 500  # page numbers in one page of LMDB's free list
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one transaction does, in this order: removals, roots, additions, uses."""
+    """The contents of one transaction, in this order: removals, roots, additions, uses."""
 
     added: Sequence[tuple[PageRecord, memoryview | None]] = ()
     removed: Sequence[Removal] = ()
-    used: Mapping[int, PageUse] = field(default_factory=dict)  # of added pages too
+    used: Mapping[int, PageUse] = field(default_factory=dict)  # including uses of added pages
     roots: Mapping[int, bytes] = field(default_factory=dict)
     next_serial: int = 1
     tick: int = 0
 
 
 class IndexTransaction:
-    """One write transaction of LMDB's, which its owner begins and ends. ``trees`` are the open trees in the
+    """One write transaction of LMDB, which its owner begins and ends. ``trees`` are the open trees in the
     order of :data:`~tierstore.tiers.disk.records.TREES`."""
 
     def __init__(self, txn: Any, trees: Sequence[Any]) -> None:
@@ -102,9 +104,9 @@ class IndexTransaction:
         self._meta, self._roots, self._pages, self._facts, self._children, self._payload = trees
 
     def make(self, change: Change) -> None:
-        """All of it."""
+        """Write all of ``change``."""
         for removal in change.removed:
-            # A page that was damaged and saved again keeps its serial: only the copy that was meant goes.
+            # A damaged page that was saved again keeps its serial. Remove only the copy at the given place.
             stored = self._txn.get(page_key(removal.serial), db=self._pages)
             if stored is not None and stored_place(stored) == removal.place:
                 self.delete(removal.serial)
@@ -117,7 +119,7 @@ class IndexTransaction:
         self._txn.put(TICK, change.tick.to_bytes(8, "big"), db=self._meta)
 
     def delete(self, serial: int) -> None:
-        """Everything of a page, whatever its record says."""
+        """Delete everything of a page, even if its record is damaged."""
         key = page_key(serial)
         stored = self._txn.get(key, db=self._pages)
         names = stored_names(stored) if stored is not None else None
@@ -146,7 +148,7 @@ class IndexTransaction:
             facts.append((key, encode_facts(record, first_use(record, used))))
             children.append((link_of(record), b""))
             if record.place == INLINE:
-                assert payload is not None, f"page {record.serial} is inline, but its payload was not given"
+                assert payload is not None, f"page {record.serial} is inline, but has no payload"
                 for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
                     value = payload[start : min(start + PIECE_BYTES, record.nbytes)]
                     payloads.append((payload_key(record.serial, piece), value))
@@ -157,8 +159,8 @@ class IndexTransaction:
             cursor.putmulti(children)
 
     def _append(self, db: Any, entries: Sequence[_Entry]) -> None:
-        """Put what is sorted by its keys, one after the other without a word of Python in between."""
-        # Serials mostly come in order: appending fills tree pages instead of splitting them in halves.
+        """Put entries that are sorted by key, in one call of LMDB without Python code in between."""
+        # Serials mostly ascend: appending fills tree pages instead of splitting them in halves.
         with self._txn.cursor(db) as cursor:
             last = cursor.key() if cursor.last() else b""
             new = bisect.bisect_right(entries, last, key=itemgetter(0))
@@ -174,7 +176,7 @@ class IndexTransaction:
 
 
 def small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:
-    """The same removals, few at a time."""
+    """Yield the same removals, few at a time."""
     step: list[Removal] = []
     freed = 0
     for removal in removed:
@@ -188,29 +190,29 @@ def small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:
 
 # -- serials -------------------------------------------------------------------------------------------
 #
-# The numbers of pages and of roots: which are taken, and which roots the next commit has to write.
+# The serials of pages and roots: which are taken, and which roots the next commit has to write.
 
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """What a commit has to write: ``roots`` (serial → identity), all below ``next_serial``."""
+    """The ``roots`` that a commit has to write (serial → identity). All serials are below ``next_serial``."""
 
     next_serial: int
     roots: Mapping[int, bytes]
 
 
-_MODEL_NAME = "model_name"  # a field of a root beside those of the identity, which earlier versions ignore
+_MODEL_NAME = "model_name"  # a field of a root beside those of the identity; earlier versions ignore it
 
 
 class Serials:
-    """Thread-safe. Pages and roots are numbered from one count."""
+    """Serials for pages and roots, from one counter. Thread-safe."""
 
     def __init__(self, next_serial: int, roots: Mapping[int, bytes]) -> None:
-        """As they are in the index."""
+        """Take the next serial and the roots from the index."""
         self._by_digest = {
             identity.digest: serial
             for serial, root in roots.items()
-            if (identity := identity_of(root)) is not None  # damaged: its pages are not found
+            if (identity := identity_of(root)) is not None  # a damaged root: its pages are not found
         }
         self._names = {
             identity.digest: name
@@ -219,21 +221,21 @@ class Serials:
         }
         self._lock = threading.Lock()
         self._next = next_serial
-        self._unwritten: dict[int, bytes] = {}  # roots since the last commit
+        self._unwritten: dict[int, bytes] = {}  # roots added since the last commit
 
     def new(self) -> int:
-        """A serial that no page in this directory ever had."""
+        """Return a serial that no page in this directory ever had."""
         with self._lock:
             self._next += 1
             return self._next - 1
 
     def root(self, identity: bytes) -> int | None:
-        """The serial of the root of everything under an identity digest; None if nothing ever was."""
+        """Return the serial of the root of an identity digest; None if the identity never had pages."""
         return self._by_digest.get(identity)
 
     def add_root(self, identity: Identity, name: str = "") -> int:
-        """Return the serial of an identity's root. A new root is durable with the next commit, together with
-        the ``name`` of its model for people (empty: none)."""
+        """Return the serial of an identity's root, adding it if necessary. A new root becomes durable with
+        the next commit, together with the ``name`` of its model for people (empty: none)."""
         serial = self._by_digest.get(identity.digest)
         if serial is None:
             serial = self.new()
@@ -244,27 +246,27 @@ class Serials:
         return serial
 
     def names(self) -> dict[bytes, str]:
-        """Return the names of models by their identity's digest, as they were in the index at the opening."""
+        """Return the model names in the index at opening, by identity digest."""
         return dict(self._names)
 
     def roots(self) -> set[int]:
-        """Those of all roots, durable or not."""
+        """Return the serials of all roots, durable or not."""
         return set(self._by_digest.values())
 
     def unwritten(self) -> Unwritten:
-        """What the next commit has to write."""
+        """Return what the next commit has to write."""
         with self._lock:
             return Unwritten(self._next, dict(self._unwritten))
 
     def written(self, roots: Iterable[int]) -> None:
-        """These are durable now."""
+        """Note that these roots are durable."""
         with self._lock:
             for serial in roots:
                 del self._unwritten[serial]
 
 
 def identity_of(root: bytes) -> Identity | None:
-    """An identity as it is stored; None when it is damaged."""
+    """Decode a stored identity; return None if it is damaged."""
     try:
         return msgspec.json.decode(root, type=Identity)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -272,7 +274,7 @@ def identity_of(root: bytes) -> Identity | None:
 
 
 def model_name_of(root: bytes) -> str:
-    """Return the name for people that a root's model has; empty if it has none, or is damaged."""
+    """Return a root's model name for people; empty if it has none, or is damaged."""
     try:
         return msgspec.json.decode(root, type=dict[str, str]).get(_MODEL_NAME, "")
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -288,25 +290,25 @@ def _is_serial(key: bytes) -> bool:
 
 
 FORMAT = 2
-ENCODED_FORMAT = 3  # where a codec may keep pages: earlier versions would take their payloads for pages
+ENCODED_FORMAT = 3  # a codec may have encoded pages: earlier versions would return their payloads as pages
 _SIMILAR_TRIED = 16
 _SERIAL_BYTES = 8
-_MOST_COUNT = 1 << 62  # no serial and no count is beyond
+_MOST_COUNT = 1 << 62  # greater than any serial or count
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
 
 
 @dataclass(frozen=True, slots=True)
 class IndexUsage:
-    """What a transaction left behind."""
+    """The size of the index after a transaction."""
 
-    used_bytes: int  # everything alive
-    tree_bytes: int  # of that, what later transactions rewrite; the rest is payload
+    used_bytes: int  # everything in use
+    tree_bytes: int  # the part that later transactions rewrite; the rest is payload
 
 
 @dataclass(frozen=True, slots=True)
 class Misfiled:
-    """Keys of a tree that are damaged, or that a damaged key hides. ``suspects`` are out of order: a key that
-    is, and where it cannot be told which of two is, both. A search does not find those that are ``astray``.
+    """Damaged keys of a tree, and keys that a damaged key hides. ``suspects`` are out of order; if two keys
+    are out of order and either could be right, both are. ``astray`` are the keys that a search does not find.
     """
 
     suspects: Set[bytes]
@@ -317,20 +319,21 @@ class Misfiled:
 
 
 class IndexDB:
-    """An open index. Raises :class:`OSError` for whatever goes wrong while it is in use."""
+    """An open index. Every failure while it is in use raises :class:`OSError`."""
 
     def __init__(self, path: Path, *, map_bytes: int, read_only: bool = False) -> None:
-        """Open or make the index; its file will never be larger than ``map_bytes`` unless it already is.
+        """Open or create the index. Its file never grows beyond ``map_bytes``, unless it already has.
 
-        ``read_only`` changes no file, not even LMDB's lock; the caller holds the directory. ``map_bytes`` 0
-        takes the size that the index was last opened with. LMDB believes the file: see index_file.py.
+        ``read_only`` changes no file, not even LMDB's lock; the caller must have locked the directory.
+        ``map_bytes=0`` uses the size with which the index was last opened. LMDB trusts its file: see
+        index_file.py.
 
-        Raises :class:`DamagedIndexError` when there is one that cannot be read.
+        Raise :class:`DamagedIndexError` if the index cannot be read.
         """
         self.path = path
         try:
             self._env = lmdb.open(
-                os.fsencode(path),  # which lmdb does strictly, and a path need not be text in this locale
+                os.fsencode(path),  # as lmdb does, strictly; a path need not be text in this locale
                 subdir=False,
                 map_size=map_bytes,
                 max_dbs=len(TREES),
@@ -357,7 +360,7 @@ class IndexDB:
     ) -> None:
         self.close()
 
-    # -- the store's own facts -----------------------------------------------------------------------
+    # -- metadata ------------------------------------------------------------------------------------
 
     def get_meta(self, name: bytes) -> bytes | None:
         with _os_errors(), self._env.begin(db=self._meta) as txn:
@@ -365,8 +368,8 @@ class IndexDB:
             return value
 
     def put_meta(self, values: Mapping[bytes, bytes], *, encoded: bool = False) -> None:
-        """Store facts, and with them the mark of this format, in one transaction. ``encoded``: there may be
-        pages that a codec keeps, from now on."""
+        """Store metadata and the format number, in one transaction. ``encoded``: from now on, there may be
+        pages encoded by a codec."""
         with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(FORMAT_KEY, str(ENCODED_FORMAT if encoded else FORMAT).encode())
             for name, value in values.items():
@@ -374,12 +377,12 @@ class IndexDB:
 
     @property
     def next_serial(self) -> int:
-        """The lowest serial that was never used by anything durable."""
+        """The lowest serial that nothing durable ever had."""
         return self._number(NEXT_SERIAL, default=1)
 
     @property
     def last_serial(self) -> int:
-        """The highest serial of any page or root that is whole; 0 without any."""
+        """The highest serial of any intact page or root; 0 without any."""
         last = 0
         with _os_errors(), self._env.begin() as txn:
             for db, is_whole in ((self._pages, described), (self._roots, _is_root)):
@@ -401,7 +404,7 @@ class IndexDB:
 
     @property
     def usage(self) -> IndexUsage:
-        """How much of the map is taken now."""
+        """The present use of the map."""
         with _os_errors(), self._env.begin() as txn:
             stats = [txn.stat(db) for db in self._trees]
         tree = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
@@ -416,7 +419,7 @@ class IndexDB:
             return int(txn.stat(self._pages)["entries"])
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
-        """Every (serial, record) in order of serials; None for a record that is damaged."""
+        """Yield every (serial, record) in order of serials. The record is None if it is damaged."""
         with ExitStack() as stack:
             stack.enter_context(_os_errors())
             txn = stack.enter_context(self._env.begin(db=self._pages))
@@ -425,7 +428,7 @@ class IndexDB:
                 yield serial, decode(serial, data)
 
     def records(self, serials: Iterable[int]) -> Iterator[PageRecord | None]:
-        """The record of each serial; None for one that is not there or damaged."""
+        """Yield the record of each serial; None if it is missing or damaged."""
         with ExitStack() as stack:
             stack.enter_context(_os_errors())
             txn = stack.enter_context(self._env.begin(db=self._pages))
@@ -434,7 +437,8 @@ class IndexDB:
                 yield decode(serial, data) if data is not None else None
 
     def records_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
-        """Up to ``count`` pages (serial, record) from ``serial`` on, in order; None for a damaged record."""
+        """Return up to ``count`` pages as (serial, record) from ``serial`` on, in order. The record is None
+        if it is damaged."""
         with _os_errors(), self._env.begin(db=self._pages) as txn, txn.cursor() as cursor:
             if not cursor.set_range(page_key(serial)):
                 return []
@@ -442,9 +446,9 @@ class IndexDB:
         return [(number, decode(number, data)) for number, data in found]
 
     def facts(self) -> npt.NDArray[np.void]:
-        """The facts of every page in order of serials (``FACTS_DTYPE``). Parent, place and size are those of
-        its record, which has a checksum; a page whose record is damaged names itself as its parent. One pass
-        over both trees: 3 s for a million pages."""
+        """Return the facts of every page in order of serials (``FACTS_DTYPE``). Parent, place and size are
+        those of the page's record, which has a checksum. A page with a damaged record names itself as its
+        parent. One pass over both trees: 3 s for a million pages."""
         rows, records = bytearray(), bytearray()
         with _os_errors(), self._env.begin() as txn:
             with txn.cursor(self._facts) as cursor:
@@ -458,12 +462,12 @@ class IndexDB:
         return _confirmed(_by_serial(decode_facts(rows)), _by_serial(decode_facts(records)), self.tick)
 
     def roots(self) -> dict[int, bytes]:
-        """Serial → identity, for every identity that ever had a page here."""
+        """Return serial → identity, for every identity that ever had a page here."""
         with _os_errors(), self._env.begin(db=self._roots) as txn, txn.cursor() as cursor:
             return {int.from_bytes(key, "big"): value for key, value in cursor if _is_serial(key)}
 
     def entries(self, tree: bytes) -> Iterator[tuple[bytes, memoryview]]:
-        """Every (key, value) of a tree as they lie there. A value is valid until the next is asked for."""
+        """Yield every (key, value) of a tree, unchecked. A value is valid until the next one is requested."""
         with ExitStack() as stack:
             stack.enter_context(_os_errors())
             txn = stack.enter_context(self._env.begin(db=self._trees[TREES.index(tree)], buffers=True))
@@ -472,8 +476,8 @@ class IndexDB:
                 yield bytes(key), value
 
     def links(self, start: bytes, count: int) -> tuple[list[bytes], bytes | None]:
-        """Up to ``count`` keys of the tree ``children``, from ``start`` on, and where to go on; None at the
-        end. What is added behind ``start`` between two calls is found."""
+        """Return up to ``count`` keys of the tree ``children`` from ``start`` on, and the start of the next
+        call; None at the end. Entries added behind ``start`` between two calls are found."""
         with _os_errors(), self._env.begin(db=self._children) as txn, txn.cursor() as cursor:
             if not cursor.set_range(start):
                 return [], None
@@ -481,7 +485,7 @@ class IndexDB:
         return found, found[-1] + b"\0" if len(found) == count else None
 
     def misfiled(self, tree: bytes) -> Misfiled:
-        """Damage to keys. One pass over the tree, and a search for each of its keys."""
+        """Return the damaged keys of a tree. One pass over the tree, and a search for each of its keys."""
         db = self._trees[TREES.index(tree)]
         keys: list[bytes] = []
         astray: set[bytes] = set()
@@ -493,8 +497,8 @@ class IndexDB:
         return Misfiled(_out_of_order(keys), astray)
 
     def refile(self, tree: bytes, misfiled: Misfiled, is_whole: Callable[[bytes, bytes], bool]) -> None:
-        """Put a tree in order, durably: of the suspects those stay that are whole by their values, and what
-        a search does not find is put where it does. One look at every entry of the tree."""
+        """Reorder a tree, durably. Suspects stay if they are whole by their values. Entries that a search
+        does not find are moved. Reads every entry of the tree."""
         db = self._trees[TREES.index(tree)]
         wrong = misfiled.suspects
         again: list[_Entry] = []
@@ -514,8 +518,8 @@ class IndexDB:
                 txn.put(name, data, db=db)
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
-        """Follow (key, tokens) after (key, tokens) down from ``parent``, as far as there are pages with
-        exactly these tokens under this identity."""
+        """Follow (key, tokens) pairs down from ``parent``. Return the records of pages with exactly these
+        tokens under this identity, as far as there are any."""
         found: list[PageRecord] = []
         with (
             _os_errors(),
@@ -529,7 +533,7 @@ class IndexDB:
                 while record is None and more and cursor.key().startswith(prefix):
                     record = self._child(txn, cursor.key(), parent, identity)
                     if record is not None and record.tokens != tokens:
-                        record = None  # a collision: equal keys, other tokens
+                        record = None  # a collision: the same key with other tokens
                     more = cursor.next()
                 if record is None:
                     break
@@ -538,8 +542,8 @@ class IndexDB:
         return found
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
-        """Some children of ``parent`` that begin with the same four tokens as ``tokens``, or have fewer and
-        begin with those."""
+        """Return some children of ``parent`` that begin with the same four tokens as ``tokens``, or that have
+        fewer tokens and begin with these."""
         found: list[PageRecord] = []
         prefixes = [tokens, *(tokens[:nbytes] for nbytes in range(BEGINNING - 4, 0, -4))]
         with (
@@ -565,7 +569,7 @@ class IndexDB:
         return record
 
     def read_payload(self, record: PageRecord, view: memoryview) -> bool:
-        """Copy an inline payload into ``view``. False when it is not there, or not in full."""
+        """Copy an inline payload into ``view``. Return False if it is missing or incomplete."""
         with _os_errors(), self._env.begin(buffers=True) as txn, txn.cursor(self._payload) as cursor:
             more = cursor.set_key(payload_key(record.serial, 0))
             for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
@@ -579,7 +583,7 @@ class IndexDB:
         return True
 
     def pages(self, serials: Iterable[int]) -> list[tuple[PageRecord, memoryview | None]]:
-        """Each page's record, and its payload if that is inline. Damaged pages are left out."""
+        """Return each page's record, and its payload if it is inline. Damaged pages are left out."""
         found: list[tuple[PageRecord, memoryview | None]] = []
         for record in list(self.records(serials)):
             payload = None
@@ -592,9 +596,10 @@ class IndexDB:
         return found
 
     def apply(self, change: Change) -> None:
-        """Do all of ``change``, durably, or nothing of its additions.
+        """Do all of ``change``, durably, or none of its additions.
 
-        Raises :class:`OSError`; ENOSPC when the map is full. Removals may then have been done already.
+        Raise :class:`OSError` if that fails, with ENOSPC if the map is full. Removals may then have been done
+        already.
         """
         with _os_errors():
             try:
@@ -604,7 +609,7 @@ class IndexDB:
                 self._apply(change)
 
     def forget(self, serials: Sequence[int]) -> None:
-        """Delete pages whatever their records say, durably."""
+        """Delete pages durably, even if their records are damaged."""
         with _os_errors():
             for start in range(0, len(serials), _FORGOTTEN_AT_ONCE):
                 some = serials[start : start + _FORGOTTEN_AT_ONCE]
@@ -621,22 +626,22 @@ class IndexDB:
                 IndexTransaction(txn, self._trees).delete(serial)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
-        """Give pages new places (in extents), durably: each record as it is to be, and the place it had.
+        """Give pages new places in the extents, durably: each new record, and the place that it had.
 
-        Raises :class:`OSError`; then nothing has changed.
+        Raise :class:`OSError` if that fails; then nothing has changed.
         """
         with _os_errors(), self._env.begin(write=True) as txn:
             for record, before in moved:
                 key = page_key(record.serial)
                 stored, facts = txn.get(key, db=self._pages), txn.get(key, db=self._facts)
-                assert stored is not None, f"page {record.serial} is not there"
+                assert stored is not None, f"page {record.serial} has no record"
                 assert facts is not None, f"page {record.serial} has no facts"
                 assert stored_place(stored) == before, f"page {record.serial} is not at {before}"
                 txn.put(key, encode(record), db=self._pages)
                 txn.put(key, with_place(facts, record.place), db=self._facts)
 
     def mend(self, edits: Sequence[tuple[bytes, bytes, bytes | None]]) -> None:
-        """Put each (tree, key, value) as it is given, or delete the key where the value is None; durably."""
+        """Put each (tree, key, value), or delete the key if the value is None; durably."""
         with _os_errors():
             for start in range(0, len(edits), REMOVED_AT_ONCE):
                 with self._env.begin(write=True) as txn:
@@ -652,12 +657,13 @@ class IndexDB:
             IndexTransaction(txn, self._trees).make(change)
 
     def _make_room(self, change: Change) -> None:
-        # LMDB reuses what a transaction freed only in the second one after it (the one before must stay
-        # readable until then). So remove in small steps, and let two transactions pass.
+        # LMDB reuses pages freed by a transaction only in the second transaction after it, because the
+        # previous state must stay readable until then. So remove in small steps, and run two more
+        # transactions.
         for removed in small_steps(change.removed):
             try:
                 self._apply(Change(removed=removed, next_serial=change.next_serial, tick=change.tick))
-            except lmdb.MapFullError:  # what was freed just before cannot be used yet
+            except lmdb.MapFullError:  # pages just freed cannot be used yet
                 for removal in removed:
                     self._let_turns_pass()
                     self._apply(Change(removed=[removal], next_serial=change.next_serial, tick=change.tick))
@@ -670,7 +676,7 @@ class IndexDB:
 
 
 def _out_of_order(keys: Sequence[bytes]) -> set[bytes]:
-    """The keys that are not in every longest ascending selection of ``keys``."""
+    """Return the keys that are not in every longest ascending subsequence of ``keys``."""
     if all(itertools.starmap(operator.lt, itertools.pairwise(keys))):
         return set()
     number = {key: at for at, key in enumerate(sorted(set(keys)))}
@@ -688,7 +694,7 @@ def _out_of_order(keys: Sequence[bytes]) -> set[bytes]:
 
 
 def _ascending(ranks: Sequence[int]) -> list[int]:
-    """For each the length of the longest ascending selection that ends with it."""
+    """Return for each rank the length of the longest ascending subsequence that ends with it."""
     ends: list[int] = []
     lengths: list[int] = []
     for rank in ranks:
@@ -699,7 +705,7 @@ def _ascending(ranks: Sequence[int]) -> list[int]:
 
 
 def _by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """The facts in order of serials, each serial once: a damaged key lies out of order."""
+    """Return the facts in order of serials, each serial once. A damaged key is out of order."""
     serials = facts["serial"]
     if bool((serials[1:] > serials[:-1]).all()):
         return facts
@@ -707,7 +713,8 @@ def _by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def _confirmed(facts: npt.NDArray[np.void], records: npt.NDArray[np.void], tick: int) -> npt.NDArray[np.void]:
-    """Facts with what the records say, and no use that cannot be when the store's clock is at ``tick``."""
+    """Return facts with the values of the records, and without uses that are impossible at the clock value
+    ``tick``."""
     facts = facts.copy()
     known = np.isin(facts["serial"], records["serial"])
     said = records[np.isin(records["serial"], facts["serial"])]
@@ -721,7 +728,7 @@ def _confirmed(facts: npt.NDArray[np.void], records: npt.NDArray[np.void], tick:
 
 
 class _os_errors:
-    """Turns LMDB's errors into :class:`OSError`, which is what a disk that fails looks like from above."""
+    """Turns LMDB's errors into :class:`OSError`, the error that callers expect from a failing disk."""
 
     def __enter__(self) -> None: ...
 

@@ -1,19 +1,19 @@
-"""An index file read without LMDB: is it safe to open?
+"""Reads an index file without LMDB, to tell whether it is safe to open.
 
-LMDB maps its file and believes it. Two swapped pages end the process, by an assertion in C. A free list that
-names a page in use makes a later transaction overwrite that page. So :meth:`IndexFile.check` reads every
+LMDB maps its file and trusts it. Two swapped pages end the process through an assertion in C. A free list
+that names a page in use makes a later transaction overwrite that page. So :meth:`IndexFile.check` reads every
 page that LMDB would follow, before LMDB opens the file. Each page must have the number and kind that its
-parent expects, and its entries must tile it. All leaves of a tree lie equally deep, and hold as many entries
-as the tree says. No page has two owners, or is free and has one. The check ignores what entries say: records
-have checksums.
+parent expects, and its entries must tile it. All leaves of a tree have the same depth, and together hold as
+many entries as the tree says. No page has two owners, or is both free and in use. The check ignores the
+contents of entries: records have checksums.
 
-It reads with ``pread``, so that a failing disk raises an error and not a signal. It takes the leaves in the
-order of the file, a thousand at a time, with numpy: 0.2 s of processor time for a million records (0.54 GB),
-besides what the disk needs to deliver them. Overflow pages hold nothing but payload, often most of the file.
-A damaged one harms no reader, only the transaction that removes it. So :meth:`IndexFile.check_payloads`
-reads those beside the first lookups, and the store removes nothing before it has succeeded.
+It reads with ``pread``, so that a failing disk raises an error instead of a signal. It processes the leaves
+in file order, a thousand at a time, with numpy: 0.2 s of processor time for a million records (0.54 GB), plus
+the time of the disk. Overflow pages, often most of the file, hold only payload. A damaged one harms no
+reader, only the transaction that removes it. So :meth:`IndexFile.check_payloads` reads these beside the first
+lookups, and the store removes nothing before it has succeeded.
 
-The layout is that of LMDB 0.9 on 64-bit machines (``mdb.c``). Damage that arises while the index is open is
+The layout is that of LMDB 0.9 on 64-bit machines (``mdb.c``). Damage that occurs while the index is open is
 not found here: LMDB may still end the process when it reads such a page for the first time.
 """
 
@@ -35,21 +35,25 @@ from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.records import FORMAT_KEY, META, TREES
 
-_PAGE_SIZES = (4096, 8192, 16384, 32768)  # LMDB takes the kernel's, up to the last
-_PAGE_SIZE_AT = 40  # in the first page
+_PAGE_SIZES = (4096, 8192, 16384, 32768)  # LMDB uses the kernel's page size, up to the last of these
+_PAGE_SIZE_AT = 40  # offset in the first page
 _BATCH_PAGES = 1024
-_HEAD_BYTES = 16  # of a page: number (8), padding, flags, end of the node pointers, start of the nodes
-_NODE_BYTES = 8  # of a node's head: length of the data (4) or the child's number, flags, length of the key
+_HEAD_BYTES = (
+    16  # the head of a page: number (8), padding, flags, end of the node pointers, start of the nodes
+)
+_NODE_BYTES = 8  # head of a node: length of the data (4) or the child's number, flags, length of the key
 _LMDB = (0, 9)
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_MAGIC_AT = 16  # in the first page
-_OTHER_VERSIONS = (2, 999)  # of LMDB 1.0, and of its development
+_MAGIC_AT = 16  # offset in the first page
+_OTHER_VERSIONS = (2, 999)  # data versions of LMDB 1.0 and of its development
 _META = struct.Struct("<16x II QQ 48s 48s QQ")  # magic, version, address, map size, two trees, last page, txn
 _TREE = struct.Struct("<I HH QQQ QQ")  # page size, flags, depth, branches, leaves, overflow, entries, root
 _NO_ROOT = (1 << 64) - 1
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 0x01, 0x02, 0x04, 0x08
-_ELSEWHERE, _IS_TREE = 0x01, 0x02  # flags of nodes: the data is in overflow pages; it is the head of a tree
-_FREE_FLAGS, _NO_SUBDIR = 0x08, 0x4000  # of the tree of free pages: integer keys; and how the file was opened
+# flags of nodes: the data is in overflow pages; the data is the head of a tree
+_ELSEWHERE, _IS_TREE = 0x01, 0x02
+# flags of the tree of free pages: integer keys; and the mode in which the file was opened
+_FREE_FLAGS, _NO_SUBDIR = 0x08, 0x4000
 _MOST_DEPTH = 30
 _MOST_KEY_BYTES = 511
 _MOST_MAP_BYTES = 1 << 46
@@ -70,10 +74,10 @@ class DamagedIndexError(StoreUnavailableError):
 
 
 def stored_format(path: Path) -> int | None:
-    """The format of the index at ``path``; None when there is none yet.
+    """Return the format of the index at ``path``; None if there is none yet.
 
-    Raises :class:`~tierstore.errors.StoreUnavailableError` when the file is no index, or a damaged one, and
-    where it cannot be told because of another version of LMDB.
+    Raise :class:`~tierstore.errors.StoreUnavailableError` if the file is no index or is damaged, or if
+    another version of LMDB prevents reading it.
     """
     _require_lmdb(path)
     if not path.exists() or path.stat().st_size == 0:
@@ -85,10 +89,10 @@ def stored_format(path: Path) -> int | None:
 
 
 def check_index(path: Path) -> IndexFile:
-    """Check everything that LMDB follows in the index at ``path`` but its payloads, which are left to
-    :meth:`IndexFile.check_payloads`.
+    """Check everything in the index at ``path`` that LMDB follows, except the payloads, which
+    :meth:`IndexFile.check_payloads` checks.
 
-    Raises :class:`DamagedIndexError`, and :class:`OSError` for a file that cannot be read.
+    Raise :class:`DamagedIndexError`, and :class:`OSError` for a file that cannot be read.
     """
     index = IndexFile(path)
     index.check()
@@ -96,12 +100,13 @@ def check_index(path: Path) -> IndexFile:
 
 
 def _require_lmdb(path: Path) -> None:
-    """Raises :class:`StoreUnavailableError` for a binding, or a file, of a version with other pages."""
+    """Raise :class:`StoreUnavailableError` if the LMDB library or the file has a version with another page
+    format."""
     found = ".".join(map(str, lmdb.version()))
     if lmdb.version()[:2] != _LMDB:
         raise StoreUnavailableError(
-            f"the package lmdb {lmdb.__version__} comes with LMDB {found}, and tierstore reads the files of "
-            f"LMDB 0.9 only: install lmdb 3.0.0; {path} stays as it is"
+            f"the package lmdb {lmdb.__version__} comes with LMDB {found}, but tierstore reads only files of "
+            f"LMDB 0.9: install lmdb 3.0.0; {path} was not changed"
         )
     if not path.exists():
         return
@@ -117,7 +122,7 @@ def _require_lmdb(path: Path) -> None:
 
 
 class _Damage(Exception):
-    """What is wrong, without the file's name."""
+    """The reason why a file is damaged, without its name."""
 
 
 class _Tree(NamedTuple):
@@ -139,8 +144,8 @@ class _Nodes:
     """The nodes of some pages, one behind the other."""
 
     data: npt.NDArray[np.uint8]  # the pages, side by side
-    page: _Numbers  # each node's page, as an index into the pages that were asked for
-    start: _Numbers  # where in ``data`` a node begins
+    page: _Numbers  # each node's page, as an index into the requested pages
+    start: _Numbers  # where a node begins in ``data``
     key_bytes: _Numbers
     flags: _Numbers
     low: _Numbers  # bytes of data, or the low part of a child's number
@@ -150,33 +155,33 @@ class _Nodes:
         return self.data[start : start + int(self.key_bytes[node])].tobytes()
 
     def value(self, node: int) -> bytes:
-        """The data of a node that holds it itself."""
+        """Return the data of a node that holds it itself."""
         start = int(self.start[node] + _NODE_BYTES + self.key_bytes[node])
         return self.data[start : start + int(self.low[node])].tobytes()
 
     def numbers(self, nodes: npt.NDArray[np.intp]) -> _Numbers:
-        """The first 8 bytes of these nodes' data."""
+        """Return the first 8 bytes of the data of these nodes, as numbers."""
         at = self.start[nodes] + _NODE_BYTES + self.key_bytes[nodes]
         return np.asarray(_words(self.data)[at], np.int64)
 
 
 class IndexFile:
-    """The last durable state of an index without a writer."""
+    """The last durable state of an index that has no writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = -1
         self._page_bytes = 0
         self._file_pages = 0
-        self._last = 1  # the last page that may be in use
+        self._last = 1  # last page that may be in use
         self._used: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._free = np.zeros(0, np.int64)  # pages, in order
+        self._free = np.zeros(0, np.int64)  # free pages, in order
         self._payloads: list[tuple[_Numbers, _Numbers]] = []  # overflow pages of the trees: first, count
 
     def get_format(self) -> bytes | None:
-        """What the tree ``meta`` says of the format; None in an index that nothing was written to yet.
+        """Return the format in the tree ``meta``; None for an index that nothing was written to yet.
 
-        Raises :class:`DamagedIndexError` and :class:`OSError`.
+        Raise :class:`DamagedIndexError` and :class:`OSError`.
         """
         with self._open():
             trees = self._trees(self._meta()[1])
@@ -188,16 +193,16 @@ class IndexFile:
                 for node in range(len(nodes.start)):
                     if nodes.key(node) == FORMAT_KEY:
                         return nodes.value(node)
-            raise _Damage("it has entries, and none that says of which format they are")
+            raise _Damage("it has entries, but no entry for their format")
 
     def check(self) -> None:
-        """Check everything that LMDB follows, but the payloads. Raises :class:`DamagedIndexError`, and
+        """Check everything that LMDB follows, except the payloads. Raise :class:`DamagedIndexError`, and
         :class:`OSError` for a file that cannot be read."""
         with self._open():
             self._check()
 
     def check_payloads(self) -> None:
-        """Check what :meth:`check` has left out: the overflow pages of all trees. Raises the same errors."""
+        """Check the overflow pages of all trees, which :meth:`check` skips. Raises the same errors."""
         firsts = np.concatenate([np.zeros(0, np.int64), *(first for first, _ in self._payloads)])
         counts = np.concatenate([np.zeros(0, np.int64), *(count for _, count in self._payloads)])
         self._payloads.clear()
@@ -206,11 +211,11 @@ class IndexFile:
             self._check_overflow(firsts[order], counts[order])
 
     def give_back_free_pages(self, io: FileIO) -> None:
-        """Take their blocks from the pages that LMDB lists as free. It writes such a page before it reads it.
+        """Free the blocks of the pages that LMDB lists as free. LMDB writes such a page before it reads it.
 
-        Nobody may write to the index meanwhile, and nothing that LMDB would come back to after a crash may
-        refer to these pages: commit once more after what has freed them. Raises :class:`DamagedIndexError`,
-        and :class:`OSError`, also where the file system cannot do it.
+        No other code may write to the index meanwhile. Nothing that LMDB may return to after a crash may
+        refer to these pages: commit once more after the transaction that freed them. Raise
+        :class:`DamagedIndexError`, and :class:`OSError`, also if the file system cannot do it.
         """
         with self._open():
             self._check()
@@ -229,7 +234,7 @@ class IndexFile:
         try:
             self._page_bytes = int.from_bytes(os.pread(self._fd, 4, _PAGE_SIZE_AT), "little")
             if self._page_bytes not in _PAGE_SIZES:
-                raise _Damage("its first pages are none of LMDB's")
+                raise _Damage("its first pages are not LMDB's")
             self._file_pages = os.fstat(self._fd).st_size // self._page_bytes
             yield
         except _Damage as damage:
@@ -244,16 +249,17 @@ class IndexFile:
         self._used = np.zeros(min(self._last + 1, self._file_pages), np.bool_)
         trees = self._trees(main)
         if set(trees) not in (set(), set(TREES)):
-            raise _Damage("it does not hold the trees that it should")
+            raise _Damage("it does not have the expected trees")
         if free.flags & ~_NO_SUBDIR != _FREE_FLAGS or any(tree.flags for tree in (main, *trees.values())):
-            raise _Damage("its trees are of no kind that tierstore makes")
+            raise _Damage("its trees have flags that tierstore does not use")
         known = {b"the directory of trees": main, **trees}
         leaves = [self._walk(name, tree) for name, tree in known.items()]
         self._check_leaves(known, leaves)
         self._check_free(free)
 
     def _meta(self) -> tuple[_Tree, _Tree, int]:
-        """The tree of free pages, the one of trees, and the last page in use, as LMDB would choose them."""
+        """Return the tree of free pages, the tree of trees, and the last page in use, chosen as LMDB
+        would."""
         pages = self._read(np.array([0, 1])).tobytes() if self._file_pages >= 2 else b""
         if not pages:
             raise _Damage("truncated")
@@ -263,26 +269,26 @@ class IndexFile:
             flags = int.from_bytes(pages[start + 10 : start + 12], "little")
             right = (magic, version, flags) == (_MAGIC, _VERSION, _META_PAGE)
             if not right or int.from_bytes(free[:4], "little") != self._page_bytes:
-                raise _Damage("its first pages are none of LMDB's")
+                raise _Damage("its first pages are not LMDB's")
             if not (last + 1) * self._page_bytes <= map_bytes <= _MOST_MAP_BYTES:
-                raise _Damage(f"its page {start // self._page_bytes} names a size that cannot be")
+                raise _Damage(f"its page {start // self._page_bytes} names an impossible size")
             best = max(best, (transaction, free, main, last))
         _, free, main, last = best
         return _Tree.decode(free), _Tree.decode(main), last
 
     def _trees(self, main: _Tree) -> dict[bytes, _Tree]:
-        """The named trees. There are few, so that their directory is one leaf."""
+        """Return the named trees. There are few, so their directory is a single leaf."""
         if main.depth == 0 and main.root == _NO_ROOT:
             return {}
         if main.depth != 1:
-            raise _Damage("its directory of trees is not one page")
+            raise _Damage("its directory of trees is not a single page")
         nodes = next(self._nodes(_as_numbers(main.root), _LEAF))
         if not bool(((nodes.flags == _IS_TREE) & (nodes.low == _TREE.size)).all()):
-            raise _Damage("its directory names something that is no tree")
+            raise _Damage("its directory names an entry that is not a tree")
         return {nodes.key(node): _Tree.decode(nodes.value(node)) for node in range(len(nodes.start))}
 
     def _walk(self, name: bytes, tree: _Tree) -> _Numbers:
-        """Go down the branches of a tree. Returns its leaves."""
+        """Follow the branches of a tree. Return its leaves."""
         if tree.depth == 0 and tree.root == _NO_ROOT and not tree.entries:
             return np.zeros(0, np.int64)
         if not 0 < tree.depth <= _MOST_DEPTH:
@@ -296,11 +302,11 @@ class IndexFile:
             ]
             level = np.concatenate(children)
         if (branches, len(level)) != (tree.branches, tree.leaves):
-            raise _Damage(f"its tree {name.decode()!r} lacks pages, or has too many")
+            raise _Damage(f"its tree {name.decode()!r} has too few or too many pages")
         return self._take(level)
 
     def _check_leaves(self, trees: dict[bytes, _Tree], leaves: list[_Numbers]) -> None:
-        """All of them in the order in which they lie in the file."""
+        """Check the leaves of all trees, in file order."""
         numbers = np.concatenate(leaves)
         owner = np.repeat(np.arange(len(leaves)), [len(each) for each in leaves])
         order = np.argsort(numbers)
@@ -312,7 +318,7 @@ class IndexFile:
             done += int(nodes.page[-1]) + 1
             entries += np.bincount(of, minlength=len(leaves))
             if bool((nodes.flags > np.where(of == 0, _IS_TREE, _ELSEWHERE)).any()):  # 0: the directory
-                raise _Damage("an entry is of no kind that tierstore makes")
+                raise _Damage("an entry has flags that tierstore does not use")
             elsewhere = np.flatnonzero(nodes.flags == _ELSEWHERE)
             if len(elsewhere):
                 self._payloads.append(self._overflow(nodes, elsewhere))
@@ -321,7 +327,7 @@ class IndexFile:
                 raise _Damage(f"its tree {name.decode()!r} has {found} entries, not {tree.entries}")
 
     def _overflow(self, nodes: _Nodes, chosen: npt.NDArray[np.intp]) -> tuple[_Numbers, _Numbers]:
-        """The overflow pages (first, count) of the chosen nodes."""
+        """Return the overflow pages (first, count) of the chosen nodes."""
         first = nodes.numbers(chosen)
         count = (nodes.low[chosen] + _HEAD_BYTES + self._page_bytes - 1) // self._page_bytes
         self._take(first[count == 1])
@@ -332,7 +338,7 @@ class IndexFile:
         return first, count
 
     def _check_free(self, free: _Tree) -> None:
-        """No page may be free that is in use, or free twice."""
+        """Check that no free page is in use or listed twice."""
         lists = [np.zeros(0, np.int64)]
         entries = 0
         for nodes in self._nodes(self._walk(b"free", free), _LEAF):
@@ -342,10 +348,11 @@ class IndexFile:
         if entries != free.entries:
             raise _Damage(f"its list of free pages has {entries} entries, not {free.entries}")
         numbers = np.concatenate(lists)
-        # LMDB never writes what is taken and given back in one transaction, so it may lie behind the file.
+        # LMDB never writes pages that were taken and freed in one transaction, so they may be behind the end
+        # of the file.
         behind = np.sort(numbers[numbers >= self._file_pages])
         if len(behind) and (behind[-1] > self._last or bool((np.diff(behind) == 0).any())):
-            raise _Damage("its list of free pages is none")
+            raise _Damage("its list of free pages is invalid")
         self._free = self._take(numbers[numbers < self._file_pages])
 
     def _free_list(self, nodes: _Nodes, node: int) -> _Numbers:
@@ -357,30 +364,30 @@ class IndexFile:
             data = pages.tobytes()[_HEAD_BYTES : _HEAD_BYTES + int(nodes.low[node])]
         numbers = np.frombuffer(data[: len(data) // 8 * 8], "<u8").astype(np.int64)
         if nodes.key_bytes[node] != 8 or not len(numbers) or not 0 <= numbers[0] < len(numbers):
-            raise _Damage("its list of free pages is none")
+            raise _Damage("its list of free pages is invalid")
         numbers = numbers[1 : 1 + int(numbers[0])]
-        if bool((np.diff(numbers) >= 0).any()):  # LMDB merges such lists, and they must descend for that
+        if bool((np.diff(numbers) >= 0).any()):  # LMDB merges such lists, so they must descend
             raise _Damage("its list of free pages is out of order")
         return numbers
 
     # -- pages ---------------------------------------------------------------------------------------
 
     def _take(self, numbers: _Numbers) -> _Numbers:
-        """Note that these pages have an owner, and return them in order."""
+        """Mark these pages as owned. Return them in order."""
         numbers = np.sort(numbers)
         if not len(numbers):
             return numbers
         if numbers[0] < 2 or numbers[-1] > self._last:
-            raise _Damage("it refers to a page that it does not have")
+            raise _Damage("it refers to a page beyond its end")
         if numbers[-1] >= self._file_pages:
             raise _Damage("truncated")
         if bool((np.diff(numbers) == 0).any()) or bool(self._used[numbers].any()):
-            raise _Damage("a page of it is used twice")
+            raise _Damage("one of its pages is used twice")
         self._used[numbers] = True
         return numbers
 
     def _nodes(self, numbers: _Numbers, kind: int) -> Iterator[_Nodes]:
-        """The nodes of these pages, so many pages at a time, each page checked."""
+        """Yield the nodes of these pages, a batch of pages at a time. Each page is checked."""
         for start in range(0, len(numbers), _BATCH_PAGES):
             batch = numbers[start : start + _BATCH_PAGES]
             yield _nodes_of(batch, self._read(batch), kind)
@@ -395,7 +402,7 @@ class IndexFile:
             _require(right, batch)
 
     def _read(self, numbers: _Numbers) -> npt.NDArray[np.uint8]:
-        """These pages, neighbours in one call."""
+        """Read these pages, with one call for each run of neighbours."""
         if int(numbers.max()) >= self._file_pages or int(numbers.min()) < 0:
             raise _Damage("truncated")
         pages = np.empty((len(numbers), self._page_bytes), np.uint8)
@@ -409,7 +416,8 @@ class IndexFile:
 
 
 def _nodes_of(numbers: _Numbers, pages: npt.NDArray[np.uint8], kind: int) -> _Nodes:
-    """The nodes of pages that are what they should be: these numbers, of this kind, and tiled by nodes."""
+    """Return the nodes of pages, after checking that they have these numbers and this kind and are tiled by
+    nodes."""
     page_bytes = pages.shape[1]
     halves = pages.view("<u2")
     lower, upper = (halves[:, column].astype(np.int64) for column in (6, 7))
@@ -436,29 +444,30 @@ def _nodes_of(numbers: _Numbers, pages: npt.NDArray[np.uint8], kind: int) -> _No
     sizes += sizes % 2
     _require((key_bytes <= _MOST_KEY_BYTES) & (pointer + sizes <= page_bytes), numbers[page])
     _require(np.add.reduceat(sizes, ends - counts) == page_bytes - upper, numbers)
-    # No two pointers lead to one node, and each node ends where another one or the page ends. LMDB deletes
-    # from a page by moving what lies before a node: one that is listed twice would take another one along.
+    # No two pointers may lead to one node, and each node must end where another node or the page ends. LMDB
+    # deletes from a page by moving the bytes before a node, so a node listed twice would corrupt others.
     begins = np.zeros(len(data) // 2 + 1, np.bool_)
     begins[start // 2] = True
     _require(begins[(np.arange(len(numbers)) * page_bytes + upper) // 2], numbers)
     if np.count_nonzero(begins) != len(start):
-        raise _Damage("an entry of a page of it is listed twice")
+        raise _Damage("an entry of one of its pages is listed twice")
     begins[np.arange(page_bytes, len(data) + 1, page_bytes) // 2] = True
     _require(begins[(start + sizes) // 2], numbers[page])
     return _Nodes(data, page, start, key_bytes, flags, low)
 
 
 def _as_numbers(number: int) -> _Numbers:
-    """One page's number. One that is too large for that comes out negative, which no page's is."""
+    """Return a page's number as an array. A number too large for a page becomes negative, which no page
+    number is."""
     return np.array([number], np.uint64).astype(np.int64)
 
 
 def _words(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """The 8 bytes from each byte of ``data`` on, as a number."""
+    """Return the 8 bytes from each byte of ``data`` on, as numbers."""
     words: npt.NDArray[np.uint64] = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))
     return words
 
 
 def _require(right: npt.NDArray[np.bool_], numbers: _Numbers) -> None:
     if not bool(right.all()):
-        raise _Damage(f"its page {int(numbers[np.argmin(right)])} is not what was written")
+        raise _Damage(f"its page {int(numbers[np.argmin(right)])} has wrong contents")

@@ -1,7 +1,7 @@
 """The system calls of the disk tier's extent files, behind one small object.
 
-Everything that touches payload bytes goes through here, so that a test can make any one call fail, fall
-short or lie while the rest of the tier runs the code that users run. Nothing is interpreted here.
+All payload I/O goes through here, so that a test can make any single call fail, fall short or lie while the
+rest of the tier runs the code that users run. This module does not interpret results.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from tierstore.memory import address_of
 
 # -- Linux AIO -----------------------------------------------------------------------------------------
 #
-# Many reads with a handful of system calls: Linux AIO, for pages that are small and lie apart.
+# Many reads with few system calls: Linux AIO, for small pages that are not adjacent.
 #
-# A thread for each request in flight costs more than the request when that is small: two switches, and the
-# interpreter's lock several times. Here one thread hands the kernel a whole batch, and takes what has arrived
-# a few at a time. Prefetches of pages that lie apart were 1.3 times as fast so as with eight threads for 64
-# KiB pages, 1.4 times for 128 KiB and 1.04 times for 256 KiB, with 0.8 to 0.85 of the core-seconds (medians
-# of 12, by turns in one process, two cores with other work).
+# A thread for each request in flight costs more than a small request itself: two switches, and the
+# interpreter's lock several times. Here, one thread passes the kernel a whole batch, and takes the results a
+# few at a time. Compared with eight threads, prefetches of such pages were 1.3 times as fast for 64 KiB
+# pages, 1.4 times for 128 KiB and 1.04 times for 256 KiB, with 0.8 to 0.85 of the core-seconds. These are
+# medians of 12, alternating in one process, on two cores with other work.
 #
-# The kernel's interface is four system calls, which no library that comes with Python has. It only works with
-# O_DIRECT, and where a file system does not support it the reads happen one after the other, which is why a
-# directory finds out first whether it is any faster (calibration.py). io_uring would do as well, and is
-# forbidden in most containers.
+# The interface consists of four system calls, which Python's libraries do not have. It works only with
+# O_DIRECT. A file system without support for it does the reads one after the other, so a directory first
+# measures whether it is faster (calibration.py). io_uring would also work, but most containers forbid it.
 
 
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
 _READ = 0
-_AT_LEAST = 4  # arrivals are waited for at once
+_AT_LEAST = 4  # results to wait for at once
 _REQUEST = np.dtype(
     [
         ("number", "<u8"),
@@ -65,7 +64,8 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class QueuedRead(NamedTuple):
-    """Fill ``view`` from byte ``offset`` of a file that is open with O_DIRECT; all three are aligned."""
+    """A request to fill ``view`` from byte ``offset`` of a file that is open with O_DIRECT; all three are
+    aligned."""
 
     fd: int
     view: memoryview
@@ -73,14 +73,14 @@ class QueuedRead(NamedTuple):
 
 
 Landed = Callable[[int, int], None]
-"""Is told the number of a read and its outcome: bytes, or the error number below 0."""
+"""Called with the number of a read and its outcome: the number of bytes, or a negative error number."""
 
 
 class ReadQueue:
     """Up to ``depth`` reads in flight, for one thread at a time."""
 
     def __init__(self, depth: int) -> None:
-        """Raises :class:`OSError` where the kernel has no such queue to give."""
+        """Create the queue. Raise :class:`OSError` if the kernel has none."""
         self._depth = depth
         self._context = ctypes.c_ulong(0)
         self._events = np.zeros(depth, _EVENT)
@@ -88,14 +88,15 @@ class ReadQueue:
             raise OSError(errno.ENOSYS, f"the system calls of {platform.machine()} are not known")
         setup, destroy, self._getevents, self._submit = _CALLS[platform.machine()]
         _call(setup, ctypes.c_long(depth), ctypes.byref(self._context))
-        # Not __del__, which at the interpreter's end may find half of this module gone; and not at exit, when
-        # a disk that has stopped answering would be waited for. A process that ends has no queues any more.
+        # Not __del__, which may run at interpreter exit after half of this module is gone. Not at exit
+        # either, because it would wait for a disk that has stopped answering. The kernel frees a process's
+        # queues at its end.
         self._finalizer = weakref.finalize(self, _call, destroy, ctypes.c_ulong(self._context.value))
         self._finalizer.atexit = False
 
     def read(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
-        """Do all of ``reads``. On return, also by an exception, none is in flight any more. Raises
-        :class:`OSError` when the kernel takes no more of them: what has not ``landed`` was not done."""
+        """Do all of ``reads``. No read is in flight when this returns or raises. Raise :class:`OSError` if
+        the kernel accepts no more; reads that have not ``landed`` were not done."""
         requests = _requests(reads)
         addresses = requests.ctypes.data + _REQUEST.itemsize * np.arange(len(reads), dtype=np.uint64)
         submitted = arrived = 0
@@ -109,11 +110,11 @@ class ReadQueue:
                 for number, result in found:
                     landed(number, result)
         finally:
-            while arrived < submitted:  # they write to the caller's memory
+            while arrived < submitted:  # reads in flight write to the caller's memory
                 arrived += len(self._take(1))
 
     def close(self) -> None:
-        """Give the queue back; the last reference does so too. Idempotent."""
+        """Free the queue, as the last reference also does. Repeated calls do nothing."""
         self._finalizer()
 
     def _hand_in(self, addresses: npt.NDArray[np.uint64]) -> int:
@@ -121,7 +122,7 @@ class ReadQueue:
         return _call(self._submit, self._context, count, ctypes.c_void_p(addresses.ctypes.data))
 
     def _take(self, least: int) -> list[tuple[int, int]]:
-        """(number, outcome) of what has arrived."""
+        """Return (number, outcome) of the reads that have ended."""
         events = ctypes.c_void_p(self._events.ctypes.data)
         sizes = ctypes.c_long(least), ctypes.c_long(self._depth)
         count = _call(self._getevents, self._context, *sizes, events, None)
@@ -141,7 +142,7 @@ def _requests(reads: Sequence[QueuedRead]) -> npt.NDArray[np.void]:
 
 
 def _call(number: int, *arguments: object) -> int:
-    """A system call, again when a signal has cut it short. Raises :class:`OSError`."""
+    """Do a system call, again if a signal interrupts it. Raise :class:`OSError` if it fails."""
     while True:
         result: int = _libc.syscall(ctypes.c_long(number), *arguments)
         if result >= 0:
@@ -160,21 +161,21 @@ class FileIO:
     """The operating system's files. Every method may raise :class:`OSError`; all are thread-safe."""
 
     def open(self, path: Path, flags: int) -> int:
-        """A file descriptor, closed on exec; a file made by this is 0600."""
+        """Open a file, closed on exec, and return its descriptor. New files have mode 0600."""
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes read: fewer than asked for at the end of the file."""
+        """Return the number of bytes read: fewer than requested at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
-        """Do reads that may all be in flight at once, and say of each what became of it, in any order. Raises
-        :class:`OSError` when there is no doing it this way: those that have not landed were not done.
+        """Do reads that may all be in flight at once, and call ``landed`` with each outcome, in any order.
+        Raise :class:`OSError` if the kernel cannot do it this way; reads that have not landed were not done.
 
-        Here they happen one after the other, as :meth:`preadv`; see :class:`QueuedIO`.
+        Here they run one after the other, with :meth:`preadv`; see :class:`QueuedIO`.
         """
         for number, read in enumerate(reads):
             try:
@@ -184,22 +185,22 @@ class FileIO:
             landed(number, result)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes written: fewer than asked for when the disk fills up half way."""
+        """Return the number of bytes written: fewer than requested if the disk fills up."""
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Give the range blocks on disk, growing the file where it is shorter."""
+        """Allocate blocks on disk for the range. A shorter file grows."""
         os.posix_fallocate(fd, offset, nbytes)
 
     def free(self, fd: int, offset: int, nbytes: int) -> None:
-        """Take the range's blocks on disk away. The file stays as long, and reads as zeros there."""
+        """Free the blocks of the range. The file keeps its length and reads as zeros there."""
         if platform.machine() not in _FALLOCATE:
             raise OSError(errno.ENOSYS, f"the system calls of {platform.machine()} are not known")
         number = _FALLOCATE[platform.machine()]
         _call(number, *map(ctypes.c_long, (fd, _PUNCH_HOLE, offset, nbytes)))
 
     def sync(self, fd: int) -> None:
-        """On return everything written to the file, and its size, survives a power loss."""
+        """Make everything written to the file, and its size, survive a power loss."""
         os.fdatasync(fd)
 
     def truncate(self, fd: int, nbytes: int) -> None:
@@ -209,7 +210,7 @@ class FileIO:
         return os.fstat(fd).st_size
 
     def available(self, fd: int) -> int:
-        """Bytes that the file system of ``fd`` has left for this user."""
+        """Return the bytes that the file system of ``fd`` has left for this user."""
         volume = os.fstatvfs(fd)
         return volume.f_bavail * volume.f_frsize
 
@@ -221,7 +222,7 @@ class FileIO:
         os.unlink(path)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Give a file another name, in place of whatever had it."""
+        """Rename a file, replacing any file of that name."""
         os.replace(path, to)
 
     def sync_directory(self, path: Path) -> None:
@@ -234,10 +235,10 @@ class FileIO:
 
 
 class QueuedIO(FileIO):
-    """The operating system's files, with queues for reads in the kernel."""
+    """The operating system's files, with read queues in the kernel."""
 
     def __init__(self) -> None:
-        self._idle: queue.SimpleQueue[ReadQueue] = queue.SimpleQueue()  # one for each thread that reads
+        self._idle: queue.SimpleQueue[ReadQueue] = queue.SimpleQueue()  # one for each reading thread
 
     def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
         try:
@@ -252,25 +253,24 @@ class QueuedIO(FileIO):
 
 # -- calls that have not returned ----------------------------------------------------------------------
 #
-# How a device that has stopped answering is noticed. A thread in a system call cannot be called back, and a
-# thread that watched the others could itself be late. So each call is noted while it is under way, and a
-# caller that wants to know looks at the oldest one.
+# Detects a device that has stopped answering. A thread in a system call cannot be interrupted, and a watching
+# thread could itself be late. So each running call is recorded, and callers look at the oldest one.
 
 
 class InFlightCalls:
-    """The calls under way. Thread-safe."""
+    """The running calls. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._begun: dict[_Call, float] = {}  # in the order in which they began
+        self._begun: dict[_Call, float] = {}  # in the order of their start
 
     def call(self) -> _Call:
-        """A context manager around one call, or a few that take no longer together than one should."""
+        """Return a context manager around one call, or a few that together should take no longer than one."""
         return _Call(self)
 
     def longest_s(self) -> float:
-        """For how long the oldest call has been under way; 0 when there is none."""
+        """Return how long the oldest call has been running; 0 if none is."""
         with self._lock:
             begun = next(iter(self._begun.values()), None)
         return 0.0 if begun is None else self._clock() - begun
@@ -285,7 +285,7 @@ class InFlightCalls:
 
 
 class _Call:
-    """One call. (A generator would do, but takes four times as long.)"""
+    """One call. (A generator would work, but takes four times as long.)"""
 
     __slots__ = ("_calls",)
 
@@ -302,7 +302,7 @@ class _Call:
 
 
 class TrackedIO(FileIO):
-    """Another one's system calls, each of them watched."""
+    """The system calls of another :class:`FileIO`, each recorded while it runs."""
 
     def __init__(self, inner: FileIO, calls: InFlightCalls) -> None:
         self._inner = inner

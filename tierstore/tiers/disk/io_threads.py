@@ -1,8 +1,8 @@
 """Threads for calls that may never return.
 
-``ThreadPoolExecutor`` would do, but for two things: the interpreter waits for its threads at exit, and so for
-a disk that has stopped answering; and asking it takes twice as long, which is what a lookup waits for. These
-are daemons, and get their jobs through a queue that is made of C.
+``ThreadPoolExecutor`` has two drawbacks: the interpreter waits for its threads at exit, and so for a disk
+that has stopped answering; and a call through it takes twice as long, which delays lookups. These threads are
+daemons, and get their jobs through a queue implemented in C.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class IOThreads:
-    """Up to ``threads`` daemon threads, started as they are needed. Thread-safe."""
+    """Up to ``threads`` daemon threads, started as needed. Thread-safe."""
 
     def __init__(self, threads: int, *, name: str) -> None:
         self._most = threads
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)  # one for each thread that has nothing to do
+        self._idle = threading.Semaphore(0)  # one for each idle thread
         self._lock = threading.Lock()
         self._closed = False
         self._threads: list[threading.Thread] = []
 
     def post(self, job: Callable[[], None]) -> None:
-        """Have ``job`` done, which must not raise. Raises :class:`OSError` after :meth:`close`."""
+        """Run ``job``, which must not raise. Raise :class:`OSError` after :meth:`close`."""
         with self._lock:
             if self._closed:
                 raise OSError(errno.ESHUTDOWN, "the disk tier is closed")
@@ -41,8 +41,8 @@ class IOThreads:
                 self._threads[-1].start()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have ``job`` done. Until it has begun, its future can be cancelled. Raises :class:`OSError` once
-        this is closed."""
+        """Run ``job``. Its future can be cancelled until it has started. Raise :class:`OSError` after
+        :meth:`close`."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -56,8 +56,8 @@ class IOThreads:
         return future
 
     def ask(self, job: Callable[[], T], timeout_s: float) -> T:
-        """What ``job`` returns or raises. Raises :class:`TimeoutError` after ``timeout_s`` seconds; a job
-        that has begun then goes on alone. Raises :class:`OSError` after :meth:`close`."""
+        """Run ``job`` and return its result or raise its error. Raise :class:`TimeoutError` after
+        ``timeout_s`` seconds; a running job then continues. Raise :class:`OSError` after :meth:`close`."""
         answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
         wanted = True
 
@@ -76,10 +76,10 @@ class IOThreads:
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {timeout_s:g} s") from None
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]  # None only where that is a T
+        return result  # type: ignore[return-value]  # None only if T allows it
 
     def close(self) -> None:
-        """Do what was submitted, and end the threads."""
+        """Run the submitted jobs, and end the threads."""
         with self._lock:
             self._closed = True
             for _ in self._threads:

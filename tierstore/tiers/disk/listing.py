@@ -1,9 +1,9 @@
-"""What a store directory holds, by identity: pages, tokens, bytes, prompts, ages, hits.
+"""List the contents of a store directory by identity: pages, tokens, bytes, prompts, ages, hits.
 
-One pass over the facts (56 bytes a page) and one over the records' heads (about 0.5 KiB a page, which is
-what the disk has to deliver). Token counts come from the records' lengths; no record is decoded, no payload
-is read. A million pages take a few seconds. A directory in use is its owner's: the index changes under
-its readers.
+This takes one pass over the facts (56 bytes a page) and one over the records' heads (about 0.5 KiB a page
+read from disk). Token counts follow from the records' lengths. No record is decoded, and no payload is read.
+A million pages take a few seconds. A directory in use cannot be listed, because the index changes under its
+readers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _HEADS_DTYPE = np.dtype([("serial", ">u8"), ("tokens", "<u4"), ("created_s", "<f
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored under one identity. Times are wall-clock seconds; None where there is no page."""
+    """The pages of one identity. Times are wall-clock seconds; None if there is no page."""
 
     identity: Identity
-    name: str  # of the model, for people; empty if the engine gave none
+    name: str  # name of the model for people; empty if the engine gave none
     pages: int
-    prompts: int  # pages that nothing comes after
+    prompts: int  # pages without a page behind them
     tokens: int
     bytes: int  # of payload
-    inline_pages: int  # of the pages, those that are in the index
+    inline_pages: int  # pages whose payload is in the index
     hits: int  # since the pages were saved
     oldest_s: float | None
     newest_s: float | None
@@ -47,7 +47,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a directory holds. ``lost_pages`` are those that no lookup reaches any more; the next opening
+    """The contents of a directory. ``lost_pages`` counts pages that no lookup can reach; the next opening
     removes them."""
 
     directory: str
@@ -55,17 +55,17 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
     holdings: list[Holding]  # the one with the most bytes first
     lost_pages: int
-    capacity_bytes: int | None  # the cap of its last life; None where that was not written down
+    capacity_bytes: int | None  # the cap at the last opening; None if it was not stored
     allocated_bytes: int  # everything under the directory
-    extent_bytes: int  # of that, the extent files, used or not
+    extent_bytes: int  # the part in extent files, used or not
     index_bytes: int
 
 
 def list_store(path: Path) -> Listing:
-    """Look at the store in ``path``, which no process may own. Changes nothing.
+    """List the store in ``path``, which no process may own. Changes nothing.
 
-    Raises :class:`~tierstore.errors.UsageError` when there is no store in ``path``, and
-    :class:`~tierstore.errors.StoreUnavailableError` when it is in use or cannot be read.
+    Raise :class:`~tierstore.errors.UsageError` if there is no store in ``path``, and
+    :class:`~tierstore.errors.StoreUnavailableError` if it is in use or cannot be read.
     """
     try:
         directory = StoreDirectory.visit(path)
@@ -109,7 +109,8 @@ def _listing(path: Path, meta: StoreMeta | None, holdings: list[Holding], lost_p
 
 
 def _allocated_bytes(path: Path) -> int:
-    """What a file, or everything in a directory, takes on disk. Files may come and go meanwhile."""
+    """Return the disk space of a file, or of everything in a directory. Files may appear and vanish
+    meanwhile."""
     total = 0
     for each in (path, *path.rglob("*")):
         with suppress(FileNotFoundError):
@@ -120,7 +121,7 @@ def _allocated_bytes(path: Path) -> int:
 def _holdings(
     facts: npt.NDArray[np.void], heads: npt.NDArray[np.void], roots: dict[int, bytes]
 ) -> tuple[list[Holding], int]:
-    """What there is of each identity, and how many pages are of none."""
+    """Return the pages of each identity, and the number of pages without one."""
     if not len(facts):
         return [], 0
     at = np.searchsorted(heads["serial"], facts["serial"])
@@ -164,7 +165,7 @@ def _holdings(
 
 
 def _tops(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each row the first of its chain, by doubling."""
+    """Return the first row of each row's chain, by doubling."""
     above = np.where(parents >= 0, parents, np.arange(len(parents)))
     while bool(((further := above[above]) != above).any()):
         above = further

@@ -1,7 +1,7 @@
-"""Opening a directory: what was found is checked, what does not fit this life's capacity is let go.
+"""Opening a directory: its contents are checked, and pages that do not fit the present capacity are evicted.
 
-The index is scanned once after that, so that pages can leave and free space is known. Lookups do not wait for
-the scan: they find their pages in the index itself. Writing and evicting do.
+After that, the index is scanned once, for eviction and for the free space. Lookups do not wait for the scan,
+because they find their pages in the index. Writes and evictions do.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ _SERIALS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class ScannedPages:
-    """The pages that are there, and the serials of those that cannot be: their parents are gone, or their
-    places are outside of this life's space or taken."""
+    """The result of a scan: the pages, and the serials of lost ones, whose parents are gone, or whose places
+    are outside of the space or taken."""
 
     page_table: PageTable
     lost: Sequence[int]
 
 
 class _Facts(NamedTuple):
-    """Of every page in the index, in order of serials."""
+    """The facts of every page in the index, in order of serials."""
 
     facts: npt.NDArray[np.void]
     parents: npt.NDArray[np.int64]  # the row of each one's parent; -1: a root
-    good: npt.NDArray[np.bool_]  # whether a lookup can come to it
+    good: npt.NDArray[np.bool_]  # whether a lookup can reach it
 
 
 def _read_facts(index_db: IndexDB) -> _Facts:
-    """Raises :class:`OSError`."""
+    """Read the facts. Raise :class:`OSError` if the disk fails."""
     facts = index_db.facts()
-    facts = facts[facts["serial"] < _SERIALS]  # any other key is damage
+    facts = facts[facts["serial"] < _SERIALS]  # any other key is damaged
     parents = parent_rows(facts)
     roots = np.fromiter(index_db.roots(), np.uint64)
     rooted = (parents >= 0) | np.isin(facts["parent"], roots)
@@ -82,7 +82,8 @@ def _read_facts(index_db: IndexDB) -> _Facts:
 
 
 def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
-    """Read the facts of every page and claim the places they name. Raises :class:`OSError`."""
+    """Read the facts of every page and claim the places they name. Raise :class:`OSError` if the disk
+    fails."""
     facts, parents, good = _read_facts(index_db)
     serials = facts["serial"].astype(np.int64)
     rows = np.flatnonzero(good)
@@ -95,11 +96,11 @@ def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
 
 
 class IndexScan:
-    """A scan under way beside lookups. ``page_table`` is None until it has succeeded."""
+    """A scan that runs beside lookups. ``page_table`` is None until it has succeeded."""
 
     def __init__(self, index_db: IndexDB, space: Space, *, check: IndexFile | None, waited_for: bool) -> None:
-        """``check`` is the index's file, if its payloads have yet to be checked: no page may leave before.
-        Damage is logged unless the scan is ``waited_for``: then the caller reports :attr:`error`."""
+        """``check`` is the index's file if its payloads have not been checked yet: no page may leave before.
+        Damage is logged, unless the scan is ``waited_for``; then the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
         self.error: Exception | None = None
         self.lost_pages = 0
@@ -111,7 +112,7 @@ class IndexScan:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended within ``timeout`` seconds."""
+        """Return whether the scan has ended within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -127,46 +128,46 @@ class IndexScan:
             self.error = error
             if not self._waited_for:
                 _log.error("disk tier: nothing will be written: %s", error)
-        except Exception as error:  # noqa: BLE001  # an index that cannot be read: then nothing is written to it
+        except Exception as error:  # noqa: BLE001  # an unreadable index, to which nothing is written then
             self.error = error
             _log.error("disk tier: the index could not be read, nothing will be written", exc_info=error)
 
     def _forget(self, lost: Sequence[int]) -> None:
         try:
             self._index_db.forget(lost)
-        except OSError as error:  # an index so full that not even deletions fit: the next life tries again
-            _log.warning("disk tier: %d lost pages stay in the index: %s", len(lost), error)
+        except OSError as error:  # the index is too full even for deletions: the next opening tries again
+            _log.warning("disk tier: %d lost pages remain in the index: %s", len(lost), error)
 
 
 STORE = b"store"
-MOST_COUNT = 1 << 62  # no serial and no tick of a real store is beyond
-_MOVING_FORMAT = 1000 + FORMAT  # earlier versions marked an index so whose pages were partly in another file
+MOST_COUNT = 1 << 62  # greater than any serial or tick of a real store
+_MOVING_FORMAT = 1000 + FORMAT  # marked an index of earlier versions whose pages were partly in another file
 _EMPTY_MAP_BYTES = 1 << 20
-_EMPTY_INDEX = 96 * KIB  # what an index without pages takes, with its lock file
-_BATCH_PAGES = 1024  # copied at a time to an index that is made smaller
-_NEXT_TRY = 63 / 64  # of what found room in an index that was too small
+_EMPTY_INDEX = 96 * KIB  # size of an index without pages, with its lock file
+_BATCH_PAGES = 1024  # pages copied at a time to a smaller index
+_NEXT_TRY = 63 / 64  # share of the pages that fitted, for the next try with a smaller index
 _SPARE = 32 * KIB  # for LMDB's lists of free pages
-_QUICKLY_SCANNED = 50_000  # pages: a tenth of a second, which opening may take
+_QUICKLY_SCANNED = 50_000  # pages: scanning them takes a tenth of a second, for which opening may wait
 
 
 class StoreMeta(msgspec.Struct, kw_only=True):
-    """What a directory knows of itself, besides its pages. Fields may be added within a format: who does not
-    know one passes over it, and one that is missing is as it is here."""
+    """The metadata of a directory. Fields may be added within a format: older versions ignore them, and a
+    missing field has the default value."""
 
     identity: str
     created_s: float
     unit_bytes: int
     file_bytes: int
     calibration: DiskCalibration | None = None
-    capacity_bytes: int | None = None  # the cap of the last life …
-    extent_bytes: int | None = None  # … and the extent space, in whose slots the pages are …
-    moving: bool = False  # … but for those that this life has moved to the slots of another one
-    codecs: list[str] = []  # that pages may be kept by: each has to be at hand
+    capacity_bytes: int | None = None  # the cap at the last opening
+    extent_bytes: int | None = None  # the extent space in whose slots the pages are …
+    moving: bool = False  # … except for pages that this opening has moved to slots of another one
+    codecs: list[str] = []  # codecs that may have encoded pages: each must be available
 
 
 @dataclass(slots=True)
 class OpenedParts:
-    """Everything a disk tier is made of."""
+    """The parts of a disk tier."""
 
     directory: StoreDirectory
     layout: SpaceLayout
@@ -190,11 +191,10 @@ def open_parts(
     policy: Policy,
     codec: Codec | None = None,
 ) -> OpenedParts:
-    """Lock and open ``path``, whose index is checked before LMDB opens it. ``policy`` says which pages leave
-    where there are too many for ``layout``. ``codec`` is going to be used.
+    """Lock and open ``path``. Its index is checked before LMDB opens it. ``policy`` decides which pages leave
+    if there are too many for ``layout``. ``codec`` will be used for new pages.
 
-    Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused stays as
-    it is.
+    Raise :class:`StoreUnavailableError` for a directory that cannot be used; such a directory is not changed.
     """
     directory = StoreDirectory.acquire(path)
     try:
@@ -213,7 +213,7 @@ def open_parts(
 
 
 def refuse_other_formats(directory: StoreDirectory) -> None:
-    """Raises :class:`StoreUnavailableError` for an index that this version cannot read."""
+    """Raise :class:`StoreUnavailableError` for an index that this version cannot read."""
     found = stored_format(directory.index)
     if found in (None, FORMAT, ENCODED_FORMAT):
         return
@@ -230,13 +230,13 @@ def refuse_other_formats(directory: StoreDirectory) -> None:
         )
     raise StoreUnavailableError(
         f"{directory.path} was written by an older tierstore (format {found}, this one knows {FORMAT}): "
-        "its pages cannot be taken over; remove the directory, or give another one"
+        "its pages cannot be used; remove the directory, or give another one"
     )
 
 
 def make_index(directory: StoreDirectory, io: FileIO) -> None:
-    """Make an empty index where there is none: under another name, since LMDB does not sync the first pages
-    it writes, and half of them are no index. Raises :class:`OSError`."""
+    """Create an empty index if there is none. It is written under another name first, since LMDB does not
+    sync its first pages, and half of them are no index. Raise :class:`OSError` if that fails."""
     if directory.index.exists() and directory.index.stat().st_size:
         return
     with IndexDB(directory.new_index, map_bytes=_EMPTY_MAP_BYTES) as new:
@@ -267,15 +267,15 @@ class _Opening:
         self._inline_bytes = inline_bytes
         self._io_threads = io_threads
         self._io = io
-        self._index = index  # as it was found: checked but for its payloads
+        self._index = index  # as found: checked except for its payloads
         self._taken_before = directory.allocated_bytes()
         self._unit_before: int | None = None
-        self._fitted: Fitted | None = None  # None: nothing had to be
+        self._fitted: Fitted | None = None  # None: nothing had to be evicted or moved
 
     def parts(self) -> OpenedParts:
         self._directory.extents.mkdir(exist_ok=True, mode=0o700)
         self._directory.remove_leftovers(self._io)
-        if self._directory.damaged_index.exists():  # fsck has left it for a person to look at: until now
+        if self._directory.damaged_index.exists():  # fsck has kept it for a person until now
             self._io.unlink(self._directory.damaged_index)
         make_index(self._directory, self._io)
         with ExitStack() as opened:
@@ -327,7 +327,7 @@ class _Opening:
             if self._codec is not None and self._codec.name not in meta.codecs:
                 meta.codecs.append(self._codec.name)
             index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
-            # The files' names, too, must outlive a power loss.
+            # The names of the files must also survive a power loss.
             self._io.sync_directory(self._directory.path)
             self._io.sync_directory(self._directory.path.parent)
             opened.pop_all()
@@ -352,12 +352,12 @@ class _Opening:
         return index_db
 
     def _share_out(self, index_db: IndexDB, before: StoreMeta) -> bool:
-        """Leave pages of another size, which an earlier life wrote, their room. Returns whether that changes
-        how the cap is shared out. Raises :class:`OSError`."""
+        """Keep enough space for pages of another size that were saved before. Return whether this changes the
+        shares of the cap. Raise :class:`OSError` if the index cannot be read."""
         layout = self._layout
         if before.extent_bytes == layout.extent_bytes:
             return False
-        # Pages in the extents are looked for only where these shrink below the half that they may keep.
+        # The pages in the extents are only read if the extents shrink below the half that they may keep.
         reads = layout.extent_bytes < layout.capacity_bytes // 2
         needed = needed_index_bytes(index_db.usage), _extents_end(index_db) if reads else 0
         share = min(layout.capacity_bytes / (before.capacity_bytes or layout.capacity_bytes), 1)
@@ -366,7 +366,7 @@ class _Opening:
         return self._layout != layout
 
     def _meta(self, meta: StoreMeta | None) -> StoreMeta:
-        """What the directory knows of itself in this life; ``meta`` is what it knew before."""
+        """Return the metadata for this opening; ``meta`` is the stored one."""
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
             require_codecs(meta, self._directory.path)
@@ -381,10 +381,10 @@ class _Opening:
         )
 
     def _serials(self, index_db: IndexDB) -> Serials:
-        # A counter has no checksum of its own, and must not give a number away again.
+        # The counter has no checksum of its own, and must never give out a serial twice.
         next_serial = max(index_db.next_serial, index_db.last_serial + 1)
         if max(next_serial, index_db.tick) >= MOST_COUNT:
-            raise DamagedIndexError(self._directory.index, "its counters cannot be")
+            raise DamagedIndexError(self._directory.index, "its counters are impossible")
         return Serials(next_serial, index_db.roots())
 
     def _scan(self, index_db: IndexDB, meta: StoreMeta) -> tuple[Space, IndexScan]:
@@ -403,11 +403,11 @@ class _Opening:
         return space, scan
 
     def _drop_removed_codecs(self, index_db: IndexDB, meta: StoreMeta) -> None:
-        """Forget the pages of removed codecs. The scan forgets the pages behind them."""
+        """Delete the pages of removed codecs. The scan deletes the pages behind them."""
         removed = [name for name in meta.codecs if name in codecs.REMOVED]
         if not removed:
             return
-        if self._index is not None:  # no page may leave before
+        if self._index is not None:  # no page may leave before this
             self._index.check_payloads()
             self._index = None
         numbers = set(codecs.REMOVED.values())
@@ -415,26 +415,27 @@ class _Opening:
         index_db.forget(serials)
         meta.codecs = [name for name in meta.codecs if name not in removed]
         _log.warning(
-            "disk tier: removed %d pages from %s: earlier versions kept them by a lossy disk codec (%s)",
+            "disk tier: removed %d pages from %s: earlier versions encoded them with a lossy disk codec (%s)",
             len(serials),
             self._directory.path,
             ", ".join(removed),
         )
 
     def _is_resized(self, meta: StoreMeta) -> bool:
-        """Whether pages lie in slots of another space than this life's, as far as that is known."""
+        """Return whether pages are in slots of another space than the present one, as far as known."""
         slots = (meta.extent_bytes, self._unit_before)
         return meta.moving or slots != (self._layout.extent_bytes, meta.unit_bytes)
 
     def _fit(self, meta: StoreMeta, extents: ExtentFiles, payloads: Payloads) -> None:
-        """See fitting.py. Raises :class:`OSError` and :class:`DamagedIndexError`."""
+        """Fit the pages into the present space; see fitting.py. Raise :class:`OSError` and
+        :class:`DamagedIndexError`."""
         if self._index is not None:
             self._index.check_payloads()
-            self._index = None  # it is going to change
-        # As large as it was: what leaves is deleted in it, which takes room.
+            self._index = None  # about to change
+        # As large as it was: deletions in it take room.
         with IndexDB(self._directory.index, map_bytes=0) as index_db:
             found = _read_facts(index_db)
-            # Whoever opens it after a crash has to look where pages are, whatever its capacity is.
+            # After a crash, the next opening must look where the pages are, even with another capacity.
             index_db.put_meta(_encoded(replace_struct(meta, moving=True)), encoded=bool(meta.codecs))
             room = self._layout.extent_bytes
             space = SlabAllocator(room, unit_bytes=meta.unit_bytes) if room >= slot_bytes(1) else None
@@ -445,7 +446,7 @@ class _Opening:
             return
         _log.log(
             logging.WARNING if fitted.evicted_pages or fitted.lost_pages else logging.INFO,
-            "disk tier: %s has a capacity of %s now: %d pages left that found no room (by the policy %s), "
+            "disk tier: %s now has a capacity of %s: %d pages without room were evicted (policy %s), "
             "%d could not be read or moved, %d were moved",
             self._directory.path,
             format_size(self._layout.capacity_bytes),
@@ -458,14 +459,14 @@ class _Opening:
     def _shrink_index(self, meta: StoreMeta, page_table: PageTable) -> None:
         """Replace an index whose file is larger than its share. (LMDB's file never shrinks.)
 
-        The new file holds the pages that the policy evicts last, as many as find room beside the old one.
-        Both files count against the larger of this cap and the last one. The old file is the index until the
-        new one takes its name, and loses only pages that are to leave. Takes pages out of ``page_table``.
-        Raises :class:`OSError`.
+        The new file gets the pages that the policy evicts last, as many as fit beside the old file. Both
+        files count against the larger of the present cap and the last one. The old file is the index until
+        the new one gets its name, and loses only pages that are to be evicted. Removes pages from
+        ``page_table``. Raise :class:`OSError` if that fails.
         """
         most_bytes = max(meta.capacity_bytes or self._taken_before, self._layout.capacity_bytes)
         before = len(page_table)
-        # As large as it was: what leaves is deleted in it, which takes room.
+        # As large as it was: deletions in it take room.
         with IndexDB(self._directory.index, map_bytes=0) as old:
             self._make_room_beside(old, meta, page_table, most_bytes)
             room = most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX
@@ -489,30 +490,31 @@ class _Opening:
     def _make_room_beside(
         self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int
     ) -> None:
-        """Where the old index leaves the new one too little room, forget what the new one cannot hold, and
-        give the old one's free pages back to the file system. Raises :class:`OSError`."""
+        """If the old index leaves the new one too little room, delete the pages that the new one cannot hold,
+        and return the old one's free pages to the file system. Raise :class:`OSError` if that fails."""
         taken, used = self._directory.index.stat().st_blocks * 512, old.usage.used_bytes
         room = most_bytes - (self._directory.allocated_bytes() - taken) - 2 * _SPARE
         if taken + min(used, self._layout.index_bytes) <= room:
             return
         total = _index_cost(page_table)
-        share = min(self._layout.index_bytes, room // 2) / used  # of what there is now: both hold the same
+        # share of the present contents: both files hold the same
+        share = min(self._layout.index_bytes, room // 2) / used
         if share < 1:
             serials = set(page_table.places())
             evict_down_to(int(total * share), total, page_table, self._policy)
             old.forget(sorted(serials.difference(page_table.places())))
-        # Once more, since LMDB may come back to its last state but one.
+        # Commit once more, since LMDB may return to its last state but one.
         old.put_meta(_encoded(meta), encoded=bool(meta.codecs))
         try:
             IndexFile(self._directory.index).give_back_free_pages(self._io)
-        except OSError as error:  # not every file system can do it: fewer pages find room then
+        except OSError as error:  # not every file system can do it; then fewer pages fit
             _log.warning("disk tier: %s keeps its blocks for now: %s", self._directory.index, error)
 
     def _write_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int) -> int:
-        """Write a new index with the pages of ``page_table``, as long as there is room. Returns the cost of
-        those that are in it (:func:`index_cost`)."""
+        """Write a new index with the pages of ``page_table``, as long as there is room. Return the cost of
+        the pages in it (:func:`index_cost`)."""
         places = page_table.places()
-        serials = sorted(places)  # leaves are filled up when serials ascend, and halved otherwise
+        serials = sorted(places)  # ascending serials fill the leaves; others split them in halves
         ends = np.cumsum([index_cost(nbytes, place) for place, nbytes in map(places.__getitem__, serials)])
         done = copied = 0
         with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
@@ -524,7 +526,8 @@ class _Opening:
                     free - tree_headroom(new.usage.tree_bytes + free // 4),
                     index_room(new.map_bytes, new.usage),
                 )
-                # A quarter of the room at a time: what a page takes is only known when it is there.
+                # A quarter of the room at a time: the size of a page in the index is known only after it was
+                # written.
                 end = max(int(np.searchsorted(ends, done + room // 4, side="right")), copied + 1)
                 batch = serials[copied : min(end, copied + _BATCH_PAGES)]
                 cost = int(ends[copied + len(batch) - 1]) - done
@@ -540,13 +543,13 @@ class _Opening:
     def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> DiskCalibration | None:
         try:
             return calibrate(payloads, extents, io_threads=self._io_threads)
-        except OSError as error:  # a full disk is no reason not to start
+        except OSError as error:  # a full disk does not prevent opening
             _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
             return None
 
 
 def _extents_end(index_db: IndexDB) -> int:
-    """Where the last page in the extents ends. Raises :class:`OSError`."""
+    """Return the end of the last page in the extents. Raise :class:`OSError` if the index cannot be read."""
     facts = _read_facts(index_db).facts
     facts = facts[facts["place"] != INLINE]
     ends = facts["place"].astype(np.int64) + facts["nbytes"]
@@ -558,30 +561,30 @@ def _index_cost(page_table: PageTable) -> int:
 
 
 def decode_meta(stored: bytes, path: Path) -> StoreMeta:
-    """What is stored under :data:`STORE`. Raises :class:`StoreUnavailableError` when it is damaged."""
+    """Decode the value under :data:`STORE`. Raise :class:`StoreUnavailableError` if it is damaged."""
     try:
         meta = msgspec.json.decode(stored, type=StoreMeta)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DamagedIndexError(path / INDEX, f"it does not say which store it is of: {error}") from error
+        raise DamagedIndexError(path / INDEX, f"it does not name its store: {error}") from error
     if meta.file_bytes < ALIGNMENT or meta.unit_bytes < ALIGNMENT:
-        raise DamagedIndexError(path / INDEX, "its geometry cannot be")
+        raise DamagedIndexError(path / INDEX, "its geometry is impossible")
     return meta
 
 
 def require_codecs(meta: StoreMeta, path: Path) -> None:
-    """Raises :class:`StoreUnavailableError` where pages may be kept by a codec that cannot be had here."""
+    """Raise :class:`StoreUnavailableError` if pages may be encoded by a codec that is not available here."""
     for name in meta.codecs:
         if name not in (*codecs.NAMES, *codecs.REMOVED):
             raise StoreUnavailableError(
-                f"{path} has pages kept by the codec {name!r}, which this tierstore does not know: "
+                f"{path} has pages encoded by the codec {name!r}, which this tierstore does not know: "
                 "upgrade it, or give another directory"
             )
         if name == "lossless" or name in codecs.REMOVED:
-            continue  # is read everywhere, and nowhere
+            continue  # the first is always available; pages of the others are removed
         try:
             codecs.by_name(name)
         except UsageError as error:
-            raise StoreUnavailableError(f"{path} has pages kept by a codec: {error}") from error
+            raise StoreUnavailableError(f"{path} has pages encoded by a codec: {error}") from error
 
 
 def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:

@@ -1,12 +1,12 @@
-"""A few numbers about every durable page, in memory, and the order in which they should leave.
+"""A few numbers about every durable page, in memory, and the order of eviction.
 
-A store may hold millions of pages on disk and know most of them only from its last life. Their records stay
-in the index on disk and are read when a lookup comes by (``IndexDB.find``). What eviction needs is here: one
-row per page, 76 bytes in columns of numbers, so that a million pages cost 76 MB, are read in a second at
-open, and can be put in order by a policy in one stroke.
+A store may have millions of pages on disk, most of them from earlier runs. Their records stay in the index on
+disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are here: one row per
+page, 76 bytes in columns. A million pages take 76 MB, are read in a second at open, and are sorted by a
+policy in one operation.
 
-A row whose page was removed while pages below it stay (its bytes were damaged) is a *tombstone*: it keeps
-their place until it is saved again under its old serial, or the last of them leaves.
+If a damaged page is removed while pages below it stay, its row becomes a *tombstone*. It keeps their position
+until the page is saved again under its old serial, or the last page below it leaves.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tierstore.policy import NO_HINT, PageFacts, PageHint, Policy, Reuse
 from tierstore.tiers.disk.records import PageRecord, PageUse, Removal, first_use
 from tierstore.tiers.slabs import slot_bytes
 
-# -- who is below whom, for a whole directory at once --------------------------------------------------
+# -- parents and children, for a whole directory at once ---------------------------------------------
 
 
 def parent_rows(facts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """For each row the row of its parent; -1 where that is not among them. Parents have the lower serials:
-    any other (that is damage) is none, so that no row is its own ancestor."""
+    """Return the row of each row's parent; -1 if the parent is not among them. A parent has a lower serial.
+    Any other parent is damage and counts as missing, so that no row is its own ancestor."""
     serials = facts["serial"].astype(np.int64)
     parents = facts["parent"].astype(np.int64)
     if not len(serials):
@@ -42,7 +42,8 @@ def parent_rows(facts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 
 def depths(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many ancestors each row has, by doubling: log₂ of the deepest prompt's chunks passes."""
+    """Return the number of each row's ancestors, by doubling: the passes are log₂ of the chunks in the
+    deepest prompt."""
     depth = (parents >= 0).astype(np.int64)
     jump = parents.copy()
     while (jumping := np.flatnonzero(jump >= 0)).size:
@@ -52,7 +53,7 @@ def depths(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def reachable(parents: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Which rows are good and have only good ancestors."""
+    """Return which rows are good and have only good ancestors."""
     good = good.copy()
     jump = parents.copy()
     while (jumping := np.flatnonzero(jump >= 0)).size:
@@ -61,26 +62,26 @@ def reachable(parents: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]) -> np
     return good
 
 
-# -- the order of leaving ------------------------------------------------------------------------------
+# -- the order of eviction ---------------------------------------------------------------------------
 
 
-_SAMPLE = 1 << 15  # pages are enough to know a share to a hundredth of it
+_SAMPLE = 1 << 15  # pages; enough to estimate a share to 1 % of it
 _INLINE_CLASS = 0
-_NEAR_SHARE = 1 / 32  # of all bytes: pages among these are as good as the very worst
-_NEAR_STEPS = 8  # which share that is is looked at again when an eighth of it has left
+_NEAR_SHARE = 1 / 32  # share of all bytes: pages in it count as bad as the very worst
+_NEAR_STEPS = 8  # the share is computed again after 1/8 of it has left
 
 
 class LeavingEntry(NamedTuple):
-    """A page as it was when it was put in order. One that has been used since has another tick."""
+    """A page at the time of sorting. If it was used since, its tick differs."""
 
     score: float
     serial: int
     tick: int
-    latest: int = 0  # tick of the page that had been used last of all
+    latest: int = 0  # tick of the most recently used page
 
 
 class Facts(NamedTuple):
-    """What the order is made of, one array each."""
+    """The inputs of the order, one array each."""
 
     serial: npt.NDArray[np.integer[Any]]
     place: npt.NDArray[np.integer[Any]]
@@ -107,8 +108,8 @@ class Facts(NamedTuple):
 
 
 class LeavingOrder:
-    """Pages in the order in which they should leave. None leaves before those below it, and what comes last
-    in a prompt was mostly written last: so most of the worst pages have to wait for some that are better."""
+    """Pages in the order of eviction. No page leaves before those below it, and the last pages of a prompt
+    were usually written last. So most of the worst pages have to wait for better ones."""
 
     def __init__(self, entries: Iterable[LeavingEntry]) -> None:
         self._entries = deque(entries)
@@ -122,39 +123,41 @@ class LeavingOrder:
         return self._entries[0]
 
     def take(self) -> None:
-        """The first one is being dealt with."""
+        """Remove the first entry, which the caller handles."""
         self._entries.popleft()
 
     def hold_up(self, entry: LeavingEntry) -> None:
-        """There are pages below it."""
+        """Set an entry aside because there are pages below it."""
         self._held_up[entry.serial] = entry
 
     def drop(self, serial: int) -> None:
-        """There are none any more: if it was held up it is the first one now."""
+        """Note that no pages are below this one any more. If it was set aside, it becomes the first entry."""
         entry = self._held_up.pop(serial, None)
         if entry is not None:
             self._entries.appendleft(entry)
 
 
 def size_class(place: int, nbytes: int) -> int:
-    """What pages have in common that can use each other's room: slot bytes, or being in the index."""
+    """Return the size class of a page. Pages of one class can use each other's room: the class is the slot
+    size, or one class for all pages in the index."""
     return _INLINE_CLASS if place < 0 else slot_bytes(nbytes)
 
 
 def size_classes(facts: Facts) -> npt.NDArray[np.integer[Any]]:
-    """:func:`size_class` of each page."""
+    """Return the :func:`size_class` of each page."""
     unit = slot_bytes(1)
     return np.where(facts.place < 0, _INLINE_CLASS, np.maximum(-(-facts.nbytes // unit), 1) * unit)
 
 
 def commonest_class(facts: Facts) -> int | None:
-    """The size class with the most pages; None when there are none at all."""
+    """Return the size class with the most pages; None if there are no pages."""
     classes, pages = np.unique(size_classes(facts), return_counts=True)
     return int(classes[np.argmax(pages)]) if len(classes) else None
 
 
 def worst_first(facts: Facts, policy: Policy, count: int) -> list[LeavingEntry]:
-    """At least ``count`` of the pages (or all), worst first by ``policy``; among equals the deepest first."""
+    """Return at least ``count`` of the pages (or all), worst first by ``policy``; among equals the deepest
+    first."""
     scores = facts.scores(policy)
     latest = int(facts.tick.max(initial=0))
     if count < len(scores):
@@ -166,8 +169,8 @@ def worst_first(facts: Facts, policy: Policy, count: int) -> list[LeavingEntry]:
 
 
 def worst_share(facts: Facts, policy: Policy, share: float) -> float:
-    """The score up to which the worst pages go that together have this share of all bytes. Of many pages it
-    looks at some."""
+    """Return the score up to which the worst pages have together this share of all bytes. For many pages,
+    this is an estimate from a sample."""
     step = -(-len(facts.serial) // _SAMPLE) or 1
     some = facts.take(np.arange(0, len(facts.serial), step))
     scores = some.scores(policy)
@@ -179,14 +182,14 @@ def worst_share(facts: Facts, policy: Policy, share: float) -> float:
 
 
 class NearWorst:
-    """Up to which score pages are nearly as bad as the worst: remembered until that has changed."""
+    """The score up to which pages are nearly as bad as the worst, cached until it has changed."""
 
     def __init__(self) -> None:
         self._score = -np.inf
-        self._bytes = 0  # to leave until it has to be looked at again
+        self._bytes = 0  # bytes to leave until it is computed again
 
     def left(self, nbytes: int) -> None:
-        """So much has left."""
+        """Note that ``nbytes`` have left."""
         self._bytes -= nbytes
 
     def score(self, policy: Policy, facts: Callable[[], Facts]) -> float:
@@ -198,10 +201,10 @@ class NearWorst:
 
 
 _LEAST_ROWS = 1024
-_ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms …
-_LEAST_ORDERED = 1024  # … and over a few no longer than to put this many in order
+_ORDERED_FRACTION = 64  # sort 1/64 of the pages at once: a pass over a million takes 50 ms …
+_LEAST_ORDERED = 1024  # … and a pass over few takes no longer than sorting this many
 _END = LeavingEntry(np.inf, -1, 0)
-_EXPIRY_S = 1.0  # between two passes that look for hints whose time is over
+_EXPIRY_S = 1.0  # between two searches for expired hints
 _COLUMNS = {
     "serial": np.int64,
     "parent": np.int64,
@@ -220,18 +223,18 @@ _COLUMNS = {
 
 
 class PageTable:
-    """Rows in order of serials. Thread-safe; does no I/O."""
+    """A row for each durable page, in order of serials. Thread-safe; does no I/O."""
 
     def __init__(self, facts: npt.NDArray[np.void] | None = None) -> None:
-        """Take over ``facts`` (``FACTS_DTYPE``, in order of serials), each of which has its parent among them
-        or has a root for a parent."""
+        """Take over ``facts`` (``FACTS_DTYPE``, in order of serials). The parent of each must be among them
+        or a root."""
         self._lock = threading.Lock()
         self._rows = 0 if facts is None else len(facts)
         self._alive = self._rows
-        # What is left of the last time they were put in order: of all pages, and of single size classes.
+        # The rest of the last sorting: of all pages, and of single size classes.
         self._orders: dict[int | None, LeavingOrder] = {}
         self._near = NearWorst()
-        self._expires_s = np.inf  # no hint ends before
+        self._expires_s = np.inf  # no hint expires before
         size = max(self._rows * 9 // 8, _LEAST_ROWS)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()
@@ -247,7 +250,7 @@ class PageTable:
             self._columns["depth"][: self._rows] = depths(parents)
 
     def __len__(self) -> int:
-        """Pages that are on disk for good and not about to leave."""
+        """Return the number of durable pages that are not about to leave."""
         return self._alive
 
     def __contains__(self, serial: int) -> bool:
@@ -255,13 +258,13 @@ class PageTable:
             return self._alive_row(serial) is not None
 
     def children(self, serial: int) -> int:
-        """How many pages on disk come right after this one (which may be a tombstone)."""
+        """Return the number of pages on disk right below this one, which may be a tombstone."""
         with self._lock:
             row = self._row(serial)
             return 0 if row is None else int(self._columns["children"][row])
 
     def use(self, serial: int) -> PageUse:
-        """What is known of a page's use."""
+        """Return the recorded use of a page."""
         with self._lock:
             row = self._row(serial)
             if row is None:
@@ -270,7 +273,7 @@ class PageTable:
             return PageUse(int(tick), float(used_s), int(hits))
 
     def places(self) -> dict[int, tuple[int, int]]:
-        """Serial → (place, bytes) of every page."""
+        """Return serial → (place, bytes) of every page."""
         with self._lock:
             rows = np.flatnonzero(self._columns["alive"][: self._rows])
             serials, places, sizes = (
@@ -279,23 +282,24 @@ class PageTable:
             return dict(zip(serials, zip(places, sizes, strict=True), strict=True))
 
     def payload_bytes(self) -> int:
-        """What all pages hold. One pass over them."""
+        """Return the payload bytes of all pages. One pass over them."""
         with self._lock:
             return int(self._columns["nbytes"][: self._rows][self._columns["alive"][: self._rows]].sum())
 
     def commonest_class(self) -> int | None:
-        """The size class with the most pages; None when there are none at all. One pass over them."""
+        """Return the size class with the most pages; None if there are no pages. One pass over them."""
         with self._lock:
             return commonest_class(self._facts())
 
     def place(self, serial: int) -> int | None:
-        """Where a page is; None for one that is not here."""
+        """Return the place of a page; None if it is not in the table."""
         with self._lock:
             row = self._alive_row(serial)
             return None if row is None else int(self._columns["place"][row])
 
     def within(self, places: range) -> list[tuple[int, int, int]]:
-        """(serial, place, bytes) of every page with its place in ``places``. One pass over all of them."""
+        """Return (serial, place, bytes) of every page with its place in ``places``. One pass over all
+        pages."""
         with self._lock:
             place = self._columns["place"][: self._rows]
             inside = (place >= places.start) & (place < places.stop) & self._columns["alive"][: self._rows]
@@ -303,10 +307,10 @@ class PageTable:
             columns = (self._columns[name][rows].tolist() for name in ("serial", "place", "nbytes"))
             return list(zip(*columns, strict=True))
 
-    # -- changing ------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------
 
     def add(self, records: Iterable[PageRecord], used: Mapping[int, PageUse]) -> None:
-        """These pages are durable now. Their serials are above all others', or those of tombstones."""
+        """Add pages that are now durable. Their serials are above all others, or those of tombstones."""
         records = sorted(records, key=lambda record: record.serial)
         with self._lock:
             if not records:
@@ -328,7 +332,7 @@ class PageTable:
                 depth[row] = depth[parent] + 1 if parent >= 0 else 0
 
     def remove(self, serial: int) -> Removal:
-        """The page is to leave. Its row stays while pages below it are on disk."""
+        """Remove a page that is to leave. Its row stays while pages below it are on disk."""
         with self._lock:
             row = self._row(serial)
             assert row is not None, f"page {serial} is not in the page table"
@@ -345,7 +349,7 @@ class PageTable:
             return removal
 
     def move(self, serial: int, place: int) -> bool:
-        """The page has this place now. False when it is not here any more."""
+        """Set the place of a page. Return False if it is no longer in the table."""
         with self._lock:
             row = self._alive_row(serial)
             if row is not None:
@@ -353,7 +357,7 @@ class PageTable:
             return row is not None
 
     def touch(self, used: Mapping[int, PageUse]) -> None:
-        """Take note of uses; of pages that are not here, nothing."""
+        """Record uses. Pages that are not in the table are ignored."""
         if not used:
             return
         with self._lock:
@@ -362,7 +366,7 @@ class PageTable:
             self._set_uses(rows[known], list(itertools.compress(used.values(), known)))
 
     def hint(self, serial: int, hint: PageHint) -> bool:
-        """``hint`` is about the next use of a page. False when it is not here."""
+        """Set the hint about the next use of a page. Return False if it is not in the table."""
         with self._lock:
             row = self._alive_row(serial)
             if row is not None:
@@ -372,7 +376,7 @@ class PageTable:
             return row is not None
 
     def expire_hints(self, now_s: float) -> None:
-        """The pages whose time to live is over are as good as done. Looks at all if there may be any."""
+        """Treat pages whose time to live is over as finished. Searches all pages if any may have expired."""
         with self._lock:
             if self._expires_s > now_s:
                 return
@@ -383,7 +387,7 @@ class PageTable:
             self._expires_s = max(float(expires_s.min(initial=np.inf)), now_s + _EXPIRY_S)
 
     def _set_uses(self, rows: npt.NDArray[np.int64], uses: Sequence[PageUse]) -> None:
-        """The last use of each; what was hinted was about this one."""
+        """Set the last use of each row. Hints about this use end."""
         columns = self._columns
         columns["tick"][rows] = [use.tick for use in uses]
         columns["used_s"][rows] = [use.used_s for use in uses]
@@ -392,7 +396,8 @@ class PageTable:
             columns[name][rows] = nothing
 
     def _rows_for(self, serials: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The rows of these pages, which ascend: those of tombstones, and new ones behind all others."""
+        """Return the rows for these pages, whose serials ascend: rows of tombstones, and new ones at the
+        end."""
         latest = int(self._columns["serial"][self._rows - 1]) if self._rows else 0
         new = len(serials) - bisect.bisect_right(serials, latest)
         if self._rows + new > len(self._columns["serial"]):
@@ -416,7 +421,7 @@ class PageTable:
         self._rows = len(kept)
 
     def _find(self, serials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The row of each; -1 for one that has none."""
+        """Return the row of each serial; -1 if it has none."""
         known = self._columns["serial"][: self._rows]
         rows = np.searchsorted(known, serials)
         rows[rows == self._rows] = 0
@@ -425,7 +430,8 @@ class PageTable:
 
     def _row(self, serial: int) -> int | None:
         serials = self._columns["serial"]
-        row = int(serials[: self._rows].searchsorted(serial))  # the method: half the time of np.searchsorted
+        # the method takes half the time of np.searchsorted
+        row = int(serials[: self._rows].searchsorted(serial))
         return row if row < self._rows and serials[row] == serial else None
 
     def _alive_row(self, serial: int) -> int | None:
@@ -443,19 +449,18 @@ class PageTable:
         size_class: int | None = None,
         until: float = np.inf,
     ) -> list[int]:
-        """The serials of up to ``count`` pages (of one size class), no more of them than it takes to free
-        ``nbytes``, worst first by ``policy``; among equals the deepest first. A page that others are below
-        comes right after the last of them. Those that have been used since the pages were last put in order
-        are passed over. An empty list says that the end, or the score ``until``, is reached; the next call
-        begins anew.
+        """Return the serials of the next pages to leave: up to ``count`` (of one size class), but no more
+        than it takes to free ``nbytes``. They are the worst by ``policy``, and among equals the deepest come
+        first. A page with pages below it comes right after the last of those. Pages used since the last
+        sorting are skipped. An empty list means that the end, or the score ``until``, is reached; the next
+        call starts again.
 
-        Whether each of them may leave is for the caller to find out: those that still have :meth:`children`
-        must not.
+        The caller must check whether each page may leave: a page that still has :meth:`children` must not.
         """
         with self._lock:
             order = self._order(policy, count, size_class)
             chosen: list[int] = []
-            left = Counter[int]()  # row → children of it that are chosen
+            left = Counter[int]()  # row → chosen children of it
             while len(chosen) < count and nbytes > 0 and (order.first is _END or order.first.score <= until):
                 entry = order.first
                 if entry is _END:
@@ -486,7 +491,7 @@ class PageTable:
         return PageFacts(*(self._columns[name][row].item() for name in names))
 
     def near_worst(self, policy: Policy) -> float:
-        """The score up to which pages are nearly as bad as the worst."""
+        """Return the score up to which pages are nearly as bad as the worst."""
         with self._lock:
             return self._near.score(policy, self._facts)
 
@@ -499,13 +504,13 @@ class PageTable:
         return order
 
     def _facts(self, size_class: int | None = None) -> Facts:
-        """Of all pages, or of those of a size class."""
+        """Return the facts of all pages, or of those of a size class."""
         rows = np.flatnonzero(self._columns["alive"][: self._rows])
         facts = Facts(*(self._columns[name][rows] for name in Facts._fields))
         return facts if size_class is None else facts.take(np.flatnonzero(size_classes(facts) == size_class))
 
     def latest_first(self) -> list[int]:
-        """All serials, the most recently used first, each after its parent."""
+        """Return all serials, the most recently used first, each after its parent."""
         with self._lock:
             rows = np.flatnonzero(self._columns["alive"][: self._rows])
             order = np.lexsort((self._columns["depth"][rows], -self._columns["tick"][rows]))
@@ -515,7 +520,7 @@ class PageTable:
     # -- checking ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that serials ascend and that children and depths are those that the parents say."""
+        """Assert that serials ascend, and that children and depths match the parents."""
         with self._lock:
             columns = {name: column[: self._rows] for name, column in self._columns.items()}
             assert (np.diff(columns["serial"]) > 0).all(), "serials do not ascend"

@@ -1,9 +1,9 @@
-"""Payload bytes between memory and extents: several requests in flight, checksums on the way.
+"""Copies payloads between memory and extents: several requests in flight, checksums computed on the way.
 
-A batch becomes a queue of requests. The calling thread works it off together with helpers from a pool, so
-that a batch always makes progress, however busy the pool is. Each thread hashes what it has just moved while
-the others wait for the disk. Both the system calls and the hash run without the GIL. Reads of small pages
-that lie apart are handed to the kernel all at once instead, where that is faster (io.py).
+A batch becomes a queue of requests. The calling thread processes it together with helpers from a pool, so
+that a batch always makes progress, even if the pool is busy. Each thread hashes the bytes that it has just
+copied while the others wait for the disk. Both the system calls and the hash run without the GIL. Reads of
+small pages that are not adjacent are passed to the kernel all at once, if that is faster (io.py).
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from tierstore.units import KIB, MIB, round_up
 
 # -- outcomes ------------------------------------------------------------------------------------------
 #
-# What became of reading pages: damage is not failure, and a failure says nothing about the page.
+# Results of reading pages. Damage differs from failure: a failure says nothing about the page.
 
 
 class PageRead(enum.Enum):
-    """How one page came back."""
+    """The result of reading one page."""
 
     GOOD = "good"  # byte for byte what was saved
-    DAMAGED = "damaged"  # the disk gave what it has, and that is not the page: it will never be read again
-    FAILED = "failed"  # the disk gave an error: the page may well be there
+    DAMAGED = "damaged"  # the disk returned other bytes: the page will never be read again
+    FAILED = "failed"  # the disk returned an error: the page may still be good
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """The outcomes of one read, page by page, and one of the errors if there were any."""
+    """The results of one read by page, and one of the errors, if there were any."""
 
     outcomes: Sequence[PageRead]
     error: OSError | None = None
 
     @property
     def good(self) -> int:
-        """How many pages are as they were saved."""
+        """Number of pages that are as they were saved."""
         return sum(outcome is PageRead.GOOD for outcome in self.outcomes)
 
     @property
@@ -61,7 +61,7 @@ class ReadBatch:
 
 # -- planning requests ---------------------------------------------------------------------------------
 #
-# Which I/O to do for a batch of extents: pure arithmetic, no files, no threads.
+# Which I/O to do for a batch of extents. Pure arithmetic: no files, no threads.
 
 
 MAX_BUFFERS = 512  # per request; the kernel takes 1024, and a page may need two
@@ -84,14 +84,14 @@ class ExtentPart(NamedTuple):
 
 @dataclass(slots=True)
 class ExtentRequest:
-    """One read or write: ``parts`` side by side, from ``offset`` of the extent space on, within one file."""
+    """One read or write of contiguous ``parts``, from ``offset`` of the extent space on, within one file."""
 
     offset: int
     nbytes: int
     parts: list[ExtentPart]
 
     def singles(self) -> Iterator[ExtentRequest]:
-        """The same, one part at a time."""
+        """Yield a request for each part."""
         offset = self.offset
         for part in self.parts:
             yield ExtentRequest(offset, part.stop - part.start, [part])
@@ -101,7 +101,7 @@ class ExtentRequest:
 def plan(extents: Sequence[Extent], *, request_bytes: int, file_bytes: int) -> list[ExtentRequest]:
     """Cover ``extents``, which do not overlap, with requests in order of their places.
 
-    Neighbours share a request, up to ``request_bytes`` of them. What is larger, or lies across the border of
+    Neighbours share a request of up to ``request_bytes``. An extent that is larger, or crosses the border of
     two files, is cut.
     """
     requests: list[ExtentRequest] = []
@@ -142,10 +142,10 @@ def _cuts(extent: Extent, request_bytes: int, file_bytes: int) -> Iterator[tuple
 
 
 class PageBuffer:
-    """The payload bytes of one page, as O_DIRECT wants them: in whole blocks.
+    """The payload bytes of one page in whole blocks, as O_DIRECT requires.
 
-    Where the payload does not end on a block's border, its last bytes go through a block of their own, so
-    that nothing beyond the caller's view is ever read or written.
+    If the payload does not end at a block's border, its last bytes go through a separate block. So nothing
+    beyond the caller's view is read or written.
     """
 
     __slots__ = ("_pieces", "_tail", "_tail_start", "checksum", "nbytes", "view")
@@ -153,7 +153,7 @@ class PageBuffer:
     def __init__(self, view: memoryview) -> None:
         self.view = view
         self.nbytes = slot_bytes(view.nbytes)  # on disk
-        self.checksum: int | None = None  # XXH3-64 of the payload, once all of it was transferred
+        self.checksum: int | None = None  # XXH3-64 of the payload, after all of it was transferred
         self._tail_start = view.nbytes // ALIGNMENT * ALIGNMENT
         self._tail = memoryview(mmap.mmap(-1, ALIGNMENT)) if self._tail_start < self.nbytes else None
         self._pieces: _PieceHash | None = None
@@ -163,21 +163,21 @@ class PageBuffer:
         return address_of(self.view, writable=False) % ALIGNMENT == 0
 
     def fill_tail(self) -> None:
-        """Before writing: put the payload's end into its block."""
+        """Copy the end of the payload into its block, before writing."""
         if self._tail is not None:
             self._tail[: self.view.nbytes - self._tail_start] = self.view[self._tail_start :]
 
     def empty_tail(self) -> None:
-        """After reading: take the payload's end out of its block."""
+        """Copy the end of the payload out of its block, after reading."""
         if self._tail is not None:
             self.view[self._tail_start :] = self._tail[: self.view.nbytes - self._tail_start]
 
     def expect_pieces(self) -> None:
-        """To be called before the page is transferred in more than one piece."""
+        """Prepare for a transfer in more than one piece. Must be called before it."""
         self._pieces = _PieceHash(self.view)
 
     def memory(self, start: int, stop: int) -> list[memoryview]:
-        """The memory for bytes ``start … stop`` of the extent, both multiples of 4096."""
+        """Return the memory for bytes ``start … stop`` of the extent, both multiples of 4096."""
         if self._tail is None or stop <= self._tail_start:
             return [self.view[start:stop]]
         if start == self._tail_start:
@@ -185,17 +185,17 @@ class PageBuffer:
         return [self.view[start : self._tail_start], self._tail]
 
     def hash(self, start: int, stop: int) -> None:
-        """Bytes ``start … stop`` have just been transferred, and are in this core's cache."""
+        """Hash bytes ``start … stop``, which were just transferred and are in this core's cache."""
         if self._pieces is None:
             self.checksum = xxhash.xxh3_64_intdigest(self.view)
         else:
             whole = self._pieces.add(start, min(stop, self.view.nbytes))
-            if whole is not None:  # another thread may have ended the page before this one comes back
+            if whole is not None:  # another thread may have completed the page before this one returns
                 self.checksum = whole
 
 
 class _PieceHash:
-    """XXH3-64 over pieces that come in any order, from several threads."""
+    """XXH3-64 over pieces that arrive in any order, from several threads."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -205,8 +205,8 @@ class _PieceHash:
         self._waiting: dict[int, int] = {}  # start -> stop
 
     def add(self, start: int, stop: int) -> int | None:
-        """Hash this piece if all before it has been; else the thread that closes the gap does. Returns the
-        checksum when nothing is missing."""
+        """Hash this piece if all earlier ones were hashed; otherwise the thread that closes the gap does it.
+        Return the checksum when no piece is missing."""
         with self._lock:
             self._waiting[start] = stop
             while self._hashed in self._waiting:
@@ -217,10 +217,10 @@ class _PieceHash:
 
 
 class EncodedBuffer(PageBuffer):
-    """The same for a page that a codec keeps, while it is read: once all of it has come, whoever brought the
-    last piece decodes it into ``page``. ``checksum`` is the page's, and stays None for bytes that make none.
+    """The buffer of an encoded page while it is read. The thread that completes it decodes it into ``page``.
+    ``checksum`` is the page's, and stays None if the bytes cannot be decoded.
 
-    ``view`` has whole blocks: more may be read than what is decoded.
+    ``view`` has whole blocks, so more may be read than is decoded.
     """
 
     __slots__ = ("_arrived", "_arrived_bytes", "_lock", "_page", "_record")
@@ -230,11 +230,11 @@ class EncodedBuffer(PageBuffer):
         self._record = record
         self._page = page
         self._lock = threading.Lock()
-        self._arrived: set[int] = set()  # where pieces begin
+        self._arrived: set[int] = set()  # starts of the pieces
         self._arrived_bytes = 0
 
     def expect_pieces(self) -> None:
-        pass  # they are counted anyway
+        pass  # pieces are counted anyway
 
     def hash(self, start: int, stop: int) -> None:
         with self._lock:
@@ -249,10 +249,10 @@ class EncodedBuffer(PageBuffer):
 
 
 class Staging:
-    """Memory that payloads are read into before they are decoded. Thread-safe.
+    """Memory for payloads before they are decoded. Thread-safe.
 
-    What is given back is kept for the next ones, up to ``kept_bytes``: memory that is new costs as much as
-    the reading.
+    Up to ``kept_bytes`` of returned memory are kept for later reads: new memory costs as much time as
+    reading.
     """
 
     def __init__(self, kept_bytes: int) -> None:
@@ -261,7 +261,7 @@ class Staging:
         self._free: list[Memory] = []
 
     def take(self, nbytes: int) -> Memory:
-        """At least so many bytes."""
+        """Return a memory of at least ``nbytes`` bytes."""
         with self._lock:
             for at, memory in enumerate(self._free):
                 if nbytes <= memory.nbytes <= 4 * nbytes:
@@ -281,18 +281,18 @@ _STAGING_STEP = 64 * KIB
 _STAGING_BYTES = 64 * MIB
 _LEAST_REQUEST = 1 * MIB
 _MOST_REQUEST = 4 * MIB
-_WRITERS = 2  # batches are mostly being written at once, and share the streams
-_MOST_QUEUED = 512 * KIB  # larger requests keep a thread busy, and the disk too
-_LEAST_QUEUED = 16  # fewer are read as fast by threads
+_WRITERS = 2  # two batches are usually written at the same time, and share the streams
+_MOST_QUEUED = 512 * KIB  # larger requests keep a thread and the disk busy
+_LEAST_QUEUED = 16  # threads read fewer as fast
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """How this disk is best read."""
+    """The fastest way to read this disk."""
 
     direct: bool
     streams: int  # requests in flight per batch
-    queued: bool = False  # small ones all at once, from one thread (io.py)
+    queued: bool = False  # small reads all at once, from one thread (io.py)
 
 
 class Payloads:
@@ -303,14 +303,14 @@ class Payloads:
         self._streams = io_threads
         self.read_mode = ReadMode(direct=True, streams=io_threads)
         self._staging = Staging(_STAGING_BYTES)
-        # Apart, so that demand reads never queue behind write-behind.
+        # Separate pools, so that demand reads never queue behind write-behind.
         self._readers = IOThreads(io_threads, name="tierstore-disk-read")
         self._writers = IOThreads(io_threads, name="tierstore-disk-write")
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        """Write the payloads to their places, and fill in the checksums of the pages that no codec keeps.
+        """Write the payloads to their places, and set the checksums of unencoded pages.
 
-        On return, also by :class:`OSError`, no request is in flight any more.
+        No request is in flight when this returns or raises :class:`OSError`.
         """
         batch = _ReadBatch(pages)
         for buffer in batch.buffers:
@@ -329,9 +329,10 @@ class Payloads:
                 record.checksum = buffer.checksum
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
-        """Fill the views, and say of each page whether it came back whole and with its checksum. ``encoded``:
-        with payloads as they are on disk, which are verified all the same."""
-        # All of the room, so that neighbours share a request, and one piece of memory: many take long to map.
+        """Fill the views, and return for each page whether it is complete and matches its checksum. With
+        ``encoded``, fill them with the payloads as they are on disk, which are verified as well."""
+        # The whole room of each page, so that neighbours share a request, and one block of memory: mapping
+        # many takes long.
         sizes = [
             slot_bytes(record.nbytes if encoded else record.room) if record.codec else 0
             for record, _ in pages
@@ -341,7 +342,7 @@ class Payloads:
             return self._read(pages, _ReadBatch(pages))
         try:
             staged = self._staging.take(total)
-        except UsageError as error:  # there is no memory to be had
+        except UsageError as error:  # not enough memory
             return ReadBatch([PageRead.FAILED] * len(pages), OSError(errno.ENOMEM, str(error)))
         try:
             buffers = []
@@ -368,7 +369,7 @@ class Payloads:
 
         def work(request: ExtentRequest) -> None:
             if attempt(request, mode.direct and batch.aligned) is not None:
-                for single in request.singles():  # one bad block must not cost its neighbours
+                for single in request.singles():  # one bad block must not affect its neighbours
                     error = attempt(single, False)
                     if error is not None:
                         failed[single.parts[0].page] = error
@@ -381,14 +382,14 @@ class Payloads:
         for number, ((record, _), buffer) in enumerate(zip(pages, batch.buffers, strict=True)):
             if buffer.checksum == record.checksum:
                 outcomes.append(PageRead.GOOD)
-            else:  # bytes that did not come say nothing of those that are there
+            else:  # missing bytes say nothing about the stored ones
                 unread = number in failed or (record.codec and by_number(record.codec) is None)
                 outcomes.append(PageRead.FAILED if unread else PageRead.DAMAGED)
         return ReadBatch(outcomes, next(iter(failed.values()), None))
 
     def _read_queued(self, batch: _ReadBatch, requests: Sequence[ExtentRequest]) -> list[ExtentRequest]:
-        """Do the small requests all at once. Returns the others, and those that did not come as they should
-        have: they are done again, one by one."""
+        """Do the small requests all at once. Return the others and the failed ones, which are then done one
+        by one."""
         small: list[ExtentRequest] = []
         left: list[ExtentRequest] = []
         places: list[tuple[int, memoryview]] = []
@@ -410,17 +411,17 @@ class Payloads:
         try:
             self._extents.read_many(places, landed)
         except OSError as error:
-            _log.debug("disk tier: %d reads were not taken at once: %s", len(waiting), error)
+            _log.debug("disk tier: the kernel refused %d queued reads: %s", len(waiting), error)
         return [*left, *waiting.values()]
 
     def close(self) -> None:
-        """Wait for what is in flight."""
+        """Wait for requests in flight, and stop the threads."""
         self._readers.close()
         self._writers.close()
 
 
 def _buffer(record: PageRecord, view: memoryview, own: memoryview, encoded: bool) -> PageBuffer:
-    """Of a page that is read into ``view``, with memory of its ``own`` where a codec keeps it."""
+    """Return the buffer of a page that is read into ``view``. An encoded page has memory of its ``own``."""
     if not record.codec:
         return PageBuffer(view)
     if encoded:
@@ -448,8 +449,8 @@ class _ReadBatch:
         return self._end
 
     def plan(self, streams: int, file_bytes: int) -> list[ExtentRequest]:
-        """The requests to make, and each page made ready for them."""
-        # Large requests are faster, but only while there are enough of them to keep every stream busy.
+        """Plan the requests, and prepare each page for them."""
+        # Large requests are faster, but only if there are enough to keep every stream busy.
         share = sum(extent.nbytes for extent in self._extents) // (2 * max(streams, 1))
         request_bytes = min(max(share // _LEAST_REQUEST * _LEAST_REQUEST, _LEAST_REQUEST), _MOST_REQUEST)
         requests = plan(self._extents, request_bytes=request_bytes, file_bytes=file_bytes)
@@ -465,7 +466,7 @@ class _ReadBatch:
         ]
 
     def hash(self, request: ExtentRequest, moved: int, *, read: bool = False) -> None:
-        """Hash the parts of a request that lie within the ``moved`` bytes."""
+        """Hash the parts of a request that are within the ``moved`` bytes."""
         for part in request.parts:
             moved -= part.stop - part.start
             if moved < 0:
@@ -479,8 +480,8 @@ class _ReadBatch:
 def _work_off(
     requests: Sequence[ExtentRequest], work: Callable[[ExtentRequest], None], threads: IOThreads, streams: int
 ) -> None:
-    """Do ``work`` for all requests, ``streams`` at a time, the caller included. After an error no further
-    request is begun, those in flight are waited for, and the error is raised."""
+    """Do ``work`` for all requests on ``streams`` threads, including the caller's. After an error, no further
+    request starts; those in flight are awaited, and the error is raised."""
     queue = deque(requests)
 
     def drain() -> None:

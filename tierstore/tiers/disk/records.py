@@ -1,9 +1,9 @@
-"""What the disk tier knows of a page, and how that is written down.
+"""The stored form of a page's description: its record, its facts and the keys of the index.
 
-The *record* is the page's description and never changes while the page exists. It carries its own checksum,
-seeded with its serial: a damaged or misplaced one is found out when it is read, before its tokens are
-believed or its place is looked at. The *facts* are the few numbers that decide what leaves and what space is
-free; all of them are read at every open, so they are small and kept apart.
+The *record* describes the page and never changes while the page exists. It has its own checksum, seeded with
+its serial. A damaged or misplaced record is detected when it is read, before its tokens or its place are
+used. The *facts* are the few numbers that decide the order of eviction and the free space. All of them are
+read at every open, so they are small and stored separately.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from msgspec import Struct
 from tierstore.memory import ALIGNMENT
 from tierstore.units import round_up
 
-INLINE = -1  # as a place: the payload is in the index itself
+INLINE = -1  # the place of a payload in the index itself
 
 _HEAD = struct.Struct(
     "<Qq16s32sQQBdI"
 )  # parent, place, key, identity, nbytes, checksum, codec, created_s, len(tokens)
 _CODEC_AT = 80
-_KEPT = struct.Struct("<Q")  # behind the tokens of a page that a codec keeps
+_KEPT = struct.Struct("<Q")  # after the tokens of an encoded page
 _PLACE = struct.Struct("<8xq")
 _CREATED = struct.Struct("<81xd")
 _CHECKSUM = struct.Struct("<Q")
@@ -47,38 +47,40 @@ FACTS_DTYPE = np.dtype(
 
 
 class PageRecord(Struct, gc=False):
-    """One page on disk. (It refers to no other object, so Python's garbage collector need not know it.)
+    """One page on disk. (It refers to no other objects, so it is hidden from Python's garbage collector.)
 
-    ``serial`` is unique within the directory and greater than ``parent``: the serial of the page before it in
-    the prompt, or of its root for a first chunk. A page is valid only as long as its parent's record is.
+    ``serial`` is unique within the directory and greater than ``parent``. ``parent`` is the serial of the
+    page before it in the prompt, or of the root for a first chunk. A page is valid only as long as its
+    parent's record is.
     """
 
     serial: int
     parent: int
     key: bytes  # 16 bytes
     identity: bytes  # the 32-byte digest of the page's identity
-    tokens: bytes  # the chunk's token ids, little-endian uint32: the proof that this is the page
-    nbytes: int  # of the page
+    tokens: bytes  # the chunk's token ids, little-endian uint32; they prove the page's identity
+    nbytes: int  # bytes of the page
     place: int  # byte offset in the extent space, or INLINE
-    checksum: int = 0  # XXH3-64 of the page; filled in by DiskTier.write where no codec keeps it
-    codec: int = 0  # that keeps the page (tierstore/codec.py); 0: it is kept as it is
+    checksum: int = 0  # XXH3-64 of the page; set by DiskTier.write if it is not encoded
+    codec: int = 0  # number of the codec (tierstore/codec.py); 0: not encoded
     created_s: float = 0.0  # wall clock
-    encoded_bytes: int = 0  # where a codec keeps it
+    encoded_bytes: int = 0  # payload bytes of an encoded page
 
     @property
     def payload_bytes(self) -> int:
-        """What is on disk of it."""
+        """Size of the payload on disk."""
         return self.encoded_bytes if self.codec else self.nbytes
 
     @property
     def room(self) -> int:
-        """What it takes of the space: encoded sizes differ by a few bytes each, and share size classes."""
+        """Reserved space. Encoded sizes differ by a few bytes each; they are rounded up to share size
+        classes."""
         return room_for(self.encoded_bytes, self.nbytes) if self.codec else self.nbytes
 
 
 def room_for(encoded_bytes: int, nbytes: int) -> int:
-    """How much space an encoded page takes: a multiple of a sixty-fourth of the page, and four at least. So
-    pages of one size make up sixty classes at most (of real ones it is two), for 1 % of them."""
+    """Return the space for an encoded page: a multiple of 1/64 of the page, and at least four of these. So
+    pages of one size use at most sixty classes (real ones use two), at a cost of 1 %."""
     step = max(nbytes // _STEPS // ALIGNMENT * ALIGNMENT, ALIGNMENT)
     return max(round_up(encoded_bytes, step), _LEAST_STEPS * step)
 
@@ -88,21 +90,21 @@ _LEAST_STEPS = 4
 
 
 class PageUse(Struct, frozen=True, gc=False):
-    """When a page was last used, and how often it was found. A struct, because one is made of every page that
-    is written, and a named tuple takes three times as long."""
+    """When a page was last used, and how often it was found. This is a struct because one is created for
+    every written page, and creating a named tuple takes three times as long."""
 
-    tick: int  # of the store's logical clock, which goes on from life to life
+    tick: int  # the store's logical clock, which continues after a restart
     used_s: float  # wall clock
     hits: int
 
 
 def first_use(record: PageRecord, used: Mapping[int, PageUse]) -> PageUse:
-    """Of a page that is being added: what was noted of its serial, if anything was."""
+    """Return the use of a page that is being added: the noted use of its serial, if there is one."""
     return used.get(record.serial) or PageUse(0, record.created_s, 0)
 
 
 class Removal(NamedTuple):
-    """A page to be removed: enough to find its record and to free its place."""
+    """A page to be removed, with what is needed to find its record and to free its place."""
 
     serial: int
     parent: int
@@ -111,7 +113,7 @@ class Removal(NamedTuple):
 
 
 def encode(record: PageRecord) -> bytes:
-    """The record as it is stored under its serial."""
+    """Return the record in its stored form."""
     head = _HEAD.pack(
         record.parent,
         record.place,
@@ -128,7 +130,7 @@ def encode(record: PageRecord) -> bytes:
 
 
 def decode(serial: int, data: bytes) -> PageRecord | None:
-    """The record stored under ``serial``, or None when it is damaged."""
+    """Return the record stored under ``serial``, or None if it is damaged."""
     body = data[: -_CHECKSUM.size]
     if len(body) < _HEAD.size:
         return None
@@ -146,12 +148,12 @@ def decode(serial: int, data: bytes) -> PageRecord | None:
 
 
 def stored_place(data: bytes) -> int | None:
-    """The place named by a stored record, without checking the rest of it."""
+    """Return the place in a stored record, without checking the rest of it."""
     return int(_PLACE.unpack_from(data)[0]) if len(data) >= _PLACE.size else None
 
 
 def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
-    """(parent, key, tokens) of a stored record, without checking the rest of it."""
+    """Return (parent, key, tokens) of a stored record, without checking the rest of it."""
     if len(data) < _HEAD.size:
         return None
     head = _HEAD.unpack_from(data)
@@ -159,13 +161,13 @@ def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
 
 
 def stored_tokens(data: bytes | memoryview) -> int:
-    """How many bytes of tokens a stored record holds, by its length."""
+    """Return the number of bytes of tokens in a stored record, from its length."""
     kept = _KEPT.size if len(data) > _CODEC_AT and data[_CODEC_AT] else 0
     return max(len(data) - _HEAD.size - kept - _CHECKSUM.size, 0)
 
 
 def stored_created_s(data: bytes | memoryview) -> float:
-    """When a page was made (wall clock), without checking its record; 0 for one that is cut short."""
+    """Return when a page was created (wall clock), without checking its record; 0 if it is cut short."""
     return float(_CREATED.unpack_from(data)[0]) if len(data) >= _HEAD.size else 0.0
 
 
@@ -174,18 +176,18 @@ def encode_facts(record: PageRecord, use: PageUse) -> bytes:
 
 
 def with_use(facts: bytes, use: PageUse) -> bytes:
-    """Stored facts with another use."""
+    """Return stored facts with another use."""
     return facts[: _FACTS.size - 24] + _FACTS.pack(0, 0, 0, use.tick, use.used_s, use.hits)[-24:]
 
 
 def with_place(facts: bytes, place: int) -> bytes:
-    """Stored facts of a page that was moved."""
+    """Return stored facts with another place."""
     return facts[:8] + struct.pack("<q", place) + facts[16:]
 
 
 def described(key: bytes, data: bytes) -> bytes | None:
-    """What a stored record says of a page, as a row of ``FACTS_DTYPE`` that knows no use yet; None when the
-    record is damaged. Faster than :func:`decode`: an opening asks for every page."""
+    """Return a stored record as a row of ``FACTS_DTYPE`` without a use; None if the record is damaged. Faster
+    than :func:`decode`, because an opening needs it for every page."""
     end = len(data) - _CHECKSUM.size
     if len(key) != _SERIAL_BYTES or end < _HEAD.size:
         return None
@@ -198,7 +200,7 @@ def described(key: bytes, data: bytes) -> bytes | None:
 
 
 def decode_facts(keys_and_values: bytearray) -> npt.NDArray[np.void]:
-    """Any number of (serial, facts) side by side, as an array of ``FACTS_DTYPE``."""
+    """Return any number of adjacent (serial, facts) as an array of ``FACTS_DTYPE``."""
     return np.frombuffer(keys_and_values, FACTS_DTYPE)
 
 
@@ -210,25 +212,25 @@ TREES = (META, b"roots", b"pages", b"facts", b"children", b"payload")
 FORMAT_KEY = b"format"
 NEXT_SERIAL = b"next_serial"
 TICK = b"tick"
-PIECE_BYTES = 4096 - 16  # what one LMDB overflow page holds
-BEGINNING = 16  # bytes of a chunk, four tokens, that its siblings are sorted by
+PIECE_BYTES = 4096 - 16  # bytes in one LMDB overflow page
+BEGINNING = 16  # bytes of a chunk (four tokens) by which siblings are sorted
 
 
 def page_key(serial: int) -> bytes:
-    """Of a page's record and facts, and of a root."""
+    """Return the key of a page's record and facts, or of a root."""
     return serial.to_bytes(8, "big")
 
 
 def payload_key(serial: int, piece: int) -> bytes:
-    """Of one piece of a payload that is in the index."""
+    """Return the key of one piece of an inline payload."""
     return serial.to_bytes(8, "big") + piece.to_bytes(4, "big")
 
 
 def child_prefix(parent: int, tokens: bytes) -> bytes:
-    """What the links to all children of ``parent`` that begin like ``tokens`` have in common."""
+    """Return the common prefix of the links to all children of ``parent`` that begin like ``tokens``."""
     return parent.to_bytes(8, "big") + tokens[:BEGINNING].ljust(BEGINNING, b"\0")
 
 
 def link_of(record: PageRecord) -> bytes:
-    """The key in ``children`` that leads to a page."""
+    """Return the key in ``children`` that leads to a page."""
     return child_prefix(record.parent, record.tokens) + record.key + page_key(record.serial)

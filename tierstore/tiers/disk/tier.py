@@ -1,6 +1,6 @@
 """The disk tier: reserve a place, write the payload, commit the record; read it back, remove it.
 
-It decides nothing: what is written and what leaves is the store's business.
+The tier makes no decisions: the store decides what is written and what is evicted.
 """
 
 from __future__ import annotations
@@ -38,42 +38,43 @@ from tierstore.units import KIB
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """A snapshot. Counters count from open."""
+    """A snapshot. Counters start at open."""
 
     capacity_bytes: int  # the cap on everything under the directory
-    used_bytes: int  # slots and index pages in use or promised
-    file_bytes: int  # what extent files take on disk, used or not
+    used_bytes: int  # slots and index pages in use or reserved
+    file_bytes: int  # disk space of the extent files, used or not
     index_used_bytes: int
     index_bytes: int  # the index's share of the cap
     extent_used_bytes: int
     extent_bytes: int  # the extents' share of the cap
     pages: int  # durable
-    direct_io: bool  # False: this file system has no O_DIRECT, and pages go through the page cache
-    read_direct: bool  # how pages are read, and with how many requests at a time
+    direct_io: bool  # False: the file system has no O_DIRECT, and pages go through the page cache
+    read_direct: bool  # whether pages are read with O_DIRECT, and the number of parallel requests
     read_streams: int
     written_pages: int
     written_bytes: int
     read_pages: int
     read_bytes: int
-    bad_pages: int  # reads that did not come back as they were saved
+    bad_pages: int  # reads that returned other bytes than were saved
     failed_pages: int  # reads that the disk answered with an error
     commits: int
 
 
 class Unsynced:
-    """Payloads that were written and are in no commit yet: can the disk have lost them? Thread-safe.
+    """Payloads that were written and not committed yet. Tells whether the disk may have lost them.
+    Thread-safe.
 
-    The kernel reports a lost write once. Whatever was written before a sync that failed may be gone, though
-    the next sync will say that it succeeded.
+    The kernel reports a lost write once. Everything written before a failed sync may be gone, although the
+    next sync succeeds.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._written: dict[int, int] = {}  # place -> number of failed syncs before the write
+        self._written: dict[int, int] = {}  # place → number of failed syncs before the write
         self._failed_syncs = 0
 
     def begin(self) -> int:
-        """To be given to :meth:`written` when what is written from now on has been."""
+        """Return a number to pass to :meth:`written` after the writes that start now."""
         return self._failed_syncs
 
     def written(self, places: Iterable[int], begun: int) -> None:
@@ -86,7 +87,7 @@ class Unsynced:
             self._failed_syncs += 1
 
     def require(self, records: Iterable[PageRecord]) -> None:
-        """Raises :class:`OSError` if one of these pages was written before a sync that failed."""
+        """Raise :class:`OSError` if one of these pages was written before a failed sync."""
         with self._lock:
             for record in records:
                 if record.place == INLINE:
@@ -96,7 +97,7 @@ class Unsynced:
                     raise OSError(errno.EIO, "the disk failed after this page was written")
 
     def forget(self, places: Iterable[int]) -> None:
-        """They are durable now, or were given back."""
+        """Forget places that are durable now, or were freed."""
         with self._lock:
             for place in places:
                 self._written.pop(place, None)
@@ -111,12 +112,12 @@ class DiskTier:
     """One open store directory. Thread-safe.
 
     A page's life: :meth:`reserve`, :meth:`write`, :meth:`commit` as added, any number of :meth:`read`,
-    :meth:`commit` as removed. Whoever calls sees to it that a page is not removed while it is being read.
+    :meth:`commit` as removed. The caller ensures that no page is removed while it is being read.
     """
 
     def __init__(self, parts: OpenedParts, in_flight: InFlightCalls, encoder: PageEncoder | None) -> None:
-        self.encoder = encoder  # of pages that are about to be written; None: they are kept as they are
-        self.in_flight = in_flight  # tells whether the disk still answers
+        self.encoder = encoder  # encodes pages before they are written; None: pages are not encoded
+        self.in_flight = in_flight  # the running calls, which show whether the disk still answers
         self._layout = parts.layout
         self._directory = parts.directory
         self._presence = Presence(parts.directory.path, in_flight)
@@ -126,9 +127,10 @@ class DiskTier:
         self._payloads = parts.payloads
         self._space = parts.space
         self._scan = parts.scan
-        self.child_filter = ChildFilter(parts.index_db, in_flight)  # what need not be looked for in the index
+        # pages that need not be looked up in the index
+        self.child_filter = ChildFilter(parts.index_db, in_flight)
         self.serials = parts.serials
-        self.fitted = parts.fitted  # what a change of capacity took at open
+        self.fitted = parts.fitted  # the result of a change of capacity at open
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
         self._closed = False
@@ -151,16 +153,16 @@ class DiskTier:
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
-        """Open ``directory``, which is made if it is not there.
+        """Open ``directory``; create it if it does not exist.
 
-        ``capacity_bytes`` caps everything under it. ``page_bytes`` is the size this life will mostly write;
-        pages of ``inline_bytes`` and less live in the index. ``io_threads`` requests are in flight per batch.
-        ``codec`` (a name of :mod:`tierstore.codec`) is for those that :attr:`encoder` is asked to encode.
-        Any of these may differ from life to life: where there are too many pages those leave that ``policy``
-        (a name of :data:`tierstore.policy.POLICIES`) lets leave first, and others are moved
-        (:attr:`fitted` says how many).
+        ``capacity_bytes`` limits everything in it. ``page_bytes`` is the usual size of new pages. Pages of
+        ``inline_bytes`` or less are stored in the index. ``io_threads`` is the number of requests in flight
+        per batch. ``codec`` (a name of :mod:`tierstore.codec`) is used for pages passed to :attr:`encoder`.
+        Any of these may change from one opening to the next. If there are too many pages, those leave first
+        that ``policy`` (a name of :data:`tierstore.policy.POLICIES`) ranks worst, and others are moved;
+        :attr:`fitted` has the numbers.
 
-        Raises :class:`~tierstore.errors.UsageError` for a capacity below one page or an unknown codec, and
+        Raise :class:`~tierstore.errors.UsageError` for a capacity below one page or an unknown codec, and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
         chosen = by_name(codec)
@@ -190,17 +192,17 @@ class DiskTier:
     def __repr__(self) -> str:
         return f"DiskTier({self._directory.path}, {self._pages} pages, {self._space})"
 
-    # -- what is there -------------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------------
 
     @property
     def page_table(self) -> PageTable | None:
-        """The facts of all durable pages; None until they have been read (a second for a million), during
-        which pages are found and read, but none is written or leaves. The caller adds to it and removes from
-        it as it decides."""
+        """The facts of all durable pages; None until they have been read (a second for a million). Until
+        then, pages are found and read, but none is written or evicted. The caller adds and removes pages as
+        it decides."""
         return self._scan.page_table
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
-        """Wait for :attr:`page_table`. False when it cannot be had in ``timeout`` seconds."""
+        """Wait for :attr:`page_table`. Return False if it is not available within ``timeout`` seconds."""
         return self._scan.wait(timeout) and self._scan.page_table is not None
 
     @property
@@ -210,7 +212,7 @@ class DiskTier:
 
     @property
     def pages(self) -> int:
-        """Durable pages."""
+        """Number of durable pages."""
         return self._pages
 
     @property
@@ -219,75 +221,80 @@ class DiskTier:
         return self._index_db.tick
 
     def identities(self) -> list[Identity]:
-        """Of everything that ever had a page here, except damaged ones. Raises :class:`OSError`."""
+        """Return the identities of everything that ever had a page here, except damaged ones. Raise
+        :class:`OSError` if the disk fails."""
         with self.in_flight.call():
             roots = self._index_db.roots().values()
         return [identity for root in roots if (identity := identity_of(root)) is not None]
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
-        """The pages that hold ``chunks`` (key and tokens), one after the other below the page or root
-        ``parent``, as far as they are there. Raises :class:`OSError`."""
+        """Return the pages that hold ``chunks`` (key and tokens), one after the other below the page or root
+        ``parent``, as far as they exist. Raise :class:`OSError` if the disk fails."""
         with self.in_flight.call():
             return self._index_db.find(parent, identity, chunks)
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
-        """Some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``.
+        """Return some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``.
 
-        Raises :class:`OSError`.
+        Raise :class:`OSError` if the disk fails.
         """
         with self.in_flight.call():
             return self._index_db.find_similar(parent, identity, tokens)
 
     def within(self, seconds: float, look: Callable[[], T]) -> T:
-        """The outcome of ``look``, which reads the index, on a thread of the tier's own: the index is mapped
-        memory, and a disk that does not answer would hold the caller for good.
+        """Run ``look``, which reads the index, on one of the tier's threads, and return its result. The index
+        is mapped memory, so a disk that does not answer would block the caller for ever.
 
-        Raises :class:`OSError`; a :class:`TimeoutError` after ``seconds``, and then ``look`` goes on alone.
+        Raise :class:`OSError`, or :class:`TimeoutError` after ``seconds``; then ``look`` continues on its
+        own.
         """
         return self._lookers.ask(look, seconds)
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
-        """Every page on disk by serial; None for a record that is damaged. Reads the whole index."""
+        """Yield every page on disk by serial; the record is None if it is damaged. Reads the whole index."""
         return self._index_db.scan()
 
     def records_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
-        """A slice of :meth:`scan`: up to ``count`` pages from ``serial`` on. Raises :class:`OSError`."""
+        """Return a slice of :meth:`scan`: up to ``count`` pages from ``serial`` on. Raise :class:`OSError` if
+        the disk fails."""
         with self.in_flight.call():
             return self._index_db.records_from(serial, count)
 
     def root_serials(self) -> set[int]:
-        """What records of first pages name as their parents. Raises :class:`OSError`."""
+        """Return the serials that records of first pages have as parents. Raise :class:`OSError` if the disk
+        fails."""
         with self.in_flight.call():
             return set(self._index_db.roots())
 
     def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
-        """The record of each page; None for one that is not there or damaged. Raises :class:`OSError`."""
+        """Return the record of each page; None if it is missing or damaged. Raise :class:`OSError` if the
+        disk fails."""
         with self.in_flight.call():
             return list(self._index_db.records(serials))
 
     # -- places --------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> int | None:
-        """A place for a payload of ``nbytes``, or None when there is no room. Does no I/O."""
+        """Reserve a place for a payload of ``nbytes``. Return None if there is no room. Does no I/O."""
         return self._space.reserve(nbytes)
 
     def reserve_many(self, nbytes: int, count: int) -> list[int]:
-        """Up to ``count`` of them: fewer when there is no more room."""
+        """Reserve up to ``count`` places. Return fewer if there is no more room."""
         return self._space.reserve_many(nbytes, count)
 
     def unreserve(self, place: int, nbytes: int) -> None:
-        """Give back a place that :meth:`reserve` gave and no :meth:`commit` has added."""
+        """Free a place that :meth:`reserve` returned and no :meth:`commit` has added."""
         self._unsynced.forget([place])
         self._space.unreserve(place, nbytes)
 
     # -- bytes ---------------------------------------------------------------------------------------
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        """Write payloads to their reserved places, and fill in ``record.checksum`` where the payload is the
-        page. Where a codec keeps it, it is what the codec made of the page, and the record says so already.
+        """Write payloads to their reserved places. For unencoded pages, also set ``record.checksum``. For
+        encoded pages, the payload is the codec's output, and the record is already complete.
 
-        Nothing is durable before :meth:`commit`. Views at addresses that are multiples of 4096 go straight to
-        disk. Raises :class:`OSError`; none of the places are then being written to any more.
+        Nothing is durable before :meth:`commit`. Views at addresses that are multiples of 4096 are written
+        directly. Raise :class:`OSError` if the disk fails; no write to the places is then running any more.
         """
         begun = self._unsynced.begin()
         for record, view in pages:
@@ -300,17 +307,16 @@ class DiskTier:
         try:
             self._payloads.write(outside)
         except OSError as error:
-            if error.errno in VOLUME_FULL:  # pages leave from now on, instead of new ones failing
+            if error.errno in VOLUME_FULL:  # from now on, pages are evicted for new ones
                 self.space.limit(self._extents.allocated_bytes)
             raise
         self._unsynced.written([record.place for record, _ in outside], begun)
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
-        """Fill the views, and say of each page whether it is byte for byte what was saved. ``encoded``: fill
-        them with payloads, for :meth:`write` to write elsewhere.
+        """Fill the views, and return for each page whether it is byte for byte as it was saved. With
+        ``encoded``, fill them with payloads, for :meth:`write` to another place.
 
-        Raises nothing for a disk that fails: a page that could not be read is one outcome, a page that is
-        damaged is another.
+        A failing disk raises nothing: failed and damaged pages are different outcomes.
         """
         outcomes = [PageRead.FAILED] * len(pages)
         outside = [index for index, (record, _) in enumerate(pages) if record.place != INLINE]
@@ -351,12 +357,13 @@ class DiskTier:
         used: Mapping[int, PageUse],
         tick: int = 0,
     ) -> None:
-        """Make written pages, removals and uses (of added pages too) durable, all together. ``tick`` is the
-        store's logical clock.
+        """Make written pages, removals and uses (including those of added pages) durable, all together.
+        ``tick`` is the store's logical clock.
 
-        On return ``added`` are on disk for good and the places of ``removed`` are free. An inline page's view
-        is its payload. Removals happen before additions: a page may leave and come back under its serial.
-        Raises :class:`OSError`: then nothing was added, and the same removals are to be handed in again.
+        On return, ``added`` are durable and the places of ``removed`` are free. An inline page's view is its
+        payload. Removals happen before additions, so a page may leave and return under its serial. Raise
+        :class:`OSError` if the disk fails; then nothing was added, and the caller must pass the same removals
+        again.
         """
         with self._commit_lock:
             self._presence.require()
@@ -379,11 +386,12 @@ class DiskTier:
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
-        """Make durable that pages are where :meth:`write` has put copies of them: each new record, and the
-        place that it had before. The old places stay as they are until ``space.vacate``, for those who are
-        still reading there, and so that a crash finds one of the two.
+        """Make it durable that pages are where :meth:`write` has copied them: each new record, and the place
+        that it had before. The old places stay in use until ``space.vacate``, for running readers, and so
+        that a crash finds one of the two.
 
-        The page table is for the caller to change. Raises :class:`OSError`: then nothing has moved.
+        The caller must change the page table. Raise :class:`OSError` if the disk fails; then nothing has
+        moved.
         """
         with self._commit_lock:
             self._presence.require()
@@ -404,15 +412,15 @@ class DiskTier:
             raise
 
     def probe(self, tick: int) -> None:
-        """Do everything that a batch of pages needs, without leaving one. Raises :class:`OSError` when the
+        """Do everything that a batch of pages needs, without leaving a page. Raise :class:`OSError` if the
         disk cannot do it."""
         self._presence.require()
         try_out(self._space, self._payloads, lambda: self.commit([], [], {}, tick))
 
-    # -- seeing --------------------------------------------------------------------------------------
+    # -- statistics and checks -----------------------------------------------------------------------
 
     def stats(self) -> DiskStats:
-        """A snapshot; does no I/O."""
+        """Return a snapshot. Does no I/O."""
         mode = self._payloads.read_mode
         index_used = self._space.index_used_bytes
         extent_used = self._space.slots_used_bytes
@@ -440,8 +448,8 @@ class DiskTier:
         )
 
     def check(self) -> None:
-        """Assert that the index, the page table, the free space and the files agree. For idle moments: reads
-        every record (but says nothing of damaged ones: those are the disk's doing)."""
+        """Assert that the index, the page table, the free space and the files agree. For idle stores: it
+        reads every record. Damaged records are ignored, because they are the disk's fault."""
         if not self.wait_scanned():
             return
         page_table = self.page_table
@@ -449,7 +457,7 @@ class DiskTier:
         with self._commit_lock:
             page_table.check()
             places = page_table.places()
-            held: list[tuple[int, int]] = []  # also by pages that are about to leave
+            held: list[tuple[int, int]] = []  # including pages that are about to leave
             serials = {*self._index_db.roots(), *self.serials.roots()}
             for serial, record in self._index_db.scan():
                 serials.add(serial)
@@ -458,7 +466,7 @@ class DiskTier:
                     continue
                 place = (record.place, record.room)
                 lead = self.child_filter.may_lead(record.parent, record.key, record.tokens, whole=True)
-                assert lead, f"page {serial} is said not to be there"
+                assert lead, f"page {serial} is missing in the filter"
                 # A tombstone has no record, but a row in the page table while there are pages below it.
                 rooted = record.parent in serials or page_table.children(record.parent)
                 assert rooted, f"page {serial} has lost its parent {record.parent}"
@@ -471,8 +479,8 @@ class DiskTier:
             assert taken <= self._layout.capacity_bytes, f"{taken} bytes on disk, over {self._layout}"
 
     def close(self) -> None:
-        """Give everything back, even where parts of it fail. What was committed stays. Idempotent; no other
-        call may be running. Raises :class:`OSError` when the files cannot be closed in order."""
+        """Release everything, even if parts of it fail. Committed pages stay. Repeated calls do nothing. No
+        other call may be running. Raise :class:`OSError` if the files cannot be closed cleanly."""
         if self._closed:
             return
         self._closed = True

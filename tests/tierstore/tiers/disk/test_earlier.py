@@ -104,7 +104,7 @@ def test_pages_of_a_removed_codec_are_misses(tmp_path, caplog):
                 store.check()
     [line] = [record.getMessage() for record in caplog.records]
     assert line == (
-        f"disk tier: removed 9 pages from {path}: earlier versions kept them by a lossy disk codec "
+        f"disk tier: removed 9 pages from {path}: earlier versions encoded them with a lossy disk codec "
         "(fp8, int8, int4)"
     )
     found = fsck(path)

@@ -58,7 +58,7 @@ def test_a_tenth_of_the_cap_keeps_the_pages_that_were_used_last(open_shelf, capl
     shelf.verify()
     assert shelf.tier.fitted.evicted_pages == len(saved) - len(shelf.saved)
     assert shelf.tier.fitted.lost_pages == 0
-    assert f"{len(saved) - len(shelf.saved)} pages left that found no room" in caplog.text
+    assert f"{len(saved) - len(shelf.saved)} pages without room were evicted" in caplog.text
 
 
 def test_pages_that_lie_beyond_a_much_smaller_cap_are_kept(open_shelf):

@@ -1,4 +1,5 @@
-"""The check itself: lock, look at the index, read every payload, say what is wrong, mend it if asked to."""
+"""The check itself: lock the directory, examine the index, read every payload, report the findings, repair if
+requested."""
 
 from __future__ import annotations
 
@@ -46,13 +47,13 @@ from tierstore.tiers.disk.opening import (
 )
 from tierstore.tiers.disk.payloads import ReadMode
 
-DEFAULT_LIMIT = 1000  # findings that are kept in words
+DEFAULT_LIMIT = 1000  # findings that are kept with their text
 _READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CheckWatcher:
-    """Who is told how far a check is. Called from several threads, one at a time is not promised."""
+    """Receives the progress of a check. Called from several threads, possibly at the same time."""
 
     phase: Callable[[str], None] = lambda text: None
     expect: Callable[[int, int], None] = lambda pages, nbytes: None
@@ -67,17 +68,17 @@ def fsck(
     limit: int = DEFAULT_LIMIT,
     io: FileIO | None = None,
 ) -> FsckReport:
-    """Check the store in ``path``, which no process may own, and with ``repair`` mend it.
+    """Check the store in ``path``, which no process may own. With ``repair``, repair it.
 
-    Without ``repair`` not a byte of the directory changes. With it everything that is good stays, what is
-    damaged or cannot be reached leaves, and a second check finds only what a person must see to. The first
-    ``limit`` findings are kept in words.
+    Without ``repair``, the directory does not change by a byte. With it, everything good stays, damaged and
+    unreachable pages are removed, and a second check finds only what needs a person. The first ``limit``
+    findings are kept with their text.
 
-    An index that LMDB must not open is one finding. ``repair`` sets it aside, as ``index.lmdb.damaged`` until
-    the store is next opened, and makes an empty one: without its index, no page can be found.
+    An index that LMDB must not open is a single finding. ``repair`` sets it aside as ``index.lmdb.damaged``,
+    until the store is next opened, and creates an empty one: without its index, no page can be found.
 
-    Raises :class:`~tierstore.errors.UsageError` when there is no store in ``path``, and
-    :class:`~tierstore.errors.StoreUnavailableError` when it is in use, of another format, or cannot be read.
+    Raise :class:`~tierstore.errors.UsageError` if there is no store in ``path``, and
+    :class:`~tierstore.errors.StoreUnavailableError` if it is in use, has another format, or cannot be read.
     """
     started = time.perf_counter()
     watcher = watcher or CheckWatcher()
@@ -93,7 +94,7 @@ def fsck(
                 check_index(directory.index).check_payloads()
                 check.run()
         except DamagedIndexError as damage:
-            if not directory.extents.is_dir():  # then it may be anybody's
+            if not directory.extents.is_dir():  # otherwise the file may belong to another program
                 raise
             check.damaged_index(damage)
         return check.report(started)
@@ -107,7 +108,7 @@ def fsck(
 
 
 class _Check:
-    """One run."""
+    """One run of the check."""
 
     def __init__(
         self, directory: StoreDirectory, repair: bool, watcher: CheckWatcher, findings: Findings, io: FileIO
@@ -124,14 +125,14 @@ class _Check:
         self._verified = (0, 0)
 
     def unfinished(self) -> None:
-        """A directory whose first opening did not get as far as an index that names its store."""
+        """Check a directory whose first opening ended before there was an index that names its store."""
         check_files(self._directory, self._findings)
         if self._repair:
             self._directory.sign()
             self._directory.remove_leftovers(self._io)
 
     def damaged_index(self, damage: DamagedIndexError) -> None:
-        """An index that cannot be used: it is set aside, and with it all pages are gone."""
+        """Report an index that cannot be used. A repair sets it aside, and all pages are gone with it."""
         self._findings.clear()
         self._found = None
         self._findings.add(Finding(Category.DAMAGED, "index", damage.why, name=INDEX))
@@ -155,7 +156,7 @@ class _Check:
                 self.unfinished()
                 return
             if stored is None:
-                raise DamagedIndexError(self._directory.index, "it does not say which store it is of")
+                raise DamagedIndexError(self._directory.index, "it does not name its store")
             self._meta = decode_meta(stored, self._directory.path)
             require_codecs(self._meta, self._directory.path)
             records = read_records(index_db)
@@ -171,13 +172,13 @@ class _Check:
                     np.flatnonzero(impossible(records.rows)),
                     Category.MISPLACED,
                     "place",
-                    "its record names a place that is not on a block's border",
+                    "its record names a place that is not aligned to a block",
                 )
                 found.condemn(
                     np.flatnonzero(removed),
                     Category.ORPHANED,
                     "codec",
-                    "it is kept by a disk codec that tierstore no longer has",
+                    "it was encoded by a disk codec that tierstore no longer has",
                 )
                 self._take_verdicts(found, possible, scrub, index_db)
             rows = records.rows
@@ -187,7 +188,7 @@ class _Check:
             reachable[misplaced(rows[reachable], ALIGNMENT if self._meta.moving else self._meta.unit_bytes)],
             Category.MISPLACED,
             "place",
-            "its place is no slot for a page of its size, or is another page's",
+            "its place is not a slot for a page of its size, or belongs to another page",
         )
         found.drop_unreachable()
         if self._repair:
@@ -207,11 +208,11 @@ class _Check:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise DamagedIndexError(self._directory.index, "it is too full to be mended") from error
+            raise DamagedIndexError(self._directory.index, "it is too full to be repaired") from error
 
     @contextmanager
     def _scrub(self, rows: npt.NDArray[np.void], files: ExtentFileSet) -> Iterator[ExtentScrub]:
-        """The payloads of these rows, being verified."""
+        """Verify the payloads of these rows in the background."""
         assert self._meta is not None
         self._watcher.expect(len(rows), int(rows["nbytes"].sum()))
         self._watcher.phase("verifying")

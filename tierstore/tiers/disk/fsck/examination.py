@@ -1,13 +1,13 @@
-"""What an index holds, and what it is worth.
+"""The contents of an index, and which of its pages are good.
 
-One pass over each tree makes arrays of it, believing nothing (about 250 bytes a page). Then the trees are
-compared. Records have checksums, so they are believed; facts, links and pieces must say what the records
-say. A page about which the trees disagree is damaged. The comparison is pure: arrays in, findings out.
+One pass over each tree turns it into arrays without trusting anything (about 250 bytes a page). Then the
+trees are compared. Records have checksums, so they are trusted. Facts, links and pieces must agree with the
+records. If the trees disagree about a page, the page is damaged. The comparison is pure: arrays in, findings
+out.
 
-How many slots a slab has depends on the capacity that the last life was opened with. What always holds: a
-slab begins at the border of a unit, its slots follow one another, and no two pages share bytes. So nothing
-sharper is asked of a page's place. One that passes, and that the store's next life cannot place, is dropped
-then.
+The number of slots in a slab depends on the capacity at the last opening. In every case, a slab begins at a
+unit border, its slots are contiguous, and no two pages overlap. The check requires only this of a page's
+place. If the next opening cannot use such a place, it drops the page.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ ROW_DTYPE = np.dtype(
         ("serial", "<i8"),
         ("parent", "<i8"),
         ("place", "<i8"),
-        ("nbytes", "<i8"),  # of its room
+        ("nbytes", "<i8"),  # bytes of its room
         ("payload_bytes", "<i8"),
         ("page_bytes", "<i8"),
         ("codec", "u1"),
         ("checksum", "<u8"),
-        ("identity", "<i4"),  # a number in Inventory.digests
-        ("tokens", "<u4"),  # how many
+        ("identity", "<i4"),  # index into Inventory.digests
+        ("tokens", "<u4"),  # count
         ("created_s", "<f8"),
         ("link", "V48"),
     ]
@@ -63,13 +63,13 @@ ROW_DTYPE = np.dtype(
 LINK_DTYPE = np.dtype([("parent", ">u8"), ("names", "V32"), ("serial", ">u8")])
 PIECE_DTYPE = np.dtype([("serial", ">u8"), ("piece", ">u4")])
 _SERIAL_BYTES = 8
-_REFILINGS = 4  # what hides a key may itself be hidden
-_LARGEST = 1 << 62  # no serial, size or place of a real page is beyond
+_REFILINGS = 4  # passes: a key that hides another one may itself be hidden
+_LARGEST = 1 << 62  # greater than any serial, size or place of a real page
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What lies in the tree of records; see :class:`Inventory`."""
+    """The contents of the tree of records; see :class:`Inventory`."""
 
     rows: npt.NDArray[np.void]
     digests: list[bytes]
@@ -80,11 +80,11 @@ class Records:
 
 @dataclass(slots=True)
 class Inventory:
-    """What lies in each tree. ``rows`` and ``facts`` are in order of serials, each serial once."""
+    """The contents of each tree. ``rows`` and ``facts`` are in order of serials, each serial once."""
 
-    rows: npt.NDArray[np.void]  # of every record that decodes (ROW_DTYPE)
-    digests: list[bytes]  # of the identities that records name
-    damaged: dict[int, int]  # serial → tokens, by its length, of every record that does not decode
+    rows: npt.NDArray[np.void]  # all records that decode (ROW_DTYPE)
+    digests: list[bytes]  # identities named by records
+    damaged: dict[int, int]  # serial → number of tokens, by its length, for each record that does not decode
     facts: npt.NDArray[np.void]  # FACTS_DTYPE
     links: npt.NDArray[np.void]  # LINK_DTYPE
     pieces: npt.NDArray[np.void]  # PIECE_DTYPE
@@ -93,7 +93,7 @@ class Inventory:
     next_serial: int
     tick: int
     odd: list[tuple[bytes, bytes]] = field(default_factory=list)  # (tree, key)
-    misfiled: dict[bytes, Misfiled] = field(default_factory=dict)  # by tree, where there are any
+    misfiled: dict[bytes, Misfiled] = field(default_factory=dict)  # by tree, if there are any
 
     @property
     def pages(self) -> int:
@@ -102,7 +102,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _Trees:
-    """The trees without the entries that are out of order and not whole."""
+    """The trees without the out-of-order entries that are not whole."""
 
     index_db: IndexDB
     misfiled: dict[bytes, Misfiled]
@@ -116,9 +116,10 @@ class _Trees:
 
 
 def refile(index_db: IndexDB, findings: Findings) -> None:
-    """Put every tree in order in which keys are damaged, and say so. Raises :class:`OSError`, and
-    :class:`DamagedIndexError` for a tree that does not come in order."""
-    for tree in (b"pages", *(each for each in TREES if each != b"pages")):  # records tell what is whole
+    """Reorder every tree with damaged keys, and report it. Raise :class:`OSError` if the disk fails, and
+    :class:`DamagedIndexError` for a tree that cannot be put in order."""
+    # records first: they tell which entries are whole
+    for tree in (b"pages", *(each for each in TREES if each != b"pages")):
         misfiled = index_db.misfiled(tree)
         if misfiled:
             findings.add(_misfiled(tree, misfiled))
@@ -132,8 +133,8 @@ def refile(index_db: IndexDB, findings: Findings) -> None:
 
 
 def whole_entries(index_db: IndexDB, tree: bytes) -> Callable[[bytes, bytes], bool]:
-    """Whether an entry, whose key may be damaged, is what its page's record says. Of pieces and of the
-    store's own facts that cannot be known: False."""
+    """Return a function that tells whether an entry with a possibly damaged key matches its page's record.
+    For pieces and the store's own facts this is unknown, so it returns False."""
 
     def is_record(key: bytes, value: bytes) -> bool:
         return described(key, value) is not None
@@ -161,13 +162,13 @@ def whole_entries(index_db: IndexDB, tree: bytes) -> Callable[[bytes, bytes], bo
 
 def _misfiled(tree: bytes, misfiled: Misfiled) -> Finding:
     count = len(misfiled.suspects | misfiled.astray)
-    why = f"{count} entries of the index's tree {tree.decode()!r} are not where lookups look"
+    why = f"{count} entries of the index's tree {tree.decode()!r} are not where lookups find them"
     return Finding(Category.DAMAGED, "tree", why, name=tree.decode())
 
 
 def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
-    """Read all of the index but the payloads in it, and the records, which have been read. Raises
-    :class:`OSError`."""
+    """Read all of the index except inline payloads. The records have been read already. Raise
+    :class:`OSError` if the disk fails."""
     odd = list(records.odd)
     misfiled = {b"pages": records.misfiled}
     for tree in TREES:
@@ -192,7 +193,7 @@ def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
 
 
 def read_records(index_db: IndexDB) -> Records:
-    """Read what lies in the tree of records. Raises :class:`OSError`."""
+    """Read the tree of records. Raise :class:`OSError` if the disk fails."""
     misfiled = index_db.misfiled(b"pages")
     odd: list[tuple[bytes, bytes]] = []
     packed = bytearray()
@@ -268,7 +269,7 @@ def _pieces(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.voi
 
 
 def _roots(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> tuple[dict[int, Identity], list[int]]:
-    """The identities, and the serials of those that cannot be one or are there twice."""
+    """Return the identities, and the serials of those that cannot be decoded or are stored twice."""
     roots: dict[int, Identity] = {}
     bad: list[int] = []
     last: dict[bytes, int] = {}
@@ -283,7 +284,7 @@ def _roots(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> tuple[dict[int, Ide
             bad.append(serial)
             continue
         before = last.get(roots[serial].digest)
-        if before is not None:  # lookups begin at the last one
+        if before is not None:  # lookups start at the last one
             del roots[before]
             bad.append(before)
         last[roots[serial].digest] = serial
@@ -296,23 +297,23 @@ def _by_serial(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return rows[np.unique(rows["serial"], return_index=True)[1]]
 
 
-# -- the trees, compared -------------------------------------------------------------------------------
+# -- comparison of the trees -------------------------------------------------------------------------
 
 _LARGEST_COUNT = 1 << 62
 _MOST_NAMED = 8  # odd keys are shown by their first bytes
 
 
 class Examination:
-    """What an inventory is worth. ``good`` says of each row whether its page may stay."""
+    """The result of examining an inventory. ``good`` tells for each row whether its page may stay."""
 
     def __init__(self, inventory: Inventory, findings: Findings) -> None:
         self.inventory = inventory
         self.findings = findings
         self.good = np.ones(len(inventory.rows), np.bool_)
-        self.stray: list[tuple[bytes, bytes]] = []  # (tree, key) of entries that have to go
+        self.stray: list[tuple[bytes, bytes]] = []  # (tree, key) of entries to remove
         rows = inventory.rows
         self._parents = parent_rows(rows)
-        # A parent's serial is below its children's, so chains end. What says otherwise is no chain.
+        # A parent's serial is below its children's, so chains end. A row that violates this has no parent.
         self._parents[rows["parent"] >= rows["serial"]] = -1
         self._identities = {identity.digest: identity for identity in inventory.roots.values()}
 
@@ -329,17 +330,17 @@ class Examination:
         self._find_stray_pieces()
 
     def condemn(self, rows: npt.NDArray[np.intp], category: Category, what: str, why: str) -> None:
-        """These pages cannot stay."""
+        """Mark these pages as bad, and report each."""
         self.good[rows] = False
         for serial in self.inventory.rows["serial"][rows].tolist():
             self._add(category, what, why, serial)
 
     def drop_unreachable(self) -> None:
-        """Pages whose parents cannot stay, or are not there, cannot stay either."""
+        """Mark pages as bad if their parents are bad or missing."""
         rows = self.inventory.rows
         roots = self.inventory.roots
         at_root = np.isin(rows["parent"], np.fromiter(roots, np.int64, len(roots)))
-        expected = np.full(len(rows), -1, np.int64)  # the number of the identity of what is above
+        expected = np.full(len(rows), -1, np.int64)  # the number of the parent's identity
         numbers = {digest: number for number, digest in enumerate(self.inventory.digests)}
         held = self._parents >= 0
         expected[held] = rows["identity"][self._parents[held]]
@@ -351,11 +352,11 @@ class Examination:
             np.flatnonzero(self.good & ~kept),
             Category.ORPHANED,
             "page",
-            "what comes before it in its prompt is gone, so no lookup reaches it",
+            "an earlier page of its prompt is gone, so no lookup reaches it",
         )
 
     def mend(self, index_db: IndexDB) -> None:
-        """Remove from the index what cannot stay. Raises :class:`OSError`."""
+        """Remove bad pages and stray entries from the index. Raise :class:`OSError` if the disk fails."""
         index_db.forget(self.lost())
         index_db.mend(
             [
@@ -366,11 +367,11 @@ class Examination:
         )
 
     def lost(self) -> list[int]:
-        """The serials of the pages that cannot stay, damaged ones first."""
+        """Return the serials of the bad pages, damaged records first."""
         serials: list[int] = self.inventory.rows["serial"][~self.good].tolist()
         return [*self.inventory.damaged, *serials]
 
-    # -- what the trees say ------------------------------------------------------------------------------
+    # -- comparison in detail ------------------------------------------------------------------------
 
     def _odd_entries(self) -> None:
         for tree, key in self.inventory.odd:
@@ -383,7 +384,7 @@ class Examination:
         inventory = self.inventory
         for serial in inventory.bad_roots:
             self.stray.append((b"roots", serial.to_bytes(8, "big")))
-            why = "an identity that cannot be read, or that is there twice: nothing under it can be found"
+            why = "an identity that cannot be read, or is stored twice: its pages cannot be found"
             self._add(Category.DAMAGED, "identity", why, name=f"root {serial}")
         highest = max(int(inventory.rows["serial"].max(initial=0)), *inventory.roots, 0)
         if not highest < inventory.next_serial < _LARGEST_COUNT:
@@ -391,7 +392,7 @@ class Examination:
             self._add(Category.DAMAGED, "counter", why, name="next_serial")
             inventory.next_serial = highest + 1
         if inventory.tick >= _LARGEST_COUNT:
-            self._add(Category.DAMAGED, "counter", f"the clock stands at {inventory.tick}", name="tick")
+            self._add(Category.DAMAGED, "counter", f"the clock has the value {inventory.tick}", name="tick")
             ticks = inventory.facts["tick"]
             inventory.tick = int(ticks[ticks < _LARGEST_COUNT].max(initial=0))
 
@@ -412,7 +413,7 @@ class Examination:
         for serial in facts["serial"][~known].tolist():
             if serial not in self.inventory.damaged:
                 key = serial.to_bytes(8, "big")
-                self._stray(b"facts", key, "facts", "facts of a page that is not there", f"serial {serial}")
+                self._stray(b"facts", key, "facts", "facts of a page that does not exist", f"serial {serial}")
 
     def _believable(self, facts: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         result: npt.NDArray[np.bool_] = (
@@ -435,9 +436,9 @@ class Examination:
             serial = int(links["serial"][number])
             key = links[number].tobytes()
             if serial in unlinked or serial in self.inventory.damaged:
-                self.stray.append((b"children", key))  # what is left of that page's own
+                self.stray.append((b"children", key))  # the remains of that page's own link
             else:
-                why = "a link that leads to no page, or to another one than it names"
+                why = "a link to no page, or to a page other than the one it names"
                 self._stray(b"children", key, "link", why, f"to {serial}")
 
     def _find_stray_pieces(self) -> None:
@@ -461,7 +462,7 @@ class Examination:
     # -- names ---------------------------------------------------------------------------------------------
 
     def names(self) -> dict[int, PageName]:
-        """The pages that the kept findings are about."""
+        """Return the names of the pages in the kept findings."""
         wanted = {finding.serial for finding in self.findings.kept if finding.serial is not None}
         if not wanted:
             return {}
@@ -477,7 +478,7 @@ class Examination:
                 identity = self._identity(row)
                 yield _name(serial, identity, int(starts[row]), int(rows["tokens"][row]))
                 continue
-            # A damaged record: its facts may still say where it belongs.
+            # A damaged record. Its facts may still say where it belongs.
             tokens = self.inventory.damaged.get(serial, 0)
             facts = int(_find(self.inventory.facts["serial"], np.array([serial], np.uint64))[0])
             above = self.inventory.facts["parent"][facts : facts + 1].astype(np.uint64)
@@ -493,7 +494,7 @@ class Examination:
         return self._identities.get(self.inventory.digests[int(self.inventory.rows["identity"][row])])
 
     def _starts(self) -> npt.NDArray[np.int64]:
-        """At which token of its prompt each row's page begins; -1 where its chain has no beginning."""
+        """Return the token of its prompt at which each row's page begins; -1 if its chain has no start."""
         rows = self.inventory.rows
         rooted = np.isin(
             rows["parent"], np.array([*self.inventory.roots, *self.inventory.bad_roots], np.int64)
@@ -518,7 +519,7 @@ class Examination:
 
 
 def _find(haystack: npt.NDArray[np.uint64], needles: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
-    """For each needle its position in a sorted array, or -1."""
+    """Return the position of each needle in a sorted array, or -1."""
     if not len(haystack):
         return np.full(len(needles), -1, np.intp)
     haystack = haystack.astype(np.uint64)
@@ -546,14 +547,14 @@ _MOST_SLOTS_TRIED = 64  # by slabs.py, which then fills the last unit of the sla
 
 
 def impossible(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Rows whose places nothing could be read from: not on a block's border."""
+    """Return the rows whose place is not aligned to a block, so that nothing can be read there."""
     result: npt.NDArray[np.bool_] = (rows["place"] != INLINE) & (rows["place"] % ALIGNMENT != 0)
     return result
 
 
 def misplaced(rows: npt.NDArray[np.void], unit_bytes: int) -> npt.NDArray[np.bool_]:
-    """Rows (in order of serials) whose places are no slots of their size, or overlap with another row's. As
-    at open, the row with the lower serial is right."""
+    """Return the rows (in order of serials) whose places are not slots of their size, or overlap another
+    row's. As at open, the row with the lower serial is right."""
     outside = np.flatnonzero(rows["place"] != INLINE)
     places = rows["place"][outside]
     sizes = -(-rows["nbytes"][outside] // ALIGNMENT) * ALIGNMENT
@@ -569,7 +570,7 @@ def misplaced(rows: npt.NDArray[np.void], unit_bytes: int) -> npt.NDArray[np.boo
 
 
 def _can_be_slots(places: npt.NDArray[np.int64], size: int, unit_bytes: int) -> npt.NDArray[np.bool_]:
-    """Whether places are a whole number of slots after the border of some unit."""
+    """Return whether places are a whole number of slots after the border of some unit."""
     most = _MOST_SLOTS_TRIED + unit_bytes // size
     beyond = np.unique(np.arange(most + 1, dtype=np.int64) * size % unit_bytes)
     result: npt.NDArray[np.bool_] = np.isin(places % unit_bytes, beyond)
@@ -577,12 +578,12 @@ def _can_be_slots(places: npt.NDArray[np.int64], size: int, unit_bytes: int) -> 
 
 
 def _overlapping(places: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """All but the first (in the order given) of those that share bytes."""
+    """Return all rows that share bytes with others, except the first (in the given order) of each group."""
     result = np.zeros(len(places), np.bool_)
     order = np.argsort(places, kind="stable")
     ends = np.maximum.accumulate((places + sizes)[order])
     shared = np.flatnonzero(places[order][1:] < ends[:-1]) + 1
-    # What shares bytes with its neighbour is in one group with it.
+    # Neighbours that share bytes form one group.
     groups: list[list[int]] = []
     for at in shared.tolist():
         if not groups or groups[-1][-1] != at - 1:

@@ -1,4 +1,4 @@
-"""The files of a store directory: are they those that a store makes, and as large as its pages need?"""
+"""The files of a store directory: which are the store's, and whether they are as large as its pages need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierstore.units import format_size
 
 @dataclass(slots=True)
 class ExtentFileSet:
-    """The extent files that are there, by number. ``needed`` is how large each should be at least."""
+    """The existing extent files, by number. ``needed`` returns the least size of each."""
 
     directory: Path
     file_bytes: int
@@ -36,45 +36,48 @@ class ExtentFileSet:
         return files
 
     def nbytes(self, number: int) -> int | None:
-        """The size of a file; None when it is not there."""
+        """Return the size of a file; None if it does not exist."""
         return self.found[number].stat().st_size if number in self.found else None
 
     def path(self, number: int) -> Path:
         return self.directory / f"{number:06d}"
 
     def needed(self, rows: npt.NDArray[np.void]) -> dict[int, int]:
-        """How large each file must be for the pages in ``rows`` to lie in it. A file that others with pages
-        follow is always full."""
+        """Return the least size of each file that holds the pages in ``rows``. A file before another file
+        with pages is always full."""
         outside = rows[rows["place"] != INLINE]
         if not len(outside):
             return {}
         end = int((outside["place"] + -(-outside["nbytes"] // ALIGNMENT) * ALIGNMENT).max())
         count = -(-end // self.file_bytes)
-        if count > 1 << 20:  # a place that was never in a space of files like these
+        if count > 1 << 20:  # no space of files like these has such a place
             return {}
         return {number: min(end - number * self.file_bytes, self.file_bytes) for number in range(count)}
 
 
 def check_files(directory: StoreDirectory, findings: Findings) -> None:
-    """What does not belong here. Foreign files are reported and never removed: they are somebody's."""
+    """Report files that do not belong here. Foreign files are never removed, because they are not the
+    store's."""
     for name in directory.foreign():
         why = "not a file of the store, but it takes space under its cap: move it away yourself"
         findings.add(Finding(Category.UNACCOUNTED, "file", why, name=name, mendable=False))
     for path in directory.leftovers():
-        why = "left behind by a rebuild of the index that did not end"
+        why = "left behind by an unfinished rebuild of the index"
         findings.add(Finding(Category.UNACCOUNTED, "leftover", why, name=path.name))
 
 
 def check_capacity(taken_bytes: int, capacity_bytes: int, findings: Findings) -> None:
-    """What all files take together. More than the cap can only come from outside."""
+    """Report if all files together exceed the cap. Only foreign files can cause that."""
     if taken_bytes > capacity_bytes:
         over = format_size(taken_bytes - capacity_bytes)
-        why = f"all files take {over} more than the cap of {format_size(capacity_bytes)}: see what is foreign"
+        why = (
+            f"all files take {over} more than the cap of {format_size(capacity_bytes)}: remove foreign files"
+        )
         findings.add(Finding(Category.UNACCOUNTED, "capacity", why, name="the directory", mendable=False))
 
 
 def check_extent_files(files: ExtentFileSet, rows: npt.NDArray[np.void], findings: Findings) -> None:
-    """Files that are shorter or longer than the pages in ``rows`` and the store's geometry say."""
+    """Report files that are shorter or longer than the pages in ``rows`` and the store's geometry require."""
     needed = files.needed(rows)
     for number, nbytes in needed.items():
         found = files.nbytes(number)
@@ -83,23 +86,23 @@ def check_extent_files(files: ExtentFileSet, rows: npt.NDArray[np.void], finding
             why = f"it is missing; pages need {format_size(nbytes)} of it"
             findings.add(Finding(Category.DAMAGED, "extent file", why, name=name))
         elif found < nbytes:
-            why = f"it ends at byte {found}; pages need it to be {nbytes} bytes long"
+            why = f"it has {found} bytes, but its pages need {nbytes}"
             findings.add(Finding(Category.DAMAGED, "extent file", why, name=name))
     for path in files.found.values():
         size = path.stat().st_size
         if size > files.file_bytes:
-            why = f"it goes on for {size - files.file_bytes} bytes after its end"
+            why = f"it is {size - files.file_bytes} bytes too long"
             findings.add(Finding(Category.UNACCOUNTED, "extent file", why, name=f"extents/{path.name}"))
     for path in beyond_a_gap(files, needed):
-        why = "files before it are missing, and no page is in it"
+        why = "files before it are missing, and it has no pages"
         findings.add(Finding(Category.UNACCOUNTED, "extent file", why, name=f"extents/{path.name}"))
 
 
 def mend_files(
     directory: StoreDirectory, files: ExtentFileSet, rows: npt.NDArray[np.void], io: FileIO
 ) -> None:
-    """Leave no file that is longer or shorter than it should be for the pages in ``rows``. Durable. Raises
-    :class:`OSError`."""
+    """Extend or cut files that have not the size that the pages in ``rows`` need. Durable. Raise
+    :class:`OSError` if the disk fails."""
     directory.remove_leftovers(io)
     needed = files.needed(rows)
     for path in beyond_a_gap(files, needed):
@@ -117,8 +120,8 @@ def mend_files(
 
 
 def beyond_a_gap(files: ExtentFileSet, needed: dict[int, int]) -> list[Path]:
-    """Files that no page is in, and that no store would open, since one before them is missing."""
-    there = files.found.keys() | needed.keys()  # what pages need is made again
+    """Return files without pages that no store would open, because a file before them is missing."""
+    there = files.found.keys() | needed.keys()  # missing files that pages need are created again
     first_missing = next(number for number in range(len(there) + 1) if number not in there)
     return [path for number, path in files.found.items() if number > first_missing and number not in needed]
 

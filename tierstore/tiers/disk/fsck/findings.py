@@ -1,4 +1,4 @@
-"""What a check found, in words that a person can act on and a script can count."""
+"""The findings of a check, in words that a person can act on and a script can count."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 
 class Category(str, enum.Enum):
-    """What is wrong with a thing."""
+    """The kind of a finding."""
 
-    DAMAGED = "damaged"  # it is there, and it is not what was written
-    ORPHANED = "orphaned"  # it is whole, and no lookup can reach it
-    MISPLACED = "misplaced"  # it says that it lies where no page lies, or where another one does
-    UNACCOUNTED = "unaccounted"  # it takes space, and nothing refers to it
+    DAMAGED = "damaged"  # there, but not as it was written
+    ORPHANED = "orphaned"  # intact, but no lookup can reach it
+    MISPLACED = "misplaced"  # its place is impossible, or another page's
+    UNACCOUNTED = "unaccounted"  # takes space, but nothing refers to it
 
 
 @dataclass(frozen=True, slots=True)
 class PageName:
-    """Which page that is, for a person. The tokens are positions in the prompt; None where a chain is so
-    broken that they cannot be told."""
+    """The name of a page, for a person. The tokens are positions in the prompt, or None if its chain is too
+    broken to know them."""
 
     serial: int
     model: str
@@ -39,7 +39,7 @@ class PageName:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. ``serial`` is the page's, if it is one; ``name`` names a file or an entry."""
+    """One defect. ``serial`` is the page's, if it is about a page; ``name`` names a file or an entry."""
 
     category: Category
     what: str  # record, payload, facts, link, identity, page, place, pieces, extent file, file, …
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """All that was found: every one is counted, the first ``limit`` are kept."""
+    """All findings of a check: every one is counted, the first ``limit`` are kept."""
 
     limit: int
     counts: Counter[tuple[Category, str]] = field(default_factory=Counter)
@@ -70,46 +70,46 @@ class Findings:
         self.unmendable = 0
 
     def total(self, category: Category | None = None) -> int:
-        """How many there are, kept or not."""
+        """Return the number of findings, kept or not."""
         return sum(count for (each, _), count in self.counts.items() if category in (None, each))
 
 
 @dataclass(frozen=True, slots=True)
 class FsckReport:
-    """What a check of a directory found, did, and took. Sizes are in bytes, times in seconds."""
+    """The result of a check of a directory. Sizes are in bytes, times in seconds."""
 
     directory: str
-    store: str  # the store's own identity; empty when there is no index yet
-    pages: int  # records in the index, damaged ones too
-    good_pages: int  # that are served, or will be after a repair
-    findings: list[Finding]  # the first of them
-    pages_named: dict[int, PageName]  # by serial: those that the findings are about
-    counts: dict[Category, dict[str, int]]  # of all findings, by what is wrong
+    store: str  # the store's own identity; empty if there is no index yet
+    pages: int  # records in the index, including damaged ones
+    good_pages: int  # pages that are served, or will be after a repair
+    findings: list[Finding]  # the first ones
+    pages_named: dict[int, PageName]  # pages in the findings, by serial
+    counts: dict[Category, dict[str, int]]  # all findings by category
     repaired: bool
-    unmended: int  # findings that are still true after this run
+    unmended: int  # findings that remain after this run
     verified_pages: int
     verified_bytes: int  # of payload
     index_bytes: int
-    allocated_bytes: int  # everything under the directory, as it is now
-    capacity_bytes: int | None  # its cap, where that was written down
+    allocated_bytes: int  # everything under the directory now
+    capacity_bytes: int | None  # the cap, if it is stored
     seconds: float
-    payload_seconds: float  # of which reading and hashing payloads took this
+    payload_seconds: float  # part of ``seconds`` spent on reading and hashing payloads
 
     @property
     def clean(self) -> bool:
-        """Nothing is wrong (any more)."""
+        """Whether nothing is wrong, or everything was repaired."""
         return self.unmended == 0
 
     @property
     def index_lost(self) -> bool:
-        """The index cannot be used at all, and so no page can be found."""
+        """Whether the index cannot be used at all, so that no page can be found."""
         return "index" in self.counts.get(Category.DAMAGED, {})
 
     @property
     def gb_per_s(self) -> float:
-        """Payload bytes verified in the time of the whole run, in 10⁹ bytes per second."""
+        """Payload bytes verified per second of the whole run, in 10⁹ bytes per second."""
         return self.verified_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def total(self, category: Category) -> int:
-        """Findings of one category."""
+        """Return the number of findings of one category."""
         return sum(self.counts.get(category, {}).values())

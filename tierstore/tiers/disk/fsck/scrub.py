@@ -1,12 +1,12 @@
-"""Every payload is read back and hashed, at the speed of the disk.
+"""Reads every payload back and verifies its checksum, at the speed of the disk.
 
-The pages are taken in order of their places and cut into batches of neighbours, each one request. A few
-threads take batch after batch: while one hashes what it has just read, and has in its cache, the others
-wait for the disk. They begin as soon as the records are known, so that the rest of the index is examined
-meanwhile. Payloads that are in the index are read from there.
+The pages are sorted by place and cut into batches of neighbours, each of them one request. A few threads
+process batch after batch: while one hashes bytes that it has just read and has in its cache, the others wait
+for the disk. They start as soon as the records are known, so that the rest of the index is examined
+meanwhile. Inline payloads are read from the index.
 
-``ExtentFiles`` and ``Payloads`` are not used: those make, grow and cut files, and a batch there ends when its
-last request does. Here nothing may be changed, files may be missing in the middle, and there is one batch.
+``ExtentFiles`` and ``Payloads`` are not used. They create, grow and cut files, and wait for the end of each
+batch. Here nothing may change, files may be missing in the middle, and there is a single long batch.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tierstore.tiers.disk.records import INLINE
 from tierstore.units import MIB, round_up
 
 _BATCH_BYTES = 4 * MIB
-_LARGEST_ENCODED = 1 << 30  # bytes of a page: no codec keeps a larger one
-_GAP = 256 * 1024  # reading a hole of this size is no slower than another request
+_LARGEST_ENCODED = 1 << 30  # bytes of a page: no codec encodes a larger one
+_GAP = 256 * 1024  # reading a hole of this size takes no longer than another request
 
 Progress = Callable[[int, int], None]  # pages and bytes verified since the last call, from any thread
 
 
 class PageVerdict(enum.IntEnum):
-    """What became of one payload."""
+    """The outcome for one payload."""
 
     GOOD = 0
     DIFFERENT = 1
@@ -51,19 +51,20 @@ class PageVerdict(enum.IntEnum):
 
 WHY = {
     PageVerdict.DIFFERENT: "its payload does not match its checksum",
-    PageVerdict.CUT_SHORT: "its payload is not there in full",
+    PageVerdict.CUT_SHORT: "its payload is incomplete",
     PageVerdict.UNREADABLE: "its payload cannot be read: the disk reports an error",
 }
 
 
 class ExtentReader:
-    """The extent space, as far as there are files for it. Changes nothing. Thread-safe."""
+    """Reads the extent space, as far as there are files. Changes nothing. Thread-safe."""
 
     def __init__(self, files: dict[int, Path], *, file_bytes: int, io: FileIO) -> None:
-        """Open the files by their numbers. Raises :class:`OSError`."""
+        """Open the files by their numbers. Raise :class:`OSError` if one cannot be opened."""
         self._io = io
         self.file_bytes = file_bytes
-        self._fds: dict[int, tuple[int, int]] = {}  # number → through the page cache, with O_DIRECT
+        # number → (descriptor through the page cache, descriptor with O_DIRECT)
+        self._fds: dict[int, tuple[int, int]] = {}
         try:
             for number, path in files.items():
                 cached = io.open(path, os.O_RDONLY)
@@ -80,8 +81,8 @@ class ExtentReader:
         self.close()
 
     def read(self, offset: int, view: memoryview, *, direct: bool) -> int:
-        """Fill ``view``, across files. Returns the bytes read before the first that is not there. Raises
-        :class:`OSError`."""
+        """Fill ``view``, across files. Return the number of bytes before the first missing one. Raise
+        :class:`OSError` if the disk fails."""
         total = 0
         while total < view.nbytes:
             number, start = divmod(offset + total, self.file_bytes)
@@ -93,7 +94,7 @@ class ExtentReader:
         return total
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files. Repeated calls do nothing."""
         fds, self._fds = self._fds, {}
         for fd in {fd for pair in fds.values() for fd in pair}:
             self._io.close(fd)
@@ -107,34 +108,35 @@ class ExtentReader:
         while total < view.nbytes:
             got = self._io.preadv(fd, [view[total:]], start + total)
             total += got
-            # A file may end within a block; O_DIRECT cannot go on from there, and there is nothing more.
+            # A file may end within a block. O_DIRECT cannot continue there, and there is nothing more.
             if got == 0 or (fd == direct_fd != cached_fd and got % ALIGNMENT):
                 break
         if not direct and total:
-            self._io.forget(cached_fd, start, total)  # fsck must not push out what others keep cached
+            # do not evict other processes' pages from the page cache
+            self._io.forget(cached_fd, start, total)
         return total
 
     def _open_direct(self, path: Path, cached_fd: int) -> int:
         try:
             return self._io.open(path, os.O_RDONLY | os.O_DIRECT)
-        except OSError:  # a file system without O_DIRECT
+        except OSError:  # the file system has no O_DIRECT
             return cached_fd
 
 
 class _Payload(NamedTuple):
-    """One row's."""
+    """The payload of one row."""
 
     row: int
     place: int
     nbytes: int
-    checksum: int  # of the page
+    checksum: int  # the checksum of the page
     page_bytes: int
-    codec: int  # that keeps the page; 0: the payload is the page
+    codec: int  # the page's codec; 0: the payload is the page
 
 
 @dataclass(frozen=True, slots=True)
 class _ScrubBatch:
-    """Pages side by side. One that is larger than a batch is alone in its own."""
+    """Adjacent pages. A page larger than a batch is alone in its own."""
 
     offset: int
     nbytes: int
@@ -142,9 +144,9 @@ class _ScrubBatch:
 
 
 class ExtentScrub:
-    """The verdict on each row's payload, being found out by threads of its own; inline rows are passed over.
+    """Verifies each row's payload on threads of its own. Inline rows are skipped.
 
-    ``seconds`` is how long it took, once it is over.
+    ``seconds`` is the time that it took, once it has ended.
     """
 
     def __init__(
@@ -167,12 +169,12 @@ class ExtentScrub:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends after the batches under way."""
+        """Stop after the running batches."""
         self._stopped = True
         self._pool.shutdown()
 
     def verdicts(self) -> npt.NDArray[np.int8]:
-        """Wait for them. Raises :class:`OSError` when the disk cannot be read at all."""
+        """Wait for the verdicts and return them. Raise :class:`OSError` if the disk cannot be read at all."""
         for each in self._running:
             each.result()
         return self._verdicts
@@ -196,7 +198,7 @@ class ExtentScrub:
 
 
 def scrub_inline(rows: npt.NDArray[np.void], index_db: IndexDB, progress: Progress) -> npt.NDArray[np.int8]:
-    """The same for the rows whose payload is in the index."""
+    """Return the verdicts for the rows whose payload is in the index."""
     verdicts = np.zeros(len(rows), np.int8)
     inline = np.flatnonzero(rows["place"] == INLINE).tolist()
     records = index_db.records(int(rows["serial"][row]) for row in inline)
@@ -234,13 +236,13 @@ def _batches(rows: npt.NDArray[np.void]) -> Iterator[_ScrubBatch]:
 
 
 class _Scrubber:
-    """One thread's part: its buffer, and what it does with a batch."""
+    """The work of one thread: its buffer, and how it verifies a batch."""
 
     def __init__(self, reader: ExtentReader, direct: bool) -> None:
         self._reader = reader
         self._direct = direct
         self._view = Memory(_BATCH_BYTES, shared=False).view(0, _BATCH_BYTES)
-        self._decoded = memoryview(bytearray())  # a page, as far as one had to be decoded
+        self._decoded = memoryview(bytearray())  # buffer for decoded pages
 
     def verdicts(self, batch: _ScrubBatch) -> Iterator[tuple[int, PageVerdict]]:
         got = 0
@@ -248,7 +250,7 @@ class _Scrubber:
             try:
                 got = self._reader.read(batch.offset, self._view[: batch.nbytes], direct=self._direct)
             except OSError:
-                got = 0  # one bad block must not cost its neighbours: each is read by itself
+                got = 0  # one bad block must not affect its neighbours: read each page separately
         for page in batch.pages:
             start = page.place - batch.offset
             if start + page.nbytes <= got:
@@ -260,7 +262,7 @@ class _Scrubber:
                     yield page.row, self._alone(page)
 
     def _is_page(self, page: _Payload, payload: memoryview) -> bool:
-        """Whether this payload, of which nothing is missing, is that of the page."""
+        """Return whether this complete payload is that of the page."""
         if page.codec:
             codec = by_number(page.codec)
             if codec is None or page.page_bytes > _LARGEST_ENCODED:
@@ -275,7 +277,7 @@ class _Scrubber:
 
     def _alone(self, page: _Payload) -> PageVerdict:
         hashed = xxhash.xxh3_64()
-        payload = bytearray()  # of a page that has to be decoded
+        payload = bytearray()  # the payload of a page that has to be decoded
         for start in range(0, page.nbytes, _BATCH_BYTES):
             wanted = min(_BATCH_BYTES, page.nbytes - start)
             try:
