@@ -119,7 +119,7 @@ def test_an_engine_waits_for_what_another_hosts_engine_has_promised(tmp_path):
         answer = complete(second, request)
         assert answer.tokens == expected.tokens
         assert answer.metrics.reused_tokens == 640
-        stats = hosts[1].wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
+        stats = hosts[1].wait_for(lambda stats: stats.cluster.counts.get("promised_fetches") == 1)
         assert stats.cluster.counts["fetched_pages"] == 10
         assert stats.service.broken_promises == 0
         hosts[0].wait_for(lambda stats: stats.cluster.counts["published_pages"] == 11)

@@ -96,7 +96,7 @@ def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
             "clients_ended": service.clients_ended,
         },
         "server ": {
-            name: getattr(server, name) for name in ("malformed", "unsent", "silent_sessions", "denied")
+            name: getattr(server, name) for name in ("malformed", "unsent", "silent_clients", "denied")
         },
     }
     for group, values in groups.items():

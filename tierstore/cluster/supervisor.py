@@ -247,7 +247,7 @@ class Cluster:
         def note(_: asyncio.Future[_Found]) -> None:
             self._promised -= 1
             self._promised_tokens -= tokens
-            self._counts["promised_brings"] += 1
+            self._counts["promised_fetches"] += 1
 
         fetching.add_done_callback(note)
 

@@ -144,7 +144,7 @@ def _service(stats: DaemonStats) -> Iterator[Metric]:
         ("sent", "Answers sent"),
         ("malformed", "What was received and is no message"),
         ("unsent", "Answers to clients that had gone or did not read"),
-        ("silent_sessions", "Clients over TCP that were taken for dead"),
+        ("silent_clients", "Clients over TCP that were taken for dead"),
         ("denied", "Clients turned away for their key"),
     ):
         yield _counter(f"server_{name}", help, getattr(server, name))

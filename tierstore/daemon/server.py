@@ -82,7 +82,7 @@ class Server:
             sent=sum(each.sent for each in listeners),
             malformed=self._malformed,
             unsent=self._unsent,
-            silent_sessions=self._silent,
+            silent_clients=self._silent,
             denied=self._doorkeeper.denied if self._doorkeeper is not None else 0,
             arena_connections=sum(len(listener) for listener in self.listeners),
         )

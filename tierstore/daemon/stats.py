@@ -151,7 +151,7 @@ class ServerStats:
     sent: int
     malformed: int  # messages that were none, dropped or refused
     unsent: int  # answers to peers that had gone, or did not read
-    silent_sessions: int  # clients over TCP that were taken for dead
+    silent_clients: int  # clients over TCP that were taken for dead
     denied: int  # CURVE keys that are not allowed here
     arena_connections: int
 

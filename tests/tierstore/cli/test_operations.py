@@ -85,7 +85,7 @@ def test_an_operators_session_ends_with_it(daemon):
         assert operator.stats().service.connections == 2
     with Operator(daemon.url) as operator:
         wait_until(lambda: operator.stats().service.connections <= 2)  # at once: the daemon has missed nobody
-        assert operator.stats().server.silent_sessions == 0
+        assert operator.stats().server.silent_clients == 0
 
 
 @pytest.mark.parametrize("verb", [("stats",), ("stats", "--json"), ("top",), ("evict", "host")])

@@ -420,7 +420,7 @@ def test_pages_that_come_from_this_host_end_the_wait_for_the_pool(start):
         other.save(tokens, again=False)
         expected.wait(30)
         assert expected.state is TransferState.DONE
-        other.wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
+        other.wait_for(lambda stats: stats.cluster.counts.get("promised_fetches") == 1)
         assert check(store, tokens) == 128
 
 
@@ -488,7 +488,7 @@ def test_a_promise_that_is_not_wanted_any_more_is_not_asked_for(start):
         expected = store.expect(prompt(1), Promise(128, 10.0))
         other.wait_for(lambda stats: stats.service.promised_lookups == 1)
         assert expected.cancel()
-        stats = other.wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
+        stats = other.wait_for(lambda stats: stats.cluster.counts.get("promised_fetches") == 1)
         assert stats.service.broken_promises == 0  # as it would be at its end
         assert store.lookup(prompt(1)).tokens == 0
 
@@ -521,7 +521,7 @@ def test_a_host_waits_for_no_more_promised_tokens_than_it_may(pool, monkeypatch)
         cluster.expect(view(2), 0, 8, 10.0)
         assert cluster.stats().counts["refused_promises"] == 1
         stop()
-        await until(lambda: cluster.stats().counts.get("promised_brings") == 1)
+        await until(lambda: cluster.stats().counts.get("promised_fetches") == 1)
         cluster.expect(view(2), 0, 8, 10.0)
         assert cluster.stats().counts["refused_promises"] == 1
         await cluster.stop()
@@ -560,4 +560,4 @@ def test_many_promises_of_one_client_are_kept_together(start):
         assert {each.state for each in expected} == {TransferState.DONE}
         assert all(check(store, tokens) == 16 for tokens in prompts)
     assert other.stats().service.broken_promises == 0
-    other.wait_for(lambda stats: stats.cluster.counts["promised_brings"] == len(prompts))
+    other.wait_for(lambda stats: stats.cluster.counts["promised_fetches"] == len(prompts))

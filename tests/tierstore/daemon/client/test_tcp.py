@@ -111,7 +111,7 @@ def test_a_store_that_is_closed_is_gone_at_once(tcp_daemon, connect):
     assert daemon_stats(monitor)["service"]["connections"] == 2
     store.close()
     wait_until(lambda: daemon_stats(monitor)["service"]["connections"] == 1)
-    assert daemon_stats(monitor)["server"]["silent_sessions"] == 0
+    assert daemon_stats(monitor)["server"]["silent_clients"] == 0
     assert daemon_stats(monitor)["service"]["leases"] == 0
 
 

@@ -65,7 +65,7 @@ def test_a_killed_writers_slots_and_leases_are_back_at_once(start, connect, writ
     os.kill(process.pid, signal.SIGKILL)
     daemon.wait_for(lambda stats: stats.service.connections == 1)
     stats = daemon.stats()
-    assert stats.server.silent_sessions == 0  # its end was seen, not its silence
+    assert stats.server.silent_clients == 0  # its end was seen, not its silence
     assert (stats.service.reserved_bytes, stats.service.leases) == (0, 0)
     assert stats.store.tiers["host"].used_bytes == 4 * 8192
     assert client.lookup(prompt_of(range(1000, 1160))).tokens == 0
@@ -90,7 +90,7 @@ def test_many_killed_writers_leave_nothing_behind(start, connect, writer):
         assert told.readline() == "10\n"
         os.kill(processes.pop(told).pid, signal.SIGKILL)
     daemon.wait_for(lambda stats: stats.service.connections == 1)
-    assert daemon.stats().server.silent_sessions == 0
+    assert daemon.stats().server.silent_clients == 0
     daemon.check()
 
 

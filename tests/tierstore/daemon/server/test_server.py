@@ -348,7 +348,7 @@ def test_a_tcp_client_that_says_bye_is_gone_at_once(start, connect):
     assert client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 6)).reservation
     client.tell(p.Bye())
     daemon.wait_for(lambda stats: not stats.service.connections)
-    assert daemon.stats().server.silent_sessions == 0
+    assert daemon.stats().server.silent_clients == 0
     daemon.check()
     assert client.ask(p.Ping(0)).kind == "connection"
     client.tell(p.Bye())  # has no answer
