@@ -45,7 +45,7 @@ def test_all_scenarios_against_real_servers(tmp_path):
         assert {row["target"] for row in document[name]} == {"ours+store", "transformers"}
         assert name in done.stdout
     assert [each["name"] for each in document["left_out"]] == ["vllm"]
-    assert "left out: vllm: no environment with vLLM was named" in done.stdout
+    assert "left out: vllm: --vllm-python names no environment" in done.stdout
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert {row["same_answers"] for row in document["batch"] + document["longctx"]} == {1.0}
     # Static batches wait for the slow readers among them, on a busy machine beyond any limit.
@@ -86,17 +86,21 @@ def _check_arrivals(rows):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["race"], 2, "no scenario 'race'"),
-        (["batch", "--targets", "theirs"], 2, "no target 'theirs'"),
-        (["batch", "--url", "localhost:8000"], 2, "no address of a server"),
+        (["race"], 2, "unknown scenario 'race'"),
+        (["batch", "--targets", "theirs"], 2, "unknown target 'theirs'"),
+        (["batch", "--url", "localhost:8000"], 2, "the address of a server is"),
         (["batch", "--url", "http://127.0.0.1:9"], 1, "nothing answers at http://127.0.0.1:9"),
-        (["batch", "--targets", "vllm"], 1, "no environment with vLLM was named"),
+        (["batch", "--targets", "vllm"], 1, "--vllm-python names no environment"),
         (["batch", "--targets", "vllm", "--vllm-python", "/nowhere/python"], 2, "cannot be run"),
-        (["batch", "--targets", "ours", "--model", "/nowhere"], 2, "no Hugging Face folder"),
+        (["batch", "--targets", "ours", "--model", "/nowhere"], 2, "neither a Hugging Face folder"),
         (["online", "--rate", "1000", "--seconds", "60"], 2, "at most 10,000 requests"),
         (["online", "--trace", "/nowhere/trace"], 2, "there is no trace"),
-        (["batch", "--tokens", "4096", "--pool-tokens", "1024"], 2, "--pool-tokens is at least --tokens"),
-        (["batch", "--tokens", "256"], 2, "--tokens is at least 16 answers"),
+        (
+            ["batch", "--tokens", "4096", "--pool-tokens", "1024"],
+            2,
+            "--pool-tokens must be at least --tokens",
+        ),
+        (["batch", "--tokens", "256"], 2, "--tokens must be at least 16 answers"),
         (["batch", "--plot", "/nowhere/a.png"], 2, "no such directory"),
     ],
 )
@@ -150,6 +154,15 @@ async def complete(url):
         return await endpoint.ask(ScenarioRequest((1, 2, 3), 4))
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_loopback(nonsense, monkeypatch):
+    handler, url = nonsense
+    handler.models = '{"data": [{"id": "m"}]}'
+    handler.stream = 'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert asyncio.run(complete(url)).error is None
+
+
 @pytest.mark.parametrize("models", ["<html>welcome</html>", "[]", "{}", '{"data": []}', '{"data": ["m"]}'])
 def test_an_endpoint_that_lists_no_model_is_refused(nonsense, models):
     handler, url = nonsense
@@ -166,9 +179,9 @@ PIECE = 'data: {"choices": [{"text": "a"}]}\n\n'
     [
         ("", "without [DONE]"),
         ("data: [DONE]\n\n", "no text"),
-        ("data: hello\n\n", "no JSON"),
-        ("data: 7\n\n", "no JSON object"),
-        ('data: {"object": "cat"}\n\n', "no chunk of a completion"),
+        ("data: hello\n\n", "not JSON"),
+        ("data: 7\n\n", "not a JSON object"),
+        ('data: {"object": "cat"}\n\n', "not a chunk of a completion"),
         ('data: {"error": {"message": "out of cats"}}\n\n', "out of cats"),
         (PIECE, "without [DONE]"),
     ],
@@ -246,7 +259,7 @@ def test_a_trace_comes_at_its_own_pace_and_shares_what_it_shared():
 def test_lengths_alone_are_no_trace_to_ask(tmp_path):
     file = tmp_path / "lengths.csv"
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.0,4808,10\n")
-    with pytest.raises(UsageError, match="not what they share"):
+    with pytest.raises(UsageError, match="no block ids"):
         load.from_trace(file, 1, 1.0, block_tokens=16, answer_tokens=8, max_tokens=200, seed=0)
 
 
@@ -287,7 +300,7 @@ def test_every_known_target_is_had_or_says_why_not():
         "ours+store",
         "transformers",
     ]
-    assert "has not all of vllm" in Workshop.why_not("vllm", Path(sys.executable))
+    assert "lacks vllm" in Workshop.why_not("vllm", Path(sys.executable))
 
 
 def test_a_static_batch_has_as_many_rows_as_fit():

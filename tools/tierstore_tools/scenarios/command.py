@@ -1,4 +1,4 @@
-"""``scenarios`` from the command line: start all targets, measure, show, write."""
+"""``tierstore-bench scenarios``: start all targets, measure, print, write."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tierstore_tools.vllm import models
 
 
 def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
-    """Raises :class:`UsageError` for what does not exist, and :class:`TierStoreError` when no target can be
-    had, or (after what the others did was shown and written) when one failed."""
+    """Measure all targets, print tables, write JSON and a picture. Raises :class:`UsageError` for an unknown
+    name or file, and :class:`TierStoreError` if no target is available or if one failed. In the last case the
+    results of the others are printed and written first."""
     report.require_targets(json, plot)
     result = ScenarioResult()
     steps = list(_steps(settings, result))
@@ -54,7 +55,7 @@ def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
 
 @contextmanager
 def _failures(target: Target, result: ScenarioResult) -> Iterator[None]:
-    """One that fails is measured no more, and the others go on."""
+    """Record the failure of a target: it is not measured any more, and the others are."""
     try:
         yield
     except UsageError:
@@ -65,8 +66,8 @@ def _failures(target: Target, result: ScenarioResult) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One load, which goes from target to target: what a machine does meanwhile hits them alike.
-    ``backwards``: from the last one to the first."""
+    """One load, sent to one target after the other: a slow moment of the machine affects all of them alike.
+    ``backwards``: from the last target to the first."""
 
     name: str
     work: Callable[..., Coroutine[Any, Any, Any]]
@@ -78,7 +79,7 @@ class _Step:
 
 
 def _steps(settings: Scenarios, result: ScenarioResult) -> Iterator[_Step]:
-    """What was asked for, the one that restarts servers last."""
+    """Yield the loads of the chosen scenarios. The one that restarts servers is the last."""
     work: Callable[..., Coroutine[Any, Any, Any]]
     agreement = Agreement()
     if "batch" in settings.scenarios:
@@ -89,7 +90,7 @@ def _steps(settings: Scenarios, result: ScenarioResult) -> Iterator[_Step]:
             for name, arrivals in settings.arrivals(rate).items():
                 traffic = runs.NamedArrivals(name, rate, arrivals)
                 work = partial(runs.online, traffic=traffic, slo=settings.slo)
-                yield _Step(f"online, {name}, {rate:g} a second", work, result.online.append)
+                yield _Step(f"online, {name}, {rate:g} per s", work, result.online.append)
     if "stream" in settings.scenarios:
         for round in range(settings.rounds):
             for readers in settings.readers(round):
@@ -119,7 +120,7 @@ def _model(settings: Scenarios) -> Path:
         return models.make(settings.model, settings.directory / settings.model)
     folder = Path(settings.model)
     if not (folder / "config.json").exists():
-        raise UsageError(f"{folder} is no Hugging Face folder, and none of {', '.join(models.KINDS)}")
+        raise UsageError(f"{folder} is neither a Hugging Face folder nor one of {', '.join(models.KINDS)}")
     return folder
 
 
@@ -127,12 +128,12 @@ def _described(settings: Scenarios) -> dict[str, object]:
     described = {
         name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
     }
-    del described["directory"], described["vllm"]  # where things were says nothing about the figures
+    del described["directory"], described["vllm"]  # paths do not matter for the figures
     return described
 
 
 def _rounds(rows: Sequence[StreamRow]) -> list[list[StreamRow]]:
-    """The rounds of each target beside the same."""
+    """Group the rounds by load and target."""
     found: dict[tuple[str, str], list[StreamRow]] = {}
     for row in rows:
         found.setdefault((row.beside, row.target), []).append(row)
@@ -212,8 +213,8 @@ def _show(result: ScenarioResult, settings: Scenarios, *, to_stderr: bool) -> No
     if result.online:
         slo = settings.slo
         report.table(
-            f"online: good is a first token within {report.seconds(slo.ttft_s)} and a mean of "
-            f"{report.seconds(slo.itl_s)} for the later ones",
+            f"online: a good request has its first token within {report.seconds(slo.ttft_s)} and a mean of "
+            f"{report.seconds(slo.itl_s)} between later tokens",
             ("target", "arrivals", "good/s", "good", "TTFT p50", "p99", "ITL p50", "p99", "held", "failed"),
             [
                 (

@@ -1,8 +1,7 @@
-"""A client of any server that speaks OpenAI's completions, and measures what it is sent.
+"""A client of servers that speak OpenAI's completions. It measures the stream of an answer.
 
-Times are taken where a client sees them: from before the request is sent until a piece of text has been
-read. Servers send a piece for each token; one that is late may put several tokens into a piece, which then
-counts as one gap.
+Times are those of a client: from before the request is sent until a piece of text has been read. Servers send
+one piece per token. A late server may put several tokens into a piece, which then counts as one gap.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from tierstore.errors import TierStoreError, UsageError
 
 _PROBE_S = 10.0
-_SLOW_BUFFER_BYTES = 4096  # of a slow reader's socket
+_SLOW_BUFFER_BYTES = 4096  # receive buffer of a slow reader's socket
 _SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioRequest:
-    """One request: token ids, so that no tokenizer comes between targets."""
+    """One request, as token ids: so all targets get the same tokens."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -36,8 +36,8 @@ class ScenarioRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. ``gaps_s`` are the times between pieces of text, ``cached_tokens`` those of the prompt
-    that the server says it did not compute (0 where it says nothing). With an ``error`` it is not whole."""
+    """An answer. ``gaps_s`` are the times between pieces of text. ``cached_tokens`` are the prompt tokens
+    that the server reports as cached (0 if it reports none). With an ``error`` the answer is not complete."""
 
     ask: ScenarioRequest
     sent_at: float
@@ -57,17 +57,17 @@ class Reply:
 
     @property
     def itl_s(self) -> float:
-        """The mean time between tokens; 0 for an answer of one token."""
+        """Mean time between tokens; 0 for an answer of one token."""
         return (self.last_at - self.first_at) / max(self.generated_tokens - 1, 1)
 
 
 class NonsenseError(TierStoreError):
-    """What answers does not speak OpenAI's protocol, or refuses."""
+    """The server does not speak OpenAI's protocol, or refuses the request."""
 
 
 @dataclass(slots=True, eq=False)
 class _Growing:
-    """A request under way."""
+    """A request that is not complete yet."""
 
     ask: ScenarioRequest
     sent_at: float = field(default_factory=time.perf_counter)
@@ -75,13 +75,13 @@ class _Growing:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def hear(self, chunk: dict[str, Any]) -> None:
-        """Raises :class:`NonsenseError` for what is no chunk of a completion."""
+        """Add a chunk of the stream. Raises :class:`NonsenseError` for anything else."""
         now = time.perf_counter()
         if "error" in chunk:
             raise NonsenseError(f"the server ended the answer: {_line(chunk['error'])}")
         choices = chunk.get("choices")
         if not isinstance(choices, list):
-            raise NonsenseError(f"this is no chunk of a completion: {_line(chunk)}")
+            raise NonsenseError(f"not a chunk of a completion: {_line(chunk)}")
         text = "".join(str(choice.get("text") or "") for choice in choices)
         if text:
             self.pieces.append((now, text))
@@ -109,7 +109,7 @@ class _Growing:
 
 
 class OpenAiEndpoint:
-    """The server at ``url``. Made by :func:`connected`; for one event loop."""
+    """The server at ``url``, made by :func:`connected`. For one event loop."""
 
     def __init__(
         self, url: str, model: str, request_s: float, quick: httpx.AsyncClient, slow: httpx.AsyncClient
@@ -123,14 +123,14 @@ class OpenAiEndpoint:
         self._under_way: set[_Growing] = set()
 
     async def ask(self, ask: ScenarioRequest, *, pause_s: float = 0.0) -> Reply:
-        """Send a request and read the answer as it comes; a reader with a ``pause_s`` sleeps that long after
-        each piece, and has a small buffer. What goes wrong is said in the reply."""
+        """Send a request and read the answer as it arrives. A reader with a ``pause_s`` sleeps that long
+        after each piece, and has a small buffer. The reply carries an error; nothing is raised."""
         growing = _Growing(ask)
         self._under_way.add(growing)
         try:
             await asyncio.wait_for(self._read(growing, pause_s), self._request_s)
         except asyncio.TimeoutError:
-            return growing.reply(f"no whole answer within {self._request_s:g} s")
+            return growing.reply(f"no complete answer within {self._request_s:g} s")
         except (httpx.HTTPError, NonsenseError) as error:
             return growing.reply(_line(error) or type(error).__name__)
         finally:
@@ -138,8 +138,8 @@ class OpenAiEndpoint:
         return growing.reply()
 
     async def warm_up(self, ask: ScenarioRequest) -> None:
-        """Ask once, and learn whether the server takes ``ignore_eos``. Raises :class:`NonsenseError` when it
-        does not answer as a server of completions does."""
+        """Ask once, and find out whether the server accepts ``ignore_eos``. Raises :class:`NonsenseError` if
+        it does not complete the prompt."""
         reply = await self.ask(ask)
         if reply.error is not None and self._extra:
             self._extra = {}
@@ -148,11 +148,11 @@ class OpenAiEndpoint:
             raise NonsenseError(f"{self.url} does not complete a prompt: {reply.error}")
 
     def answering_tokens(self) -> int:
-        """Tokens whose KV the requests need that have their first token and not yet their last."""
+        """Return the KV tokens needed by requests that have their first token and not yet their last."""
         return sum(len(each.ask.tokens) + len(each.pieces) for each in self._under_way if each.pieces)
 
     async def metrics(self) -> str:
-        """What it says of itself in Prometheus's format; empty where it does not."""
+        """Return the server's Prometheus metrics; empty if it has none."""
         try:
             answer = await self._quick.get(f"{self.url}/metrics", timeout=_PROBE_S)
         except httpx.HTTPError:
@@ -191,17 +191,19 @@ class OpenAiEndpoint:
 
 @asynccontextmanager
 async def connected(url: str, *, request_s: float) -> AsyncIterator[OpenAiEndpoint]:
-    """The server at ``url``, asked for its model. Raises :class:`UsageError` for what is no address, and
-    :class:`TierStoreError` when nothing answers there, or something else than an OpenAI server."""
+    """Connect to the server at ``url`` and ask for its model. Raises :class:`UsageError` for another kind of
+    address, and :class:`TierStoreError` if no OpenAI server answers there. Proxies of the environment
+    (``http_proxy``) are not used for loopback."""
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url!r} is no address of a server: write http://HOST:PORT")
+        raise UsageError(f"the address of a server is http://HOST:PORT, got {url!r}")
     url = url.rstrip("/").removesuffix("/v1")
     many = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_BUFFER_BYTES)]
     slow_sockets = httpx.AsyncHTTPTransport(limits=many, socket_options=small)
+    proxied = not is_loopback(url)
     async with (
-        httpx.AsyncClient(limits=many, timeout=request_s) as quick,
-        httpx.AsyncClient(transport=slow_sockets, timeout=request_s) as slow,
+        httpx.AsyncClient(limits=many, timeout=request_s, trust_env=proxied) as quick,
+        httpx.AsyncClient(transport=slow_sockets, timeout=request_s, trust_env=proxied) as slow,
     ):
         try:
             answer = await quick.get(f"{url}/v1/models", timeout=_PROBE_S)
@@ -210,20 +212,30 @@ async def connected(url: str, *, request_s: float) -> AsyncIterator[OpenAiEndpoi
                 f"nothing answers at {url}: {_line(error) or type(error).__name__}"
             ) from error
         if answer.status_code != httpx.codes.OK:
-            raise NonsenseError(f"{url}/v1/models answers with status {answer.status_code}")
+            raise NonsenseError(f"{url}/v1/models answers status {answer.status_code}")
         models = _object(answer.text).get("data")
         if not isinstance(models, list) or not models or not isinstance(models[0], dict):
             raise NonsenseError(f"{url}/v1/models lists no model")
         yield OpenAiEndpoint(url, str(models[0].get("id")), request_s, quick, slow)
 
 
+def is_loopback(url: str) -> bool:
+    """Return whether ``url`` names this machine's loopback.
+
+    >>> is_loopback("http://127.0.0.1:8000"), is_loopback("http://[::1]/"), is_loopback("http://host")
+    (True, True, False)
+    """
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise NonsenseError(f"this is no JSON: {_line(text)}") from error
+        raise NonsenseError(f"not JSON: {_line(text)}") from error
     if not isinstance(value, dict):
-        raise NonsenseError(f"this is no JSON object: {_line(text)}")
+        raise NonsenseError(f"not a JSON object: {_line(text)}")
     return value
 
 

@@ -1,5 +1,5 @@
-"""What is asked, and when: made from a seed, the same for every target. Token ids are printable ASCII's, one
-character each, in the models that are made here."""
+"""The load of each scenario, made from a seed: every target gets the same. Token ids are printable ASCII, one
+character each, in the random models of this benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, and when it comes, in seconds from the start."""
+    """A request, and its time in seconds from the start."""
 
     at_s: float
     ask: ScenarioRequest
@@ -28,8 +28,8 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Quick readers of streams and what is ``beside`` them: slow ones, which pause ``pause_s`` after each
-    piece, and requests that arrive meanwhile."""
+    """Quick readers of streams, and the load ``beside`` them: slow readers, which pause ``pause_s`` after
+    each piece, and requests that arrive during the run."""
 
     quick: Sequence[ScenarioRequest]
     beside: str = "alone"
@@ -39,7 +39,7 @@ class Readers:
 
 
 def tokens(seed: object, count: int) -> tuple[int, ...]:
-    """``count`` token ids, always the same for one ``seed``."""
+    """Return ``count`` token ids, always the same for one ``seed``."""
     return tuple(random.Random(str(seed)).choices(range(PRINTABLE), k=count))
 
 
@@ -52,7 +52,7 @@ def documents(
     answer_tokens: int,
     seed: int,
 ) -> list[ScenarioRequest]:
-    """Questions about a few documents, mixed. Half of the answers are half as long, as answers differ."""
+    """Return questions about a few documents, shuffled. Half of the answers have half the length."""
     asks = []
     for number in range(requests):
         document = tokens((seed, "document", number % documents), document_tokens)
@@ -75,8 +75,9 @@ def conversations(
     max_tokens: int,
     seed: object,
 ) -> list[Arrival]:
-    """Turns of so many conversations, by a Poisson process. All begin with one system prompt; a turn is the
-    conversation so far and something new. One that would outgrow ``max_tokens`` starts anew."""
+    """Return turns of ``sessions`` conversations, by a Poisson process. All conversations begin with one
+    system prompt. A turn is the conversation so far and new tokens. A conversation that would outgrow
+    ``max_tokens`` starts again."""
     draw = random.Random(str(seed))
     system = tokens((seed, "system"), system_tokens)
     said: list[tuple[int, ...]] = [system] * sessions
@@ -103,12 +104,12 @@ def from_trace(
     max_tokens: int,
     seed: object,
 ) -> list[Arrival]:
-    """The trace's first ``requests``, its clock turned so that ``rate_per_s`` come on average. Each block of
-    the trace stands for ``block_tokens`` tokens here: what was shared is shared. Prompts are cut at
-    ``max_tokens`` less the answer. Raises :class:`UsageError` for a trace that says nothing of prefixes."""
+    """Return the trace's first ``requests`` requests, with times scaled to ``rate_per_s`` on average. Each
+    block of the trace becomes ``block_tokens`` tokens: shared blocks stay shared. Prompts are cut at
+    ``max_tokens`` minus the answer. Raises :class:`UsageError` for a trace without block ids."""
     trace = load(file).trace
     if not isinstance(trace, Trace):
-        raise UsageError(f"{file} says how long prompts are, and not what they share: take a trace with ids")
+        raise UsageError(f"{file} has lengths and no block ids: take a trace with ids")
     taken = [trace[number] for number in range(min(requests, len(trace)))]
     if not taken:
         raise UsageError(f"{file} has no requests")

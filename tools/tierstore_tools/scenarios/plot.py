@@ -1,4 +1,4 @@
-"""The picture: a panel for each scenario that ran."""
+"""Draw the results: one panel per scenario."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from tierstore_tools.scenarios.runs import ScenarioResult
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # the backend has to be chosen first
+import matplotlib.pyplot as plt  # after the choice of the backend
 from matplotlib.axes import Axes
 
-_HATCHES = ("", "///", "...", "xxx")  # cases differ without colour, too
+_HATCHES = ("", "///", "...", "xxx")  # cases differ also without colour
 _COLOURS = ("#808080", "#00798c", "#edae49", "#d1495b")
 
 
@@ -88,7 +88,7 @@ def _stream(axes: Axes, result: ScenarioResult) -> None:
 
 
 def _grouped(axes: Axes, cells: dict[tuple[str, str], float], label: Callable[[float], str]) -> None:
-    """Bars for each target, one for each of its cases."""
+    """Draw a group of bars per target, one bar per case."""
     targets = list(dict.fromkeys(target for target, _ in cells))
     cases = list(dict.fromkeys(case for _, case in cells))
     width = 0.8 / len(cases)

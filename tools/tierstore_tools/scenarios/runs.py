@@ -1,7 +1,6 @@
-"""The four scenarios, each against one endpoint: load in, one row of figures out.
+"""The four scenarios. Each sends its load to one endpoint and returns a row of figures.
 
-Each is bounded: in requests by its load, in time by ``request_s`` for every request, of which the arrivals'
-last is the last to start.
+A scenario is bounded by the number of requests in its load, and by ``request_s`` for each of them.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _WARM_UP_ANSWER = 4
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """``kv_peak_tokens`` is the most that the server reserved KV for, ``kv_used`` the share of what it
-    reserved that the requests being answered needed (above 1 where they share pages); None where it does not
-    say. ``peak_memory_bytes`` and ``core_s`` are of its processes and their daemon, None where it runs
-    elsewhere; ``same_answers`` the share of answers equal to the first target's."""
+    """The batch scenario. ``kv_peak_tokens`` is the peak of the server's reserved KV. ``kv_used`` is the KV
+    that the requests being answered needed, over the reserved KV (above 1 if they share pages). Both are None
+    if the server does not report it. ``peak_memory_bytes`` and ``core_s`` count its processes and its daemon;
+    None for a running server. ``same_answers`` is the share of answers equal to the first target's."""
 
     target: str
     requests: int
@@ -52,7 +51,8 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """Medians over ``rounds`` prompts. ``found`` says where the server says it found the prompt."""
+    """The longctx scenario: medians over ``rounds`` prompts. ``found`` is the tier that the server
+    reports."""
 
     target: str
     case: str
@@ -68,18 +68,19 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A request is good when its first token and the mean of its later ones are as quick as this."""
+    """The limits of a good request: time to first token, and mean time between later tokens."""
 
     ttft_s: float
     itl_s: float
 
     def met(self, reply: Reply) -> bool:
+        """Return whether a reply is complete and within both limits."""
         return reply.error is None and reply.ttft_s <= self.ttft_s and reply.itl_s <= self.itl_s
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineRow:
-    """``goodput_per_s``: requests that met the SLO, a second of the run. ITL is over all gaps."""
+    """The online scenario. ``goodput_per_s``: requests per second that met the SLO. ITL is over all gaps."""
 
     target: str
     arrivals: str
@@ -98,8 +99,9 @@ class OnlineRow:
 
 @dataclass(frozen=True, slots=True)
 class StreamRow:
-    """Gaps of the quick readers in one round, by what was beside them. ``jitter_s`` is their standard
-    deviation, ``memory_bytes`` what the target's processes have in the end (None: they run elsewhere)."""
+    """The stream scenario: gaps of the quick readers in one round, by the load beside them. ``jitter_s`` is
+    the gaps' standard deviation. ``memory_bytes`` is the target's memory at the end; None for a running
+    server."""
 
     target: str
     round: int
@@ -115,7 +117,7 @@ class StreamRow:
 
 @dataclass(slots=True)
 class ScenarioResult:
-    """``left_out`` could not be had here, ``failed`` did not do what it was to do."""
+    """All rows. ``left_out`` targets are not available here, ``failed`` targets broke during the run."""
 
     batch: list[BatchRow] = field(default_factory=list)
     longctx: list[LongRow] = field(default_factory=list)
@@ -127,7 +129,7 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True)
 class NamedArrivals:
-    """Arrivals, by the name of what they were made from and their mean rate."""
+    """Arrivals, with the name of their source and their mean rate."""
 
     name: str
     rate_per_s: float
@@ -135,13 +137,13 @@ class NamedArrivals:
 
 
 class Agreement:
-    """What was answered first to each request: targets that serve one model ought to say the same."""
+    """The first answer to each request. Targets that serve one model should give equal answers."""
 
     def __init__(self) -> None:
         self._first: dict[ScenarioRequest, str] = {}
 
     def share(self, replies: Sequence[Reply]) -> float:
-        """Of whole answers, those equal to the first one to their request."""
+        """Return the share of complete answers that equal the first answer to their request."""
         whole = [reply for reply in replies if reply.error is None]
         same = [self._first.setdefault(reply.ask, reply.text) == reply.text for reply in whole]
         return statistics.fmean(same) if same else 0.0
@@ -155,7 +157,7 @@ async def batch(
     agreement: Agreement,
     progress: Progress,
 ) -> BatchRow:
-    """Send everything at once. Raises :class:`TierStoreError` when nothing is answered."""
+    """Send all requests at once. Raises :class:`TierStoreError` if none is answered."""
     async with _warm(target, request_s) as endpoint, _watched(target, endpoint) as watch:
         begun, cores = time.perf_counter(), core_seconds(target.pids())
         replies = await _all([endpoint.ask(ask) for ask in asks], progress)
@@ -185,8 +187,8 @@ async def longctx(
     agreement: Agreement,
     progress: Progress,
 ) -> list[LongRow]:
-    """Ask each prompt cold and again; where a daemon keeps pages, also after the server's restart and after
-    that of both. Raises :class:`TierStoreError` when an answer does not come."""
+    """Ask each prompt cold and again. With a daemon, ask it also after a restart of the server, and after a
+    restart of both. Raises :class:`TierStoreError` if an answer is missing."""
     rows: list[LongRow] = []
     cases = ["cold", "again", *(["server restarted", "both restarted"] if target.restartable else [])]
     for number, case in enumerate(cases):
@@ -205,7 +207,7 @@ async def longctx(
 async def online(
     target: Target, *, traffic: NamedArrivals, slo: Slo, request_s: float, progress: Progress
 ) -> OnlineRow:
-    """Send each request when it is due, whatever is under way. Raises :class:`TierStoreError` when nothing is
+    """Send each request at its time, without waiting for others. Raises :class:`TierStoreError` if none is
     answered."""
     async with _warm(target, request_s) as endpoint:
         begun = time.perf_counter()
@@ -236,9 +238,9 @@ async def online(
 async def stream(
     target: Target, *, round: int, readers: Readers, request_s: float, progress: Progress
 ) -> StreamRow:
-    """Let quick readers read beside others; slow ones have small buffers. Others that are not done when the
-    quick ones are get the rest of their ``request_s``. Nothing else looks at the server meanwhile. Raises
-    :class:`TierStoreError` when nothing is answered."""
+    """Let quick readers read beside slow readers or new requests. The others may use the rest of their
+    ``request_s`` after the quick ones are done. Metrics and memory are not read meanwhile. Raises
+    :class:`TierStoreError` if no quick reader gets an answer."""
     async with _warm(target, request_s) as endpoint:
         others = [endpoint.ask(ask, pause_s=readers.pause_s) for ask in readers.slow]
         others += [_when_due(endpoint, arrival, time.perf_counter()) for arrival in readers.arrivals]
@@ -263,8 +265,8 @@ async def stream(
 
 @dataclass(slots=True)
 class _Watch:
-    """Samples of a server while it works: its reserved KV beside what the answers under way need, and its
-    private memory. ``shared_bytes`` is the rest of its memory, in the end."""
+    """Samples of a busy server: its reserved KV, the KV that its current answers need, its private memory.
+    ``shared_bytes`` is the rest of its memory at the end."""
 
     reserved: list[float] = field(default_factory=list)
     needed: list[float] = field(default_factory=list)

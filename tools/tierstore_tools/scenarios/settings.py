@@ -1,4 +1,4 @@
-"""What a run of the scenarios is to do: the command's options, checked."""
+"""The options of a run of the scenarios, checked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DOCUMENTS = 4
 _SESSIONS = 12
 _QUICK_READERS = 4
 _LONG_PROMPTS, _LONG_EVERY_S = 3, 0.3
-_PAUSE_S = 0.05  # of a slow reader, after each piece
+_PAUSE_S = 0.05  # a slow reader's, after each piece
 
 
 @dataclass(frozen=True, slots=True)
 class Scenarios:
-    """``tokens`` is the length of the longest prompt with its answer: long prompts have it, documents half of
-    it, conversations grow up to it. ``urls`` are endpoints that run already."""
+    """The options of one run. The room's ``max_tokens`` is the length of a long prompt with its answer.
+    Documents have half of it, and conversations grow up to it. ``urls`` are running endpoints."""
 
     scenarios: tuple[str, ...]
     targets: tuple[str, ...]
@@ -47,17 +47,19 @@ class Scenarios:
     def __post_init__(self) -> None:
         for name in self.scenarios:
             if name not in SCENARIOS:
-                raise UsageError(f"there is no scenario {name!r} (known: {', '.join(SCENARIOS)}, all)")
+                raise UsageError(f"unknown scenario {name!r} (known: {', '.join(SCENARIOS)}, all)")
         expected = max(self.requests, self.slow_readers, max(self.rates_per_s) * self.seconds)
         if expected > load.MOST_REQUESTS or self.seconds > load.MOST_SECONDS:
             raise UsageError(
-                f"a run has at most {load.MOST_REQUESTS:,} requests and {load.MOST_SECONDS:,.0f} s: lower "
-                "--requests, --slow-readers, --rate or --seconds"
+                f"a run has at most {load.MOST_REQUESTS:,} requests and takes {load.MOST_SECONDS:,.0f} s: "
+                "lower --requests, --slow-readers, --rate or --seconds"
             )
         if self.room.max_tokens < 16 * self.answer_tokens:
-            raise UsageError(f"--tokens is at least 16 answers: {16 * self.answer_tokens}")
+            least = 16 * self.answer_tokens
+            raise UsageError(f"--tokens must be at least 16 answers ({least}), got {self.room.max_tokens}")
 
     def batch(self) -> list[ScenarioRequest]:
+        """Return the requests of the batch scenario."""
         half = self.room.max_tokens // 2
         return load.documents(
             self.requests,
@@ -69,6 +71,7 @@ class Scenarios:
         )
 
     def long(self) -> list[ScenarioRequest]:
+        """Return the prompts of the longctx scenario."""
         length = self.room.max_tokens - self.answer_tokens
         return [
             ScenarioRequest(load.tokens((self.seed, "long", number), length), self.answer_tokens)
@@ -76,8 +79,9 @@ class Scenarios:
         ]
 
     def arrivals(self, rate_per_s: float) -> dict[str, list[Arrival]]:
-        """By the name of their process. Raises :class:`UsageError` for a trace that cannot be used."""
-        most, seed = self.room.max_tokens, f"{self.seed} at {rate_per_s:g}"  # no rate finds another's pages
+        """Return the arrivals of the online scenario by the name of their source. Raises :class:`UsageError`
+        for an unusable trace."""
+        most, seed = self.room.max_tokens, f"{self.seed} at {rate_per_s:g}"  # rates share no pages
         found = {
             "poisson": load.conversations(
                 rate_per_s,
@@ -103,8 +107,8 @@ class Scenarios:
         return found
 
     def readers(self, round: int) -> list[load.Readers]:
-        """The quick ones alone, beside slow ones, and beside long prompts that arrive. Their answers are
-        long, their prompts short, and others in each round."""
+        """Return the loads of the stream scenario: quick readers alone, beside slow ones, and beside long
+        prompts that arrive. Readers have short prompts and long answers, and new ones in each round."""
         short, whole = self.room.max_tokens // 32, self.room.max_tokens - self.answer_tokens
 
         def asks(name: str, count: int) -> list[ScenarioRequest]:

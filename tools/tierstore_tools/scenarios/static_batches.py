@@ -1,12 +1,12 @@
-"""The field's starting point, as a server: a loop over a transformers model with static batches.
+"""A baseline server: a loop over a transformers model with static batches.
 
-``python -m tierstore_tools.scenarios.static_batches MODEL --port N --batch B --max-tokens N``. Requests that
-wait are taken together, up to ``B``; the next ones wait until every answer of the batch is complete. Each row
-of a batch has contiguous keys and values for ``max-tokens`` tokens, whatever it needs, and nothing is kept
-afterwards. Prompts are padded to the longest at their left. Greedy, float32.
+``python -m tierstore_tools.scenarios.static_batches MODEL --port N --batch B --max-tokens N``. Up to ``B``
+waiting requests form a batch. The next batch starts when every answer of the last one is complete. Each row
+of a batch reserves contiguous keys and values for ``max-tokens`` tokens, and nothing is kept afterwards.
+Prompts are padded on the left. Greedy, float32.
 
-It serves as much of OpenAI's API as the benchmark asks for: ``/v1/models``, streamed ``/v1/completions`` with
-token ids, and its reserved KV under ``/metrics``.
+It serves the part of OpenAI's API that the benchmark needs: ``/v1/models``, streamed ``/v1/completions`` with
+token ids, and its reserved KV at ``/metrics``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 0.02  # for requests sent at the same moment
 
 
-_CacheLayer: Any = CacheLayerMixin  # whether transformers has types depends on its version
+_CacheLayer: Any = CacheLayerMixin  # only some versions of transformers have types
 
 
 class _ContiguousLayer(_CacheLayer):
-    """Keys and values of one layer, [row, head, token, dim], reserved for ``max_tokens`` tokens at once."""
+    """Keys and values of one layer, [row, head, token, dim], reserved for ``max_tokens`` tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _ContiguousLayer(_CacheLayer):
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request, and the way to its client's coroutine: token ids, then None."""
+    """A request, and the queue to its client's coroutine: token ids, then None."""
 
     tokens: list[int]
     max_tokens: int
@@ -90,7 +90,7 @@ class _Waiting:
 
 
 class Batches:
-    """The loop, on a thread of its own."""
+    """The loop over batches, in a thread of its own."""
 
     def __init__(self, model: Any, *, batch: int, max_tokens: int) -> None:
         self._model = model
@@ -111,7 +111,7 @@ class Batches:
             self.kv_slots = len(taken) * self.max_tokens
             try:
                 self._complete(taken)
-            except RuntimeError as error:  # torch's, of memory for example: the next batch may fit
+            except RuntimeError as error:  # for example torch's out of memory: the next batch may fit
                 _log.warning("a batch failed: %s", error)
             finally:
                 self.kv_slots = 0
@@ -157,13 +157,13 @@ class Batches:
 
 
 def build_app(batches: Batches, tokenizer: Any, name: str) -> Starlette:
-    """The HTTP side."""
+    """Return the HTTP application."""
 
     async def complete(request: Request) -> StreamingResponse | JSONResponse:
         body = await request.json()
         tokens, max_tokens = body["prompt"], int(body.get("max_tokens", 16))
         if len(tokens) + max_tokens > batches.max_tokens:
-            message = f"{len(tokens)} + {max_tokens} tokens are more than {batches.max_tokens}"
+            message = f"at most {batches.max_tokens} tokens, got {len(tokens)} + {max_tokens}"
             return JSONResponse({"error": {"message": message}}, 400)
         waiting = _Waiting(tokens, max_tokens, asyncio.get_running_loop())
         batches.add(waiting)

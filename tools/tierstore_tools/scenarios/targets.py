@@ -1,8 +1,8 @@
-"""The servers that are measured: how each is started, restarted and ended. All listen at loopback.
+"""The measured servers: start, restart, end. All listen at loopback.
 
-A target has a server, and with a store a daemon beneath it that outlives it: restarting the server alone
-leaves pages in the daemon's host tier, restarting both leaves them on disk. All have room for as many tokens
-of KV, compute in float32, and with as many threads.
+A target has a server. With a store it also has a daemon, which outlives the server: after a restart of the
+server pages are in the daemon's host tier, after a restart of both they are on disk. All targets have the
+same KV capacity in tokens and the same number of threads, and compute in float32.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _END_S = 60.0
 _LOOK_S = 0.05
 _LOG_TAIL_LINES = 5
 _SERVER = "from tierstore_engine.cli import main; main()"
-_PAGE_TOKENS = 64  # of our pages, and of the blocks that vLLM is given
+_PAGE_TOKENS = 64  # our pages', and vLLM's blocks'
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRoom:
-    """What every target gets: pages (or batches) of ``pool_tokens`` tokens, prompts with their answers up to
-    ``max_tokens``, so many threads to compute with; a daemon's tiers in bytes."""
+    """The resources of every target: KV for ``pool_tokens`` tokens, prompts with their answers up to
+    ``max_tokens``, ``threads``, and the bytes of a daemon's tiers."""
 
     pool_tokens: int
     max_tokens: int
@@ -52,17 +52,17 @@ class ServerRoom:
 
     def __post_init__(self) -> None:
         if self.max_tokens > self.pool_tokens:
-            raise UsageError(f"--pool-tokens is at least --tokens: {self.max_tokens}")
+            raise UsageError(f"--pool-tokens must be at least --tokens, got {self.pool_tokens}")
 
     @property
     def rows(self) -> int:
-        """Of a static batch, each of which has room for the longest."""
+        """Rows of a static batch. Each row reserves KV for the longest request."""
         return max(self.pool_tokens // self.max_tokens, 1)
 
 
 class Target:
-    """A server to measure at ``url``: here one that runs already, and stays. ``restartable``: it has a
-    daemon, and may be restarted without it or with it."""
+    """A server to measure at ``url``. This class is a running server, which is left alone. ``restartable``:
+    it has a daemon, and can be restarted with it or without it."""
 
     def __init__(self, name: str, url: str, *, restartable: bool = False) -> None:
         self.name = name
@@ -70,22 +70,22 @@ class Target:
         self.restartable = restartable
 
     def pids(self) -> tuple[int, ...]:
-        """The processes that were started for it."""
+        """Return the processes that were started for this target."""
         return ()
 
     def start(self) -> None:
-        """Raises :class:`TierStoreError` when it does not start."""
+        """Start the server. Raises :class:`TierStoreError` if it does not start."""
 
     def restart(self, *, daemon: bool) -> None:
-        """End the server, with ``daemon`` what is beneath it too, and start it again."""
-        raise AssertionError("it was not started here")
+        """Restart the server, with ``daemon`` also its daemon."""
+        raise AssertionError("this server was not started here")
 
     def close(self) -> None:
-        """End it, and remove what it had. Idempotent."""
+        """End the server and remove its files. Idempotent."""
 
 
 class Started(Target):
-    """One that runs here: ``command`` starts the server, over ``daemon`` where there is one."""
+    """A server that is started here by ``command``, above ``daemon`` (None: without a store)."""
 
     def __init__(
         self,
@@ -152,26 +152,26 @@ class Started(Target):
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # whatever it has left behind
+            os.killpg(self._process.pid, signal.SIGKILL)  # its child processes
         self._process.wait(_END_S)
         self._process = None
 
     def _last_words(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return " | ".join(lines[-_LOG_TAIL_LINES:]) or "it said nothing"
+        return " | ".join(lines[-_LOG_TAIL_LINES:]) or "no output"
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A target that cannot be had here, and why."""
+    """A target without results, and the reason."""
 
     name: str
     why: str
 
 
 class Workshop:
-    """Makes targets that serve the checkpoint in ``model``. ``vllm`` is the Python that has vLLM."""
+    """Makes targets that serve the checkpoint in ``model``. ``vllm`` is a Python that has vLLM."""
 
     def __init__(self, model: Path, room: ServerRoom, scratch: Path, vllm: Path | None) -> None:
         self._model = model
@@ -181,21 +181,21 @@ class Workshop:
 
     @staticmethod
     def why_not(name: str, vllm: Path | None) -> str | None:
-        """Why ``name`` cannot be had here; None when it can. Raises :class:`UsageError` for a name that
-        stands for nothing, and when ``vllm`` cannot be run."""
+        """Return why ``name`` is not available here; None if it is. Raises :class:`UsageError` for an unknown
+        name, and if ``vllm`` cannot be run."""
         if name not in KNOWN:
-            raise UsageError(f"there is no target {name!r} (known: {', '.join(KNOWN)}; or --url)")
+            raise UsageError(f"unknown target {name!r} (known: {', '.join(KNOWN)}; or --url)")
         base = name.removesuffix(STORED)
         if base == VLLM:
             if vllm is None:
-                return "no environment with vLLM was named (--vllm-python)"
+                return "--vllm-python names no environment with vLLM"
             return _cannot_import(vllm, ["vllm", *(["tierstore_connectors"] if base != name else [])])
         wanted = ["starlette", "uvicorn", *(["transformers"] if base == TRANSFORMERS else [])]
         missing = [package for package in wanted if importlib.util.find_spec(package) is None]
         return f"{missing[0]} is not installed (pip install 'tierstore[bench]')" if missing else None
 
     def make(self, name: str) -> Target:
-        """The target, not started."""
+        """Return the target ``name``, not started."""
         port, daemon = free_port(), None
         if name.endswith(STORED):
             room = self._room
@@ -233,7 +233,7 @@ class Workshop:
 
 
 def reserved_tokens(metrics: str) -> float | None:
-    """Tokens that a server has reserved KV for, from what it says in its metrics; None where it does not."""
+    """Return the tokens of a server's reserved KV, read from its metrics; None if they are not there."""
     found: dict[str, float] = dict(_values(metrics))
     if "static_batches_kv_slots" in found:
         return found["static_batches_kv_slots"]
@@ -268,10 +268,10 @@ def _cannot_import(python: Path, packages: list[str]) -> str | None:
         )
     except OSError as error:
         raise UsageError(f"--vllm-python: {python} cannot be run: {error.strerror}") from error
-    return f"{python} has not all of {', '.join(packages)}" if done.returncode else None
+    return f"{python} lacks {' or '.join(packages)}" if done.returncode else None
 
 
 def _environment(threads: int) -> dict[str, str]:
-    # vLLM would bind its threads, and leave out a core of its own choice: the others do neither.
+    # By default vLLM binds its threads and leaves out one core. The other targets do neither.
     given = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {**ENVIRONMENT, **os.environ, **given}

@@ -1,5 +1,5 @@
-"""vLLM, driven from outside: ``tierstore-bench vllm``, and what the tests run engines with.
+"""``tierstore-bench vllm``, and the vLLM engines of the tests.
 
-Nothing here imports vLLM but ``child.py``, which is an engine in a process of its own. So the benchmark can
-say in a sentence that vLLM is missing, and an engine that dies takes nobody with it.
+Only ``child.py`` imports vLLM. It is an engine in a process of its own, so an engine that dies does not end
+the benchmark, and a missing vLLM is one line.
 """

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers. Both cross a pipe as JSON."""
+"""Requests to an engine process and its answers. Both cross a pipe as JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SHOWN_LOGPROBS = 5
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: greedy, never ending early. ``params`` are vLLM's ``kv_transfer_params``, ``adapter`` is a
-    LoRA adapter's directory. ``abort_after`` tokens the request is aborted (0: before the first step).
-    ``prompt_logprobs``: log-probabilities of the prompt are wanted, too (and left out of the answer)."""
+    """One request: greedy, with no early end. ``params`` are vLLM's ``kv_transfer_params``, ``adapter`` is a
+    LoRA adapter's directory. The request is aborted after ``abort_after`` tokens (0: before the first step).
+    ``prompt_logprobs``: vLLM also computes log-probabilities of the prompt; the answer does not have them."""
 
     tokens: list[int]
     max_tokens: int = 8
@@ -25,10 +25,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class VllmAnswer:
-    """``logprobs[i]`` maps the likeliest tokens at the i-th place to their log-probabilities (natural).
-    ``cached_tokens`` is what vLLM says it did not compute, from its own cache or from elsewhere. Times are
-    from the request's arrival, in seconds, seen from outside the engine. An aborted request has no answer of
-    vLLM's own: ``finish`` is then ``"aborted"`` and the rest what had come by then."""
+    """The answer to one request. ``logprobs[i]`` maps the likeliest tokens at the i-th place to their natural
+    log-probabilities. ``cached_tokens`` are the prompt tokens that vLLM reports as not computed, from its own
+    cache or from the connector. Times are seconds from the request's arrival, measured outside the engine.
+    For an aborted request ``finish`` is ``"aborted"`` and the other fields have the state at the abort."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
@@ -41,16 +41,16 @@ class VllmAnswer:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that are in the engine at the same time."""
+    """Requests that run in the engine at the same time."""
 
     asks: list[Ask]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to a batch in its order. ``external_hit_tokens`` and ``local_hit_tokens`` are the prefix
-    tokens of all requests that came from the connector and from vLLM's own cache; ``steps`` the engine's.
-    ``cpu_s`` is the CPU time of the process that asks (with one process: of the whole engine)."""
+    """The answers to a batch, in its order. ``external_hit_tokens`` came from the connector and
+    ``local_hit_tokens`` from vLLM's own cache, over all requests. ``steps`` are the engine's. ``cpu_s`` is
+    the CPU time of the asking process (with one process: of the whole engine)."""
 
     answers: list[VllmAnswer]
     external_hit_tokens: int
@@ -62,15 +62,15 @@ class Answers:
 
 @dataclass(frozen=True)
 class EngineJob:
-    """How the engine is made: ``options`` are keyword arguments of ``vllm.LLM``."""
+    """The engine to make. ``options`` are keyword arguments of ``vllm.LLM``."""
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def prompt(tokens: int, *, seed: int = 0) -> list[int]:
-    """``tokens`` token ids below 250, which every vocabulary has. Prompts of one seed are prefixes of one
-    another; those of two seeds differ from the first token on (up to 250 of them)."""
+    """Return ``tokens`` token ids below 250, which every vocabulary has. Prompts of one seed are prefixes of
+    one another. Prompts of two seeds differ from the first token on (up to 250 seeds)."""
     state, made = 2 * seed + 1, [seed % 250]
     while len(made) < tokens:
         state = (state * 6364136223846793005 + 1442695040888963407) & (1 << 64) - 1
@@ -79,8 +79,9 @@ def prompt(tokens: int, *, seed: int = 0) -> list[int]:
 
 
 def greatest_difference(one: VllmAnswer, other: VllmAnswer) -> float:
-    """Between the log-probabilities of two answers; infinite when their tokens differ, or the tokens shown as
-    likeliest do so by more than a tie at the end of the list explains."""
+    """Return the greatest difference between the log-probabilities of two answers. It is infinite if their
+    tokens differ, or if the lists of likeliest tokens differ by more than a tie at the end of the list
+    explains."""
     if one.tokens != other.tokens or len(one.logprobs) != len(other.logprobs):
         return float("inf")
     greatest = 0.0

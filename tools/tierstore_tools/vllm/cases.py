@@ -1,9 +1,8 @@
-"""The experiment: prompts asked cold with and without the connector, then from host memory by a new engine,
-then from disk after the daemon was started again; answers compared by their log-probabilities. And what the
-connector costs (``overhead.py``).
+"""The experiment. Prompts are asked cold with and without the connector, then from host memory by a new
+engine, then from disk after a restart of the daemon. Answers are compared by their log-probabilities. The
+cost of the connector is in ``overhead.py``.
 
-Engines run as one process each. What a front end in a process of its own adds is the same in all cases, and
-this is quieter to measure.
+Each engine is one process. A separate front-end process would add the same time to all cases, and more noise.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from tierstore_tools.vllm.settings import (
 )
 
 _WARM_UP = 3
-_WARM_UP_SEED = 1 << 20  # seeds that the prompts which are measured do not have
+_WARM_UP_SEED = 1 << 20  # measured prompts have lower seeds
 
 
 @dataclass(frozen=True)
 class VllmRow:
-    """One case: medians over ``rounds`` prompts. ``hit_tokens`` came from the store, by vLLM's own count;
-    ``speedup`` is over the cold TTFT of the same prompts with the connector. ``identical``: equal greedy
+    """One case: medians over ``rounds`` prompts. ``hit_tokens`` came from the store, by vLLM's own count.
+    ``speedup`` is over the cold TTFT of the same prompts with the connector. ``identical``: the same greedy
     tokens as without a connector, and for float32 log-probabilities within 1e-4. ``max_logprob_diff`` is None
-    when the tokens differ."""
+    if the tokens differ."""
 
     case: str
     rounds: int
@@ -53,7 +52,7 @@ class VllmRow:
 
 @dataclass(frozen=True)
 class VllmResult:
-    """``skipped`` says which cases were left out, and why."""
+    """All results. ``skipped`` names the skipped cases and the reasons."""
 
     rows: tuple[VllmRow, ...]
     overhead: Overhead | None
@@ -70,8 +69,7 @@ class VllmResult:
 
 
 def run(settings: VllmBench, phases: Phases) -> VllmResult:
-    """Everything. Raises :class:`~tierstore.errors.TierStoreError` when an engine or the daemon does not do
-    its part."""
+    """Run all cases. Raises :class:`~tierstore.errors.TierStoreError` if an engine or the daemon fails."""
     with ExitStack() as stack:
         with phases.phase("the model", measurable=False):
             model = _model(settings)
@@ -106,7 +104,7 @@ class _VllmExperiment:
         self._phases = phases
         self._dtype = settings.dtype or ("float32" if settings.model in models.KINDS else "auto")
         self._kept = range(settings.rounds)
-        self._namespace = f"tierstore-bench {time.time_ns()}"  # nothing of an earlier run is found
+        self._namespace = f"tierstore-bench {time.time_ns()}"  # no hit on pages of an earlier run
         self._without: dict[int, VllmAnswer] = {}
         self._with_it: dict[int, VllmAnswer] = {}
 
@@ -117,20 +115,18 @@ class _VllmExperiment:
             rows = self._cold()
             rows.append(self._warm("host", "a new engine"))
             if self._daemon is None:
-                skipped.append("disk: the daemon is not this benchmark's own, and is not restarted")
+                skipped.append("disk: --store names a running daemon, which is not restarted")
             else:
                 with self._phases.phase("restarting the daemon", measurable=False):
                     self._daemon.restart()
-                rows.append(self._warm("disk", "a new engine, after the daemon was started again"))
+                rows.append(self._warm("disk", "a new engine after a restart of the daemon"))
         else:
             skipped.append("cold, host and disk: 0 rounds")
         overhead = None
         if not self._settings.starts:
             skipped.append("overhead: 0 starts")
         elif workers(self._settings.options) > 1:
-            skipped.append(
-                "overhead: of an engine in one process only, where the connector can be switched off"
-            )
+            skipped.append("overhead: only an engine in one process can switch its connector off")
         else:
             connector = connector_options(self._url, namespace=self._namespace)
             overhead = OverheadExperiment(
@@ -166,7 +162,7 @@ class _VllmExperiment:
     # -- warm ----------------------------------------------------------------------------------------
 
     def _warm(self, case: str, where: str) -> VllmRow:
-        """The prompts, asked once each of an engine that has not seen them."""
+        """Ask each prompt once, with an engine that has not seen it."""
         connector = connector_options(self._url, namespace=self._namespace)
         answers, found = {}, []
         with self._engine(f"{case}: {where}", connector) as engine:
@@ -178,7 +174,7 @@ class _VllmExperiment:
 
     @contextmanager
     def _engine(self, what: str, connector: Mapping[str, Any] | None) -> Iterator[VllmEngine]:
-        """An engine that has computed before, so that nothing measured pays for the first time."""
+        """Start an engine and warm it up, so the measured requests are not the first ones."""
         settings = self._settings
         longest = max(
             settings.tokens + ANSWER_TOKENS,
@@ -200,7 +196,7 @@ class _VllmExperiment:
         cold: dict[int, VllmAnswer],
         hit_tokens: int,
     ) -> VllmRow:
-        """``cold`` is what TTFT is compared with; answers are compared with those of no connector."""
+        """Return a row. ``speedup`` is over ``cold``; answers are compared with those without a connector."""
         kept, reference = self._kept, self._without
         diff = max(greatest_difference(reference[seed], answers[seed]) for seed in kept)
         exact = self._dtype == "float32"

@@ -18,7 +18,7 @@ from tierstore_tools.vllm.asks import SHOWN_LOGPROBS, Answers, Ask, Batch, Engin
 
 
 class _RunningRequest:
-    """A request under way, seen from outside."""
+    """A request that runs, timed from outside the engine."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
@@ -61,7 +61,7 @@ class _RunningRequest:
 
 
 class _ChildEngine:
-    """vLLM's synchronous engine, stepped by hand so that first tokens can be timed."""
+    """vLLM's synchronous engine. It is stepped here, so first tokens can be timed."""
 
     def __init__(self, job: EngineJob) -> None:
         from vllm import LLM
@@ -125,7 +125,7 @@ class _ChildEngine:
             self._engine.abort_request(names)
 
     def metrics(self) -> dict[str, float]:
-        """Every counter, gauge and histogram's sum and count, added up over their labels."""
+        """Return every counter, gauge and histogram's sum and count, added up over the labels."""
         found: dict[str, float] = {}
         from prometheus_client import REGISTRY
 

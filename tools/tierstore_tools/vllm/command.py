@@ -1,4 +1,4 @@
-"""``vllm`` from the command line: run, show, write, and say so when answers differ."""
+"""``tierstore-bench vllm``: run, print, write, and fail if answers differ."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tierstore_tools.vllm.settings import VllmBench
 
 
 def run(settings: VllmBench, *, json: str | None) -> None:
-    """Raises :class:`TierStoreError` where vLLM is missing, or when a hit answered other than a cold run."""
+    """Run the benchmark. Raises :class:`TierStoreError` if vLLM is missing, or if a hit answered differently
+    from a cold run."""
     missing = engine.missing()
     if missing is not None:
-        raise TierStoreError(f"{missing}: nothing was measured")
+        raise TierStoreError(missing)
     report.require_targets(json)
     with report.phases() as phases:
         result = cases.run(settings, phases)
@@ -48,10 +49,10 @@ def _show(result: cases.VllmResult, *, to_stderr: bool) -> None:
     slow = result.slow_disk
     if slow is not None:
         console.print(
-            f"a disk of {slow.bytes_per_s / 1e6:,.1f} MB/s holds {slow.prompt_tokens:,} tokens: TTFT "
-            f"{_ratio(slow.ttft_ratio)} of no connector's {report.seconds(slow.without_s)} "
-            f"({slow.ttft_ratio.pairs} pairs); {slow.hit_tokens:,} tokens loaded in the median, "
-            f"{slow.declined_tokens:,} declined in all"
+            f"{slow.prompt_tokens:,} tokens on a disk of {slow.bytes_per_s / 1e6:,.1f} MB/s: TTFT is "
+            f"{_ratio(slow.ttft_ratio)} of {report.seconds(slow.without_s)} without a connector "
+            f"({slow.ttft_ratio.pairs} pairs); median of loaded tokens {slow.hit_tokens:,}, "
+            f"total of declined tokens {slow.declined_tokens:,}"
         )
     for line in result.skipped:
         console.print(f"skipped {line}")
@@ -79,10 +80,10 @@ def _show_overhead(overhead: Overhead, *, to_stderr: bool) -> None:
     first = overhead.both.ttft_ratio
     console = report.stderr if to_stderr else report.stdout
     console.print(
-        f"with nothing to reuse, medians without a connector: TTFT {report.seconds(overhead.ttft_s)} "
+        f"fresh prompts, medians without a connector: TTFT {report.seconds(overhead.ttft_s)} "
         f"({overhead.prompt_tokens} tokens), {overhead.throughput_tokens_per_s:,.0f} tokens/s, CPU time "
         f"{report.seconds(overhead.cpu_s)} (the daemon's: {report.seconds(overhead.daemon_cpu_s)}). Ratios, "
-        f"and where the median lies at 95 % (pairs: {first.pairs}, starts: {len(first.series)}):"
+        f"and their 95 % intervals (pairs: {first.pairs}, starts: {len(first.series)}):"
     )
     rows = [
         (name, *map(_ratio, (each.ttft_ratio, each.throughput_ratio, each.cpu_ratio)))
@@ -95,9 +96,9 @@ def _show_overhead(overhead: Overhead, *, to_stderr: bool) -> None:
     report.table("", ("", "TTFT", "tokens/s", "CPU time"), rows, to_stderr=to_stderr)
     added = overhead.added
     console.print(
-        f"added by the connector: {_ms(added.one_s)} to the first token of a request alone, "
-        f"{_ms(added.batch_s)} to each of {overhead.batch_requests} at once, "
-        f"{_ms(added.cached_s)} where vLLM's own cache has them; "
+        f"added by the connector: {_ms(added.one_s)} to the first token of a single request, "
+        f"{_ms(added.batch_s)} to each of {overhead.batch_requests} requests in a batch, "
+        f"{_ms(added.cached_s)} if vLLM's own cache has them; "
         f"CPU time {_ms(added.one_cpu_s)}, {_ms(added.batch_cpu_s)} and {_ms(added.cached_cpu_s)}"
     )
 

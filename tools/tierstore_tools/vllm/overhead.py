@@ -1,13 +1,11 @@
-"""What the connector costs where there is nothing to reuse: fresh prompts, answered with it and without it.
+"""Measure the cost of the connector for fresh prompts, which it cannot reuse.
 
-Two questions, because one of them can be answered far better than the other. What is the connector's own
-part? One engine answers with its connector switched on and off in turn (``switched.py``). And what does vLLM
-do for any connector? The same engine, with the connector switched off, against one without any: two
-processes, which are never of quite the same speed, so that only several starts can tell.
+The connector's own part is measured in one engine, with its connector switched on and off in turn
+(``switched.py``). vLLM's part for any connector is measured between that engine, switched off, and an engine
+without a connector. Two processes never have quite the same speed, so this part needs several starts.
 
-Answers that are compared lie within seconds of one another, and each round goes the other way round than the
-one before. Before each turn the daemon has written what it was given: no turn computes beside the leftovers
-of another.
+Compared answers lie within seconds of one another, and every round reverses the order. Before each turn the
+daemon has written all pages, so no turn runs beside the writes of another.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _SWITCHED = {
     "kv_connector": "SwitchedConnector",
     "kv_connector_module_path": "tierstore_tools.vllm.switched",
 }
-_SEED = 2 << 20  # from here on: no other prompt of the benchmark has such seeds
+_SEED = 2 << 20  # and above: no other part of the benchmark has these seeds
 _WARM_UP_ROUNDS = 2
 
 StartEngine = Callable[[str, Mapping[str, Any] | None], AbstractContextManager[VllmEngine]]
@@ -46,9 +44,9 @@ StartEngine = Callable[[str, Mapping[str, Any] | None], AbstractContextManager[V
 
 @dataclass(frozen=True)
 class Compared:
-    """One way of answering over another. Below 1 is slower for ``throughput_ratio``, above 1 for the others.
-    CPU time is that of the engine's process for one prompt and one batch, until the daemon has nothing more
-    to do for them."""
+    """One variant over another. Below 1 is slower for ``throughput_ratio``, above 1 for the others. CPU time
+    is that of the engine's process for one prompt and one batch, until the daemon has finished their
+    pages."""
 
     ttft_ratio: PairedRatio
     throughput_ratio: PairedRatio
@@ -57,10 +55,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Added:
-    """What the connector adds to a request, in seconds: medians of the connector switched on less itself
-    switched off. ``one_s``: to the first token of a request alone; ``batch_s``: to each of a batch, until all
-    have been answered; ``cached_s``: likewise when the batch is asked again, and vLLM's own cache has it.
-    ``…_cpu_s`` is CPU time of the engine's process (means: it is counted in steps of 10 ms)."""
+    """Seconds that the connector adds to a request: medians of switched on minus switched off.
+
+    ``one_s`` is added to the first token of a single request. ``batch_s`` is added to each request of a
+    batch, until all are answered. ``cached_s`` is the same for a batch in vLLM's own cache. ``…_cpu_s`` is
+    CPU time of the engine's process (means, because it is counted in steps of 10 ms)."""
 
     one_s: float
     batch_s: float
@@ -72,11 +71,10 @@ class Added:
 
 @dataclass(frozen=True)
 class Overhead:
-    """The connector over itself switched off (``connector``), that over an engine without one (``interface``:
-    vLLM's own part), and the connector over an engine without one (``both``). ``added`` is the first as time
-    for each request. The other figures are medians of the engine without one; ``daemon_cpu_s`` is the
-    daemon's CPU time for one prompt and one batch twice, on average (None when the daemon is not the
-    benchmark's own)."""
+    """All comparisons. ``connector`` is switched on over switched off, ``interface`` is switched off over no
+    connector (vLLM's own part), and ``both`` is switched on over no connector. ``added`` is the first as time
+    per request. The other figures are medians without a connector. ``daemon_cpu_s`` is the daemon's mean CPU
+    time for one prompt and one batch twice; None for a running daemon."""
 
     prompt_tokens: int
     batch_requests: int
@@ -94,7 +92,7 @@ class Overhead:
 
 @dataclass(slots=True)
 class _Figures:
-    """Of one engine, round by round. A batch asked again (``cached_…``) comes from vLLM's own cache."""
+    """Figures of one variant, round by round. A repeated batch (``cached_…``) comes from vLLM's own cache."""
 
     batch_tokens: int
     ttft_s: list[float] = field(default_factory=list)
@@ -106,18 +104,18 @@ class _Figures:
 
     @property
     def tokens_per_s(self) -> list[float]:
-        """Prompt and answer tokens of a batch, for each second."""
+        """Prompt and answer tokens of a batch per second."""
         return [self.batch_tokens / each for each in self.batch_s]
 
     @property
     def cpu_s(self) -> list[float]:
-        """For one prompt and one batch."""
+        """CPU time of one prompt and one batch."""
         return [one + batch for one, batch in zip(self.one_cpu_s, self.batch_cpu_s, strict=True)]
 
 
 class OverheadExperiment:
-    """``start`` makes an engine with a ``kv_transfer_config`` (or none); ``daemon`` is None when it is not
-    the benchmark's own, and then its leftovers are not waited for."""
+    """The experiment. ``start`` makes an engine with a ``kv_transfer_config`` (or none). ``daemon`` is None
+    for a running daemon, whose writes are not waited for."""
 
     def __init__(
         self,
@@ -137,7 +135,7 @@ class OverheadExperiment:
         self._batch_tokens = THROUGHPUT_REQUESTS * (settings.overhead_tokens + THROUGHPUT_ANSWER_TOKENS)
 
     def run(self) -> Overhead:
-        """Raises :class:`TierStoreError` when an engine or the daemon does not do its part."""
+        """Run all starts. Raises :class:`TierStoreError` if an engine or the daemon fails."""
         starts = [self._series(number) for number in range(self._settings.starts)]
         rounds = self._settings.starts * self._settings.pairs
         return Overhead(
@@ -174,7 +172,7 @@ class OverheadExperiment:
             return figures
 
     def _play(self, engines: Mapping[str, VllmEngine], figures: Mapping[str, _Figures]) -> None:
-        """One prompt and one batch for every engine."""
+        """Send one prompt and one batch to every variant."""
         ways = list(engines) if next(self._rounds) % 2 else list(reversed(list(engines)))
         tokens = self._settings.overhead_tokens
         for way in ways:
@@ -193,14 +191,14 @@ class OverheadExperiment:
             found.cached_cpu_s.append(cpu_s)
 
     def _fresh(self, requests: int, tokens: int, answer_tokens: int) -> list[Ask]:
-        """Prompts that were never asked before."""
+        """Return prompts that were never asked before."""
         return [Ask(prompt(tokens, seed=next(self._seeds)), answer_tokens) for _ in range(requests)]
 
     def _turn(
         self, engine: VllmEngine, way: str, asks: Sequence[Ask], *, cached: bool = False
     ) -> tuple[Answers, float]:
-        """Ask; the answers, and the engine's CPU time. ``cached``: they may be in
-        vLLM's own cache."""
+        """Ask, and return the answers and the engine's CPU time. ``cached``: vLLM's own cache may have
+        them."""
         if way != NONE:
             engine.switch(way == ON)
         before = cpu_seconds(engine.pid)

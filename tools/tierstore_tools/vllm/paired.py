@@ -1,4 +1,4 @@
-"""Several ways of doing the same thing, compared pair by pair."""
+"""Compare two variants pair by pair."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """The median of the ratios with/without over ``pairs`` pairs, and the interval that holds the true one
-    with a confidence of about 95 % (by resampling; nothing is assumed about how the ratios spread). Pairs
-    come in series, one for each time that everything was started: ``series`` are their medians."""
+    """The median of the ratios with/without over ``pairs`` pairs, and its interval of 95 % confidence (by
+    resampling; no distribution is assumed). Pairs come in series, one per start of all processes: ``series``
+    are the medians of each."""
 
     median: float
     low: float
@@ -30,10 +30,11 @@ Pairs = Sequence[tuple[float, float]]
 
 
 def ratio(series: Sequence[Pairs]) -> PairedRatio:
-    """Each pair is a figure with and the one without. At least one series, and in each at least one pair.
+    """Return the ratio over all pairs (with, without). There is at least one series, and each has at least
+    one pair.
 
-    Two processes of one kind may differ for as long as they live (by where their memory lies, for one), so
-    first the series are resampled, and then the pairs in them.
+    Two processes of one kind may differ for their whole life, for example by the place of their memory. So
+    series are resampled first, and then the pairs in them.
     """
     ratios = [[mine / without for mine, without in each] for each in series]
     chance = random.Random(0)

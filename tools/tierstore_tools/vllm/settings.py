@@ -1,4 +1,4 @@
-"""What one run of the vLLM benchmark does."""
+"""The options of one run of the vLLM benchmark."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 ANSWER_TOKENS = 8
 THROUGHPUT_REQUESTS = 8
 THROUGHPUT_ANSWER_TOKENS = 32
-MAX_LOGPROB_DIFF = 1e-4  # float32; other dtypes are held to equal tokens only
+MAX_LOGPROB_DIFF = 1e-4  # for float32; other dtypes need equal tokens only
 
 
 @dataclass(frozen=True)
 class VllmBench:
-    """``model`` is a directory, or one of ``models.KINDS``, which are made; ``directory`` is where that and a
-    daemon's disk are. ``store`` is the address of a daemon that runs (None: one of the benchmark's own, which
-    can be restarted). ``rounds`` prompts are asked cold and from each tier. For the overhead, engines with
-    and without the connector are started ``starts`` times, and asked ``pairs`` prompts of ``overhead_tokens``
-    and as many batches of such prompts each time. 0 ``rounds`` or ``starts``: that part is left out. With
-    ``disk_bytes_per_s``, ``pairs`` prompts are asked that a disk of that speed holds.
-    ``options`` are further arguments of ``vllm.LLM``."""
+    """``model`` is a directory, or one of ``models.KINDS``, which is made in ``directory`` beside a daemon's
+    disk. ``store`` is the address of a running daemon (None: the benchmark starts one, and can restart it).
+
+    ``rounds`` prompts are asked cold and from each tier. For the overhead, engines with and without the
+    connector are started ``starts`` times. Each start asks ``pairs`` prompts of ``overhead_tokens`` and as
+    many batches of such prompts. 0 ``rounds`` or ``starts`` skip that part. With ``disk_bytes_per_s``,
+    ``pairs`` prompts are also asked from a disk of that speed. ``options`` are more arguments of
+    ``vllm.LLM``."""
 
     model: str
     tokens: int

@@ -1,6 +1,8 @@
-"""What a slow disk does to a hit: prompts that its daemon holds there alone, pair by pair with an engine that
-has no connector. The connector may decline what would come later than computing; it may not make a request
-wait for it."""
+"""Measure hits from a slow disk, pair by pair with an engine that has no connector.
+
+All prompts are on the disk only. The connector may decline a load that takes longer than computing. It must
+not let a request wait for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tierstore_tools.vllm.engine import VllmEngine, connector_options
 from tierstore_tools.vllm.paired import PairedRatio, ratio
 from tierstore_tools.vllm.settings import ANSWER_TOKENS, MAX_LOGPROB_DIFF, VllmBench
 
-_SEED = 1 << 21  # prompts of their own
+_SEED = 1 << 21  # no other part of the benchmark has these seeds
 
 
 class OpenEngine(Protocol):
@@ -30,8 +32,8 @@ class OpenEngine(Protocol):
 
 @dataclass(frozen=True)
 class SlowDisk:
-    """TTFT with the connector over that without, of prompts that a disk of ``bytes_per_s`` holds.
-    ``hit_tokens`` is the median that came from the store, ``declined_tokens`` the metric at the end."""
+    """TTFT with the connector over TTFT without, for prompts on a disk of ``bytes_per_s``. ``hit_tokens`` is
+    the median of the tokens from the store, ``declined_tokens`` the metric at the end."""
 
     bytes_per_s: float
     prompt_tokens: int
@@ -43,7 +45,7 @@ class SlowDisk:
 
 
 def measure(settings: VllmBench, open_engine: OpenEngine, phases: Phases) -> SlowDisk:
-    """As many pairs as ``settings`` says. Raises :class:`~tierstore.errors.TierStoreError`."""
+    """Measure ``settings.pairs`` pairs. Raises :class:`~tierstore.errors.TierStoreError`."""
     assert settings.disk_bytes_per_s is not None
     daemon = ServeProcess(
         settings.directory,
@@ -84,7 +86,7 @@ def measure(settings: VllmBench, open_engine: OpenEngine, phases: Phases) -> Slo
 def _pairs(
     asks: list[Ask], with_it: VllmEngine, without: VllmEngine, daemon: ServeProcess
 ) -> Iterator[tuple[float, float, int, bool]]:
-    """TTFT with and without, tokens that came from the store, and whether the answers are the same."""
+    """Yield TTFT with and without, the tokens from the store, and whether the answers are equal."""
     with Operator(daemon.url) as operator:
         for number, each in enumerate(asks):
             operator.ask(messages.Evict(0, "host", -1), messages.Evicted, wait_s=60.0)

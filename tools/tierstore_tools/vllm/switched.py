@@ -1,7 +1,8 @@
-"""The connector with a switch, for engines in one process: switched off it does what none can do less than.
+"""The connector with a switch, for engines in one process. Switched off, it does as little as a connector
+can.
 
-Two engines differ by more than their connectors (their memory lies elsewhere, and one is always a few percent
-faster), and one engine does not differ from itself.
+Two engines differ by more than their connectors: the place of their memory makes one of them a few percent
+faster. One engine with a switch has no such difference.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _on = [True]
 
 
 def switch(on: bool) -> None:
-    """Between two requests, when nothing of the one before is under way."""
+    """Switch on or off, between two requests: no transfer may be pending."""
     _on[0] = on
 
 
@@ -51,7 +52,7 @@ class _NoOrders(KVConnectorMetadata):
 
 
 class _Nothing(KVConnectorBase_V1, SupportsHMA):
-    """It holds nothing and keeps nothing."""
+    """A connector that finds and saves no pages."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
@@ -90,5 +91,5 @@ def _switched(name: str) -> Any:
 
 
 for _name in _SERVING:
-    if _name in dir(KVConnectorBase_V1) or _name in dir(SupportsHMA):  # not every version has all of them
+    if _name in dir(KVConnectorBase_V1) or _name in dir(SupportsHMA):  # some versions lack some of them
         setattr(SwitchedConnector, _name, _switched(_name))
