@@ -31,8 +31,13 @@ class SamplingParams:
     distribution (before penalties, temperature and filters). ``keep_logits`` keeps each step's float32
     logits.
 
-    Logits are first changed by ``logit_bias``, and lowered by ``presence_penalty`` for tokens that have been
-    generated, by ``frequency_penalty`` for each time that they were.
+    These change the logits before anything is chosen, in this order:
+
+    - ``repetition_penalty`` (1 is off) applies to every token of prompt and answer: positive logits are
+      divided by it, negative ones multiplied by it, as in transformers.
+    - ``logit_bias`` is added.
+    - ``presence_penalty`` is subtracted for every token of the answer, ``frequency_penalty`` for each of its
+      occurrences there.
     """
 
     max_new_tokens: int = 128
@@ -48,6 +53,7 @@ class SamplingParams:
     keep_logits: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,30 +66,41 @@ class SamplingParams:
         _require(all(self.stop), "a stop string must not be empty")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(math.isfinite(getattr(self, name)), f"{name} cannot be {getattr(self, name)}")
+        _require(
+            0 < self.repetition_penalty < float("inf"),
+            f"repetition_penalty must be more than 0 (1 is off), got {self.repetition_penalty}",
+        )
         _require(all(map(math.isfinite, self.logit_bias.values())), "a logit_bias must be a finite number")
 
     @property
     def biased(self) -> bool:
         """Whether logits are changed before anything is chosen."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias)
 
     def bias(self, counts: Mapping[int, int]) -> dict[int, float]:
         """What is added to the logits of which tokens after those in ``counts`` have been generated."""
         bias = dict(self.logit_bias)
         for token, count in counts.items():
             penalty = self.presence_penalty + self.frequency_penalty * count
-            bias[token] = bias.get(token, 0.0) - penalty
+            if penalty:
+                bias[token] = bias.get(token, 0.0) - penalty
         return bias
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one sequence's next token is chosen by: ``uniform`` is a number in [0, 1) drawn for it, ``bias``
-    is added to the logits of these tokens first."""
+    """The input of one sequence's next choice.
+
+    ``uniform`` is a random number in [0, 1). ``repeated`` are the token ids (int64, in host memory,
+    duplicates allowed) that ``params.repetition_penalty`` applies to, None if it is off. ``bias`` is then
+    added to the logits of its tokens.
+    """
 
     params: SamplingParams
     uniform: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
+    repeated: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +153,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | No
     alone."""
     if rows is not None and list(rows) != list(range(len(logits))):
         logits = logits[to_device(torch.tensor(rows), logits.device)]
-    biased = _biased(logits, draws)
+    biased = _biased(penalized(logits, draws), draws)
     tokens = biased.argmax(-1)
     random = [row for row, draw in enumerate(draws) if draw.params.temperature > 0]
     for start in range(0, len(random), _ROWS_AT_ONCE):
@@ -180,6 +197,28 @@ def _invert(tokens: torch.Tensor, weights: torch.Tensor, uniforms: Sequence[floa
     places = torch.arange(weights.shape[1], device=weights.device)
     last = (places * (weights > 0)).amax(-1, keepdim=True)
     return tokens.gather(1, torch.minimum(rank, last)).squeeze(1)
+
+
+def penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Return ``logits`` after the repetition penalties; the same tensor if no draw has one."""
+    repeated = [
+        (row, draw.repeated, draw.params.repetition_penalty)
+        for row, draw in enumerate(draws)
+        if draw.repeated is not None
+    ]
+    if not repeated:
+        return logits
+    rows, tokens, penalties = zip(*repeated, strict=True)
+    counts = torch.tensor([len(each) for each in tokens])
+    where = to_device(
+        torch.stack((torch.tensor(rows).repeat_interleave(counts), torch.cat(tokens))), logits.device
+    )
+    factors = to_device(torch.tensor(penalties, dtype=logits.dtype).repeat_interleave(counts), logits.device)
+    found = logits[where[0], where[1]]
+    # A tiny penalty must not make a logit infinite: the difference of two such logits is no number.
+    most = torch.finfo(logits.dtype).max
+    changed = torch.where(found > 0, found / factors, found * factors).clamp(-most, most)
+    return logits.index_put((where[0], where[1]), changed)
 
 
 def _biased(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

@@ -124,6 +124,7 @@ class Sequence:
         self._random = random.Random(params.seed)
         self._uniforms: deque[float] = deque()  # drawn, and not used up yet
         self._counts: Counter[int] = Counter()  # of the tokens generated, where penalties ask
+        self._prompt_ids: torch.Tensor | None = None  # None until a repetition penalty needs them
         self._detokenizer = detokenizer
         self._stops = StopMatcher(params.stop)
         self._text: list[str] = []
@@ -220,8 +221,18 @@ class Sequence:
         for place, uniform in enumerate(uniforms):
             if place:
                 counts[draft[place - 1]] += 1
-            draws.append(Draw(self.params, uniform, self.params.bias(counts)))
+            repeated = self._repeated(draft[:place])
+            draws.append(Draw(self.params, uniform, self.params.bias(counts), repeated))
         return draws
+
+    def _repeated(self, draft: Ints[int]) -> torch.Tensor | None:
+        """Return the tokens of prompt, answer and ``draft`` for the repetition penalty; None if it is off."""
+        if self.params.repetition_penalty == 1:
+            return None
+        if self._prompt_ids is None:
+            self._prompt_ids = torch.tensor(sorted(set(self.tokens[: self.prompt_tokens])))
+        generated = [*self.tokens[self.prompt_tokens :], *draft]
+        return torch.cat((self._prompt_ids, torch.tensor(generated, dtype=torch.int64)))
 
     def append(self, choice: Choice) -> str:
         """Go on with the next token; the text that became certain. May finish."""

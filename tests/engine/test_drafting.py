@@ -95,6 +95,7 @@ def test_whatever_is_drafted(
         seed=4,
         ignore_eos=True,
         frequency_penalty=0.5,
+        repetition_penalty=1.2,
         stop=("~", "q"),
     )
     asked = [prompt * 3 for prompt in prompts(12, seed=2)]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, RequestId
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import ARCHITECTURES, NEW_TOKENS, Oracle
+from .conftest import ARCHITECTURES, NEW_TOKENS, Oracle, reference_model
 
 MAX_LOGIT_DIFF = 2e-4
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, keep_logits=True)
@@ -98,6 +99,26 @@ def test_sharded_checkpoint(
     assert len(list(folder.glob("*.safetensors"))) > 1
     [completion] = engine_of(loaded(str(folder))).generate([oracles("qwen3").prompt], GREEDY)
     assert_same(completion, oracles("qwen3"))
+
+
+def test_a_repetition_penalty(
+    oracles: Callable[[str], Oracle],
+    loaded: Callable[..., LoadedModel],
+    engine_of: Callable[..., Engine],
+) -> None:
+    oracle = oracles("qwen3")
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, repetition_penalty=1.3)
+    [completion] = engine_of(loaded(str(oracle.folder))).generate([oracle.prompt], params)
+    generated = reference_model("qwen3").generate(
+        torch.tensor([oracle.prompt]),
+        max_new_tokens=40,
+        min_new_tokens=40,
+        do_sample=False,
+        repetition_penalty=1.3,
+        pad_token_id=0,
+    )
+    assert completion.tokens == tuple(generated[0, len(oracle.prompt) :].tolist())
+    assert list(completion.tokens) != oracle.tokens[:40]
 
 
 def test_bfloat16_is_close(

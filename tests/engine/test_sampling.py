@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstore_engine.errors import RequestError
-from tierstore_engine.sampling import Draw, SamplingParams, sample, weights
+from tierstore_engine.sampling import Draw, SamplingParams, penalized, sample, weights
 
 logit_rows = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40).map(
     lambda values: torch.tensor(values, dtype=torch.float32)
@@ -203,6 +203,8 @@ def test_logprobs(logits: torch.Tensor, top: int) -> None:
         ({"min_p": -0.1}, "min_p"),
         ({"logprobs": -1}, "logprobs"),
         ({"stop": ("",)}, "stop string"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be more than 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
     ],
 )
 def test_impossible_parameters(fields: dict[str, object], message: str) -> None:
@@ -224,6 +226,38 @@ def test_penalties_count_what_was_generated() -> None:
     params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, logit_bias={5: 2.0})
     assert params.bias({}) == {5: 2.0}
     assert params.bias({5: 2, 7: 1}) == {5: 0.5, 7: -1.25}
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    """Of each row alone, whatever the others have; log probabilities are the model's own."""
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn((3, 500), generator=torch.Generator().manual_seed(3)) * 4
+    logits[0, 7] = 0.0
+    repeated = [torch.tensor([7, 499, 3, 7, *range(40, 90)]), None, torch.arange(500)]
+    penalties = [1.3, 1.0, 0.7]
+    draws = [
+        Draw(SamplingParams(repetition_penalty=penalty, logprobs=1), repeated=tokens)
+        for penalty, tokens in zip(penalties, repeated, strict=True)
+    ]
+    changed = penalized(logits, draws)
+    for row, (penalty, tokens) in enumerate(zip(penalties, repeated, strict=True)):
+        one = logits[row : row + 1]
+        if tokens is not None:
+            one = transformers.RepetitionPenaltyLogitsProcessor(penalty)(tokens.unsqueeze(0), one)
+        assert torch.equal(changed[row], one[0])
+    choices = sample(logits, draws).choices()
+    assert [choice.token for choice in choices] == changed.argmax(-1).tolist()
+    assert [choice.logprobs.top[0].token for choice in choices if choice.logprobs] == logits.argmax(
+        -1
+    ).tolist()
+
+
+def test_a_tiny_repetition_penalty_leaves_numbers() -> None:
+    logits = torch.tensor([[3.0, 2.0, -1.0]])
+    params = SamplingParams(repetition_penalty=1e-300, temperature=1.0)
+    draw = Draw(params, uniform=0.99, repeated=torch.tensor([0, 1, 2]))
+    assert torch.isfinite(penalized(logits, [draw])).all()
+    assert sample(logits, [draw]).choices()[0].token in (0, 1)
 
 
 def test_rows_may_be_drawn_from_more_than_once() -> None:
