@@ -142,6 +142,10 @@ def serve(
         ),
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja template [default: the model's]")] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(help="Sampling defaults: auto (the model's generation_config.json) or none (OpenAI's)"),
+    ] = "auto",
     store: Annotated[
         str | None, typer.Option(help="Store directory, or address of a daemon [default: keep nothing]")
     ] = None,
@@ -214,6 +218,7 @@ def serve(
         api_key=api_key,
         operator_key=operator_key,
         chat_template=chat_template,
+        generation_config=generation_config,
         max_body_bytes=parse_size(max_body_bytes),
         max_requests=max_requests,
         max_queued_tokens=max_queued_tokens,

@@ -43,6 +43,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.admission import Admission, AdmissionPlace
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.dashboard import EnginePage
+from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults
 from tierstore_engine.server.errors import ApiError, bad_request
 from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, has_key, not_routed, require_key
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
@@ -79,6 +80,7 @@ class PlannedRequest:
     session: str | None
     ttft_slo_s: float | None
     promise: Promise | None
+    echoes: list[str] = field(default_factory=list)  # the text of each prompt, if choices begin with it
 
     @property
     def tokens(self) -> int:
@@ -104,7 +106,7 @@ class PlannedRequest:
             session=self.session,
             hint=checked_hint(self.request),
             save=not cache.no_save,
-            priority=self.request.priority,
+            priority=self.request.priority or 0,
             ttft_slo_s=self.ttft_slo_s,
             promise=self.promise,
         )
@@ -175,6 +177,7 @@ class ApiServer:
         engine: Engine,
         settings: ServerSettings,
         template: ChatTemplate | None,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
     ) -> None:
         self.settings = settings
         self.admission = Admission(settings)
@@ -183,6 +186,7 @@ class ApiServer:
         self._store = engine.connector
         self._tokenizer: Tokenizer = engine.tokenizer
         self._template = template
+        self._defaults = defaults
         self._config = engine.model.config
         # The longest sequence that the model and the pool allow.
         pool = engine.connector.pool
@@ -385,9 +389,10 @@ class ApiServer:
                     self.settings.model_name,
                     self._tokenizer,
                     prompts=plan.prompts,
-                    n=request.n,
+                    n=request.choices,
                     logprobs=request.wants_logprobs,
                     include_usage=request.include_usage,
+                    echoes=plan.echoes,
                 )
                 job = await self._submit(plan, place)
                 watch.begin(job)
@@ -396,7 +401,13 @@ class ApiServer:
                     await self._stream(exchange, job, choices, answer, watch)
                 else:
                     await self._whole(
-                        exchange, job, choices, answer, watch, n=request.n, hands_over=request.hands_over
+                        exchange,
+                        job,
+                        choices,
+                        answer,
+                        watch,
+                        n=request.choices,
+                        hands_over=request.hands_over,
                     )
             if not watch.gone and len(choices.completions) == len(choices.ids):
                 self.metrics.served(exchange.seconds, choices.firsts)
@@ -411,11 +422,14 @@ class ApiServer:
         prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
         room = self._room(prompts)
         asked_tokens = 16 if request.max_tokens is None else request.max_tokens
-        best_of = request.samples > request.n
+        best_of = request.samples > request.choices
         params = request.sampling(
+            self._defaults,
             max_new_tokens=self._new_tokens(asked_tokens, room),
             logprobs=0 if request.logprobs is None and best_of else request.logprobs,
         )
+        decode = self._tokenizer.decode
+        echoes = [each if isinstance(each, str) else decode(each) for each in asked] if request.echo else []
         return PlannedRequest(
             prompts,
             params,
@@ -424,16 +438,17 @@ class ApiServer:
             session,
             self._slo_s(request),
             request.promise(prompts),
+            echoes,
         )
 
     def _chat_plan(self, request: ChatRequest, session: str | None) -> PlannedRequest:
-        self._check_choices(request.n)
+        self._check_choices(request.choices)
         prompts = [self._chat_tokens(request)]
         room = self._room(prompts)
         asked = request.max_completion_tokens or request.max_tokens
         tokens = min(room, self.settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        params = request.sampling(max_new_tokens=tokens, logprobs=logprobs)
+        params = request.sampling(self._defaults, max_new_tokens=tokens, logprobs=logprobs)
         return PlannedRequest(
             prompts,
             params,

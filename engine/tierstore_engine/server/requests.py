@@ -12,9 +12,18 @@ from msgspec import Meta, Struct
 from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S, MOST_HANDOVER_S, Hint, Promise, Reuse
 from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.server.defaults import (
+    MinP,
+    RepetitionPenalty,
+    SamplingDefaults,
+    Temperature,
+    TopK,
+    TopP,
+)
 from tierstore_engine.server.errors import ApiError, bad_request
 from tierstore_engine.server.http import decode_json
 
+T = TypeVar("T", int, float)
 R = TypeVar("R", bound="GenerationRequest")
 P = TypeVar("P", bound="GenerationRequest | TokenizeRequest | PoolRequest")
 
@@ -34,7 +43,7 @@ Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 class StreamOptions(Struct, forbid_unknown_fields=True):
     """``include_usage``: a last chunk with the usage of the whole request."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
@@ -87,20 +96,24 @@ class KVTransferParams(Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of completion take. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``,
-    ``priority`` (lower ones come first) and ``kv_transfer_params`` are not OpenAI's; vLLM has them, too.
-    ``ttft_slo_s`` is this server's: a request whose first token cannot be there by then is refused."""
+    """The fields of both kinds of completion. ``null`` is the same as leaving a field out.
+
+    ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids``, ``priority`` (lower ones
+    come first) and ``kv_transfer_params`` are vLLM's extensions of OpenAI's API. ``ttft_slo_s`` is this
+    server's: a request whose first token cannot be there by then is refused.
+    """
 
     model: Name
-    n: Count = 1
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    n: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
-    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[Name, Bias], Meta(max_length=1024)] | None = None
@@ -109,7 +122,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     user: Name | None = None
     kv_transfer_params: KVTransferParams | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     ttft_slo_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
     @property
@@ -135,9 +148,14 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return promise
 
     @property
+    def choices(self) -> int:
+        """Return how many continuations of each prompt the answer has."""
+        return self.n or 1
+
+    @property
     def samples(self) -> int:
-        """Continuations that are made of each prompt."""
-        return self.n
+        """Return how many continuations of each prompt are computed."""
+        return self.choices
 
     @property
     def wants_logprobs(self) -> bool:
@@ -145,7 +163,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
         """Raises :class:`ApiError` for fields that do not go together."""
@@ -154,37 +172,46 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         if self.kv_transfer_params is not None:
             self.kv_transfer_params.check(whole=not self.stream and self.samples == 1)
 
-    def sampling(self, *, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Raises :class:`~tierstore_engine.errors.RequestError` for what cannot work."""
+    def sampling(
+        self, defaults: SamplingDefaults, *, max_new_tokens: int, logprobs: int | None
+    ) -> SamplingParams:
+        """Return the request's sampling parameters, with ``defaults`` for those that it leaves out.
+
+        Raises :class:`~tierstore_engine.errors.RequestError` for values out of range.
+        """
         stops = self.stop or ()
+        top_k = _given(self.top_k, defaults.top_k)
         return SamplingParams(
             max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p,
+            temperature=_given(self.temperature, defaults.temperature),
+            top_k=max(top_k, 0),
+            top_p=_given(self.top_p, defaults.top_p),
+            min_p=_given(self.min_p, defaults.min_p),
             seed=self.seed,
             stop=(stops,) if isinstance(stops, str) else tuple(stops),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=_given(self.repetition_penalty, defaults.repetition_penalty),
             logit_bias=_token_biases(self.logit_bias or {}),
         )
 
 
 class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """``POST /v1/completions``. A prompt is text or token ids; several are answered one after the other in
-    ``choices``."""
+    """``POST /v1/completions``. A prompt is text or token ids. The choices of several prompts follow each
+    other in ``choices``. With ``echo`` each choice begins with its prompt's text."""
 
     prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(max_length=1 << 21)]
     best_of: Count | None = None
+    echo: bool | None = None
     logprobs: TopLogprobs | None = None
+    suffix: None = None
 
     @property
     def samples(self) -> int:
-        return self.best_of or self.n
+        return self.best_of or self.choices
 
     @property
     def wants_logprobs(self) -> bool:
@@ -192,9 +219,16 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of < self.n:
-            raise bad_request(f"best_of ({self.best_of}) must be at least n ({self.n})", param="best_of")
-        if self.stream and self.samples > self.n:
+        if self.best_of is not None and self.best_of < self.choices:
+            raise bad_request(
+                f"best_of ({self.best_of}) must be at least n ({self.choices})", param="best_of"
+            )
+        if self.echo and self.logprobs is not None:
+            raise bad_request(
+                "echo does not go with logprobs: only generated tokens have them. Leave out one of them",
+                param="echo",
+            )
+        if self.stream and self.samples > self.choices:
             raise bad_request("best_of cannot be streamed: the best is known at the end", param="best_of")
 
     @property
@@ -246,7 +280,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``. Fields of type None are OpenAI's that this server does not support: its
+    clients may send them as ``null``."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
@@ -254,6 +289,24 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    metadata: None = None
+    modalities: None = None
+    moderation: None = None
+    parallel_tool_calls: None = None
+    prediction: None = None
+    prompt_cache_key: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    safety_identifier: None = None
+    service_tier: None = None
+    store: None = None
+    tool_choice: None = None
+    tools: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -294,9 +347,15 @@ def parse(body: bytes, kind: type[P]) -> P:
     except msgspec.ValidationError as error:
         sentence, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".") or None
+        if sentence.startswith("Expected `null`, got"):
+            raise bad_request(f"{field} is not supported: leave it out or send null", param=field) from None
         raise bad_request(f"{field}: {sentence}" if field else sentence, param=field) from None
     request.check()
     return request
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def _no_handover(why: str) -> ApiError:

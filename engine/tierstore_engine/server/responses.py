@@ -36,8 +36,11 @@ def usage(prompts: Iterable[RequestMetrics], generated: int) -> Json:
 
 
 class Answer(ABC):
-    """The answer to one request, about ``model``. Choices are numbered as the client sees them, ``n`` of each
-    of the ``prompts``."""
+    """The answer to one request to ``model``.
+
+    Choices are numbered as the client sees them: the first ``n`` belong to the first of ``prompts``.
+    ``echoes`` has the text of each prompt if the text of its choices begins with it, and is empty otherwise.
+    """
 
     prefix: str
     whole_kind: str
@@ -52,12 +55,14 @@ class Answer(ABC):
         n: int,
         logprobs: bool,
         include_usage: bool,
+        echoes: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._n = n
         self._logprobs = logprobs
         self._include_usage = include_usage
+        self._echoes = echoes
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -147,10 +152,18 @@ class TextAnswer(Answer):
         seen = output.text or output.finished or (self._logprobs and piece["logprobs"]["tokens"])
         return self._chunk([piece]) if seen else None
 
+    def opening(self, index: int) -> Json | None:
+        echo = self._echo(index)
+        choice = {"index": index, "text": echo, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice]) if echo else None
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._n] if self._echoes else ""
+
     def _choice(self, index: int, completion: Completion) -> Json:
         return {
             "index": index,
-            "text": completion.text,
+            "text": self._echo(index) + completion.text,
             "logprobs": self._table(index, completion.text, completion.logprobs, ended=True),
             "finish_reason": completion.finish_reason.value,
         }

@@ -30,8 +30,9 @@ from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.server.app import ApiServer
 from tierstore_engine.server.chat import ChatTemplate, load_template
+from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
 from tierstore_engine.server.http import listening_at, serve_app
-from tierstore_engine.server.settings import ServerSettings
+from tierstore_engine.server.settings import NONE, ServerSettings
 from tierstore_engine.settings import EngineSettings
 
 PROMPT_LOOKUP = "prompt-lookup"
@@ -81,6 +82,7 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
         kv_scales=options.kv_scales,
     )
     template = load_template(opened.folder, options.server.chat_template)
+    defaults = OPENAI_DEFAULTS if options.server.generation_config == NONE else load_defaults(opened.folder)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     options.engine.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
@@ -88,7 +90,7 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     with listening_at(options.server.host, options.server.port) as listening:
         engine = _build(options, opened, pages, draft)
         try:
-            asyncio.run(_serve(engine, options, template, listening, err))
+            asyncio.run(_serve(engine, options, template, defaults, listening, err))
         finally:
             engine.close()
 
@@ -151,10 +153,11 @@ async def _serve(
     engine: Engine,
     options: ServeOptions,
     template: ChatTemplate | None,
+    defaults: SamplingDefaults,
     listening: Sequence[socket.socket],
     err: TextIO,
 ) -> None:
-    server = ApiServer(engine, options.server, template)
+    server = ApiServer(engine, options.server, template, defaults)
 
     async def drain() -> None:
         if not await server.drain():

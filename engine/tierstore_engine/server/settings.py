@@ -10,21 +10,24 @@ from tierstore.types import HANDOVER_S, MOST_HANDOVER_S
 from tierstore.units import KIB, MIB
 from tierstore.wire.local_address import is_loopback
 
+AUTO, NONE = "auto", "none"
+
 
 @dataclass(frozen=True)
 class ServerSettings:
     """Where to listen, whom to serve and how much of it at a time. Raises :class:`UsageError`.
 
-    ``model_name`` is what clients call the model. With ``api_key`` everything under ``/v1`` wants it; without
-    one only loopback addresses are served. ``operator_key`` is wanted for what changes the server for all
-    (``POST /pool``): where clients have a key, it is another one, and without it nobody may. ``max_requests``
-    HTTP requests are worked on or wait at a time,
-    with ``max_queued_tokens`` prompt tokens among them (a single one may have more); beyond that clients are
-    told to come back. A request may have a body of ``max_body_bytes``, ``max_choices`` continuations (prompts
-    times ``n`` or ``best_of``) of ``max_new_tokens`` tokens each, and take ``request_s`` seconds. One whose
-    first token cannot be there within ``ttft_slo_s`` seconds, or its own, is refused at once. SIGTERM waits
-    ``drain_s`` seconds for what is under way. An engine that goes on with a prompt of this one may wait
-    ``handover_s`` seconds for its pages.
+    ``model_name`` is what clients call the model. ``generation_config`` ``auto`` takes sampling defaults from
+    the model's ``generation_config.json``; ``none`` takes OpenAI's. With ``api_key`` everything under ``/v1``
+    wants it; without one only loopback addresses are served. ``operator_key`` is wanted for what changes the
+    server for all (``POST /pool``): where clients have a key, it is another one, and without it nobody may.
+    ``max_requests`` HTTP requests are worked on or wait at a time, with ``max_queued_tokens`` prompt tokens
+    among them (a single one may have more); beyond that clients are told to come back. A request may have a
+    body of ``max_body_bytes``, ``max_choices`` continuations (prompts times ``n`` or ``best_of``) of
+    ``max_new_tokens`` tokens each, and take ``request_s`` seconds. One whose first token cannot be there
+    within ``ttft_slo_s`` seconds, or its own, is refused at once. SIGTERM waits ``drain_s`` seconds for what
+    is under way. An engine that goes on with a prompt of this one may wait ``handover_s`` seconds for its
+    pages.
     """
 
     model_name: str
@@ -33,6 +36,7 @@ class ServerSettings:
     api_key: str | None = None
     operator_key: str | None = None
     chat_template: Path | None = None
+    generation_config: str = AUTO
     max_body_bytes: int = 4 * MIB
     max_requests: int = 512
     max_queued_tokens: int = 4_000_000
@@ -46,6 +50,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise UsageError(f"port must lie between 0 (any free one) and 65535, not {self.port}")
+        if self.generation_config not in (AUTO, NONE):
+            raise UsageError(f"generation_config must be auto or none, got {self.generation_config!r}")
         if self.api_key == "":
             raise UsageError("an api key must not be empty; leave it out to serve without one")
         if self.operator_key == "":

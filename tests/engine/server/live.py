@@ -18,6 +18,7 @@ from tierstore.testing.clock import wait_until
 from tierstore_engine.engine import Engine, EngineStats
 from tierstore_engine.server.app import ApiServer
 from tierstore_engine.server.chat import ChatTemplate
+from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults
 from tierstore_engine.server.settings import ServerSettings
 
 WAIT_S = 60.0  # for what happens at once on a machine that is not busy
@@ -56,15 +57,23 @@ class LiveApp:
 class Live(LiveApp):
     """A server over an engine."""
 
-    def __init__(self, engine: Engine, template: ChatTemplate | None, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        template: ChatTemplate | None,
+        *,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        **settings: Any,
+    ) -> None:
         self.settings = ServerSettings(model_name="tiny", port=0, **settings)
         self.own_engine = engine
         self._template = template
+        self._defaults = defaults
         super().__init__(self._serving)
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[ASGIApp]:
-        self.server = ApiServer(self.own_engine, self.settings, self._template)
+        self.server = ApiServer(self.own_engine, self.settings, self._template, self._defaults)
         yield self.server.app
         self.server.close()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import subprocess
+import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +17,19 @@ pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
 pytest.importorskip("uvicorn")
 
 import openai
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsNonStreaming as ChatParamsNonStreaming,
+)
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming
 
 from tests.engine.stored import Stored
 from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.errors import ModelError
 from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
 
 from .live import Live
 
@@ -242,6 +251,99 @@ def test_stops_and_penalties(live: Live, engine: Engine) -> None:
     assert answer.choices[0].text == penalized.text != whole.text
 
 
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("completions", CompletionCreateParamsNonStreaming), ("chat/completions", ChatParamsNonStreaming)],
+)
+def test_fields_may_be_null(path: str, kind: type, live: Live) -> None:
+    """Every field that OpenAI's client may send as null, and the fields of vLLM."""
+    hints = typing.get_type_hints(kind)
+    nullable = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)} - {"prompt"}
+    ours = {"top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "priority", "tools"}
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 2}
+    body |= {"prompt": "abc"} if path == "completions" else {"messages": MESSAGES}
+    assert {"n", "logprobs"} <= nullable
+    nulls = dict.fromkeys((nullable | ours) - body.keys() - ({"tools"} if path == "completions" else set()))
+    answer = live.http.post(f"/v1/{path}", json={**nulls, **body})
+    assert answer.status_code == 200, answer.json()
+    assert len(answer.json()["choices"]) == 1
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": None}}
+    assert '"usage"' not in live.http.post(f"/v1/{path}", json=streamed).text
+
+
+def test_echo(live: Live) -> None:
+    """Every choice begins with the text of its prompt; in a stream it comes in the first chunk."""
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "seed": 1, "extra_body": EXTRA, "n": 2}
+    for prompts, texts in (["é = 1", "b"], ["é = 1", "b"]), ([[65, 66], [67]], ["AB", "C"]):
+        plain = live.client.completions.create(**asked, prompt=prompts)
+        whole = live.client.completions.create(**asked, prompt=prompts, echo=True)
+        wanted = [texts[choice.index // 2] + choice.text for choice in plain.choices]
+        assert [choice.text for choice in whole.choices] == wanted
+        assert whole.usage == plain.usage
+        streamed = [""] * 4
+        for chunk in live.client.completions.create(**asked, prompt=prompts, echo=True, stream=True):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == wanted
+    best = {**asked, "n": 1}
+    [choice] = live.client.completions.create(**best, prompt="abc", echo=True, best_of=3).choices
+    assert choice.text.startswith("abc")
+    assert choice.logprobs is None
+
+
+def test_a_repetition_penalty(live: Live, engine: Engine) -> None:
+    """It covers the prompt, too: with a high one nothing of it comes again."""
+    [expected] = engine.generate(["abcabcabc"], params(repetition_penalty=50.0))
+    answer = live.client.completions.create(
+        model="tiny",
+        prompt="abcabcabc",
+        max_tokens=12,
+        temperature=0,
+        extra_body={**EXTRA, "repetition_penalty": 50.0},
+    )
+    assert answer.choices[0].text == expected.text
+    assert len(set(expected.tokens)) == 12
+    assert not set(expected.tokens) & set(b"abc")
+
+
+def test_sampling_defaults_of_the_model(
+    tiny: LoadedModel, engine_of: Callable[..., Engine], serve: Callable[..., Live]
+) -> None:
+    """A request's own values come first, also those that switch something off."""
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2)
+    live, engine = serve(engine_of(tiny), defaults=defaults), engine_of(tiny)
+
+    def ask(**fields: Any) -> str:
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "seed": 3, **EXTRA, **fields}
+        return live.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    def expected(**fields: Any) -> str:
+        return engine.generate([PROMPT], params(seed=3, **fields))[0].text
+
+    own: dict[str, Any] = dataclasses.asdict(defaults)
+    assert ask() == ask(temperature=None, top_k=None) == expected(**own)
+    assert ask(temperature=0) == expected(**{**own, "temperature": 0.0})
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert ask(**off) == ask(**{**off, "top_k": -1}) == expected(temperature=0.7)
+
+
+def test_generation_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "generation_config.json"
+    assert load_defaults(None) == load_defaults(tmp_path) == OPENAI_DEFAULTS
+    file.write_text('{"eos_token_id": 1, "do_sample": true, "top_p": null, "max_new_tokens": 7}')
+    assert load_defaults(tmp_path) == OPENAI_DEFAULTS
+    assert not caplog.records
+    file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}')
+    assert load_defaults(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20, repetition_penalty=1.05)
+    assert "temperature 0.6, top_k 20, repetition_penalty 1.05" in caplog.text
+    file.write_text('{"do_sample": false, "temperature": 0.6, "min_p": 0.1}')
+    assert load_defaults(tmp_path) == SamplingDefaults(temperature=0.0, min_p=0.1)
+    for content in ('{"top_p": 0}', "[]", "{"):
+        file.write_text(content)
+        with pytest.raises(ModelError, match=r"generation_config\.json"):
+            load_defaults(tmp_path)
+
+
 def test_the_pool_gives_memory_back_and_takes_it_again(live: Live) -> None:
     whole = live.http.get("/pool").json()
     assert whole["bytes"] == whole["target_bytes"] == whole["most_bytes"]
@@ -252,7 +354,7 @@ def test_the_pool_gives_memory_back_and_takes_it_again(live: Live) -> None:
     assert live.http.post("/pool", json={"bytes": whole["bytes"]}).json() == whole
     refused = live.http.post("/pool", json={"bytes": 2 * whole["bytes"]})
     assert refused.status_code == 400
-    assert "cannot be" in refused.json()["error"]["message"]
+    assert "size must be" in refused.json()["error"]["message"]
     assert live.http.get("/pool").json() == whole
 
 

@@ -87,6 +87,7 @@ def test_sigterm_cuts_off_what_takes_too_long(process: Callable[..., Process]) -
         (("--model", "tiny", "--host", "0.0.0.0"), 2, "give an --api-key"),
         (("--model", "tiny", "--host", "nowhere.invalid", "--api-key", "k"), 2, "cannot listen at nowhere"),
         (("--model", "tiny", "--port", "70000"), 2, "between 0"),
+        (("--model", "tiny", "--generation-config", "vllm"), 2, "must be auto or none, got 'vllm'"),
         (("--model", "tiny", "--api-key", ""), 2, "must not be empty"),
         (("--model", "tiny", "--max-requests", "0"), 2, "max_requests must be at least 1"),
         (("--model", "tiny", "--max-body-bytes", "1"), 2, "at least 1 KiB"),

@@ -111,7 +111,12 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", {**handed({"tokens": 2}), "prompt": ["ab", "cd"]}, 400, "of one prompt, not of 2"),
     ("completions", handed({"tokens": 2}, do_remote_prefill=False), 400, "need do_remote_prefill: true"),
     ("completions", handed({}, do_remote_decode=True), 400, "does not go with do_remote_prefill"),
-    ("completions", handed({}, remote_host="10.0.0.1"), 400, "remote_host: Expected `null`"),
+    (
+        "completions",
+        handed({}, remote_host="10.0.0.1"),
+        400,
+        "kv_transfer_params.remote_host is not supported",
+    ),
     ("completions", handed([]), 400, "kv_transfer_params.tierstore: Expected `object`"),
     ("completions", {**PREFILL, "stream": True}, 400, "do_remote_decode does not go with stream"),
     ("completions", {**PREFILL, "n": 2}, 400, "do_remote_decode does not go with stream, n or best_of"),
@@ -123,7 +128,10 @@ BAD: list[tuple[str, Any, int, str]] = [
         400,
         "Invalid enum value 'god'",
     ),
-    ("chat/completions", {**CHAT, "tools": []}, 400, "unknown field `tools`"),
+    ("chat/completions", {**CHAT, "tools": []}, 400, "tools is not supported: leave it out or send null"),
+    ("completions", {**GOOD, "suffix": "x"}, 400, "suffix is not supported"),
+    ("completions", {**GOOD, "echo": True, "logprobs": 0}, 400, "echo does not go with logprobs"),
+    ("completions", {**GOOD, "repetition_penalty": 0}, 400, "repetition_penalty: Expected `float` > 0"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "needs logprobs: true"),
     (
         "chat/completions",
@@ -153,8 +161,8 @@ def test_they_are_the_clients_own_exceptions(live: Live) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         create(model="huge", prompt="x")
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="unknown field `echo`"):
-        create(model="tiny", prompt="x", echo=True)
+    with pytest.raises(openai.BadRequestError, match="unknown field `surprise`"):
+        create(model="tiny", prompt="x", extra_body={"surprise": True})
 
 
 def test_a_body_of_100_mb(live: Live) -> None:
