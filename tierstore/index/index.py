@@ -23,8 +23,7 @@ from tierstore.policy import (
 )
 
 _HBM = Tier.HBM  # a global name, which is faster to look up
-# of a prompt of named pages, by which later pages count as older. Callers save 128 at once
-_PAGES_A_TICK = 64
+_PAGES_A_TICK = 64  # named pages per tick: later ones of a prompt count as older. Callers save 128 at once
 
 
 class EvictionQueues:
