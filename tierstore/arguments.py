@@ -1,6 +1,7 @@
-"""Checks of what callers hand in, once, at the boundary: inside, arguments are what their types say.
+"""Checks of callers' arguments, once, at the boundary. Inside, arguments have the declared types.
 
-Each returns its argument as the inside takes it, and raises :class:`UsageError` with one line that names it.
+Each function returns its argument in the internal form, or raises :class:`UsageError` with one line that
+names the argument.
 """
 
 from __future__ import annotations
@@ -15,56 +16,56 @@ from typing import Any
 
 from tierstore.errors import UsageError
 
-LONGEST_S = 10 * 365 * 86_400.0  # of a wait: the clocks of the platform take no more than some centuries
+LONGEST_S = 10 * 365 * 86_400.0  # longest wait; the clocks of the platform allow a few centuries
 
 
 def whole_number(name: str, value: object, *, least: int | None = None) -> int:
-    """An ``int``, or what can stand for one (``numpy.int64``)."""
+    """Return an ``int``, from an ``int`` or a similar type (``numpy.int64``)."""
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # that is what is found out here
+        number = operator.index(value)  # type: ignore[arg-type]  # checked here
     except TypeError:
-        raise UsageError(f"{name} is a whole number, not {_shown(value)}") from None
+        raise UsageError(f"{name} must be a whole number, got {_shown(value)}") from None
     if least is not None and number < least:
-        raise UsageError(f"{name} is at least {least}, not {_shown(number)}")
+        raise UsageError(f"{name} must be at least {least}, got {_shown(number)}")
     return number
 
 
 def whole_numbers(name: str, values: object) -> list[int]:
-    """A sequence of them."""
+    """Return a list of whole numbers."""
     if not isinstance(values, Iterable) or isinstance(values, str):
-        raise UsageError(f"{name} are whole numbers, not {_shown(values)}")
+        raise UsageError(f"{name} must be whole numbers, got {_shown(values)}")
     return [whole_number(f"one of {name}", value) for value in values]
 
 
 def seconds(name: str, value: object) -> float:
-    """A number of seconds. One beyond all measure (``math.inf``) is ten years."""
+    """Return a number of seconds, limited to ten years (also for ``math.inf``)."""
     try:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:  # an int beyond all floats
         number = math.inf
     if math.isnan(number):
-        raise UsageError(f"{name} is a number of seconds, not {_shown(value)}")
+        raise UsageError(f"{name} must be a number of seconds, got {_shown(value)}")
     return min(max(number, -LONGEST_S), LONGEST_S)
 
 
 def optional_seconds(name: str, value: object) -> float | None:
-    """The same, or None."""
+    """Return a number of seconds, or None."""
     return None if value is None else seconds(name, value)
 
 
 def text(name: str, value: object) -> str:
-    """A ``str`` that can be sent and stored: without lone surrogates."""
+    """Return a ``str`` that can be sent and stored: without lone surrogates."""
     if not isinstance(value, str):
-        raise UsageError(f"{name} is a string, not {_shown(value)}")
+        raise UsageError(f"{name} must be a string, got {_shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is no valid Unicode at character {error.start}") from None
+        raise UsageError(f"{name} must be valid Unicode, but is not at character {error.start}") from None
     return value
 
 
 def json_object(name: str, value: str) -> dict[str, Any]:
-    """The JSON object in a text, such as an option's."""
+    """Return the JSON object in a text, such as an option's value."""
     try:
         found = json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -77,5 +78,5 @@ def json_object(name: str, value: str) -> dict[str, Any]:
 def _shown(value: object) -> str:
     try:
         return reprlib.repr(value)
-    except Exception:  # noqa: BLE001  # whatever it is, what is said of it must not raise
+    except Exception:  # noqa: BLE001  # any object: its description must not raise
         return f"a {type(value).__name__}"

@@ -1,10 +1,10 @@
-"""The one way bytes are copied and checksummed on the host: many pages in one call, without the GIL.
+"""Copies and checksums on the host: many pages in one call, without the GIL.
 
-With the compiled part (:mod:`tierstore.native`) a call is one hand-over of the GIL, goes past the caches when
-it moves much (what is written over need not be read first), and takes checksums while the bytes pass by.
-Measured on a Xeon (Emerald Rapids) with pages of 1 MiB: 1.5 to 1.7 times libc's memcpy, and as fast with the
-checksum. Without it, each copy is a call of its own, and a checksum is a second pass over memory, piece by
-piece so that the pieces are still in the second-level cache: .75 of memcpy.
+With the compiled part (:mod:`tierstore.native`), a call hands over the GIL once, bypasses the caches for
+large copies (the overwritten memory need not be read first), and computes checksums while copying. Measured
+on a Xeon (Emerald Rapids) with pages of 1 MiB: 1.5 to 1.7 times libc's memcpy, and as fast with the checksum.
+Without it, each copy is a separate call, and a checksum is a second pass over memory, in pieces that are
+still in the second-level cache: 0.75 times memcpy.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import xxhash
 
 from tierstore import native
 
-_PAST_CACHES_FROM = 1 << 20  # bytes in one call: less may well be used while it is in a cache
+_PAST_CACHES_FROM = 1 << 20  # bytes in one call: less may be used while it is in a cache
 _PAST_CACHES_RUN = 1 << 10  # bytes in one copy: less is not worth it
 _PIECE_BYTES = 256 << 10
 
 
 def copy_all(copies: Iterable[tuple[int, int]], nbytes: int, *, read_next: bool = False) -> None:
-    """Copy ``nbytes`` for each (destination, source) pair of addresses. ``read_next``: somebody on this
-    processor reads what was written at once, and should find it in the caches."""
+    """Copy ``nbytes`` for each (destination, source) pair of addresses. ``read_next``: this processor reads
+    the copied bytes soon, so they should stay in the caches."""
     if native.LIBRARY is None:
         _copy_in_runs(copies, nbytes)
         return
@@ -35,8 +35,8 @@ def copy_all(copies: Iterable[tuple[int, int]], nbytes: int, *, read_next: bool 
 
 
 def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int) -> list[int]:
-    """:func:`copy_all`, and the XXH3-64 of each source as it was copied. A source that somebody changes
-    meanwhile gives a checksum that the copy does not match."""
+    """Copy as :func:`copy_all` does, and return the XXH3-64 of each source as it was copied. If a source
+    changes meanwhile, its checksum does not match the copy."""
     pairs, count = _pairs(copies)
     if native.LIBRARY is None or nbytes < native.LEAST_HASHED:
         return [_copy_and_hash_one(to, of, nbytes) for to, of in zip(pairs[::2], pairs[1::2], strict=True)]
@@ -48,12 +48,12 @@ def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int) -> list[int]:
 
 
 Runs = Iterable[tuple[int, Sequence[int]]]
-"""Pages, each as the address where it is whole and those of its runs, in order."""
+"""Pages, each as its address in one piece and the addresses of its runs, in order."""
 
 
 def gather_and_hash(pages: Runs, sizes: Sequence[int]) -> list[int]:
-    """Copy pages together from their runs, which have these ``sizes``, and return the XXH3-64 of each page as
-    it was copied."""
+    """Copy pages together from their runs, which have these ``sizes``. Return the XXH3-64 of each page as it
+    was copied."""
     if len(sizes) == 1:
         return copy_and_hash(((page, runs[0]) for page, runs in pages), sizes[0])
     pages = list(pages)
@@ -81,7 +81,7 @@ def scatter(pages: Runs, sizes: Sequence[int]) -> None:
 
 
 def _each_run(pages: Sequence[tuple[int, Sequence[int]]], sizes: Sequence[int], *, to_page: bool) -> None:
-    """Copy between pages and their runs, those of one size at a time."""
+    """Copy between pages and their runs, all runs of one size at a time."""
     offsets = [0, *itertools.accumulate(sizes)]
     for size in dict.fromkeys(sizes):
         own = [(offsets[at], at) for at, nbytes in enumerate(sizes) if nbytes == size]
@@ -90,11 +90,11 @@ def _each_run(pages: Sequence[tuple[int, Sequence[int]]], sizes: Sequence[int], 
 
 
 def hash_all(addresses: Sequence[int], nbytes: int) -> list[int]:
-    """The XXH3-64 of ``nbytes`` at each address."""
+    """Return the XXH3-64 of ``nbytes`` at each address."""
     return copy_and_hash(((_NOWHERE, address) for address in addresses), nbytes)
 
 
-_NOWHERE = 0  # as a destination: only the checksum is wanted
+_NOWHERE = 0  # as destination: only the checksum is wanted
 
 
 def _pairs(copies: Iterable[tuple[int, int]]) -> tuple[array.array[int], int]:
@@ -110,8 +110,8 @@ def _goes_past(count: int, nbytes: int) -> bool:
 
 
 def _copy_in_runs(copies: Iterable[tuple[int, int]], nbytes: int) -> None:
-    """Pairs that continue one another on both sides become one copy: each costs a hand-over of the GIL, and
-    among several busy threads that costs more than copying a small page."""
+    """Copy, joining pairs that are adjacent on both sides into one copy. Each copy hands over the GIL, which
+    costs more than copying a small page if several threads are busy."""
     to, of, length = 0, 0, 0
     for destination, source in copies:
         if destination == to + length and source == of + length and length:

@@ -1,36 +1,37 @@
-"""What more memory would be worth: an estimate that a live store makes of its own traffic.
+"""Estimates what more memory would be worth, from a live store's own traffic.
 
 The *reuse distance* of a page is the number of bytes of other pages that were used since its last use. A
-cache that evicts the least recently used page hits exactly those uses whose distance fits in, so one pass
-over the traffic gives the hit rate of every capacity (Mattson et al., 1970). SHARDS does so with a sample: C.
-Waldspurger, N. Park, A. Garthwaite, I. Ahmad, "Efficient MRC Construction with SHARDS", FAST '15. This module
-is its fixed-size variant, weighted by bytes:
+cache that evicts the least recently used page hits exactly those uses whose distance fits its capacity. So
+one pass over the traffic gives the hit rate of every capacity (Mattson et al., 1970). SHARDS does this with a
+sample: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad, "Efficient MRC Construction with SHARDS", FAST '15.
+This module is its fixed-size variant, weighted by bytes:
 
-* A page is in the sample if its key, which is an XXH3-128, lies below a border. When the sample outgrows
-  ``sample_pages`` the border falls. With a share R of all keys below it, distances are divided by R, and each
-  sampled use stands for 1/R uses.
-* What the sample has too many or too few of all uses is taken from or added to the shortest distance (the
-  paper's SHARDS-adj): most of that error comes from a few hot pages, a system prompt's, being in the sample
+* A page is in the sample if its key, which is an XXH3-128, is below a border. When the sample exceeds
+  ``sample_pages``, the border falls. With a share R of all keys below it, distances are divided by R, and
+  each sampled use stands for 1/R uses.
+* The difference between the sample's uses and all uses is corrected at the shortest distance (the paper's
+  SHARDS-adj). Most of this error comes from a few hot pages, such as a system prompt's, being in the sample
   or not.
 
-**Prefixes.** A hit needs the whole prefix. Of one prompt the pages count as used from the last to the first,
-as they leave a tier. So distances never fall along a prompt, and where one page is a hit, all before it are.
+**Prefixes.** A hit needs the whole prefix. The pages of a prompt count as used from the last to the first, as
+they leave a tier. So distances never fall along a prompt, and if one page is a hit, all pages before it are.
 
-**Lookups ask, saves store.** A lookup measures its pages and marks the known ones as used. A page becomes
-known by a save, of it or of a page behind it, or by a lookup that finds it in the store. A save that finds no
-room counts: with more room it would have been stored.
+**Lookups request, saves store.** A lookup measures its pages and marks the known ones as used. A page becomes
+known by a save of it or of a page behind it, or by a lookup that finds it in the store. A save that finds no
+room also counts: with more room it would have been stored.
 
 **Cost.** :meth:`ReuseCurve.looked_up` and :meth:`ReuseCurve.saved` append to a queue, which takes 1 µs. A
-thread of its own works the queue off: 30 to 80 µs a prompt, 400 for one of 100K tokens while R is 1, and a
-twentieth of one core's time at most. Lookups and saves that come faster are left out and counted; the
-estimate is then too low for large capacities, because uses that belong together are torn apart.
-``tierstore-bench curve`` measures all of it.
+separate thread processes the queue: 30 to 80 µs a prompt, 400 µs for one of 100K tokens while R is 1, and at
+most 1/20 of one core's time. Lookups and saves that come faster are left out and counted. The estimate is
+then too low for large capacities, because related uses are separated. ``tierstore-bench curve`` measures all
+of this.
 
-On a public trace of 12,031 conversations (182,790 pages) it is within 2.1 points of an exact replay at eight
-capacities from 913 pages to all, for six different samples; a sample of half the size is within 2.6.
+On a public trace of 12,031 conversations (182,790 pages), the estimate is within 2.1 points of an exact
+replay at eight capacities from 913 pages to all, for six different samples. A sample of half the size is
+within 2.6 points.
 
-The estimate is forgotten when the store is closed. What is half a day old counts a quarter. The border never
-rises again: a page that came into the sample late would count as never seen.
+The estimate is forgotten when the store is closed. Traffic that is half a day old has a weight of 1/4. The
+border never rises again: a page that entered the sample late would count as never seen.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ from tierstore.keys import PageKey
 from tierstore.units import GIB
 
 SAMPLE_PAGES: Final = 8192
-HORIZON: Final = 32  # times the largest tier, that a store's curve looks back
-QUEUED: Final = 64  # prompts, whose keys are kept from being freed
-BATCH: Final = 16  # prompts, for which it is worth to wake the thread
-DUTY: Final = 1 / 20  # of one core, that the thread may take
+HORIZON: Final = 32  # times the largest tier: how far a store's curve looks back
+QUEUED: Final = 64  # prompts, whose keys the queue keeps in memory
+BATCH: Final = 16  # prompts for which it is worth waking the thread
+DUTY: Final = 1 / 20  # of one core, for the thread
 _HALF_LIFE_S: Final = 6 * 3600.0
-_ALL_KEYS: Final = 1 << 64  # above every key, read as a number from its first 8 bytes
+_ALL_KEYS: Final = 1 << 64  # above every key, as the number in its first 8 bytes
 _BINS_PER_OCTAVE: Final = 16
 _OCTAVES: Final = 56  # up to 64 PiB
-_SMALLER, _LARGER = 6, 5  # octaves below and above the largest tier, that stats have points for
-_ADDED: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of a tier's capacity
+_SMALLER, _LARGER = 6, 5  # octaves below and above the largest tier for which stats have points
+_ADDED: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # as shares of a tier's capacity
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """An LRU cache of ``capacity_bytes`` would have had this hit rate: tokens found over tokens asked for."""
+    """The estimated hit rate of an LRU cache of ``capacity_bytes``: tokens found over tokens requested."""
 
     capacity_bytes: int
     hit_rate: float
@@ -73,7 +74,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class AddedRoom:
-    """What ``added_bytes``, a ``share`` of what the tier has, would add to a hit rate."""
+    """The gain in hit rate from ``added_bytes``, a ``share`` of the tier's capacity."""
 
     share: float
     added_bytes: int
@@ -82,31 +83,32 @@ class AddedRoom:
 
 @dataclass(frozen=True, slots=True)
 class TierWorth:
-    """What a tier's capacity is worth: the hit rate of all tiers down to this one, as they are and with more
+    """The worth of a tier's capacity: the hit rate of all tiers down to this one, as they are and with more
     room in this one."""
 
-    capacity_bytes: int  # of the largest of these tiers, for a colder tier holds what the faster ones do
+    # capacity of the largest of these tiers, because a colder tier also holds the pages of the faster ones
+    capacity_bytes: int
     hit_rate: float
     more: tuple[AddedRoom, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CurveStats:
-    """The estimate. All rates are 0 until something has been asked for."""
+    """The estimate. All rates are 0 until something was requested."""
 
-    asked_tokens: int = 0  # that it is made of, those of long ago counting less
+    asked_tokens: int = 0  # the tokens it is based on; old ones count less
     sampled: int = 0  # pages in the sample
-    rate: float = 1.0  # the share of all pages that they are
-    left_out: int = 0  # lookups and saves that came faster than they could be worked off
-    measured_hit_rate: float = 0.0  # of the store as it is, since it was opened
-    ceiling: float = 0.0  # of a cache as large as the curve looks back
-    horizon_bytes: int = 0  # how far that is; 0: without an end
+    rate: float = 1.0  # share of all pages that are in the sample
+    left_out: int = 0  # lookups and saves that came faster than the thread processes them
+    measured_hit_rate: float = 0.0  # hit rate of the store itself since it was opened
+    ceiling: float = 0.0  # hit rate of a cache as large as the curve looks back
+    horizon_bytes: int = 0  # how far the curve looks back; 0: without limit
     points: tuple[CurvePoint, ...] = ()
     tiers: Mapping[str, TierWorth] = field(default_factory=dict)
 
 
 class _Use(NamedTuple):
-    """A prompt was asked for or saved. Its keys may be followed by others meanwhile."""
+    """A prompt that was requested or saved. More keys may be appended meanwhile."""
 
     keys: Sequence[PageKey]
     tokens: int
@@ -119,8 +121,8 @@ class _Use(NamedTuple):
 class ReuseCurve:
     """The curve of one store. Thread-safe.
 
-    ``horizon_bytes`` is how far it looks back: a page that was not used while so many bytes of other pages
-    were is as good as new. While all pages are in the sample the estimate is exact but for bins of 4 %::
+    ``horizon_bytes`` is how far it looks back: a page that was not used while this many bytes of other pages
+    were counts as new. While all pages are in the sample, the estimate is exact except for bins of 4 %::
 
         curve = ReuseCurve()
         curve.looked_up(prompt.keys, len(prompt), 0, prompt.chunk_tokens, spec.page_bytes)
@@ -136,34 +138,35 @@ class ReuseCurve:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.left_out = 0
-        """Lookups and saves that found the queue full. Nearly right: threads may count at the same moment."""
+        """Lookups and saves that found the queue full. Approximate, because threads may count at the same
+        moment."""
         self.worked_s = 0.0
-        """Processor time that the thread has taken so far."""
+        """Processor time of the thread so far."""
         self._queue: deque[_Use] = deque()
         self._horizon_bytes = horizon_bytes
         self._clock = clock
-        self._lock = threading.Lock()  # of everything below
+        self._lock = threading.Lock()  # guards everything below
         self._sample = _Sample(sample_pages, horizon_bytes)
         self._asked_tokens = 0.0
-        self._whole_tokens = 0.0  # of these, in whole pages
-        self._sampled_tokens = 0.0  # the same by the sample's uses, hits or not
+        self._whole_tokens = 0.0  # those in whole pages
+        self._sampled_tokens = 0.0  # the same, estimated from the sample's uses, hits or not
         self._again = np.zeros(_BINS_PER_OCTAVE * _OCTAVES)  # tokens by reuse distance
         self._weighed_s = clock()
         self._enough = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # -- what happens (called from any thread; takes no lock) ------------------------------------------
+    # -- events (from any thread, without a lock) ----------------------------------------------------
 
     def looked_up(
         self, keys: Sequence[PageKey], tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
     ) -> None:
-        """Take note that ``tokens`` tokens of a prompt were asked for, of which the first ``held_tokens``
-        were found. ``keys`` are those of its whole pages; more may follow them, but none may change."""
+        """Note that ``tokens`` tokens of a prompt were requested and the first ``held_tokens`` were found.
+        ``keys`` are those of its whole pages. More keys may be appended, but none may change."""
         self._add(_Use(keys, tokens, held_tokens, page_tokens, page_bytes, False))
 
     def saved(self, keys: Sequence[PageKey], tokens: int, page_tokens: int, page_bytes: int) -> None:
-        """Take note that the first ``tokens`` tokens of a prompt are being saved, or are there already."""
+        """Note that the first ``tokens`` tokens of a prompt are being saved, or are stored already."""
         self._add(_Use(keys, tokens, tokens, page_tokens, page_bytes, True))
 
     def _add(self, use: _Use) -> None:
@@ -179,12 +182,13 @@ class ReuseCurve:
     # -- the thread ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread that works the queue off. Without it the queue is worked off by whoever reads."""
+        """Start the thread that processes the queue. Without it, the methods that read the curve process the
+        queue."""
         self._thread = threading.Thread(target=self._run, name="tierstore-curve", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after the prompts that it is at, and wait for it."""
+        """Stop the thread after its present prompts, and wait for it."""
         self._stopped.set()
         self._enough.set()
         if self._thread is not None:
@@ -205,7 +209,7 @@ class ReuseCurve:
                 self._enough.set()
 
     def work(self, prompts: int = BATCH) -> None:
-        """Work off the oldest prompts of the queue."""
+        """Process the oldest prompts of the queue."""
         with self._lock:
             self._work(prompts)
 
@@ -233,7 +237,7 @@ class ReuseCurve:
             np.add.at(self._again, np.clip(at, 0, len(self._again) - 1), stands_for)
 
     def _weigh(self) -> None:
-        """Let what is long past count less."""
+        """Reduce the weight of old traffic."""
         now = self._clock()
         if now - self._weighed_s < _HALF_LIFE_S / 64:
             return
@@ -244,10 +248,10 @@ class ReuseCurve:
         self._again *= factor
         self._weighed_s = now
 
-    # -- reading (from any thread) -------------------------------------------------------------------
+    # -- results (from any thread) -------------------------------------------------------------------
 
     def hit_rates(self, capacities: Sequence[float]) -> list[float]:
-        """The hit rates that LRU caches of these many bytes would have had."""
+        """Return the hit rates that LRU caches of these sizes in bytes would have had."""
         with self._lock:
             self._work(QUEUED)
             return [self._hit_rate(capacity) for capacity in capacities]
@@ -262,7 +266,7 @@ class ReuseCurve:
         return min(max(hits / self._asked_tokens, 0.0), 1.0)
 
     def stats(self, tiers: Mapping[str, int], measured_hit_rate: float) -> CurveStats:
-        """A snapshot, for a store whose ``tiers`` have these capacities in bytes, fastest first."""
+        """Return a snapshot, for a store whose ``tiers`` have these capacities in bytes, fastest first."""
         with self._lock:
             self._work(QUEUED)
             return CurveStats(
@@ -302,7 +306,7 @@ class ReuseCurve:
         return found
 
     def check(self) -> None:
-        """Assert that what is counted twice agrees."""
+        """Assert that redundant bookkeeping agrees."""
         with self._lock:
             self._sample.check()
 
@@ -310,7 +314,7 @@ class ReuseCurve:
 class _Sample:
     """The sampled pages in order of last use, oldest first, and the distances between uses.
 
-    Each page has a slot in an array of sizes; pages that are used move to the next free slots. So the bytes
+    Each page has a slot in an array of sizes, and moves to the next free slot when it is used. So the bytes
     used since a page's last use are the sum of the slots behind its own. When the array is full, it is
     packed.
     """
@@ -322,15 +326,15 @@ class _Sample:
         self._limit = limit
         self._horizon_bytes = horizon_bytes
         self._slots: dict[PageKey, int] = {}  # ascending
-        self._sizes = np.zeros(2 * limit)  # bytes by slot, 0 in one that is free
+        self._sizes = np.zeros(2 * limit)  # bytes by slot; 0 for a free slot
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def use(self, keys: Sequence[PageKey], held: int, page_bytes: int) -> tuple[npt.NDArray[np.float64], int]:
-        """Use the pages of a prompt, of which the store has the first ``held``. Return the distances in bytes
-        of the known ones (a page's own size included), and how many are sampled in all."""
+        """Use the pages of a prompt. The store has the first ``held`` of them. Return the distances in bytes
+        of the known ones (including a page's own size), and how many are sampled in all."""
         border = self._border
         stored = [key for key in keys[:held] if key < border]
         others = [key for key in keys[held:] if key < border]
@@ -350,7 +354,7 @@ class _Sample:
         return distances[distances <= self._horizon_bytes], len(stored) + len(others)
 
     def _behind(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The bytes in the slots behind each of these."""
+        """Return the bytes in the slots behind each of these."""
         if not len(slots):
             return np.zeros(0)
         first = int(slots.min())
@@ -359,7 +363,7 @@ class _Sample:
         return behind
 
     def _pack(self, room: int) -> None:
-        """Close the gaps between slots, have ``room`` free ones, and forget what lies behind the horizon."""
+        """Close the gaps between slots, make ``room`` free ones, and forget pages beyond the horizon."""
         sizes = self._sizes[list(self._slots.values())]
         behind = sizes.sum() - np.cumsum(sizes)
         gone = int(np.count_nonzero(behind >= self._horizon_bytes * self.rate))

@@ -1,8 +1,8 @@
-"""File descriptors: how many this process may have, and whether there is room for more.
+"""File descriptors: the limit of this process, and whether there is room for more.
 
 A process without a free descriptor cannot accept, open or connect, and libzmq aborts it. So the programs of
-this project raise their soft limit at the start, listeners stop in front of a reserve that stays free for
-files, and clients look for room before they make ZMQ's sockets.
+this project raise their soft limit at the start, listeners keep a reserve free for files, and clients check
+for room before they create ZMQ sockets.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import resource
 
 from tierstore.errors import StoreUnavailableError
 
-_MOST = 1 << 20  # where the hard limit is higher, or there is none
+_MOST = 1 << 20  # used if the hard limit is higher, or there is none
 _RESERVE = 64
-_RESERVE_SHARE = 8  # of a low limit
+_RESERVE_SHARE = 8  # 1/n of a low limit
 
 
 def limit() -> int:
@@ -25,7 +25,7 @@ def limit() -> int:
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard one. Return the limit from now on."""
+    """Raise the soft limit to the hard one. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -35,8 +35,8 @@ def raise_limit() -> int:
 
 
 def in_reserve(fd: int) -> bool:
-    """Return whether a descriptor just opened lies in the reserve. The kernel gives the lowest free number:
-    all below it are in use."""
+    """Return whether a newly opened descriptor is in the reserve. The kernel returns the lowest free number,
+    so all lower ones are in use."""
     most = limit()
     return fd >= most - min(_RESERVE, most // _RESERVE_SHARE)
 
@@ -59,6 +59,6 @@ def require_room(count: int, what: str) -> None:
     """Raise :class:`StoreUnavailableError` unless ``count`` descriptors are free."""
     if not have_room(count):
         raise StoreUnavailableError(
-            f"{what} needs {count} file descriptors, and fewer are free of the {limit()} that this process "
+            f"{what} needs {count} file descriptors, but fewer are free of the {limit()} that this process "
             "may have: raise the limit (ulimit -n, LimitNOFILE=)"
         )

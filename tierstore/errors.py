@@ -1,18 +1,19 @@
-"""What tierstore raises at its boundary. Every message says what was wrong and what to do about it.
+"""The exceptions of tierstore. Every message says what was wrong and what to do about it.
 
-A cache that is full, slow or dead is a *miss*, never an exception: these are for mistakes that a
-person has to mend (bad arguments, a directory that cannot be used), raised when a thing is opened.
+A cache that is full, slow or dead is a *miss*, never an exception. These exceptions are for mistakes that a
+person has to correct (bad arguments, a directory that cannot be used). They are raised when a store, pool or
+connection is opened.
 """
 
 from __future__ import annotations
 
 
 class TierStoreError(Exception):
-    """Base of everything raised on purpose by this package."""
+    """Base class of all exceptions that this package raises on purpose."""
 
 
 class UsageError(TierStoreError):
-    """The arguments cannot work: a size that is not one, a capacity below one page."""
+    """Invalid arguments, such as a text that is no size, or a capacity below one page."""
 
 
 class SpecError(UsageError):
@@ -24,4 +25,4 @@ class StoreUnavailableError(TierStoreError):
 
 
 class StoreClosedError(TierStoreError):
-    """A verb was called on a store after ``close()``."""
+    """A method was called on a store after ``close()``."""

@@ -1,25 +1,22 @@
-"""How long a hit can be in a model whose layers remember the past in different ways. Pure.
+"""The longest hit in a model whose layers remember the past in different ways. Pure.
 
-A *layer group* is the layers that remember alike. A hit of length L says that the engine may go on with token
-L (the first one is token 0) as if it had computed all before it. What that takes differs from group to group:
+A *layer group* has the layers that remember in the same way. A hit of length L means that the engine may
+continue with token L (the first token is token 0) as if it had computed all tokens before it. Each group
+needs different tokens for this:
 
-====================  =================================================================================
-the group's past      what a hit of length L needs of it
-====================  =================================================================================
-``Past.ALL``          every token before L: full attention, and latents (MLA)
-``Past.WINDOW``       the ``tokens`` tokens before L. In a window of ``w`` each token attends ``w`` tokens,
-                      itself included: a hit needs ``w - 1``
-``Past.CHUNK``        the tokens before L of L's own attention chunk of ``tokens``: none where L begins one
-``Past.STATE``        the snapshot that was taken at exactly L, behind token L - 1
-====================  =================================================================================
+* ``Past.ALL`` (full attention and latents (MLA)) needs every token before L.
+* ``Past.WINDOW`` needs the ``tokens`` tokens before L. In a window of ``w``, each token attends ``w`` tokens
+  including itself, so a hit needs ``w - 1``.
+* ``Past.CHUNK`` needs the tokens before L in L's own attention chunk of ``tokens``; none if L begins a chunk.
+* ``Past.STATE`` needs the snapshot that was taken at exactly L, behind token L - 1.
 
-A hit is the longest L that all groups can serve (:func:`longest_hit`), and of each group it brings what L
-needs and nothing else (:meth:`GroupRule.needed`). L = 0 is always served.
+A hit is the longest L that all groups support (:func:`longest_hit`). From each group, it loads exactly what L
+needs (:meth:`GroupRule.needed`). L = 0 is always supported.
 
-What is held of a group is told as ranges of tokens, ascending and disjoint: of the pages one by one, or of
-several that follow one another (the leading tokens of a prompt are one range). Of a group with states, the
-*stop* of each range is where a snapshot is. Where a part of a page can be told apart by token a range may end
-inside of a page, and so may a hit; where it cannot, ``align`` is the chunk.
+The held tokens of a group are given as ranges, ascending and disjoint, one for each page or for several
+consecutive pages (the leading tokens of a prompt are one range). For a group with states, the *stop* of each
+range is the place of a snapshot. If pages can be divided by tokens, a range may end inside a page, and so may
+a hit. If not, ``align`` is the chunk.
 
 >>> gemma = [GroupRule.all(), GroupRule.window(1023)]
 >>> longest_hit([(gemma[0], [range(0, 4096)]), (gemma[1], [range(0, 64), range(2048, 3200)])], limit=4096)
@@ -46,17 +43,17 @@ from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 
 Held: TypeAlias = Sequence[range]
-"""Ranges of tokens that are held of a group: ascending, disjoint, none empty."""
+"""Ranges of tokens of a group that are held: ascending, disjoint, none empty."""
 
 Search: TypeAlias = "Generator[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]], int]"
 """See :func:`search`."""
 
-_SCANNED = 64  # chunks that are asked for at first, where a prompt does not go on at an earlier one's end
-_LOOKS = 3  # at what has been found, while some of it leaves
+_SCANNED = 64  # chunks requested at first, if the prompt does not continue at the end of an earlier one
+_LOOKS = 3  # attempts with the found pages, while some of them are evicted
 
 
 class Past(enum.Enum):
-    """What the next token needs of those before it."""
+    """The earlier tokens that the next token needs."""
 
     ALL = "all"
     WINDOW = "window"
@@ -66,39 +63,43 @@ class Past(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """What hits need of one layer group; see the module."""
+    """The rule for the tokens that hits need in one layer group; see the module."""
 
     past: Past
-    tokens: int = 0  # of the window, or of an attention chunk
+    tokens: int = 0  # length of the window or of an attention chunk
 
     def __post_init__(self) -> None:
         least = {Past.WINDOW: 0, Past.CHUNK: 1}.get(self.past)
         if (least is None and self.tokens) or (least is not None and self.tokens < least):
-            raise UsageError(f"a layer group of the past {self.past.value!r} has no {self.tokens} tokens")
+            raise UsageError(
+                f"tokens={self.tokens} is invalid for a {self.past.value!r} rule: a window needs at least 0, "
+                "a chunk at least 1, and all others 0"
+            )
 
     @classmethod
     def all(cls) -> GroupRule:
-        """Full attention and latents."""
+        """Return the rule for full attention and latents."""
         return cls(Past.ALL)
 
     @classmethod
     def window(cls, tokens: int) -> GroupRule:
-        """A window of which a hit needs the last ``tokens``: one less than each token attends with itself."""
+        """Return the rule for a window. A hit needs its last ``tokens`` tokens: one less than the number that
+        each token attends, including itself."""
         return cls(Past.WINDOW, tokens)
 
     @classmethod
     def chunked(cls, tokens: int) -> GroupRule:
-        """Attention within chunks of ``tokens``."""
+        """Return the rule for attention within chunks of ``tokens``."""
         return cls(Past.CHUNK, tokens)
 
     @classmethod
     def state(cls) -> GroupRule:
-        """A recurrent state."""
+        """Return the rule for a recurrent state."""
         return cls(Past.STATE)
 
     @classmethod
     def of(cls, group: LayerGroup) -> GroupRule:
-        """The rule of a spec's layer group. Of opaque pages every one is needed."""
+        """Return the rule of a spec's layer group. Opaque pages are all needed."""
         if group.kind is LayerKind.SLIDING_WINDOW:
             return cls.window(max((group.window or 1) - 1, 0))
         if group.kind is LayerKind.CHUNKED_ATTENTION:
@@ -109,13 +110,13 @@ class GroupRule:
 
     @property
     def chained(self) -> bool:
-        """Whether pages are found behind their parents: where a hit needs all of them. The pages of any other
-        group are found by name, because those before them may not be held."""
+        """Whether pages are found behind their parents, because a hit needs all of them. The pages of other
+        groups are found by name, because the pages before them may not be held."""
         return self.past is Past.ALL
 
     def needed(self, length: int) -> range:
-        """The tokens before ``length`` whose pages a hit of that length needs: of a state the last one, whose
-        page has the snapshot behind it."""
+        """Return the range of tokens before ``length`` whose pages a hit of that length needs. For a state,
+        this is the last token, whose page has the snapshot behind it."""
         if self.past is Past.ALL:
             return range(length)
         if self.past is Past.WINDOW:
@@ -125,12 +126,12 @@ class GroupRule:
         return range(max(length - 1, 0), length)
 
     def pages(self, length: int, chunk_tokens: int) -> range:
-        """The pages of ``chunk_tokens`` tokens each that cover what a hit of ``length`` needs."""
+        """Return the pages of ``chunk_tokens`` tokens each that cover what a hit of ``length`` needs."""
         needed = self.needed(length)
         return range(needed.start // chunk_tokens, -(-needed.stop // chunk_tokens)) if needed else range(0)
 
     def ends(self, length: int, chunk_tokens: int) -> Sequence[int]:
-        """Where those pages end: all of them whole, but the last where the hit ends inside of it."""
+        """Return the ends of those pages. All are whole pages, except the last if the hit ends inside it."""
         needed, whole = self.needed(length), length - length % chunk_tokens
         if not needed:
             return range(0)
@@ -139,19 +140,19 @@ class GroupRule:
         return ends if whole == length else [*ends, length]
 
     def serves(self, held: Held, length: int) -> bool:
-        """Whether what is held is enough for a hit of exactly ``length``."""
+        """Return whether the held ranges support a hit of exactly ``length``."""
         return self.longest(held, length) == length
 
     def longest(self, held: Held, limit: int) -> int:
-        """The longest hit of at most ``limit`` that what is held is enough for."""
+        """Return the longest hit of at most ``limit`` that the held ranges support."""
         return self._longest(held if self.past is Past.STATE else _merged(held), limit)
 
     def _served(self, held: Held, limit: int) -> Iterator[int]:
-        """The lengths from 1 to ``limit`` that what is held is enough for; some of them twice."""
+        """Yield the lengths from 1 to ``limit`` that the held ranges support; some of them twice."""
         if self.past is Past.STATE:
             yield from (run.stop for run in held if run.stop <= limit)
             return
-        # Where the next token looks at none before it, nothing has to be held.
+        # If the next token needs no earlier token, nothing has to be held.
         if self.past is Past.CHUNK:
             yield from range(self.tokens, limit + 1, self.tokens)
         elif self.past is Past.WINDOW and not self.tokens:
@@ -163,21 +164,21 @@ class GroupRule:
             elif self.past is Past.WINDOW:
                 yield from range(run.start + self.tokens, stop + 1)
             elif self.past is Past.CHUNK:
-                # Those whose own chunk begins in the run.
+                # The lengths whose own chunk begins in the run.
                 yield from range(run.start + -run.start % self.tokens + 1, stop + 1)
 
     def _longest(self, runs: Held, limit: int) -> int:
-        """``runs`` are merged, unless they are of states."""
+        """Return :meth:`longest` for merged ``runs`` (not merged for states)."""
         if limit <= 0:
             return 0
         if self.past is Past.STATE:
             at = bisect_right(runs, limit, key=lambda run: run.stop)
             return runs[at - 1].stop if at else 0
-        if not self.needed(limit):  # the next token looks at none before it
+        if not self.needed(limit):  # the next token needs no earlier token
             return limit
         if self.past is Past.ALL:
             return min(limit, runs[0].stop) if runs and runs[0].start == 0 else 0
-        # The run that reaches furthest, of those that are long enough where they end (or where the limit is).
+        # The run that reaches furthest among those that are long enough at their end (or at the limit).
         best = limit - limit % self.tokens if self.past is Past.CHUNK else 0
         for run in reversed(runs[: bisect_right(runs, limit - 1, key=lambda run: run.start)]):
             end = min(limit, run.stop)
@@ -192,8 +193,8 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A layer group of a model, and how its pages are kept: ``spec`` is the layout of one page. Where pages
-    are ``named`` a page has its name, 32 bytes of SHA-256, in the place of its tokens."""
+    """A layer group of a model, with the layout of one page as ``spec``. If pages are ``named``, a page has
+    its name, 32 bytes of SHA-256, in the place of its tokens."""
 
     number: int
     rule: GroupRule
@@ -205,13 +206,14 @@ class Group:
         return self.spec.page_bytes
 
     def chunks(self, tokens: int) -> range:
-        """The chunks whose pages a hit of ``tokens`` tokens needs."""
+        """Return the chunks whose pages a hit of ``tokens`` tokens needs."""
         return self.rule.pages(tokens, self.spec.chunk_tokens)
 
 
 @lru_cache(maxsize=256)
 def groups_of(spec: KVSpec) -> tuple[Group, ...]:
-    """The layer groups of a model. Pages of a hashed layout are named by the caller, as one group.
+    """Return the layer groups of a model. Pages of a hashed layout are named by the caller, and form one
+    group.
 
     >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
     ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=128
@@ -230,7 +232,7 @@ def groups_of(spec: KVSpec) -> tuple[Group, ...]:
 
 
 def by_kind(groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
-    """The groups with chained pages, and those with named pages."""
+    """Return the groups with chained pages, and those with named pages."""
     chained: list[Group] = []
     named: list[Group] = []
     for group in groups:
@@ -239,11 +241,11 @@ def by_kind(groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
 
 
 def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: int = 1) -> int:
-    """The longest hit of at most ``limit`` tokens that every group can serve with what is held of it, a
+    """Return the longest hit of at most ``limit`` tokens that every group supports with its held ranges: a
     multiple of ``align``.
 
-    Each group in turn says how much of the length so far it can serve, until all agree: no longer hit is
-    passed by, because a hit that all can serve is never longer than what one of them can.
+    Each group in turn lowers the length to one that it supports, until all agree. No longer hit is missed,
+    because a hit that all groups support is never longer than the longest of any single group.
     """
     runs = [(rule, held if rule.past is Past.STATE else _merged(held)) for rule, held in groups]
     length, agreed = max(limit, 0), False
@@ -259,8 +261,8 @@ def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: 
 def longest_of_pages(
     groups: Sequence[tuple[GroupRule, AbstractSet[int]]], limit: int, chunk_tokens: int
 ) -> int:
-    """The longest hit of at most ``limit`` tokens that every group can serve with the pages that are held of
-    it, told by where they end: a whole number of chunks, or one that ends inside of the limit's own.
+    """Return the longest hit of at most ``limit`` tokens that every group supports with its held pages, which
+    are given by their ends. The hit is a whole number of chunks, or ends inside the limit's own chunk.
 
     >>> groups = [(GroupRule.all(), {16, 32, 41}), (GroupRule.state(), {32, 39, 41})]
     >>> [longest_of_pages(groups, limit, chunk_tokens=16) for limit in (41, 40)]
@@ -284,15 +286,16 @@ def _ends_held(rule: GroupRule, held: AbstractSet[int], length: int, chunk_token
 
 
 def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Search:
-    """Find the longest hit of at most ``branch`` tokens where only asking tells which pages are held.
+    """Find the longest hit of at most ``branch`` tokens if it must be asked which pages are held.
 
-    For groups whose pages are found one by one; those of which every token is needed have been asked already,
-    and go up to ``branch``. Yields the ends of the pages to ask for, by group, where there are any, and is
-    sent those of them that are held. Returns the hit's length, as :func:`longest_of_pages` has it: of the
-    last pages that were asked for those that are held are what it needs (of a hit of 0 tokens, nothing).
+    This is for groups whose pages are found one by one. Groups that need every token were asked before, and
+    reach ``branch``. The generator yields the ends of pages to ask for, by group, if there are any. The
+    caller sends those that are held. It returns the hit's length, as :func:`longest_of_pages` does. The pages
+    held in the last answer are exactly those that the hit needs; none for an empty hit.
 
-    What a hit of ``branch`` needs comes first, which mostly is the answer: a prompt goes on where an earlier
-    one ended. If it is not, pages are asked for from there towards the front, further each time.
+    The pages that a hit of ``branch`` needs come first. They are usually the answer, because a prompt
+    continues where an earlier one ended. If not, pages from there towards the front are asked for, more each
+    time.
 
     >>> looking = search({0: GroupRule.state()}, 100, chunk_tokens=16)
     >>> next(looking)
@@ -315,7 +318,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
         return {group: each for group, each in ends.items() if each}
 
     def note(asked: Mapping[int, Sequence[int]], answer: Mapping[int, Sequence[int]]) -> bool:
-        """Whether all that was asked for is held."""
+        """Note an answer. Return whether everything asked for is held."""
         for group, ends in asked.items():
             held[group].difference_update(ends)
             held[group].update(answer[group])
@@ -328,7 +331,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     if note(wanted, (yield wanted)):
         return branch
     if branch > whole:
-        inside = range(whole + 1, branch)  # where others that went on from there may have ended
+        inside = range(whole + 1, branch)  # other prompts that continued from there may have ended here
         wanted = needed(whole)
         both = {group: [*wanted.get(group, ()), *inside] for group in rules}
         asked: dict[int, Sequence[int]] = {group: ends for group, ends in both.items() if ends}
@@ -338,7 +341,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
         if whole and longest() == whole and not found_inside:
             return whole
     low, step, length = whole // chunk_tokens, _SCANNED, longest()
-    # What a longer hit needs begins no earlier, so one that is found behind ``low`` is the longest.
+    # A longer hit needs no earlier pages, so a hit found behind ``low`` is the longest.
     while low and length < max(low * chunk_tokens, 1):
         first = max(low - step, 0)
         asked = dict.fromkeys(rules, range((first + 1) * chunk_tokens, low * chunk_tokens + 1, chunk_tokens))
@@ -348,16 +351,16 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     for _ in range(_LOOKS):
         if not length:
             break
-        wanted = needed(length)  # maybe nothing, so that the last answer is always what the hit needs
+        wanted = needed(length)  # may be empty, so that the last answer is always what the hit needs
         if note(wanted, (yield wanted)):
             return length
-        length = longest()  # some have left meanwhile
+        length = longest()  # some have been evicted meanwhile
     return 0
 
 
 def served_lengths(groups: Sequence[tuple[GroupRule, Held]], limit: int) -> list[int]:
-    """All hits of 1 to ``limit`` tokens that every group can serve with what is held of it, the longest last:
-    for an engine that chooses among them, because several of its ranks have to agree.
+    """Return all hits of 1 to ``limit`` tokens that every group supports with its held ranges, the longest
+    last. Used by an engine that must choose among them, because several of its ranks have to agree.
 
     >>> served_lengths([(GroupRule.window(2), [range(0, 3), range(6, 9)]), (GroupRule.all(), [range(9)])], 9)
     [1, 2, 3, 8, 9]
@@ -369,12 +372,13 @@ def served_lengths(groups: Sequence[tuple[GroupRule, Held]], limit: int) -> list
 
 
 def page_ranges(pages: Sequence[int], chunk_tokens: int) -> list[range]:
-    """The tokens of whole pages, each by itself, from their places in the prompt (in any order)."""
+    """Return the tokens of whole pages, one range for each page, from their positions in the prompt (in any
+    order)."""
     return [range(page * chunk_tokens, (page + 1) * chunk_tokens) for page in sorted(set(pages))]
 
 
 def _merged(held: Held) -> list[range]:
-    """Ranges that follow one another as one."""
+    """Return the ranges with adjacent ones joined."""
     runs: list[range] = []
     for each in held:
         if runs and runs[-1].stop >= each.start:

@@ -1,11 +1,11 @@
-"""Who a page is: the identity it was computed under and the chained key of its tokens.
+"""Identities and keys: what a page was computed under, and how it is found.
 
-A **key** is XXH3-128 over the parent's key and the chunk's token ids; the first parent is the digest of
-the identity. A key therefore stands for a whole prefix under one identity. XXH3 is not cryptographic, and it
-does not have to be: a key only *finds* a page. Whether the page is the right one is decided by comparing
-the tokens and the identity kept beside it (three CVEs in this field came from trusting the hash alone).
+A **key** is XXH3-128 over the parent's key and the chunk's token ids; the first parent is the digest of the
+identity. A key therefore stands for a whole prefix under one identity. XXH3 is not cryptographic, and need
+not be: a key only *finds* a page. The tokens and the identity stored with the page are then compared, and
+decide whether it is the right one. (Three CVEs in this field came from trusting the hash alone.)
 
-Measured on the machine this was written on: the keys of 100K tokens in 64-token chunks take 0.4 ms.
+Computing the keys of 100K tokens in 64-token chunks takes 0.4 ms (on the 2-core development machine).
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from tierstore.groups import groups_of
 from tierstore.spec import KVSpec, has_whole_pages
 
 PageKey = NewType("PageKey", bytes)
-"""16 bytes that find a page."""
+"""The 16-byte key of a page."""
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Digest = Callable[[bytes], bytes]
 
 KEY_BYTES = 16
-_WORTH_A_CALL = 32  # chunks, of the compiled part
+_WORTH_A_CALL = 32  # chunks from which the compiled part is used
 TOKEN_BYTES = 4
 TOKEN_DTYPE = np.dtype("<u4")
 NAME_BYTES = 32
 LEAST_NAMED_TOKENS = NAME_BYTES // TOKEN_BYTES
-"""A page's name takes the place of so many tokens: chunks of pages with names may not be shorter."""
+"""Least chunk size of pages with names: a page's name is stored in the place of its tokens."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything besides tokens that changes a page's bytes or who may read it.
+    """Everything besides tokens that changes a page's bytes or the right to read it.
 
-    Two pages are interchangeable only when every field is equal. ``layout`` is ``KVSpec.describe()``,
-    which covers layers, heads, dtype and chunk size. Raises :class:`UsageError` for a field that is no text.
+    Two pages are interchangeable only if every field is equal. ``layout`` is ``KVSpec.describe()``, which
+    covers layers, heads, dtype and chunk size. Raise :class:`UsageError` for a field that is not text.
     """
 
-    model: str  # a digest of the configuration, or a name that stands for one set of weights
+    model: str  # a digest of the configuration, or a name for one set of weights
     layout: str
-    revision: str = ""  # of the weights
+    revision: str = ""  # revision of the weights
     adapter: str = ""  # LoRA or similar
     codec: str = "raw"
     rope: str = ""
     shard: str = "tp0/1,pp0/1"
-    tenant: str = ""  # salt: pages of one tenant are invisible to the others
+    tenant: str = ""  # a salt: pages of one tenant are invisible to the others
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -67,28 +67,30 @@ class Identity:
 
     @classmethod
     def of(cls, spec: KVSpec, *, model: str, **fields: str) -> Identity:
-        """The identity of pages laid out by ``spec``."""
+        """Return the identity of pages laid out by ``spec``."""
         return cls(model=model, layout=spec.describe(), **fields)
 
     @cached_property
     def whole_pages(self) -> bool:
-        """Whether pages are found whole, by their keys, or not at all: those of an opaque or a hashed layout,
-        and those with a recurrent state. The page of a partial chunk is not even stored.
+        """Whether pages are found only as a whole, by their keys: pages of an opaque or hashed layout, and
+        pages with a recurrent state. The page of a partial chunk is not even stored.
 
-        An engine that keeps opaque pages makes the keys, too, and they may stand for more than tokens (an
-        image, an adapter): equal tokens under another key are another page."""
+        An engine that keeps opaque pages also makes the keys, which may stand for more than tokens (an image,
+        an adapter): equal tokens under another key are another page.
+        """
         return has_whole_pages(self.layout)
 
     @cached_property
     def groups(self) -> tuple[Identity, ...]:
-        """What the pages of each layer group are kept under: this identity with the layout of such a page. A
-        model of one group with chained pages has this one only."""
+        """The identity of each layer group's pages: this identity with the layout of such a page. For a model
+        of one group with chained pages, it is this identity."""
         layouts = [layout for layout, _ in _page_layouts(self.layout)]
         return tuple(self if layout == self.layout else replace(self, layout=layout) for layout in layouts)
 
     @cached_property
     def chain(self) -> Identity:
-        """What a prompt's keys are rooted in: the first group with chained pages, if there is one."""
+        """The identity that a prompt's keys are rooted in: that of the first group with chained pages, if
+        there is one."""
         pairs = zip(self.groups, _page_layouts(self.layout), strict=True)
         return next((identity for identity, (_, named) in pairs if not named), self)
 
@@ -100,7 +102,8 @@ class Identity:
 
 @lru_cache(maxsize=1024)
 def _page_layouts(layout: str) -> tuple[tuple[str, bool], ...]:
-    """The layout of each layer group's pages, and whether they are named. What is no layout is one group."""
+    """Return the layout of each layer group's pages, and whether they are named. Text that is no layout
+    counts as one group."""
     try:
         groups = groups_of(KVSpec.parse(layout))
     except SpecError:
@@ -109,18 +112,19 @@ def _page_layouts(layout: str) -> tuple[tuple[str, bool], ...]:
 
 
 class Prompt:
-    """A token sequence cut into chunks, with what finds its pages in every layer group; grows as tokens are
-    generated.
+    """A token sequence cut into chunks, with the keys and names that find its pages in every layer group. It
+    grows as tokens are generated.
 
-    **Chained pages** are found by ``keys``, one for each full chunk (:meth:`keys_of` those of a second group
-    with chained pages). **Named pages** are found by :meth:`names_at`: a SHA-256 over the model's identity
-    and the tokens of all chunks up to the page's end. The name stands where other pages have their tokens,
-    so all of its 256 bits are compared. (XXH3 would not do: it can be made to collide on purpose, and a
-    chunk's own tokens say nothing of what is before them.) The page of a prompt's incomplete last chunk is
-    named over the tokens that it has. It is found for a hit that ends behind the last of them, and for no
-    other.
+    **Chained pages** are found by ``keys``, one for each full chunk. (:meth:`keys_of` returns those of a
+    second group with chained pages.)
 
-    Tokens are held as little-endian uint32. Not thread-safe: it belongs to one sequence.
+    **Named pages** are found by :meth:`names_at`. A name is a SHA-256 over the model's identity and the
+    tokens of all chunks up to the page's end. It is stored in the place of the tokens, so all of its 256 bits
+    are compared. (XXH3 would not be enough: collisions can be made on purpose, and a chunk's own tokens say
+    nothing about earlier ones.) The page of an incomplete last chunk is named over the tokens that it has.
+    Only a hit that ends behind the last of them finds it.
+
+    Tokens are stored as little-endian uint32. Not thread-safe: a prompt belongs to one sequence.
     """
 
     __slots__ = (
@@ -151,19 +155,20 @@ class Prompt:
         self.chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=1)
         self.keys: list[PageKey] = []
         self.points: dict[int, list[int]] = {}
-        """Save points of the conversation that this prompt goes on from, by group with named pages, in
-        tokens."""
+        """Save points of the conversation that this prompt continues, in tokens, by group with named
+        pages."""
         self._digest = digest
         self._data = bytearray()
-        self._names: list[bytes] = []  # of whole chunks, as far as they were asked for
-        self._more_keys: dict[int, list[PageKey]] = {}  # of further groups with chained pages, likewise
+        self._names: list[bytes] = []  # names of whole chunks, as far as they were requested
+        # keys in further groups with chained pages, as far as requested
+        self._more_keys: dict[int, list[PageKey]] = {}
         self.extend(tokens)
 
     @classmethod
     def with_keys(
         cls, identity: Identity, token_bytes: bytes, keys: Sequence[PageKey], *, chunk_tokens: int
     ) -> Prompt:
-        """A prompt whose chunks' keys somebody else has computed: one for each full chunk."""
+        """Return a prompt with keys that were computed elsewhere: one for each full chunk."""
         prompt = cls(identity, chunk_tokens=chunk_tokens)
         prompt._data += token_bytes
         prompt.keys.extend(keys)
@@ -179,11 +184,11 @@ class Prompt:
         chunk_tokens: int,
         pages_before: int = 0,
     ) -> Prompt:
-        """Pages that the caller has named, in one list: each is found by its own key and token bytes,
-        whatever else of the list is held, and several may be missing. For whole pages (opaque ones, and
-        states) of callers that have no chain, or keep only its end. Of a prompt's pages the last ones leave
-        first, so say how many pages come before these, if you know. Raises :class:`UsageError` unless there
-        is a key for each chunk.
+        """Return a list of pages that the caller has named. Each is found by its own key and token bytes,
+        independently of the others, and several may be missing. This is for whole pages (opaque ones, and
+        states) of callers that have no chain, or keep only its end. The last pages of a prompt are evicted
+        first, so give the number of pages before these as ``pages_before``, if it is known. Raise
+        :class:`UsageError` unless there is a key for each chunk.
 
         >>> spec = KVSpec.opaque(4096, chunk_tokens=8)
         >>> windows = Identity.of(spec, model="m")
@@ -192,10 +197,10 @@ class Prompt:
         Prompt(16 tokens, 2 full chunks)
         """
         if not identity.whole_pages:
-            raise UsageError("named pages are found whole: their layout is opaque, hashed, or a state")
+            raise UsageError("named pages are found whole: their layout must be opaque, hashed, or a state")
         if len(token_bytes) != len(keys) * chunk_tokens * TOKEN_BYTES:
             raise UsageError(
-                f"{len(keys)} named pages have {chunk_tokens} tokens each, not {len(token_bytes)} bytes"
+                f"{len(keys)} named pages need {chunk_tokens} tokens each, got {len(token_bytes)} bytes"
             )
         prompt = cls.with_keys(identity, token_bytes, keys, chunk_tokens=chunk_tokens)
         prompt.named = True
@@ -206,16 +211,16 @@ class Prompt:
     def named_pages(
         cls, identity: Identity, names: Sequence[bytes], *, chunk_tokens: int, pages_before: int = 0
     ) -> Prompt:
-        """:meth:`with_names`, each found by a name of :data:`NAME_BYTES`, such as a cryptographic hash of all
-        that its bytes depend on. The name stands where others have tokens, of which there have to be
-        :data:`LEAST_NAMED_TOKENS`, so all of it is compared."""
+        """Return pages as :meth:`with_names` does, each found by a name of :data:`NAME_BYTES`, such as a
+        cryptographic hash of everything that its bytes depend on. The name is stored in the place of the
+        tokens and compared as a whole, so a chunk must have at least :data:`LEAST_NAMED_TOKENS` tokens."""
         keys, token_bytes = named_chunks(names, chunk_tokens)
         return cls.with_names(
             identity, token_bytes, keys, chunk_tokens=chunk_tokens, pages_before=pages_before
         )
 
     def part(self, chunks: Sequence[int]) -> Prompt:
-        """Some of its whole chunks: of chained pages the leading ones, of named ones any."""
+        """Return some of its whole chunks: the leading ones of chained pages, any of named pages."""
         keys = [self.keys[at] for at in chunks]
         tokens = b"".join(map(self.chunk, chunks))
         part = Prompt.with_keys(self.identity, tokens, keys, chunk_tokens=self.chunk_tokens)
@@ -223,7 +228,7 @@ class Prompt:
         return part
 
     def copy(self) -> Prompt:
-        """A prompt that begins like this one and grows by itself. No key is computed again."""
+        """Return a prompt that begins like this one and grows independently. No key is computed again."""
         twin = Prompt.with_keys(self.identity, bytes(self._data), self.keys, chunk_tokens=self.chunk_tokens)
         twin._digest = self._digest
         twin.named, twin.pages_before = self.named, self.pages_before
@@ -233,24 +238,24 @@ class Prompt:
         return twin
 
     def __len__(self) -> int:
-        """Tokens in the prompt."""
+        """Return the number of tokens in the prompt."""
         return len(self._data) // TOKEN_BYTES
 
     def __repr__(self) -> str:
         return f"Prompt({len(self)} tokens, {len(self.keys)} full chunks)"
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append ``tokens``. Raises :class:`UsageError` for ids outside 0 … 2³²-1."""
+        """Append ``tokens``. Raise :class:`UsageError` for ids outside 0 … 2³²-1."""
         self._data += encode_tokens(tokens)
         self._extend_keys(self.keys, self.identity.chain)
 
     def chunk(self, index: int) -> bytes:
-        """The token bytes of chunk ``index``; fewer than a full chunk's at the end of the prompt."""
+        """Return the token bytes of chunk ``index``; fewer than a full chunk at the end of the prompt."""
         width = self.chunk_tokens * TOKEN_BYTES
         return bytes(self._data[index * width : (index + 1) * width])
 
     def chunks(self, first: int = 0) -> Iterator[bytes]:
-        """The token bytes of each full chunk from ``first`` on."""
+        """Return the token bytes of each full chunk from ``first`` on."""
         width = self.chunk_tokens * TOKEN_BYTES
         data = bytes(self._data)
         return (data[start : start + width] for start in range(first * width, len(self.keys) * width, width))
@@ -270,15 +275,15 @@ class Prompt:
         """A copy of the token ids, as little-endian uint32."""
         return bytes(self._data)
 
-    # -- what finds its pages --------------------------------------------------------------------------
+    # -- keys and names of its pages -----------------------------------------------------------------
 
     @property
     def identities(self) -> Sequence[Identity]:
-        """What the pages of each layer group are kept under."""
+        """The identity of each layer group's pages."""
         return self.identity.groups
 
     def keys_of(self, group: int) -> list[PageKey]:
-        """The keys of the full chunks in a group with chained pages."""
+        """Return the keys of the full chunks in a group with chained pages."""
         identity = self.identities[group]
         if identity is self.identity.chain:
             return self.keys
@@ -287,17 +292,17 @@ class Prompt:
         return keys
 
     def tail_key(self, group: int = 0) -> PageKey:
-        """The key of the partial chunk at the end (its length is part of what is hashed)."""
+        """Return the key of the partial chunk at the end. (Its length is part of what is hashed.)"""
         keys = self.keys_of(group)
         return PageKey(self._digest(self._parent_key(keys, self.identity.groups[group]) + self.tail))
 
     def names_at(self, ends: Sequence[int]) -> list[bytes]:
-        """The names of the pages that end behind so many tokens each, at least 1."""
+        """Return the names of the pages that end at these tokens, each at least 1."""
         names = self.names(max(ends, default=0) // self.chunk_tokens)
         return names_at(ends, self.chunk_tokens, names, self.identity.digest, self.chunk)
 
     def names(self, chunks: int) -> list[bytes]:
-        """The names of the first ``chunks`` whole chunks, or of more."""
+        """Return the names of the first ``chunks`` whole chunks, or of more."""
         known = len(self._names)
         if known < chunks:
             before = self._names[-1] if self._names else self.identity.digest
@@ -307,13 +312,13 @@ class Prompt:
         return self._names
 
     def pages_at(self, group: int, ends: Sequence[int]) -> Prompt:
-        """The pages of a group with named pages that end behind so many of its tokens each."""
-        # They have no place in the prompt: which of them leave is said by what is superseded.
+        """Return the pages of a group with named pages that end at these tokens."""
+        # Their place in the prompt does not decide which leave first: superseded pages do.
         names = self.names_at(ends)
         return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)
 
     def pages_of(self, group: int) -> Prompt:
-        """All of its whole chunks as pages of one group, chained or named: for whoever carries pages from one
+        """Return all of its whole chunks as pages of one group, chained or named. Used to copy pages from one
         store to another (:mod:`tierstore.packs`)."""
         layout, named = _page_layouts(self.identity.layout)[group]
         if not named and layout == self.identity.layout:
@@ -336,7 +341,8 @@ class Prompt:
 
 def page_name(before: bytes, tokens: bytes) -> bytes:
     """Return the name of the page that holds ``tokens`` (the token bytes of one chunk, or of its beginning)
-    behind the page named ``before``. The first page of a prompt is behind its model's identity digest.
+    behind the page named ``before``. For the first page of a prompt, ``before`` is its model's identity
+    digest.
 
     A name is a SHA-256, so it can be compared in place of all tokens before it.
 
@@ -359,27 +365,28 @@ def names_at(
     for end in ends:
         whole, tokens = divmod(end, chunk_tokens)
         before = names[whole - 1] if whole else root
-        # Fewer tokens than a chunk has: no other page's name is made of so many bytes behind the same ones.
+        # Fewer tokens than a chunk: no other page's name hashes this many bytes behind the same ones.
         found.append(page_name(before, chunk(whole)[: tokens * TOKEN_BYTES]) if tokens else before)
     return found
 
 
 def named_chunks(names: Sequence[bytes], chunk_tokens: int) -> tuple[list[PageKey], bytes]:
-    """Return the keys of pages with these names, and what stands where other pages have their tokens."""
+    """Return the keys of pages with these names, and the bytes that take the place of their tokens."""
     width = chunk_tokens * TOKEN_BYTES
     token_bytes = b"".join([name.ljust(width, b"\0") for name in names])
     return [PageKey(name[:KEY_BYTES]) for name in names], token_bytes
 
 
 def root_key(identity: Identity) -> bytes:
-    """The key before a prompt's first chunk."""
+    """Return the key before a prompt's first chunk."""
     return xxhash.xxh3_128_digest(identity.digest)
 
 
 def chunk_keys(
     parent: bytes, data: bytes, width: int, digest: Digest = xxhash.xxh3_128_digest
 ) -> list[PageKey]:
-    """The keys of the full chunks (of ``width`` bytes) of ``data``, ``parent`` being the key before them."""
+    """Return the keys of the full chunks (of ``width`` bytes) of ``data``. ``parent`` is the key before
+    them."""
     if len(data) < width:
         return []
     count = len(data) // width
@@ -388,20 +395,21 @@ def chunk_keys(
         keys = np.empty(count, f"V{KEY_BYTES}")
         native.LIBRARY.tierstore_chunk_keys(parent, data, count, width, keys.ctypes.data)
         return cast(list[PageKey], keys.tolist())
-    # 0.2 µs a chunk: cutting is left to numpy, and everything that can be is kept out of the loop.
+    # 0.2 µs a chunk: numpy cuts the chunks, and the loop only hashes.
     chunks = np.frombuffer(data, f"V{width}", count).tolist()
     return cast(list[PageKey], [parent := digest(parent + chunk) for chunk in chunks])
 
 
 def encode_tokens(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2 ms."""
+    """Return token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2
+    ms."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.ndim == 1:
         return tokens.tobytes()
     if isinstance(tokens, list) and tokens and not isinstance(tokens[0], bool):
         try:
-            return array.array("I", tokens).tobytes()  # a fifth of the time that numpy takes for a list
+            return array.array("I", tokens).tobytes()  # numpy takes five times as long for a list
         except (TypeError, OverflowError):
-            pass  # below, with a reason
+            pass  # the code below raises with a reason
     try:
         ids = np.asarray(tokens)
     except (TypeError, ValueError) as error:
@@ -409,7 +417,7 @@ def encode_tokens(tokens: TokenIds) -> bytes:
     if ids.size == 0:
         return b""
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise UsageError(f"tokens must be a flat sequence of integers, not {ids.dtype} of shape {ids.shape}")
+        raise UsageError(f"tokens must be a flat sequence of integers, got {ids.dtype} of shape {ids.shape}")
     if ids.dtype != TOKEN_DTYPE and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
-        raise UsageError("token ids must lie between 0 and 2³²-1")
+        raise UsageError("token ids must be between 0 and 2³²-1")
     return ids.astype(TOKEN_DTYPE, copy=False).tobytes()

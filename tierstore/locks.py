@@ -10,17 +10,18 @@ from pathlib import Path
 
 
 class PathLock:
-    """An exclusive lock on the file or directory at ``path``, until :meth:`release` or the process ends.
+    """An exclusive lock on the file or directory at ``path``, until :meth:`release` or the end of the
+    process.
 
     A cleaner of /tmp may remove a lock file while it is locked. A second process would then lock a new file
-    under the same name, and both would believe that they are alone. So the lock is taken only on the file
-    that ``path`` still names afterwards, and :meth:`current` says whether it still does. Before the owner
-    removes anything that the lock protects, it asks :meth:`current`. Nothing removes a directory that is in
-    use: where there is one, lock it instead of a file in it.
+    of the same name, and both would believe that they own the lock. So the lock is taken only on the file
+    that ``path`` still names afterwards, and :meth:`current` tells whether it still does. The owner must
+    check :meth:`current` before it removes anything that the lock protects. A directory in use is never
+    removed: if there is one, lock it instead of a file in it.
 
-    A file is made where there is none, with mode 0600. A symbolic link is never followed.
+    A missing file is created with mode 0600. A symbolic link is never followed.
 
-    Raises :class:`BlockingIOError` while another process has the lock, and :class:`OSError` for a path that
+    Raise :class:`BlockingIOError` while another process has the lock, and :class:`OSError` for a path that
     cannot be opened (ELOOP for a symbolic link).
 
     >>> import tempfile
@@ -44,10 +45,10 @@ class PathLock:
             except OSError:
                 os.close(self.fd)
                 raise
-            os.close(self.fd)  # it was removed between open and lock: lock the one that is there now
+            os.close(self.fd)  # removed between open and lock: lock the present file
 
     def current(self) -> bool:
-        """Return whether the path still names what is locked."""
+        """Return whether the path still names the locked file."""
         try:
             found = os.lstat(self.path)
         except FileNotFoundError:
@@ -55,7 +56,8 @@ class PathLock:
         return os.path.samestat(found, os.fstat(self.fd))
 
     def release(self) -> None:
-        """Give the lock up. The file stays: to remove it would race with the next owner. Idempotent."""
+        """Release the lock. The file stays: removing it would race with the next owner. Repeated calls do
+        nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

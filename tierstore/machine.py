@@ -1,4 +1,4 @@
-"""How much memory and disk this machine has: for checks, warnings and reports."""
+"""The memory and disk of this machine, for checks, warnings and reports."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 _MEMINFO = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
 _GROUP_ROOT = Path("/sys/fs/cgroup")
-_BLOCK_BYTES = 512  # of st_blocks, whatever the file system
+_BLOCK_BYTES = 512  # unit of st_blocks, in every file system
 
 
 class MemoryBytes(NamedTuple):
-    """``limit`` is the lowest limit of the control groups (containers) that this process is in; None where
-    none is lower than the machine's memory."""
+    """Memory in bytes. ``limit`` is the lowest limit of the control groups (containers) of this process; None
+    if none is lower than the machine's memory."""
 
     total: int
     available: int
@@ -25,7 +25,7 @@ class MemoryBytes(NamedTuple):
 
 
 def memory_bytes() -> MemoryBytes:
-    """Memory of this machine, or of the container that this process is in. 0 where /proc does not say."""
+    """Return the memory of this machine, or of the container of this process. 0 if /proc does not say."""
     figures = {
         name: int(kib) * 1024
         for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
@@ -40,8 +40,8 @@ def memory_bytes() -> MemoryBytes:
 
 
 def _group_limits() -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group that this process is in, its parents included. A container may
-    see its own group as the root, under another path than /proc says."""
+    """Yield limit and use of each control group of this process, including parents. A container may see its
+    own group as the root, under another path than in /proc."""
     for line in _text(_GROUPS).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -60,13 +60,13 @@ def _group_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cache_bytes(group: Path) -> int:
-    """What a group's files in memory take that can be given back."""
+    """Return the reclaimable bytes of a group's files in memory."""
     found = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def disk_bytes(directory: Path) -> int:
-    """Bytes that files under ``directory`` could take: what they take now, and what is free."""
+    """Return the bytes that files under ``directory`` can take: their present size plus the free space."""
     taken = 0
     for parent, _, names in os.walk(directory):
         for name in names:

@@ -1,7 +1,7 @@
 """Page-aligned memory for pages.
 
-Memory is mapped, asked to use huge pages where the kernel offers them, and *populated* ahead of use: a first
-touch costs as much as the copy itself (measured 8 GB/s into untouched memory against 14 GB/s).
+Memory is mapped, uses huge pages if the kernel offers them, and is *populated* ahead of use: a first touch
+costs as much as the copy itself (measured: 8 GB/s into untouched memory, 14 GB/s otherwise).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tierstore.units import format_size, round_up
 ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
 _MAP_NORESERVE = 0x4000
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and the first touch pays instead
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels return EINVAL, and the first touch populates instead
 _POPULATE_STEP = 32 << 20
-# Nobody can cut a shared-memory file short under those who have mapped it, which would kill them by SIGBUS.
+# A sealed shared-memory file cannot be truncated, which would kill processes that map it with SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,19 +30,19 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Memory:
-    """``nbytes`` of page-aligned memory at ``address``. ``fd`` is the shared-memory file's, or None.
+    """``nbytes`` of page-aligned memory at ``address``. ``fd`` is that of the shared-memory file, or None.
 
-    Views handed out by :meth:`view` keep the mapping alive; ``close()`` only gives up this object's hold.
+    Views from :meth:`view` keep the mapping alive. ``close()`` only releases this object's hold.
     """
 
     def __init__(self, nbytes: int, *, shared: bool, reserve: bool = False) -> None:
-        """``reserve``: what is mapped may be more than the system has memory for."""
+        """``reserve``: more may be mapped than the system has memory for."""
         nbytes = round_up(nbytes, ALIGNMENT)
         fd = None
         try:
             if shared:
-                # No name in /dev/shm: nothing is left behind after kill -9, and its size limit
-                # (64 MB in many containers) does not apply.
+                # No name in /dev/shm: nothing remains after kill -9, and its size limit (64 MB in many
+                # containers) does not apply.
                 fd = os.memfd_create("tierstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.fchmod(fd, 0o600)
                 os.ftruncate(fd, nbytes)
@@ -50,7 +50,7 @@ class Memory:
                 mapped = mmap.mmap(fd, nbytes)
             else:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                # Of a pool more addresses may be reserved than it has memory.
+                # A pool may reserve more addresses than it has memory.
                 mapped = mmap.mmap(-1, nbytes, flags=flags | (_MAP_NORESERVE if reserve else 0))
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(f"cannot map {format_size(nbytes)} of memory: {error}") from error
@@ -58,14 +58,14 @@ class Memory:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> Memory:
-        """Map the first ``nbytes`` of another process's shared-memory file, and own ``fd`` from now on.
-        Raises :class:`UsageError` when that cannot be, and leaves ``fd`` open then."""
+        """Map the first ``nbytes`` of another process's shared-memory file, and take over ``fd``. Raise
+        :class:`UsageError` if that is impossible; ``fd`` then stays open and is still the caller's."""
         try:
-            # Beyond the file's end a touch would be SIGBUS.
+            # Touching memory behind the file's end would raise SIGBUS.
             if not 0 < nbytes <= os.fstat(fd).st_size:
                 raise ValueError(f"the file has {os.fstat(fd).st_size} bytes")
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError("the file is not sealed: whoever has it could cut it short")
+                raise ValueError("the file is not sealed, so its owner could truncate it")
             mapped = mmap.mmap(fd, nbytes)
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(f"cannot map {format_size(nbytes)} of shared memory: {error}") from error
@@ -83,16 +83,16 @@ class Memory:
 
     @property
     def pages(self) -> mmap.mmap:
-        """The mapping itself, which lasts for as long as anybody refers to it."""
+        """The mapping itself, which lasts as long as there are references to it."""
         return self._map
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes ``offset … offset + nbytes``, writable, without a copy."""
+        """Return the bytes ``offset … offset + nbytes``, writable, without a copy."""
         return self._view[offset : offset + nbytes]
 
     def populate(self, wanted: Callable[[], bool] = lambda: True, *, nbytes: int | None = None) -> None:
-        """Touch all of it, or its first ``nbytes``, now, without the GIL, so that no copy pays for it later.
-        Ends early when it is not ``wanted`` any more."""
+        """Touch all memory, or its first ``nbytes``, without the GIL, so that later copies need not. Ends
+        early when ``wanted`` returns False."""
         stop = self.nbytes if nbytes is None else round_up(nbytes, ALIGNMENT)
         for start in range(0, stop, _POPULATE_STEP):
             if not wanted():
@@ -101,15 +101,15 @@ class Memory:
             _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE)
 
     def populate_range(self, start: int, stop: int) -> bool:
-        """Touch the bytes ``start … stop`` now, whole pages of the system's; False when it has no memory
-        left."""
+        """Touch the bytes ``start … stop`` now, in whole system pages. Return False if the system has no
+        memory left."""
         stop = min(stop, self.nbytes)
         failed = _libc.madvise(self.address + start, stop - start, _MADV_POPULATE_WRITE)
         return not failed or ctypes.get_errno() != errno.ENOMEM
 
     def discard(self, start: int, stop: int) -> None:
-        """Give the system the memory of the bytes ``start … stop``, whole pages of its own. (Not for shared
-        memory.) They are zeros when they are touched again. Raises :class:`OSError`."""
+        """Return the memory of the bytes ``start … stop`` to the system, in whole system pages. (Not for
+        shared memory.) They are zeros when touched again. Raise :class:`OSError` if that fails."""
         stop = min(stop, self.nbytes)
         if _libc.madvise(self.address + start, stop - start, mmap.MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -121,7 +121,7 @@ class Memory:
 
 
 def shared_huge_pages() -> bool:
-    """Whether the kernel gives shared memory huge pages when asked (``advise`` or more in
+    """Return whether the kernel gives shared memory huge pages on request (``advise`` or more in
     ``shmem_enabled``)."""
     try:
         setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
@@ -131,9 +131,10 @@ def shared_huge_pages() -> bool:
 
 
 def address_of(buffer: memoryview, *, writable: bool) -> int:
-    """The address of a contiguous buffer's first byte. Raises :class:`UsageError` for any other buffer."""
+    """Return the address of a contiguous buffer's first byte. Raise :class:`UsageError` for any other
+    buffer."""
     if not buffer.contiguous or (writable and buffer.readonly):
-        raise UsageError("page buffers must be contiguous, and writable where bytes are loaded into them")
+        raise UsageError("page buffers must be contiguous, and writable if bytes are loaded into them")
     if buffer.readonly:
         import numpy as np
 

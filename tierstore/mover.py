@@ -1,13 +1,12 @@
-"""The mover: the worker threads that carry out copies, most urgent first.
+"""The mover: worker threads that do copies, most urgent first.
 
 A *task* is a small piece of one transfer (a few MiB of pages). Workers spend their time in calls that release
 the GIL (memory copies, preadv), so a few of them keep a disk and a memory bus busy without slowing an
-engine's Python. There is no pre-emption: tasks are small instead, so that a demand load waits for
+engine's Python. Tasks are not pre-empted. They are small instead, so that a demand load waits for
 milliseconds at most.
 
-There are two *lanes*, each with its own queue and workers: tasks that only copy memory always end, tasks that
-read from disk may hang in a disk that does not answer. However many of those hang, what is in memory is
-served.
+There are two *lanes*, each with its own queue and workers. Tasks that only copy memory always end; tasks that
+read from disk may hang if the disk does not answer. Even if many hang, pages in memory are served.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ _log = logging.getLogger(__name__)
 
 
 class Priority(enum.IntEnum):
-    """Lower goes first."""
+    """The priority of a task. Lower goes first."""
 
     LOAD = 0  # an engine waits for it
     PREFETCH = 1  # an engine will ask for it
-    SAVE = 2  # write-behind: nobody waits
+    SAVE = 2  # no engine waits
 
 
 class Lane(enum.Enum):
-    """What a task may have to wait for."""
+    """The resource that a task may have to wait for."""
 
     MEMORY = "memory"
     DISK = "disk"
 
 
 class Mover:
-    """``threads`` workers for tasks in memory and ``disk_threads`` for those that may wait for the disk.
-    Within a lane, tasks of equal priority run in the order they came.
+    """``threads`` workers for tasks in memory and ``disk_threads`` for tasks that may wait for the disk.
+    Within a lane, tasks of equal priority run in order of arrival.
 
-    Tasks must not raise: each handles its own I/O errors. One that does is a bug; it is logged and counted in
-    ``failed_tasks`` so that the other tasks go on.
+    Tasks must not raise: each handles its own I/O errors. An exception is a bug; it is logged and counted in
+    ``failed_tasks``, and the other tasks continue.
     """
 
     def __init__(self, threads: int, *, disk_threads: int = 0) -> None:
@@ -53,23 +52,23 @@ class Mover:
         }
 
     def submit(self, priority: Priority, task: Callable[[], None], *, lane: Lane = Lane.MEMORY) -> None:
-        """Queue a task. After ``close()`` it is dropped."""
+        """Queue a task. After ``close()``, tasks are dropped."""
         self._lanes[lane].submit(priority, task)
 
     @property
     def pending(self) -> int:
-        """Tasks queued or running."""
+        """Number of tasks queued or running."""
         return sum(workers.pending for workers in self._lanes.values())
 
     @property
     def failed_tasks(self) -> int:
-        """Tasks that raised."""
+        """Number of tasks that raised an exception."""
         return sum(workers.failed_tasks for workers in self._lanes.values())
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is queued or running; False when ``timeout`` seconds pass first."""
+        """Wait until no task is queued or running. Return False when ``timeout`` seconds pass first."""
         give_up = None if timeout is None else time.monotonic() + timeout
-        while self.pending:  # a task may hand on to the other lane
+        while self.pending:  # a task may submit another one to the other lane
             for workers in self._lanes.values():
                 left = None if give_up is None else max(give_up - time.monotonic(), 0.0)
                 if not workers.drain(left):
@@ -77,7 +76,7 @@ class Mover:
         return True
 
     def close(self) -> None:
-        """Run what is queued, then stop. Idempotent. Does not return while a task hangs."""
+        """Run the queued tasks, then stop. Repeated calls do nothing. Does not return while a task hangs."""
         self.drain()
         for workers in self._lanes.values():
             workers.close()
@@ -134,11 +133,12 @@ class _Workers:
                 self._running += 1
             try:
                 task()
-            except BaseException:  # noqa: BLE001  # no task, nor what somebody has called at its end, stops the others
+            # neither a task nor a callback at its end may stop the others
+            except BaseException:  # noqa: BLE001
                 self.failed_tasks += 1
                 _log.exception("a mover task failed")
             finally:
-                del task  # and what it refers to: the next one may be long in coming
+                del task  # also its references, since the next task may come late
                 with self._lock:
                     self._running -= 1
                     self._work_done.notify_all()

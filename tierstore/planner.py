@@ -1,20 +1,19 @@
-"""Load or recompute: costs in, a plan out. Pure: nothing here waits, reads a clock or does I/O.
+"""The planner: load or recompute. Costs go in, a plan comes out. Pure: no waiting, no clock, no I/O.
 
-A hit is worth loading only where loading is faster than computing, and both differ by a hundredfold between
-machines. So both are measured where they arise: a load reports how long its bytes took
+A hit is worth loading only if loading is faster than computing, and the ratio of the two varies a hundredfold
+between machines. So both are measured where they occur: a load reports how long its bytes took
 (:meth:`Planner.moved`), an engine how long its prefill steps took (:meth:`Planner.computed`).
 
-**Estimates.** Either is a line through the latest measurements, fitted by relative errors: seconds are a
-latency and so much for each byte; or so much for each token and so much for each pair of a token and one
-before it (attention). What is planned with is that line times a quantile of what the measurements took in
-excess of it: a tier that is slow once in four times counts as slow. Measurements are forgotten, so a disk
-that was slow at noon is asked again at one. A tier of which nothing is known is taken for fast, and the
-deadline is the net.
+**Estimates.** Each is a line through the latest measurements, fitted by relative errors. For a load, the
+seconds are a latency plus a time per byte. For computing, they are a time per token plus a time per pair of a
+token and an earlier one (attention). The planner uses this line times a quantile of the measured excess over
+it: a tier that is slow one time in four counts as slow. Measurements are forgotten, so a disk that was slow
+at noon is tried again at one. A tier without measurements counts as fast, and the deadline limits the damage.
 
 **The plan.** Tiers follow one another along a prompt, fastest first. A leading part is loaded and the rest is
-computed. Within a tier's part the cost of loading grows evenly, and what a token saves grows with its
-position: so the best place to stop is the end of a part, or before the first. *From both ends*, the engine
-computes from the front while pages come from the back: KV of later tokens need not be computed before it is
+computed. Within a tier's part, the cost of loading grows evenly, and the saving per token grows with its
+position. So the best place to stop is the end of a part, or before the first. *From both ends*, the engine
+computes from the front while pages are loaded from the back, so that it need not compute KV that is already
 loaded.
 
 ::
@@ -32,21 +31,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _KEPT = 24  # measurements of a tier, or of computing
-_RECENT_S = 30.0  # older ones of a tier do not count
-_QUANTILE = 0.75  # of excess over the line that is planned with
+_RECENT_S = 30.0  # older measurements of a tier do not count
+_QUANTILE = 0.75  # quantile of the excess over the line that plans use
 _LEAST_EXCESS = 1.0
-_PROBE_S = 5.0  # a tier that is declined is measured this often, by a read that nobody waits for
-_SLACK = 4.0  # a load may take so many times what was expected of it …
-_LEAST_SLACK_S = 0.02  # … and this much more
-_UNKNOWN_SHARE = 0.25  # of what computing takes: how long a load of an unknown tier may take
-_MARGIN = 0.9  # what loading and computing may take at most, over computing alone: measurements err
-_BOTH_EFFICIENCY = 0.75  # of loading and computing at once: steps and blocks wait for one another's ends
-_BURST = 0.125  # bytes that came so soon after those before them (of what they took) came together with them
+_PROBE_S = 5.0  # a declined tier is measured this often, by a read that no caller waits for
+_SLACK = 4.0  # a load may take this many times its expected time …
+_LEAST_SLACK_S = 0.02  # … plus this much
+_UNKNOWN_SHARE = 0.25  # share of the computing time that a load from an unknown tier may take
+# largest share of the time of computing alone that a plan with a load may take: measurements have errors
+_MARGIN = 0.9
+# share of the combined speed of loading and computing: steps and blocks wait for each other
+_BOTH_EFFICIENCY = 0.75
+_BURST = 0.125  # bytes that arrive within this share of the previous bytes' time belong to the same burst
 
 
 @dataclass(frozen=True, slots=True)
 class TierRate:
-    """What bytes of a tier cost: they wait ``backlog_s`` for those before them, then come after ``latency_s``
+    """The cost of a tier's bytes: they wait ``backlog_s`` for earlier ones, then arrive after ``latency_s``
     at ``bytes_per_s``."""
 
     bytes_per_s: float
@@ -54,29 +55,29 @@ class TierRate:
     backlog_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Without the backlog."""
+        """Return the seconds for ``nbytes``, without the backlog."""
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
 
 
-CLUSTER = "cluster"  # among the tiers' names: the way to pages of other hosts
+CLUSTER = "cluster"  # the name of the path to other hosts' pages, among the tiers
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """How long computing takes: ``token_s`` seconds per token, and ``pair_s`` per token and token before it
-    (attention), which is 0 where only one speed is known."""
+    """The time to compute: ``token_s`` seconds per token, plus ``pair_s`` per pair of a token and an earlier
+    token (attention). ``pair_s`` is 0 if only one speed is known."""
 
     token_s: float
     pair_s: float = 0.0
 
     def seconds(self, tokens: float, behind: float = 0) -> float:
-        """For ``tokens`` tokens after ``behind`` others whose KV is there."""
+        """Return the seconds for ``tokens`` tokens behind ``behind`` others whose KV is there."""
         return tokens * self.token_s + tokens * (behind + tokens / 2) * self.pair_s
 
 
 @dataclass(frozen=True, slots=True)
 class TierPart:
-    """Consecutive tokens of a hit that one tier holds, and their bytes. Those in HBM have none to move."""
+    """Consecutive tokens of a hit in one tier, and their bytes. Tokens in HBM have no bytes to move."""
 
     tier: str
     tokens: int
@@ -85,11 +86,12 @@ class TierPart:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Use the first ``tokens`` of the hit, and compute the rest of the prompt. Of them those before
-    ``meeting_point`` are computed and those behind it loaded, from the back, at the same time; where
-    ``meeting_point`` is not beyond what HBM holds, all are loaded. ``load_s`` and ``ttft_s`` are what is
-    expected, by the figures planned with. ``deadline_s`` is when to give the load up (None: where nothing is
-    known of computing)."""
+    """Use the first ``tokens`` of the hit, and compute the rest of the prompt.
+
+    Tokens before ``meeting_point`` are computed while those behind it are loaded from the back. If
+    ``meeting_point`` is not beyond the tokens in HBM, all are loaded. ``load_s`` and ``ttft_s`` are the
+    expected times. ``deadline_s`` is when to give up the load; None if the speed of computing is unknown.
+    """
 
     tokens: int
     meeting_point: int
@@ -97,7 +99,7 @@ class Plan:
     ttft_s: float
     deadline_s: float | None
     declined: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of the hit that are not used, by tier: loading them would be slower."""
+    """Tokens of the hit that are not used because loading them would be slower, by tier."""
 
 
 def plan(
@@ -109,12 +111,15 @@ def plan(
     block: int = 0,
     margin: float = 1.0,
 ) -> Plan:
-    """The fastest way to a prompt's first token. ``parts`` are the hit's, in the prompt's order; a tier that
-    is missing in ``rates`` costs nothing that is known. With ``block``, both ends may meet at its multiples:
-    an engine computes so many tokens at a time. A plan that loads below HBM is taken only where it takes no
-    more than ``margin`` of one that does not."""
+    """Return the fastest way to a prompt's first token.
+
+    ``parts`` are those of the hit, in prompt order. A tier missing in ``rates`` has no known cost. With
+    ``block``, both ends may meet at its multiples, because an engine computes this many tokens at a time. A
+    plan that loads from below HBM is chosen only if it takes no more than ``margin`` times the plan without
+    loads.
+    """
     held = sum(part.tokens for part in parts)
-    free = 0  # tokens that are there at once
+    free = 0  # tokens that are available at once
     for part in parts:
         if part.nbytes:
             break
@@ -159,7 +164,8 @@ def plan(
 
 
 def load_seconds(parts: Iterable[TierPart], rates: Mapping[str, TierRate]) -> float:
-    """How long these take, one after the other; a tier's backlog passes while those before it come."""
+    """Return the time to load ``parts`` one after the other. A tier's backlog passes while earlier parts
+    arrive."""
     now_s = 0.0
     for part in parts:
         rate = rates.get(part.tier)
@@ -169,7 +175,7 @@ def load_seconds(parts: Iterable[TierPart], rates: Mapping[str, TierRate]) -> fl
 
 
 def _behind(parts: Sequence[TierPart], start: int) -> list[TierPart]:
-    """What is left of ``parts`` from token ``start`` on."""
+    """Return the rest of ``parts`` from token ``start`` on."""
     behind = []
     for part in parts:
         left = min(part.tokens, max(part.tokens - start, 0))
@@ -182,7 +188,8 @@ def _behind(parts: Sequence[TierPart], start: int) -> list[TierPart]:
 def _meeting_point(
     parts: Sequence[TierPart], free: int, end: int, rates: Mapping[str, TierRate], prefill: Prefill
 ) -> int:
-    """The first token behind which all is loaded no later than all before it is computed."""
+    """Return the first token at which loading everything behind it takes no longer than computing everything
+    before it."""
     low, high = free, end
     while low < high:
         middle = (low + high) // 2
@@ -190,26 +197,26 @@ def _meeting_point(
             high = middle
         else:
             low = middle + 1
-    # One token further on the front may be what takes longer.
+    # At this token, computing may be the slower side: then the token before it may be better.
     before = max(low - 1, free)
     front_s = prefill.seconds(low - free, free)
     return before if load_seconds(_behind(parts, before), rates) < front_s else low
 
 
 def _deadline_s(load_s: float, compute_s: float, *, known: bool) -> float:
-    """When a load has lost: never before it was expected, and where that leaves room, before computing would
-    have been done."""
+    """Return when to give up a load: never before its expected time, and if possible before computing would
+    be done."""
     if not known:
         return max(load_s, _UNKNOWN_SHARE * compute_s)
     return max(load_s, min(compute_s, load_s * _SLACK + _LEAST_SLACK_S))
 
 
-# -- measuring -----------------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------------
 
 
 def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """``(p, q)``, neither below 0, that make ``p * x + q * y`` nearest to ``seconds``, by relative errors,
-    over ``(x, y, seconds)`` with seconds above 0."""
+    """Return ``(p, q)``, both at least 0, such that ``p * x + q * y`` is nearest to ``seconds``, by relative
+    errors, over points ``(x, y, seconds)`` with positive seconds."""
     rows = [(x / s, y / s) for x, y, s in points]
     aa = sum(a * a for a, _ in rows)
     ab = sum(a * b for a, b in rows)
@@ -228,7 +235,7 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
 
 
 def fit_prefill(points: Sequence[tuple[float, float, float]]) -> Prefill:
-    """From ``(tokens, behind, seconds)`` of measured steps, one at least."""
+    """Return the line through ``(tokens, behind, seconds)`` of measured steps; at least one."""
     return Prefill(*fit_line([(n, n * (behind + n / 2), s) for n, behind, s in points if s > 0]))
 
 
@@ -240,16 +247,17 @@ class _Measured:
 
 
 class RateEstimate:
-    """What bytes of one tier cost, from its latest loads."""
+    """The cost of one tier's bytes, from its latest loads."""
 
     def __init__(self) -> None:
         self._moves: deque[_Measured] = deque(maxlen=_KEPT)
-        self._late: _Measured | None = None  # since the last of them: what did not come in so many seconds
+        # bytes that did not arrive within some seconds, since the last measurement
+        self._late: _Measured | None = None
         self._reported: tuple[TierRate, float] | None = None
 
     def moved(self, nbytes: float, seconds: float, now_s: float) -> None:
-        """Of bytes that waited while those before them came, only the time after that counts; what came in
-        one burst counts together."""
+        """Add a measurement. If the bytes waited for earlier ones, only the time after that counts. Bytes
+        that arrived in one burst count together."""
         if nbytes <= 0:
             return
         self._late = None
@@ -263,20 +271,21 @@ class RateEstimate:
         self._moves.append(_Measured(nbytes, max(seconds, 1e-9), now_s))
 
     def late(self, nbytes: float, seconds: float, now_s: float) -> None:
-        """Bytes have not come in so many seconds: they take no less."""
+        """Note that bytes have not arrived within ``seconds``: they take at least that long."""
         self._late = _Measured(nbytes, seconds, now_s)
 
     def report(self, rate: TierRate, now_s: float) -> None:
-        """Somebody else has measured it: that counts where we have not, and its backlog in any case."""
+        """Use a rate measured elsewhere. It counts without measurements of our own; its backlog always
+        counts."""
         self._reported = rate, now_s
 
     def measured_at(self) -> float:
-        """When it was measured last."""
+        """Return the time of the last measurement."""
         latest = self._late or (self._moves[-1] if self._moves else None)
         return latest.at_s if latest is not None else -math.inf
 
     def rate(self, now_s: float) -> TierRate | None:
-        """None when nothing is known."""
+        """Return the rate; None if nothing is known."""
         reported = (
             self._reported[0]
             if self._reported is not None and now_s - self._reported[1] <= _RECENT_S
@@ -288,7 +297,7 @@ class RateEstimate:
             return reported if late is None else TierRate(late.nbytes / late.seconds)
         byte_s, latency_s = fit_line([(move.nbytes, 1.0, move.seconds) for move in recent])
         excess = _pessimistic([m.seconds / (m.nbytes * byte_s + latency_s) for m in recent])
-        if not byte_s:  # all of one size: the latency cannot be told apart from the bytes
+        if not byte_s:  # all of one size: the latency cannot be separated from the bytes
             byte_s, latency_s = latency_s / max(move.nbytes for move in recent), 0.0
         if late is not None:
             excess = max(excess, late.seconds / (late.nbytes * byte_s + latency_s))
@@ -297,7 +306,7 @@ class RateEstimate:
 
 
 class PrefillEstimate:
-    """How fast an engine computes, from its latest steps. Those of one size and different positions tell the
+    """How fast an engine computes, from its latest steps. Steps of one size at different positions tell the
     two speeds apart."""
 
     def __init__(self) -> None:
@@ -308,8 +317,8 @@ class PrefillEstimate:
             self._steps.append((tokens, behind, seconds))
 
     def prefill(self) -> Prefill | None:
-        """None when nothing is known. Taken from the middle of the measurements: pessimism belongs to what
-        is to be loaded."""
+        """Return the speed; None if nothing is known. It is the median of the measurements: only loads are
+        planned pessimistically."""
         if not self._steps:
             return None
         line = fit_prefill(self._steps)
@@ -324,13 +333,13 @@ def _pessimistic(excess: list[float]) -> float:
 
 
 class Planner:
-    """The estimates of one store and its engine, and plans made with them. Thread-safe. All times are of the
+    """The estimates of one store and its engine, and plans based on them. Thread-safe. All times are of the
     caller's clock.
 
     >>> planner = Planner()
     >>> planner.computed(1000, 0, 1.0)
     >>> planner.moved("disk", 1e6, 2.0, now_s=0.0)
-    >>> planner.plan([Part("disk", 1000, 1e6)], 1001, now_s=0.0).declined
+    >>> planner.plan([TierPart("disk", 1000, 1e6)], 1001, now_s=0.0).declined
     {'disk': 1000}
     """
 
@@ -341,51 +350,51 @@ class Planner:
         self._probed: dict[str, float] = {}
 
     def moved(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
-        """So many bytes of a tier came in so many seconds."""
+        """Note that ``nbytes`` of a tier arrived in ``seconds``."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).moved(nbytes, seconds, now_s)
 
     def late(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
-        """So many bytes of a tier did not come in so many seconds."""
+        """Note that ``nbytes`` of a tier did not arrive within ``seconds``."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).late(nbytes, seconds, now_s)
 
     def report(self, tier: str, rate: TierRate, *, now_s: float) -> None:
-        """What a daemon knows of its tier."""
+        """Use a daemon's rate of its tier."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).report(rate, now_s)
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """An engine computed ``tokens`` tokens of a prompt after ``behind`` others."""
+        """Note that an engine computed ``tokens`` tokens of a prompt after ``behind`` others."""
         with self._lock:
             self._prefill.computed(tokens, behind, seconds)
 
     def prefill(self) -> Prefill | None:
-        """How fast the engine computes; None before it has said so."""
+        """Return how fast the engine computes; None before its first report."""
         with self._lock:
             return self._prefill.prefill()
 
     def rates(self, now_s: float) -> dict[str, TierRate]:
-        """What is known of the tiers."""
+        """Return the known rates of the tiers."""
         with self._lock:
             found = {tier: estimate.rate(now_s) for tier, estimate in self._estimates.items()}
         return {tier: rate for tier, rate in found.items() if rate is not None}
 
     def plan(self, parts: Sequence[TierPart], prompt_tokens: int, *, now_s: float, block: int = 0) -> Plan:
-        """See :func:`plan`."""
+        """Return the fastest plan by the present estimates; see :func:`plan`."""
         rates = self.rates(now_s)
         return plan(parts, prompt_tokens, rates, self.prefill(), block=block, margin=_MARGIN)
 
     def meeting_point(self, parts: Sequence[TierPart], front: int, *, now_s: float) -> int:
-        """Where computing from token ``front`` on meets the loading of ``parts`` from their end; ``front``
-        itself where computing would not help, or nothing is known."""
+        """Return where computing from token ``front`` on meets the loading of ``parts`` from their end.
+        Return ``front`` if computing would not help, or nothing is known."""
         prefill = self.prefill()
         if prefill is None:
             return front
         return _meeting_point(parts, front, sum(part.tokens for part in parts), self.rates(now_s), prefill)
 
     def take_probe(self, tier: str, now_s: float) -> bool:
-        """Whether a tier that was declined should be measured now, while nobody waits. Counts as done."""
+        """Return whether to measure a declined tier now, while no caller waits. Counts as measured."""
         with self._lock:
             rate = self._estimates.get(tier)
             latest = max(

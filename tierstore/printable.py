@@ -1,10 +1,11 @@
-"""Text from elsewhere, made safe to show: a model, a tenant or a client has whatever name somebody chose."""
+"""Makes text from outside safe to show: names of models, tenants and clients are arbitrary."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""Escape what would not be seen as itself: control characters, line ends, marks that turn text around.
+    r"""Escape characters that are not visible as themselves: control characters, line ends, marks that change
+    the direction of text.
 
     >>> print(printable("llama\x1b[2J\n\u202e3"))
     llama\x1b[2J\n\u202e3

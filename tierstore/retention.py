@@ -1,13 +1,13 @@
-"""Which places of a conversation are worth keeping windows and states for. Pure.
+"""Which points of a conversation are worth keeping windows and states for. Pure.
 
-Of a layer group of which a hit needs every token, all pages are kept. Of the others a hit needs those at its
-end, so they are kept at *save points* only: the ends of prompts and of turns, where prompts part, and now
-and then on the way (:func:`checkpoint_tokens`).
+If a hit needs every token of a layer group, all its pages are kept. From other groups, a hit needs only the
+pages at its end. So these are kept only at *save points*: the ends of prompts and of turns, points where
+prompts diverge, and some points in between (:func:`checkpoint_tokens`).
 
-A conversation is gone on with at its end. Once it has been saved to a later end, the earlier one is of use to
-whoever goes back to about there, and the nearest save point before it would nearly do. So of the ends of one
-conversation the last one stays, and of those before it one in each stretch of ``distance`` tokens: the last
-that lies in it (:func:`superseded`). Checkpoints are a distance apart and end such stretches, so they stay.
+A conversation usually continues at its end. Once it was saved to a later end, an earlier end helps only a
+request that returns to about there, and the nearest save point before it would be almost as good. So the
+last end of a conversation stays. Among the earlier ends, one stays in each stretch of ``distance`` tokens:
+the last in it (:func:`superseded`). Checkpoints are a distance apart and end such stretches, so they stay.
 
 >>> superseded([1000, 3000, 9000], end=12000, distance=8192)
 [1000, 9000]
@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from tierstore.groups import GroupRule, Past
 from tierstore.spec import KVSpec
 
-_SHARE = 16  # checkpoints take one part of so many of what keeping all KV takes
-_LEAST_CHUNKS = 16  # between two checkpoints, where there is no KV to compare with
+_SHARE = 16  # checkpoints take 1/16 of the bytes for keeping all KV
+_LEAST_CHUNKS = 16  # between two checkpoints, if there is no KV to compare with
 
 
 def checkpoint_tokens(spec: KVSpec) -> int:
-    """How far apart checkpoints are, in whole chunks: so far that they take a sixteenth of the bytes that the
-    KV of all tokens in between takes. 0 where hits need every token of every group, and none is needed.
+    """Return the distance between checkpoints, in whole chunks. With this distance, a checkpoint takes 1/16
+    of the bytes of all KV between two of them. 0 if hits need every token of every group, so that none is
+    needed.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (5,), 1, 128), LayerGroup(
@@ -50,16 +51,16 @@ def checkpoint_tokens(spec: KVSpec) -> int:
 
 
 def _most_pages(rule: GroupRule, chunk_tokens: int) -> int:
-    """Of a group that a hit may need, where it ends at a chunk's end."""
+    """Return the pages of a group that a hit may need at the end of a chunk."""
     if rule.past is Past.STATE:
         return 1
     return -(-rule.tokens // chunk_tokens)
 
 
 def superseded(points: Sequence[int], end: int, distance: int) -> list[int]:
-    """Those save points of a conversation that are not worth keeping since it has been saved up to ``end``:
-    all in tokens. A stretch begins behind a multiple of ``distance`` and ends at the next one. With a
-    distance of 0, all earlier ones go."""
+    """Return the save points of a conversation that are no longer worth keeping after it was saved up to
+    ``end``. All are in tokens. A stretch begins behind a multiple of ``distance`` and ends at the next one.
+    With a distance of 0, all earlier points are returned."""
     earlier = sorted({point for point in points if point < end})
     return [
         point

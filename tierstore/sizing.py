@@ -1,9 +1,10 @@
-"""How many bytes a model's KV takes: by layer group, for a token and for a session. Pure, and without torch.
+"""The size of a model's KV: by layer group, for a token and for a session. Pure, and without torch.
 
-What layers remember is read from a Hugging Face ``config.json``, or from one of ``PRESETS``: the shapes of
-models that are served often, from their published configurations. A session is what its next turn needs:
-every token of full attention and latents, of a window the pages that cover its last tokens, of a recurrent
-state one snapshot."""
+The kinds of layers are read from a Hugging Face ``config.json``, or from one of ``PRESETS``: the shapes of
+popular models, from their published configurations. The size of a session is what its next turn needs: every
+token of full attention and latents, the pages of a window that cover its last tokens, one snapshot of a
+recurrent state.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from typing import Any
 from tierstore.errors import SpecError
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, LayerGroup, LayerKind
 
-# Fields of models whose layers differ, where no list says which is which.
+# Fields of models with different layers, in which no list says which layer is which.
 _MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
-_STATE_BYTES = 4  # a number of a recurrent state: kept as float32, whatever the model's dtype
+_STATE_BYTES = 4  # a number of a recurrent state, stored as float32 with any model dtype
 
 
 def _dense(layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """Of one layer group. ``token_bytes`` are added by each token, ``state_bytes`` are the group's whole
+    """The size of one layer group. Each token adds ``token_bytes``. ``state_bytes`` is the group's whole
     state."""
 
     group: LayerGroup
@@ -86,22 +87,22 @@ class GroupSize:
     state_bytes: int
 
     def session_bytes(self, tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
-        """That the next turn of a session of so many tokens needs, in whole pages."""
+        """Return the bytes that the next turn of a session of ``tokens`` tokens needs, in whole pages."""
         pages = -(-tokens // chunk_tokens)
         window = self.group.window
         if window is not None:
-            # The last tokens seen may begin and end inside of pages.
+            # The last tokens may begin and end inside pages.
             pages = min(pages, -(-(window - 1) // chunk_tokens) + 1)
         return int(pages * chunk_tokens * self.token_bytes) + (self.state_bytes if tokens else 0)
 
     def all_bytes(self, tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
-        """The same where every token is kept."""
+        """Return the bytes of a session if every token is kept."""
         return int(-(-tokens // chunk_tokens) * chunk_tokens * self.token_bytes) + self.state_bytes
 
 
 def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[GroupSize]:
-    """By layer group. ``dtype`` overrides the model's own. Raises :class:`SpecError` for what is not
-    understood.
+    """Return the sizes of all layer groups. ``dtype`` overrides the model's own. Raise :class:`SpecError` for
+    a configuration that is not understood.
 
     >>> [group] = group_sizes(PRESETS["llama-3-8b"])
     >>> group.token_bytes, group.session_bytes(100_000)
@@ -124,7 +125,7 @@ def _groups(config: Mapping[str, Any]) -> list[LayerGroup]:
     named = _named_layers(config)
     layers = _count(config, "num_hidden_layers") if named is None else len(named)
     if named is None and (odd := sorted(name for name in config if _MIXED.match(name))):
-        raise SpecError(f"config.json: {', '.join(odd)}: how such layers remember is not understood")
+        raise SpecError(f"config.json: {', '.join(odd)}: the layers of such models are not supported")
     if config.get("kv_lora_rank"):
         width = _count(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
         return [LayerGroup(LayerKind.MLA_LATENT, tuple(range(layers)), 1, width)]
@@ -148,17 +149,17 @@ LAYER_KINDS = {
     "sliding_attention": LayerKind.SLIDING_WINDOW,
     "chunked_attention": LayerKind.CHUNKED_ATTENTION,
     "linear_attention": LayerKind.RECURRENT_STATE,
-    # Before transformers 5:
+    # Names before transformers 5:
     "attention": LayerKind.FULL_ATTENTION,
     "mamba": LayerKind.RECURRENT_STATE,
 }
-"""What ``layer_types`` of a ``config.json`` calls the kinds of layers."""
+"""Names of layer kinds in ``layer_types`` of a ``config.json``."""
 BLOCK_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-"""What the letters of Nemotron-H's ``hybrid_override_pattern`` stand for."""
+"""Meaning of the letters in Nemotron-H's ``hybrid_override_pattern``."""
 
 
 def _named_layers(config: Mapping[str, Any]) -> list[str] | None:
-    """What a list in ``config`` calls its layers. Nemotron-H's blocks that are an MLP are left out."""
+    """Return the names of the layers in a list in ``config``. MLP blocks of Nemotron-H are left out."""
     blocks = config.get("layers_block_type")
     if blocks is None and (pattern := config.get("hybrid_override_pattern")):
         blocks = [BLOCK_PATTERN.get(each, each) for each in str(pattern)]
@@ -168,7 +169,7 @@ def _named_layers(config: Mapping[str, Any]) -> list[str] | None:
     if named is None:
         return None
     if len(named) != _count(config, "num_hidden_layers"):
-        raise SpecError(f"config.json: layer_types names {len(named)} layers: not understood")
+        raise SpecError(f"config.json: layer_types names {len(named)} layers, not num_hidden_layers")
     return [str(each) for each in named]
 
 
@@ -176,13 +177,13 @@ def _layer_kinds(config: Mapping[str, Any], layers: int, named: list[str] | None
     if named is not None:
         unknown = sorted(set(named) - LAYER_KINDS.keys())
         if unknown:
-            raise SpecError(f"config.json: layer_types names {unknown}: not understood")
+            raise SpecError(f"config.json: layer_types names {unknown}, which are not supported")
         return [LAYER_KINDS[each] for each in named]
     if every := config.get("full_attention_interval"):
         recurrent = LayerKind.RECURRENT_STATE
         return [LayerKind.FULL_ATTENTION if (at + 1) % every == 0 else recurrent for at in range(layers)]
     full, window, chunk = LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION
-    if config.get("attention_chunk_size"):  # Llama 4: layers without RoPE attend to everything
+    if config.get("attention_chunk_size"):  # Llama 4: layers without RoPE attend to all tokens
         with_rope = config.get("no_rope_layers") or [
             (at + 1) % int(config.get("no_rope_layer_interval") or 4) for at in range(layers)
         ]
@@ -192,7 +193,7 @@ def _layer_kinds(config: Mapping[str, Any], layers: int, named: list[str] | None
     every = config.get("sliding_window_pattern") or (2 if config.get("model_type") == "gemma2" else None)
     if every:
         return [full if (at + 1) % every == 0 else window for at in range(layers)]
-    first = int(config.get("max_window_layers") or 0)  # Qwen2: those before it have none
+    first = int(config.get("max_window_layers") or 0)  # Qwen2: layers before it have no window
     return [window if at >= first else full for at in range(layers)]
 
 
@@ -205,7 +206,7 @@ def _window(config: Mapping[str, Any], kind: LayerKind) -> int | None:
 
 
 def _state_bytes(config: Mapping[str, Any]) -> int:
-    """Of one layer: a matrix for each head, and the convolution's last inputs."""
+    """Return the state bytes of one layer: a matrix for each head, and the convolution's last inputs."""
     if config.get("linear_num_value_heads"):  # gated delta
         keys = _count(config, "linear_num_key_heads") * _count(config, "linear_key_head_dim")
         values = _count(config, "linear_num_value_heads") * _count(config, "linear_value_head_dim")
@@ -222,11 +223,12 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
         else:
             values *= _count(config, "mamba_d_head")
         return _mamba2_bytes(config, values, "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-    raise SpecError("config.json: what its layers with a recurrent state keep is not understood")
+    raise SpecError("config.json: its layers with a recurrent state are not supported")
 
 
 def _mamba2_bytes(config: Mapping[str, Any], values: int, size: str, groups: str, width: str) -> int:
-    """Of one layer with so many values; the rest is in the fields of these names."""
+    """Return the state bytes of one layer with this many values. The names are those of the fields with the
+    other sizes."""
     state = _count(config, size)
     channels = values + 2 * _count(config, groups) * state
     return (values * state + channels * (_count(config, width) - 1)) * _STATE_BYTES
@@ -235,10 +237,10 @@ def _mamba2_bytes(config: Mapping[str, Any], values: int, size: str, groups: str
 def _count(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"config.json: {name} is {value!r}: a number of at least 1 is needed")
+        raise SpecError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
     return value
 
 
 def fitting(capacity: int, session_bytes: Iterable[int]) -> int:
-    """How many sessions find room."""
+    """Return how many sessions fit."""
     return capacity // max(sum(session_bytes), 1)

@@ -1,4 +1,4 @@
-"""What one page of a model's KV cache looks like: which layers, how many bytes, what lies where.
+"""The layout of one page of a model's KV cache: which layers it has, how many bytes, and where they are.
 
 A page holds the keys and values of one chunk (``chunk_tokens`` consecutive tokens) for **all** layers,
 contiguous, in this order::
@@ -7,10 +7,10 @@ contiguous, in this order::
 
     [layer]([K|V][kv_head][token][head_dim], then scales [K|V][kv_head][token])     where KV is quantised
 
-so that a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is a contiguous
-``chunk_tokens × head_dim`` matrix for an attention kernel. Layers that keep their state differently get
-a :class:`LayerGroup` of their own. Groups of one page follow one another in the order given; where each is to
-have pages of its own, :meth:`KVSpec.split` says what those look like.
+So a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is a contiguous
+``chunk_tokens × head_dim`` matrix for an attention kernel. Layers that store their state in different ways
+are in different :class:`LayerGroup` objects. The groups of a page follow one another in the given order. If
+each group has pages of its own, :meth:`KVSpec.split` returns their layouts.
 
 >>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
 >>> spec.page_bytes
@@ -32,8 +32,8 @@ from tierstore.errors import SpecError
 
 DEFAULT_CHUNK_TOKENS = 64
 
-MIN_BYTES_PER_TOKEN = 32  # of a page: its token ids are kept in memory besides its bytes
-MAX_TOKENS_OF_SMALL_PAGE = 128  # such a page takes 4 KiB of every tier
+MIN_BYTES_PER_TOKEN = 32  # least size of a page: its token ids are kept in memory besides its bytes
+MAX_TOKENS_OF_SMALL_PAGE = 128  # a page this small takes 4 KiB in every tier
 
 DTYPE_BITS: Mapping[str, int] = {
     "float32": 32,
@@ -43,7 +43,7 @@ DTYPE_BITS: Mapping[str, int] = {
     "float8_e5m2": 8,
     "int8": 8,
     "int4": 4,  # the first of two numbers is the low half of their byte
-    "uint8": 8,  # of opaque pages
+    "uint8": 8,  # for opaque pages
 }
 
 SCALE_BYTES = 2  # a scale is a bfloat16
@@ -53,16 +53,16 @@ class LayerKind(str, enum.Enum):
     """How a layer remembers the past."""
 
     FULL_ATTENTION = "full_attention"  # K and V of every token (MHA, GQA, MQA)
-    SLIDING_WINDOW = "sliding_window"  # K and V, of which only the last `window` tokens are read
+    SLIDING_WINDOW = "sliding_window"  # K and V; only the last `window` tokens are read
     CHUNKED_ATTENTION = "chunked_attention"  # K and V, read within chunks of `window` tokens
     MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
     RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
-    OPAQUE = "opaque"  # whatever another engine keeps: bytes in that engine's own order
+    OPAQUE = "opaque"  # bytes in another engine's own order
 
 
 _KEYS_AND_VALUES = (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
 _WINDOWED = (LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
-_STATES = (LayerKind.RECURRENT_STATE, LayerKind.OPAQUE)  # so many bytes, and no tiles
+_STATES = (LayerKind.RECURRENT_STATE, LayerKind.OPAQUE)  # plain bytes, without tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of the model that keep their state in the same way.
+    """Layers of the model that store their state in the same way.
 
-    ``layers`` are indices into the model's layers, ascending. ``head_dim`` is the width of one vector:
-    of a head's K or V, or of the latent (with its RoPE part) for MLA. ``window`` is in tokens and only for
-    sliding windows and attention chunks; ``state_bytes`` is per layer and only for recurrent state, which has
-    no tokens, and for opaque pages.
+    ``layers`` are indices into the model's layers, ascending. ``head_dim`` is the width of one vector: of a
+    head's K or V, or of the latent (with its RoPE part) for MLA. ``window`` is in tokens, and only for
+    sliding windows and attention chunks. ``state_bytes`` is per layer, and only for recurrent state, which
+    has no tokens, and for opaque pages.
     """
 
     kind: LayerKind
@@ -96,35 +96,36 @@ class LayerGroup:
 
     @property
     def planes(self) -> int:
-        """2 where K and V are kept apart, 1 for a latent or a state."""
+        """2 if K and V are stored separately, 1 for a latent or a state."""
         return 2 if self.kind in _KEYS_AND_VALUES else 1
 
     @property
     def label(self) -> str:
-        """What its layers keep, for people: ``full attention``, ``sliding window 1,024``."""
+        """The content of its layers, for people: ``full attention``, ``sliding window 1,024``."""
         return self.kind.value.replace("_", " ") + (f" {self.window:,}" if self.window else "")
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The page layout of one model. Raises :class:`SpecError` when the parts do not fit together."""
+    """The page layout of one model. Raise :class:`SpecError` if the parts do not fit together."""
 
     groups: tuple[LayerGroup, ...]
     dtype: str
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     hashed: bool = False
-    """The "tokens" of a page are the words of a hash that the engine names it by, and no token ids."""
+    """Whether the "tokens" of a page are the words of a hash that the engine names it by, and not token
+    ids."""
     value_dtype: str | None = None
-    """Of V, where it is another than K's."""
+    """Dtype of V, if it differs from K's."""
     scaled: bool = False
-    """Each vector has a scale. A layer's are behind its tiles, so that they come and go with it."""
+    """Whether each vector has a scale. A layer's scales are behind its tiles, so that they move with it."""
 
     def __post_init__(self) -> None:
         for dtype in self._dtypes:
             if dtype not in DTYPE_BITS:
                 raise SpecError(f"unknown KV dtype {dtype!r} (known: {', '.join(DTYPE_BITS)})")
         if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < 1:
-            raise SpecError(f"chunk_tokens must be a whole number of at least 1, not {self.chunk_tokens!r}")
+            raise SpecError(f"chunk_tokens must be a whole number of at least 1, got {self.chunk_tokens!r}")
         layers = [layer for group in self.groups for layer in group.layers]
         if not layers or len(set(layers)) != len(layers):
             raise SpecError("every layer must be in exactly one layer group, and there must be at least one")
@@ -133,7 +134,7 @@ class KVSpec:
             self._check_vectors(group)
         check_page(self.page_bytes, self.chunk_tokens)
 
-    # -- making one ----------------------------------------------------------------------------------
+    # -- constructors --------------------------------------------------------------------------------
 
     @classmethod
     def uniform(
@@ -147,15 +148,16 @@ class KVSpec:
         value_dtype: str | None = None,
         scaled: bool = False,
     ) -> KVSpec:
-        """A model whose layers are all full attention with the same heads (Llama, Qwen, Mistral)."""
+        """Return the spec of a model whose layers are all full attention with the same heads (Llama, Qwen,
+        Mistral)."""
         group = LayerGroup(LayerKind.FULL_ATTENTION, tuple(range(layers)), kv_heads, head_dim)
         return cls((group,), dtype, chunk_tokens, value_dtype=value_dtype, scaled=scaled)
 
     @classmethod
     def opaque(cls, page_bytes: int, *, chunk_tokens: int, hashed: bool = False) -> KVSpec:
-        """Pages of another engine, of which nothing is known but their size. Such a page is found by the key
-        that the engine gave its chunk, and whole: what part of it belongs to which token is not known. What
-        the bytes mean has to be told apart by the identity (``Identity.codec``)."""
+        """Return the spec of another engine's pages. Only their size is known. Such a page is found
+        only as a whole, by the key that the engine gave its chunk, because its bytes cannot be assigned to
+        tokens. The identity (``Identity.codec``) must tell different meanings of the bytes apart."""
         group = LayerGroup(LayerKind.OPAQUE, (0,), state_bytes=page_bytes)
         return cls((group,), "uint8", chunk_tokens, hashed)
 
@@ -167,11 +169,11 @@ class KVSpec:
         dtype: str | None = None,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     ) -> KVSpec:
-        """The spec of a Hugging Face ``config.json`` (as a mapping).
+        """Return the spec of a Hugging Face ``config.json`` (as a mapping).
 
         ``dtype`` overrides the checkpoint's own. Understands full attention (MHA, GQA, MQA), per-layer
-        sliding windows and MLA; raises :class:`SpecError` where a field is missing or a layer keeps
-        something else (recurrent layers).
+        sliding windows and MLA. Raise :class:`SpecError` if a field is missing or a layer stores something
+        else (recurrent layers).
         """
         config = config.get("text_config") or config
         layers = _positive(config, "num_hidden_layers")
@@ -195,7 +197,7 @@ class KVSpec:
 
     @property
     def dtype_bytes(self) -> int:
-        """Of a number of K; of two where it is narrower than a byte."""
+        """Bytes of a number of K, or of two numbers if they are narrower than a byte."""
         return max(DTYPE_BITS[self.dtype] // 8, 1)
 
     @property
@@ -209,12 +211,12 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> float:
-        """KV bytes that one token adds, all layers."""
+        """KV bytes that one token adds, over all layers."""
         return self.page_bytes / self.chunk_tokens
 
     def split(self) -> tuple[KVSpec, ...]:
-        """One spec for each layer group, in the order of ``groups``: pages of their own, of the same chunks.
-        A spec of one group is its own only part.
+        """Return one spec for each layer group, in the order of ``groups``, for separate pages of the same
+        chunks. A spec of one group is its own only part.
 
         >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
         ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=512
@@ -227,19 +229,19 @@ class KVSpec:
         return tuple(replace(self, groups=(group,)) for group in self.groups)
 
     def layer(self, layer: int) -> ByteRange:
-        """Where layer ``layer`` (the model's own index) lies within a page."""
+        """Return where layer ``layer`` (the model's own index) is within a page."""
         group, start = self._layer_starts[layer]
         return ByteRange(start, start + self._layer_bytes(group))
 
     def tile(self, layer: int, plane: int, head: int) -> ByteRange:
-        """Where one head's ``chunk_tokens × head_dim`` matrix lies; ``plane`` is 0 for K, 1 for V."""
+        """Return where one head's ``chunk_tokens × head_dim`` matrix is. ``plane`` is 0 for K, 1 for V."""
         group, start = self._tiles_of(layer, plane, head)
         sizes = [self._tile_bytes(group, each) for each in range(plane + 1)]
         offset = start + group.kv_heads * sum(sizes[:plane]) + head * sizes[plane]
         return ByteRange(offset, offset + sizes[plane])
 
     def scales(self, layer: int, plane: int, head: int) -> ByteRange:
-        """Where the scales of the vectors in :meth:`tile` lie, one for each token."""
+        """Return where the scales of the vectors in :meth:`tile` are, one for each token."""
         if not self.scaled:
             raise SpecError("pages of this layout have no scales")
         group, start = self._tiles_of(layer, plane, head)
@@ -250,13 +252,14 @@ class KVSpec:
     def _tiles_of(self, layer: int, plane: int, head: int) -> tuple[LayerGroup, int]:
         group, start = self._layer_starts[layer]
         if group.kind in _STATES:
-            raise SpecError(f"layer {layer} is kept as {group.kind.value}, which has no tiles")
+            raise SpecError(f"layer {layer} is stored as {group.kind.value}, which has no tiles")
         if not (0 <= plane < group.planes and 0 <= head < group.kv_heads):
             raise SpecError(f"layer {layer} has no tile (plane {plane}, head {head})")
         return group, start
 
     def describe(self) -> str:
-        """The layout as one line of text. Equal lines mean equal bytes: it goes into the identity."""
+        """Return the layout as one line of text, which is part of the identity. Equal lines mean equal
+        bytes."""
         dtype = self.dtype + (f"/{self.value_dtype}" if self.value_dtype else "") + "+scales" * self.scaled
         parts = ["hashed"] * self.hashed + [f"chunk={self.chunk_tokens}", f"dtype={dtype}"]
         for group in self.groups:
@@ -269,7 +272,8 @@ class KVSpec:
 
     @classmethod
     def parse(cls, layout: str) -> KVSpec:
-        """The spec that :meth:`describe` gives this line for. Raises :class:`SpecError` for any other."""
+        """Return the spec whose :meth:`describe` returns this line. Raise :class:`SpecError` for any other
+        text."""
         match = _LAYOUT.fullmatch(layout)
         groups = [_GROUP.fullmatch(part) for part in layout.removeprefix("hashed;").split(";")[2:]]
         if match is None or not all(groups):
@@ -284,7 +288,7 @@ class KVSpec:
                 match["values"],
                 bool(match["scaled"]),
             )
-        except ValueError as error:  # a number of thousands of digits
+        except ValueError as error:  # a number with thousands of digits
             raise SpecError("not a page layout: a number in it is too long") from error
         if spec.describe() != layout:
             raise SpecError(f"not a page layout: {layout!r}")
@@ -314,12 +318,12 @@ class KVSpec:
 
     @property
     def _dtypes(self) -> tuple[str, str]:
-        """Of K and of V."""
+        """The dtypes of K and of V."""
         return self.dtype, self.value_dtype or self.dtype
 
     def _check_vectors(self, group: LayerGroup) -> None:
         if any(group.head_dim * DTYPE_BITS[dtype] % 8 for dtype in self._dtypes):
-            raise SpecError(f"{group.head_dim} numbers of {'/'.join(self._dtypes)} fill no whole bytes")
+            raise SpecError(f"{group.head_dim} numbers of {'/'.join(self._dtypes)} do not fill whole bytes")
         if self.scaled and group.kind not in _STATES and self._tiles_bytes(group) % SCALE_BYTES:
             raise SpecError("the scales of a layer would begin at an odd byte: make chunks longer")
 
@@ -344,23 +348,24 @@ def _parsed_group(group: re.Match[str]) -> LayerGroup:
 
 
 def check_page(page_bytes: int, chunk_tokens: int) -> None:
-    """Raise :class:`SpecError` for pages so small that the ids of their tokens could outgrow the tier that
-    holds their bytes.
+    """Raise :class:`SpecError` for pages that are so small that the ids of their tokens could outgrow the
+    tier that holds their bytes.
 
     >>> check_page(1 << 20, chunk_tokens=64)
     >>> check_page(4096, chunk_tokens=1024)
     Traceback (most recent call last):
-    tierstore.errors.SpecError: pages of 4096 bytes hold 128 tokens at most, not 1024: make chunks shorter
+    tierstore.errors.SpecError: pages of 4096 bytes hold at most 128 tokens, got 1024: make chunks shorter
     """
     most = max(page_bytes // MIN_BYTES_PER_TOKEN, MAX_TOKENS_OF_SMALL_PAGE)
     if chunk_tokens > most:
         raise SpecError(
-            f"pages of {page_bytes} bytes hold {most} tokens at most, not {chunk_tokens}: make chunks shorter"
+            f"pages of {page_bytes} bytes hold at most {most} tokens, got {chunk_tokens}: make chunks shorter"
         )
 
 
 def layers_label(layout: str) -> str:
-    """What pages of a layout (``KVSpec.describe()``'s line) hold, for people; ``–`` where it is none."""
+    """Return what pages of a layout (``KVSpec.describe()``'s line) hold, for people; ``–`` if it is no
+    layout."""
     try:
         return ", ".join(group.label for group in KVSpec.parse(layout).groups)
     except SpecError:
@@ -368,18 +373,18 @@ def layers_label(layout: str) -> str:
 
 
 def is_opaque(layout: str) -> bool:
-    """Whether ``KVSpec.describe()`` gave this line for opaque pages."""
+    """Return whether this ``KVSpec.describe()`` line is for opaque pages."""
     return f";{LayerKind.OPAQUE.value}[" in layout
 
 
 def is_hashed(layout: str) -> bool:
-    """Whether ``KVSpec.describe()`` gave this line for pages whose "tokens" are the words of a hash."""
+    """Return whether this ``KVSpec.describe()`` line is for pages whose "tokens" are the words of a hash."""
     return layout.startswith("hashed;")
 
 
 def has_whole_pages(layout: str) -> bool:
-    """Whether ``KVSpec.describe()`` gave this line for pages of which no part can be told apart by token: a
-    state is right behind the last token of its chunk, and nowhere else; of a hash there are no tokens."""
+    """Return whether this ``KVSpec.describe()`` line is for pages that cannot be divided by tokens. A state
+    is valid only behind the last token of its chunk, and a hash has no tokens."""
     return is_hashed(layout) or any(f";{kind.value}[" in layout for kind in _STATES)
 
 
@@ -389,32 +394,32 @@ def _check_group(group: LayerGroup) -> None:
             raise SpecError(f"a layer group of kind {group.kind.value} needs state_bytes")
     elif group.kv_heads < 1 or group.head_dim < 1:
         raise SpecError(
-            f"kv_heads and head_dim must be at least 1, not {group.kv_heads} and {group.head_dim}"
+            f"kv_heads and head_dim must be at least 1, got {group.kv_heads} and {group.head_dim}"
         )
     if (group.window is not None) != (group.kind in _WINDOWED):
-        raise SpecError("a window belongs to a sliding-window or chunked layer group, and to no other")
+        raise SpecError("only sliding-window and chunked layer groups have a window, and they must have one")
 
 
 def _positive(config: Mapping[str, Any], field: str) -> int:
     value = config.get(field)
     if not isinstance(value, int) or value < 1:
-        raise SpecError(f"config.json: {field} must be a positive integer, not {value!r}")
+        raise SpecError(f"config.json: {field} must be a positive integer, got {value!r}")
     return value
 
 
 def _layer_windows(config: Mapping[str, Any], layers: int) -> Sequence[int | None]:
-    """The attention window of each layer, None for full attention."""
+    """Return the attention window of each layer; None for full attention."""
     if mixed := [name for name in ("hybrid_override_pattern", "layers_block_type") if config.get(name)]:
-        raise SpecError(f"config.json: {mixed[0]} names layers that this version cannot keep")
+        raise SpecError(f"config.json: {mixed[0]} names layers that this version cannot store")
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        # Qwen2 carries a window that is switched off by a second field; Mistral has no such field.
+        # Qwen2 has a window that a second field disables; Mistral has no such field.
         used = window is not None and config.get("use_sliding_window", True)
         return [int(window) if used and window is not None else None] * layers
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != layers:
         raise SpecError(
-            f"config.json: layer_types names {unknown or len(kinds)}, which this version cannot keep"
+            f"config.json: layer_types names {unknown or len(kinds)}, which this version cannot store"
         )
     return [int(window) if kind == "sliding_attention" and window else None for kind in kinds]

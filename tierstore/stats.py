@@ -1,4 +1,4 @@
-"""What a store can tell about itself: frozen snapshots, and the counters behind them."""
+"""Statistics of a store: frozen snapshots, and the counters behind them."""
 
 from __future__ import annotations
 
@@ -9,52 +9,54 @@ from tierstore.core.health import TierHealth
 from tierstore.curve import CurveStats
 
 DECLINED = frozenset(f"{tier} {why}" for tier in ("host", "disk") for why in ("slower", "late"))
-"""What tokens can be declined for: by tier, and why."""
+"""The reasons for declined tokens, by tier."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Everything that is counted, since the store was opened. Guarded by the state's lock."""
+    """All counters since the store was opened. Guarded by the state's lock."""
 
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
     declined_tokens: dict[str, int] = field(default_factory=dict)
-    """Found and not loaded, by tier and reason: ``disk slower`` (than computing, by the plan), ``disk late``
-    (the load was begun, and cut off at its deadline)."""
+    """Tokens found but not loaded, by tier and reason: ``disk slower`` (than computing, by the plan),
+    ``disk late`` (the load was cut off at its deadline)."""
     expired_leases: int = 0
     loaded_pages: int = 0
-    loads_cut_short: int = 0  # fewer pages came than the hit promised
+    loads_cut_short: int = 0  # fewer pages arrived than the hit promised
     saved_pages: int = 0  # copied into the host tier
-    torn_pages: int = 0  # came by TCP with other bytes than their sender's checksum says: not stored
+    torn_pages: int = 0  # received by TCP with other bytes than their sender's checksum: not stored
     already_stored_pages: int = 0
     not_stored_pages: int = 0  # no room in the host tier, or the copy failed
     disk_written_pages: int = 0
-    disk_encoded_pages: int = 0  # of these, those that a codec keeps
-    disk_saved_bytes: int = 0  # of room on disk, by keeping these so
+    disk_encoded_pages: int = 0  # those that a codec has encoded
+    disk_saved_bytes: int = 0  # disk space saved by encoding
     disk_read_pages: int = 0
-    disk_dropped_pages: int = 0  # not written: gone before its turn, no room, or parent not on disk
-    disk_declined_pages: int = 0  # not written: computing is faster than reading them, or the budget is used
-    disk_write_errors: int = 0  # batches that the disk did not take, and probes that it did not
-    disk_read_errors: int = 0  # batches and lookups that could not be read in full: kept, a miss for now
-    disk_slow_lookups: int = 0  # that ended where memory ends, because the index was not read in time
-    disk_stalls: int = 0  # times that a call to the disk did not return for too long
-    disk_read_only_s: float = 0.0  # seconds in which nothing was written to disk
-    disk_offline_s: float = 0.0  # seconds in which the disk was not read either
-    unpinned_arenas: int = 0  # refused by the device's driver: loads from them go up by plain copies
+    disk_dropped_pages: int = 0  # not written: evicted before its turn, no room, or parent not on disk
+    # not written: computing is faster than reading them, or the budget is used up
+    disk_declined_pages: int = 0
+    disk_write_errors: int = 0  # batches and probes that the disk refused
+    # batches and lookups that could not be read completely: pages are kept, but a miss for now
+    disk_read_errors: int = 0
+    disk_slow_lookups: int = 0  # lookups that used only memory, because the index was not read in time
+    disk_stalls: int = 0  # calls to the disk that did not return for too long
+    disk_read_only_s: float = 0.0  # seconds without writes to the disk
+    disk_offline_s: float = 0.0  # seconds without reads from the disk
+    unpinned_arenas: int = 0  # refused by the device's driver: loads from them use plain copies
     disk_lost_pages: int = 0  # at open with another capacity: unreadable, or behind such a page
     damaged_pages: int = 0  # checksum mismatch or truncated: the disk has other bytes than were saved
     evicted_pages: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
 
     def decline(self, tokens: Mapping[str, int]) -> None:
-        """Add to what was declined."""
+        """Add declined tokens."""
         for why, count in tokens.items():
             self.declined_tokens[why] = self.declined_tokens.get(why, 0) + count
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier. Bytes are slots handed out, which is what counts against the capacity."""
+    """One tier. Bytes are those of allocated slots, which count against the capacity."""
 
     capacity_bytes: int
     used_bytes: int
@@ -73,8 +75,8 @@ class StoreStats:
     pending_saves: int  # pages on their way into the host tier
     pending_writes: int  # pages on their way to disk
     disk_writable: bool
-    health: Mapping[str, TierHealth]  # of the tiers that can fail
-    health_line: str  # the same for people; empty without such a tier
+    health: Mapping[str, TierHealth]  # health of the tiers that can fail
+    health_line: str  # the health for people; empty without such a tier
     failed_tasks: int
     counters: Mapping[str, int | float | Mapping[str, int]]
     curve: CurveStats = field(default_factory=CurveStats)  # what more memory would be worth
@@ -82,20 +84,20 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStats:
-    """The pool that is shared with other hosts. ``counts`` are since the start: pages and bytes ``brought``
-    and ``published``, pages ``damaged``, ``refused`` (no room there) and ``dropped`` (too many to publish),
-    looks, late ones, agents that ended and that were killed."""
+    """The shared store, through which hosts exchange pages. ``counts`` are since the start: pages and bytes
+    ``brought`` and ``published``, pages ``damaged``, ``refused`` (no room there) and ``dropped`` (too many to
+    publish), lookups, late ones, agents that ended, and agents that were killed."""
 
     url: str
     online: bool
-    trouble: str  # empty: none
+    trouble: str  # the present problem; empty without one
     transport: str
-    bytes_per_s: float  # lately
+    bytes_per_s: float  # recent rate
     counts: dict[str, int]
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The state in one line, for people."""
         state = "online" if self.online else "offline"
         return f"cluster {self.url}: {state}{f' ({self.trouble})' if self.trouble else ''}"
 
@@ -105,10 +107,10 @@ _OUT = {"host": ("loaded_pages",), "disk": ("disk_read_pages",)}
 
 
 class StoreRates:
-    """What happened between two snapshots of a store, by second. Without ``before``: since it was opened.
+    """Rates between two snapshots of a store, per second. Without ``before``: since it was opened.
 
-    Pages are what is counted, so bytes per second are pages times the mean room of those that the tier holds
-    now.
+    Counters count pages. So bytes per second are pages per second times the mean size of the pages in the
+    tier now.
     """
 
     def __init__(self, now: StoreStats, before: StoreStats | None, seconds: float) -> None:
@@ -121,14 +123,14 @@ class StoreRates:
         return self._now.tiers.keys()
 
     def of(self, name: str) -> float:
-        """Of a counter."""
+        """Return the rate of a counter."""
         new, old = self._pair(name)
         assert not isinstance(new, Mapping)
         assert not isinstance(old, Mapping)
         return (new - old) / self._seconds
 
     def by_tier(self, name: str) -> dict[str, float]:
-        """Of a counter that is kept by tier."""
+        """Return the rates of a counter that is kept by tier."""
         new, old = self._pair(name)
         assert isinstance(new, Mapping)
         before = old if isinstance(old, Mapping) else {}
@@ -136,7 +138,7 @@ class StoreRates:
 
     @property
     def hit_rate(self) -> float | None:
-        """Tokens found over tokens asked for; None where none were."""
+        """Tokens found over tokens requested; None if none were requested."""
         asked = self.of("lookup_tokens")
         return sum(self.by_tier("hit_tokens").values()) / asked if asked else None
 

@@ -1,15 +1,15 @@
 """A transfer: one asynchronous movement of pages between tiers, and how to wait for it.
 
-Producers (the store's jobs) call :meth:`Transfer.advance` as pages arrive and :meth:`Transfer.finish` at the
+Producers (the store's jobs) call :meth:`Transfer.advance` as pages arrive, and :meth:`Transfer.finish` at the
 end. Consumers poll ``done``/``progress``, block in ``wait()``, ``await`` it, or ``cancel()`` it.
 
-A transfer **always ends**: with what arrived when the deadline passes or ``cancel()`` is called. It never
-raises because a tier failed: a short result is how a miss looks here. What was asked for and what came is
-for the caller to compare.
+A transfer **always ends**. If the deadline passes or ``cancel()`` is called, its result is what has arrived.
+A failing tier never makes it raise: a short result is a miss. The caller compares the result with what it
+requested.
 
-The deadline needs no timer thread. Whoever looks at the transfer (``done``, ``wait``, ``await``) ends it when
-its time is over; an unobserved transfer that overruns hurts nobody. A producer that has other reasons to end
-early (a disk that does not answer) has them looked at in the same way.
+The deadline needs no timer thread. Any access to the transfer (``done``, ``wait``, ``await``) ends it when
+its time is over; an overdue transfer that is not accessed does no harm. A producer with other reasons to end
+early (a disk that does not answer) has them checked in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TransferState(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a transfer is. Pages that needed no copy count as done from the start."""
+    """The progress of a transfer. Pages that needed no copy count as done from the start."""
 
     pages_done: int
     pages: int
@@ -50,11 +50,11 @@ class Progress:
 class Transfer(Generic[T]):
     """One movement of ``pages`` pages (``nbytes`` bytes) whose result is a ``T``. Thread-safe.
 
-    ``settle(state)`` is called exactly once, by whichever thread ends the transfer, and returns the result;
-    it may take the store's lock, so nothing may end a transfer while holding that lock.
+    ``settle(state)`` is called exactly once, by the thread that ends the transfer, and returns the result. It
+    may take the store's lock, so no thread may end a transfer while it holds that lock.
 
-    ``look()`` is called by whoever looks at a running transfer. It may end it, must be cheap, and says after
-    how many seconds it should be called again.
+    ``look()`` is called on each access to a running transfer. It may end the transfer, must be cheap, and
+    returns the seconds until it should be called again.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Transfer(Generic[T]):
 
     @classmethod
     def completed(cls, result: T) -> Transfer[T]:
-        """A transfer that had nothing to move."""
+        """Return a transfer that has nothing to move."""
         transfer = cls(lambda _: result, pages=0, nbytes=0)
         transfer.finish()
         return transfer
@@ -94,7 +94,7 @@ class Transfer(Generic[T]):
     def __repr__(self) -> str:
         return f"Transfer({self._state.value}, {self._pages_done}/{self._pages} pages)"
 
-    # -- for whoever waits ---------------------------------------------------------------------------
+    # -- for consumers -------------------------------------------------------------------------------
 
     @property
     def state(self) -> TransferState:
@@ -112,11 +112,11 @@ class Transfer(Generic[T]):
             return Progress(self._pages_done, self._pages, self._bytes_done, self._nbytes)
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the end and return the result. Raises :class:`TimeoutError` when ``timeout`` seconds
-        pass first; the transfer then goes on. Raises :class:`StoreClosedError` in a forked child, where it
+        """Block until the end and return the result. Raise :class:`TimeoutError` when ``timeout`` seconds
+        pass first; the transfer then continues. Raise :class:`StoreClosedError` in a forked child, where it
         would never end."""
         if self._state is TransferState.RUNNING and os.getpid() != self._pid:
-            raise StoreClosedError("this transfer was begun by another process: it ends there")
+            raise StoreClosedError("this transfer was started by another process and can only end there")
         timeout = optional_seconds("timeout", timeout)
         give_up = None if timeout is None else self._clock() + timeout
         while not self.done:
@@ -132,34 +132,35 @@ class Transfer(Generic[T]):
         return self._value()
 
     def cancel(self) -> bool:
-        """End now and release what has arrived. False when it had already ended."""
+        """End now and release what has arrived. Return False if it had already ended."""
         return self._end(TransferState.CANCELLED)
 
     def __await__(self) -> Generator[object, None, T]:
         return self._wait_async().__await__()
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once ended (at once if it has): on the thread that ends it, holding no lock."""
+        """Call ``callback`` at the end (at once if it has ended), on the thread that ends it, without a
+        lock."""
         with self._changed:
             if self._state is TransferState.RUNNING:
                 self._callbacks.append(callback)
                 return
         callback()
 
-    # -- for whoever moves ---------------------------------------------------------------------------
+    # -- for producers -------------------------------------------------------------------------------
 
     @property
     def stopped(self) -> bool:
-        """Whether moving further pages is pointless. Cheap: asked before every copy."""
+        """Whether moving further pages is pointless. Cheap: checked before every copy."""
         return self.done or self._ending
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the deadline (0 when it has passed), None without one."""
+        """Seconds until the deadline (0 after it has passed); None without one."""
         return None if self._ends is None else max(self._ends - self._clock(), 0.0)
 
     def expect(self, pages: int, nbytes: int) -> None:
-        """There is more to move than was known."""
+        """Add pages that were not known to be needed before."""
         with self._changed:
             self._pages += pages
             self._nbytes += nbytes
@@ -171,17 +172,16 @@ class Transfer(Generic[T]):
             self._bytes_done += nbytes
 
     def finish(self) -> None:
-        """Everything that will arrive has arrived."""
+        """End the transfer: everything that will arrive has arrived."""
         self._end(TransferState.DONE)
 
     def watch(self, part: Transfer[Any]) -> None:
-        """``part`` is something that this transfer waits for: whoever looks at this looks at that, too, until
-        it has ended."""
+        """Wait for ``part``: each access to this transfer also checks ``part``, until it has ended."""
         with self._changed:
             self._watched = [each for each in self._watched if each._state is TransferState.RUNNING]
             if part._state is TransferState.RUNNING:
                 self._watched.append(part)
-                self._changed.notify_all()  # it may be due before what is waited for now
+                self._changed.notify_all()  # it may be due earlier than the present wait ends
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -201,7 +201,8 @@ class Transfer(Generic[T]):
             self._ending = True
         result = self._settle(state)
         self._watched = []
-        self._settle = _settled  # the job refers to its transfer: this way neither waits for the collector
+        # breaks the cycle between job and transfer, so that neither waits for the garbage collector
+        self._settle = _settled
         with self._changed:
             self._result = result
             self._state = state
@@ -211,14 +212,14 @@ class Transfer(Generic[T]):
         for callback in callbacks:
             try:
                 callback()
-            except BaseException as error:  # noqa: BLE001  # the others are called all the same
+            except BaseException as error:  # noqa: BLE001  # call the other callbacks in any case
                 raised = raised or error
         if raised is not None:
             raise raised
         return True
 
     def _next_look_s(self) -> float | None:
-        """Seconds until this should be looked at again, if nothing happens before."""
+        """Return the seconds until the next check, if nothing happens before."""
         times = [self.remaining_s, self._look() if self._look is not None else None]
         times += [part._next_look_s() for part in self._watched if part._state is TransferState.RUNNING]
         return min((seconds for seconds in times if seconds is not None), default=None)
@@ -251,7 +252,7 @@ def joined(
     deadline_s: float | None,
     clock: Callable[[], float],
 ) -> Transfer[R]:
-    """One transfer that ends when all of these have."""
+    """Return one transfer that ends when all of these have ended."""
     progress = [transfer.progress for transfer in transfers]
     whole: Transfer[R] = Transfer(
         settle,

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: ``64KiB``, ``1.5 GiB``, ``100GB`` or a bare number of bytes."""
+"""Byte sizes as people write them: ``64KiB``, ``1.5 GiB``, ``100GB`` or a plain number of bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in ``text``. Raises :class:`UsageError` for anything that is no size, or too large a one."""
+    """Return the bytes in ``text``. Raise :class:`UsageError` for text that is no size, or too large a
+    size."""
     written = str(text)
     shown = repr(written if len(written) <= _SHOWN_CHARACTERS else f"{written[:_SHOWN_CHARACTERS]}…")
     match = _SIZE.fullmatch(written)
@@ -43,7 +44,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """``nbytes`` in the largest binary unit that keeps it at 1 or more, three digits at most."""
+    """Return ``nbytes`` in the largest binary unit in which it is at least 1, with at most three digits."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= factor:
             return (
@@ -53,5 +54,5 @@ def format_size(nbytes: float) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple

@@ -97,9 +97,9 @@ def test_blocks_of_nemotron_h(blocks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be .* got 0"),
         ({"layer_types": ["full_attention"] * 31 + ["hybrid"]}, "hybrid"),
-        ({"layer_types": ["full_attention"] * 31 + ["mamba"]}, "what its layers with a recurrent state keep"),
+        ({"layer_types": ["full_attention"] * 31 + ["mamba"]}, "its layers with a recurrent state"),
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
         ({"dtype": "complex64"}, "unknown KV dtype"),
         ({"layer_types": ["chunked_attention"] * 32}, "attention_chunk_size"),
