@@ -1,21 +1,21 @@
-"""How a cold tier keeps a page in fewer bytes: the codecs, and the protocol that they follow.
+"""Codecs, which store a page in fewer bytes on disk, and their protocol.
 
-A codec turns a page into bytes and back. What a record says of a page (its size, its checksum) is said of the
-page and not of these bytes: whatever has become of them, a page that is not the one that was saved is a miss.
+A codec turns a page into bytes and back. A record's size and checksum are those of the page, not of the
+encoded bytes. So a page that differs from the saved one is always a miss, even if the encoded bytes were
+damaged.
 
 ``lossless``
-    For numbers in bfloat16, float16 and float32, whatever engine wrote them. The compiled part
-    (``native/codec.c`` has the format) splits each number in exponent, sign and mantissa, codes the exponents
-    and keeps the rest. It finds out by itself which kind of numbers a block of 8 KiB holds. So an engine
-    that keeps opaque pages has to state nothing, no layout and no identity changes, and a page of several
-    kinds (a state in float32 beside keys in bfloat16) is coded as what it is. A wrong guess costs bytes, and
-    never a bit.
+    For numbers in bfloat16, float16 and float32, from any engine. The compiled part (``native/codec.c`` has
+    the format) splits each number into exponent, sign and mantissa, codes the exponents and keeps the rest.
+    It detects the kind of numbers in each block of 8 KiB. So an engine with opaque pages need not declare
+    anything, no layout or identity changes, and a page of several kinds (a state in float32 beside keys in
+    bfloat16) is coded correctly. A wrong guess costs bytes, but never a bit.
 ``zstd``
-    The same split, and Zstandard for the plane of exponents: 3 % smaller, and several times as slow. It needs
-    the package ``zstandard`` (tierstore[codecs]), and stands in for ``lossless`` without the compiled part.
+    The same split, with Zstandard for the plane of exponents: 3 % smaller, and several times slower. It needs
+    the package ``zstandard`` (tierstore[codecs]), and replaces ``lossless`` without the compiled part.
 
-In a page head_dim is innermost, which already puts numbers of like size side by side. Exponents relative to
-those of their channel were 1 % smaller on real KV, and would take the layout of opaque pages.
+In a page, head_dim is innermost, so numbers of similar size are already adjacent. Exponents relative to those
+of their channel were 1 % smaller on real KV, but would need the layout of opaque pages.
 
 >>> lossless = by_name("lossless")
 >>> page = memoryview(np.arange(4096, dtype=np.float32)).cast("B")
@@ -39,41 +39,44 @@ import numpy.typing as npt
 
 from tierstore import native
 from tierstore.errors import SpecError, UsageError
+from tierstore.extras import install
 from tierstore.memory import address_of
 from tierstore.spec import DTYPE_BITS, KVSpec
 
-NONE = "none"  # as a setting: pages are kept as they are
-RAW = 0  # as a number in a record: likewise
+NONE = "none"  # as a setting: pages are not encoded
+RAW = 0  # as a number in a record: the page is not encoded
 BLOCK_BYTES = 8192
-_WORTH = 15 / 16  # of the page: what is larger than that is kept as it is
+_WORTH = 15 / 16  # share of the page's size; a larger result is not used
 
 Plane = npt.NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """One way to keep pages. Thread-safe, and without a state."""
+    """One way to encode pages. Thread-safe and stateless."""
 
     name: str
     number: int
-    """Of this codec, in the record of a page: never given to another."""
+    """The codec's number in the record of a page. It is never given to another codec."""
 
     def bound(self, nbytes: int) -> int:
-        """How much room to give :meth:`encode` for a page of ``nbytes``."""
+        """Return the room that :meth:`encode` needs for a page of ``nbytes``."""
 
     def encode(self, page: memoryview, room: memoryview, layout: str) -> int:
-        """Write the page's encoded bytes to the beginning of ``room``. Returns how many, or 0 where this
-        codec does not make the page smaller by a sixteenth, or is not for it. ``layout``: of its identity."""
+        """Write the encoded page to the beginning of ``room``. Return its size, or 0 if the codec does not
+        make the page smaller by at least 1/16, or is not for it. ``layout`` is that of the page's identity.
+        """
 
     def decode(self, encoded: memoryview, page: memoryview) -> bool:
-        """Fill ``page``. False for bytes that do not make a page of this size, whatever they are: nothing
-        else is written, and nothing else is read."""
+        """Fill ``page``. Return False for bytes that do not decode to a page of this size. Never reads or
+        writes other memory, even for damaged input."""
 
 
 # -- by the compiled part ------------------------------------------------------------------------------
 
 
 class Lossless:
-    """See the module. Measured on an EPYC core: 4.6 GB/s of decoded and 1.0 GB/s of encoded pages."""
+    """The codec ``lossless``; see the module. Measured on an EPYC core: 4.6 GB/s of decoded and 1.0 GB/s of
+    encoded pages."""
 
     name = "lossless"
     number = 1
@@ -109,7 +112,8 @@ _KINDS: Mapping[int, tuple[int, int]] = {
 
 
 def _decode_lossless(encoded: memoryview, page: memoryview) -> bool:
-    """What the compiled part does, where a directory has come to a machine without it: 100 times slower."""
+    """Decode without the compiled part, for a directory that was moved to a machine without it. 100 times
+    slower."""
     of, to = np.frombuffer(encoded, np.uint8), np.frombuffer(page, np.uint8)
     at = 0
     for start in range(0, len(to), BLOCK_BYTES):
@@ -121,7 +125,7 @@ def _decode_lossless(encoded: memoryview, page: memoryview) -> bool:
 
 
 def _decode_block(of: Plane, to: Plane) -> int:
-    """Returns how many bytes of ``of`` it took, or 0."""
+    """Decode one block. Return how many bytes of ``of`` it used, or 0 if they are invalid."""
     kind, width = (int(of[0]) & 15, int(of[0]) >> 4) if len(of) else (-1, 0)
     if kind in (RAW, _SAME):
         kept = len(to) if kind == RAW else 1
@@ -163,7 +167,7 @@ def _decode_block(of: Plane, to: Plane) -> int:
 
 
 def _unpacked(bits: Plane, width: int) -> Plane:
-    """Values of ``width`` bits, 256 in each row of ``bits``."""
+    """Return values of ``width`` bits, 256 in each row of ``bits``."""
     if width == 0:
         return np.zeros((len(bits), _GROUP), np.uint8)
     if width == 3:
@@ -178,7 +182,8 @@ def _unpacked(bits: Plane, width: int) -> Plane:
 
 
 def _split(numbers: Plane, size: int) -> list[Plane]:
-    """The bytes of numbers of ``size`` bytes, turned left by a bit, plane by plane, exponents first."""
+    """Return the bytes of numbers of ``size`` bytes, rotated left by one bit, plane by plane, exponents
+    first."""
     word = np.dtype(f"<u{size}")
     value = numbers.view(word)
     turned = (value << word.type(1)) | (value >> word.type(8 * size - 1))
@@ -186,7 +191,7 @@ def _split(numbers: Plane, size: int) -> list[Plane]:
 
 
 def _joined(planes: list[Plane]) -> Plane:
-    """The opposite of :func:`_split`."""
+    """Undo :func:`_split`."""
     size = len(planes)
     word = np.dtype(f"<u{size}")
     turned = np.zeros(len(planes[0]), word)
@@ -200,7 +205,8 @@ def _joined(planes: list[Plane]) -> Plane:
 
 
 class Zstd:
-    """Zstandard for the plane of exponents. Raises :class:`UsageError` where it is not installed."""
+    """The codec ``zstd``: Zstandard for the plane of exponents. Raise :class:`UsageError` if it is not
+    installed."""
 
     name = "zstd"
     number = 2
@@ -209,10 +215,8 @@ class Zstd:
         try:
             self._zstandard: Any = importlib.import_module("zstandard")
         except ImportError as error:
-            raise UsageError(
-                "the codec zstd needs the package zstandard: pip install 'tierstore[codecs]'"
-            ) from error
-        self._own = threading.local()  # its contexts belong to one thread each
+            raise UsageError(f"the codec zstd needs the package zstandard: {install('codecs')}") from error
+        self._own = threading.local()  # one context per thread
 
     def bound(self, nbytes: int) -> int:
         return nbytes + nbytes // 128 + 1024
@@ -263,7 +267,7 @@ class Zstd:
 
 @lru_cache(maxsize=1024)
 def number_bytes(layout: str) -> int:
-    """How wide the numbers in pages of this layout are taken to be: 2 where it does not say (most KV is)."""
+    """Return the size of the numbers in pages of this layout: 2 if it does not say (most KV is)."""
     try:
         bits = DTYPE_BITS[KVSpec.parse(layout).dtype]
     except SpecError:
@@ -275,12 +279,13 @@ def number_bytes(layout: str) -> int:
 
 NAMES = (NONE, "lossless", "zstd")
 REMOVED = {"fp8": 3, "int8": 4, "int4": 5}
-"""Codecs of earlier versions and their numbers, which no other codec may get. They did not keep every bit."""
+"""Codecs of earlier versions and their numbers, which no other codec may get. They did not preserve every
+bit."""
 
 
 def by_name(name: str) -> Codec | None:
-    """The codec of a setting; None for "none". Raises :class:`UsageError` for a name that is none, and for a
-    codec that cannot be had here."""
+    """Return the codec of a setting; None for "none". Raise :class:`UsageError` for an unknown name, and for
+    a codec that is not available here."""
     if name not in NAMES:
         raise UsageError(f"no codec {name!r} (there are: {', '.join(NAMES)})")
     if name == NONE:
@@ -290,14 +295,14 @@ def by_name(name: str) -> Codec | None:
             return _of_number(Zstd.number)
         except UsageError as error:
             raise UsageError(
-                "the codec lossless needs tierstore's compiled part (a C compiler when it is installed), or "
-                "in its stead zstandard: pip install 'tierstore[codecs]'"
+                "the codec lossless needs tierstore's compiled part (a C compiler at installation), or "
+                f"zstandard instead: {install('codecs')}"
             ) from error
     return _of_number(1 + NAMES[1:].index(name))
 
 
 def by_number(number: int) -> Codec | None:
-    """The codec that a record names; None for one that this version does not know, or cannot use."""
+    """Return the codec that a record names; None if this version does not know it or cannot use it."""
     try:
         return _of_number(number)
     except (KeyError, UsageError):

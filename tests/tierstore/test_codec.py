@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -294,3 +295,14 @@ def test_without_the_compiled_part_zstandard_stands_in(monkeypatch: pytest.Monke
     standing_in = codec.by_name("lossless")
     assert standing_in is not None
     assert standing_in.name == "zstd"
+
+
+@pytest.mark.parametrize("name", ["zstd", "lossless"])
+def test_without_zstandard_the_error_says_how_to_install_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec._of_number.cache_clear()
+    monkeypatch.setattr(native, "CODEC", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UsageError, match=r"'tierstore\[codecs\]' \(in a checkout: .*'\.\[codecs\]'\)"):
+        codec.by_name(name)

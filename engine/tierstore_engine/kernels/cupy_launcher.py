@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierstore.extras import install
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.cubins import CubinCache
 from tierstore_engine.kernels.errors import KernelError
@@ -92,7 +93,7 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise KernelError(
-            "CuPy, which launches the CUDA kernels, is not installed: pip install 'tierstore[cuda13]' "
-            "(or 'tierstore[cuda12]' for drivers before 580)"
+            f"CuPy, which launches the CUDA kernels, is not installed: {install('cuda13')}. "
+            "Drivers before 580 need the extra cuda12 instead"
         ) from error
     return cupy

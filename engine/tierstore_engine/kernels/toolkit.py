@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.extras import install
 from tierstore_engine.kernels.errors import KernelError
 
 _INSTALL = (
-    "pip install 'tierstore[cuda13]' (or 'tierstore[cuda12]'), which bring nvidia-cuda-nvrtc, "
-    "nvidia-cuda-runtime and CuPy"
+    f"{install('cuda13')}. It installs nvidia-cuda-nvrtc, nvidia-cuda-runtime and CuPy. Drivers before 580 "
+    "need the extra cuda12 instead"
 )
 
 

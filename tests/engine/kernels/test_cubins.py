@@ -84,7 +84,8 @@ class TestCache:
 def test_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(toolkit, "_places", lambda: iter([(tmp_path, tmp_path)]))
     with pytest.raises(
-        KernelError, match=r"NVRTC.* not found: pip install 'tierstore\[cuda13\]'.*nvidia-cuda-nvrtc"
+        KernelError,
+        match=r"NVRTC.* not found: pip install 'tierstore\[cuda13\]' \(in a checkout.*nvidia-cuda-nvrtc",
     ):
         find_toolkit()
     (tmp_path / "libnvrtc.so.13").write_bytes(b"")

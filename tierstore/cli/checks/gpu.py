@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tierstore.cli.checks.check import Check, fail, ok, warn
+from tierstore.extras import install
 
 _NAME_BYTES = 128
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -35,14 +36,14 @@ def checks() -> Iterator[Check]:
         yield ok("GPU", "a driver, and no device: everything runs on the CPU")
         return
     yield ok("GPU", f"{', '.join(names)}; driver for CUDA {major}.{minor}", devices=len(names))
-    extra = f"tierstore[cuda{min(max(major, 12), 13)}]"
+    extra = f"cuda{min(max(major, 12), 13)}"
     yield _cupy(extra)
     yield _nvrtc(extra)
 
 
 def _cupy(extra: str) -> Check:
     if importlib.util.find_spec("cupy") is None:
-        return warn("CuPy", "not installed", f"pip install '{extra}': the bundled engine's kernels need it")
+        return warn("CuPy", "not installed", f"the bundled engine's kernels need it: {install(extra)}")
     return ok("CuPy", "installed")
 
 
@@ -54,7 +55,7 @@ def _nvrtc(extra: str) -> Check:
             return ok("NVRTC", found[0].name)
     system = ctypes.util.find_library("nvrtc")
     if system is None:
-        return warn("NVRTC", "not found", f"pip install '{extra}': it compiles the bundled engine's kernels")
+        return warn("NVRTC", "not found", f"it compiles the bundled engine's kernels: {install(extra)}")
     return ok("NVRTC", system)
 
 

@@ -10,6 +10,7 @@ from importlib import metadata
 
 from tierstore import native
 from tierstore.cli.checks.check import Check, fail, ok, warn
+from tierstore.extras import install
 
 _LEAST_PYTHON = (3, 10)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?")
@@ -45,14 +46,17 @@ def _compiled_part() -> Check:
         name for name, part in (("pages.c", native.LIBRARY), ("codec.c", native.CODEC)) if part is None
     ]
     if missing:
-        advice = "with a C compiler (gcc), pip install --force-reinstall --no-deps tierstore: faster copies"
+        advice = (
+            "copies are slower without it. Install a C compiler (gcc), then: pip install --force-reinstall "
+            "--no-deps tierstore (in a checkout: pip install --force-reinstall --no-deps -e .)"
+        )
         return warn("compiled part", f"not built: {', '.join(missing)}", advice)
     return ok("compiled part", "built")
 
 
 def _torch() -> Check:
     found = _version("torch")
-    return ok("torch", found or "not installed: only the bundled engine needs it (tierstore[engine])")
+    return ok("torch", found or f"not installed. Only the bundled engine needs it: {install('engine')}")
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,12 @@
+"""The pip command that installs optional packages, for messages."""
+
+from __future__ import annotations
+
+
+def install(extra: str) -> str:
+    """Return the pip command that installs ``extra``, from an index and in a checkout.
+
+    >>> install("fetch")
+    "pip install 'tierstore[fetch]' (in a checkout: pip install -e '.[fetch]')"
+    """
+    return f"pip install 'tierstore[{extra}]' (in a checkout: pip install -e '.[{extra}]')"
