@@ -23,6 +23,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_BIN  := $(CLUSTER_VENV)/bin
+LOWEST_VENV ?= .venv-lowest
 NATIVE := hatch_build.py tierstore/native/pages.c tierstore/native/codec.c
 
 .PHONY: bench peers quick test lint types docs suite lowest soak test-vllm test-vllm-cluster soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
@@ -68,12 +69,14 @@ docs: $(VENV)/docs.stamp
 suite: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lowest: $(VENV)/bin/python
-	$(BIN)/python tests/lowest.py packs codecs > $(VENV)/lowest.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/lowest.txt -e '.[test,packs,codecs]'
-	$(BIN)/tierstore --help > $(VENV)/help.txt
-	$(BIN)/python examples/embedded_store.py
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests/tierstore/store tests/tierstore/tiers tests/tierstore/api
+lowest: $(NATIVE)
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python tests/lowest.py packs codecs > $(LOWEST_VENV)/lowest.txt
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(LOWEST_VENV)/lowest.txt -e '.[test,packs,codecs]'
+	$(LOWEST_VENV)/bin/tierstore --help > $(LOWEST_VENV)/help.txt
+	$(LOWEST_VENV)/bin/python examples/embedded_store.py
+	$(LOWEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -W default -q tests/tierstore/api tests/tierstore/cli/test_cli.py
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m soak
