@@ -46,7 +46,7 @@ ROUTERS = ("round-robin", "sticky", "dynamo")
 START_S = 120.0
 REQUEST_S = 300.0
 TURN_TOKENS = 4  # generated; only the first one is timed
-POOL_TOKENS = 16_384  # of each engine
+POOL_TOKENS = 16_384  # KV capacity of each engine
 VOCABULARY = 250
 
 

@@ -1,7 +1,7 @@
-"""``churn``: a day of traffic of mixed page sizes through one store, at the disk's speed.
+"""``tierstore-bench churn``: a day of traffic with mixed page sizes through one store, at the disk's speed.
 
-After each batch the disk is written to without a store, so that a slow hour of a shared machine can be told
-from a store that slows down: each tenth of the day has its own figure of what the disk would have taken.
+After each batch the benchmark also writes to the disk without a store. So each tenth of the day has its own
+limit, and a slow hour of a shared machine does not look like a slow store.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _REQUESTS = 4
 
 
 class _RawWrites:
-    """Writes to a file of its own, which is there from the beginning. The least there is to do for pages that
-    are to be durable: O_DIRECT where that is to be had, one sync."""
+    """Writes to a preallocated file: the least work for durable pages. O_DIRECT if possible, one sync."""
 
     def __init__(self, path: Path) -> None:
         self._seconds: dict[int, list[float]] = {}
@@ -39,7 +38,7 @@ class _RawWrites:
         self.write(-1)  # the first time costs more
 
     def write(self, tenth: int) -> None:
-        """Once, for that tenth of the day."""
+        """Write once, for that tenth of the day."""
         started = time.perf_counter()
         for number in range(_REQUESTS):
             os.pwrite(self._fd, self._view, number * _REQUEST)
@@ -47,7 +46,7 @@ class _RawWrites:
         self._seconds.setdefault(tenth, []).append(time.perf_counter() - started)
 
     def gb_per_s(self, tenth: int) -> float:
-        """What the disk took in that tenth: all bytes in all the time, as for the store."""
+        """Return the disk's speed in that tenth: all bytes over all the time, as for the store."""
         seconds = self._seconds.get(tenth, [])
         return len(seconds) * _REQUEST * _REQUESTS / sum(seconds) / 1e9 if seconds else 0.0
 
@@ -56,8 +55,8 @@ class _RawWrites:
 
 
 def run(directory: Path, *, capacity_bytes: int, times: float, seed: int, json: str | None) -> None:
-    """Run, show, write. The store is made in ``directory`` and removed. Raises :class:`TierStoreError` when
-    the cap was exceeded."""
+    """Run, print, write. The store is made in ``directory`` and removed. Raises :class:`TierStoreError` if it
+    exceeded its cap."""
     with (
         tempfile.TemporaryDirectory(prefix="tierstore-churn-", dir=directory) as path,
         report.phases() as phases,

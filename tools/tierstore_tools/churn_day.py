@@ -1,5 +1,5 @@
-"""A day of traffic of mixed page sizes over a store's own parts: index, leases, write-behind, disk. Only the
-engine is missing, and with it the bytes' meaning: whatever is in the arena is written."""
+"""A day of traffic with mixed page sizes over a store's own parts: index, leases, write-behind, disk. There
+is no engine, so the arena's bytes are written as they are."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tierstore_tools.traffic import CHUNK_TOKENS, ChurnRequest, ChurnTraffic
 
 PAGE_SIZES = (16 * KIB, 64 * KIB, 160 * KIB, 512 * KIB, 1792 * KIB, 4392 * KIB)
 _TENTHS = 10
-_BATCH_FRACTION = 32  # of the capacity, at most 64 MiB: what is written between two looks
+_BATCH_FRACTION = 32  # a batch is this fraction of the capacity, at most 64 MiB
 _MOST_BATCH = 64 * MIB
 _ARENA_BATCHES = 4
 _FLUSH_S = 120.0
-_LEAST_LARGEST = 16  # pages of the largest size that have to fit
+_LEAST_LARGEST = 16  # pages of the largest size that must fit
 
 
 @dataclass(slots=True)
@@ -36,13 +36,11 @@ class Tenth:
 
     written_bytes: int = 0
     write_s: float = 0.0
-    cpu_s: float = (
-        0.0  # of this process while it wrote: says more than the clock where others use the machine
-    )
+    cpu_s: float = 0.0  # processor time while writing; on a busy machine it varies less than write_s
     moved_bytes: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
-    utilisation: list[float] = field(default_factory=list)  # of the cap, after each batch
+    utilisation: list[float] = field(default_factory=list)  # share of the cap after each batch
 
     @property
     def gb_per_s(self) -> float:
@@ -62,7 +60,7 @@ class Tenth:
 
 
 class Day:
-    """One store, and the traffic of one day that goes through it."""
+    """One store, and one day of traffic through it."""
 
     def __init__(
         self,
@@ -74,9 +72,9 @@ class Day:
         seed: int = 0,
         seen: Callable[[ChurnRequest], None] = lambda request: None,
     ) -> None:
-        """``times`` the capacity is written, after the store was filled. ``seen`` is told every request.
-        Raises :class:`UsageError` for a capacity that cannot hold a page of each size."""
-        self.evening = Tenth()  # before: until the first page had to leave
+        """Write ``times`` the capacity after the store is full. ``seen`` is called with every request. Raises
+        :class:`UsageError` for a capacity that is too small for the page sizes."""
+        self.evening = Tenth()  # the time before, until the first eviction
         self.tenths = [Tenth() for _ in range(_TENTHS)]
         self.most_taken_bytes = 0
         self._seen = seen
@@ -94,14 +92,15 @@ class Day:
         if capacity_bytes < _LEAST_LARGEST * largest:
             least = format_size(_LEAST_LARGEST * largest)
             raise UsageError(
-                f"pages of {format_size(largest)} cannot churn in {format_size(capacity_bytes)}: give {least}"
+                f"pages of {format_size(largest)} need a capacity of at least {least}, "
+                f"got {format_size(capacity_bytes)}"
             )
         self._disk = DiskTier.open(path, capacity_bytes=capacity_bytes, page_bytes=sorted(page_sizes)[1])
         self._host = HostTier(max(self._batch_bytes, largest) * _ARENA_BATCHES)
         self._core = Core(policy="lru", host=self._host, disk=self._disk)
         self._backend = LocalBackend(self._core)
         self._full = False
-        self._reserved: set[PageKey] = set()  # by this batch
+        self._reserved: set[PageKey] = set()  # in this batch
 
     def __enter__(self) -> Day:
         return self
@@ -117,18 +116,18 @@ class Day:
 
     @property
     def mean_bytes(self) -> float:
-        """What the pages on disk held on average, once it was full."""
+        """Mean bytes of the pages on disk, after it was full."""
         samples = [sample for tenth in self.tenths for sample in tenth.utilisation]
         return sum(samples) / len(samples) * self._capacity_bytes if samples else 0.0
 
     @property
     def dropped_pages(self) -> int:
-        """Pages that were to be written and were not."""
+        """Pages that were dropped before they were written."""
         return self._core.state.counters.disk_dropped_pages
 
     def run(self, progress: Callable[[float, Tenth], None]) -> None:
-        """Fill the store, and write ``times`` its capacity. ``progress`` is told the share that is done, and
-        of the present tenth. Raises :class:`TierStoreError` when the disk fails."""
+        """Fill the store, and write ``times`` its capacity. ``progress`` gets the share that is done and the
+        current tenth. Raises :class:`TierStoreError` if the disk fails."""
         while not self._full:
             left = max(self._capacity_bytes - self.evening.written_bytes, 0)
             self._write(self.evening, -left / self._total_bytes)
@@ -141,18 +140,18 @@ class Day:
         self._core.check()
 
     def _write(self, tenth: Tenth, time_of_day: float) -> int:
-        """One batch. Returns its bytes."""
+        """Write one batch. Return its bytes."""
         before = self._disk.stats().written_bytes
         self._serve(tenth, time_of_day)
         nbytes = self._disk.stats().written_bytes - before
         if not nbytes:
-            raise TierStoreError(f"nothing was written: {self._disk} takes no pages")
+            raise TierStoreError(f"a batch was not written: {self._disk} takes no pages")
         tenth.written_bytes += nbytes
         self._look(tenth)
         return nbytes
 
     def _serve(self, tenth: Tenth, time_of_day: float) -> None:
-        """Requests until a batch of new pages has come together, which is then written."""
+        """Serve requests until they make a batch of new pages, and write it."""
         saves = []
         new = 0
         while new < self._batch_bytes:
@@ -179,22 +178,22 @@ class Day:
         tenth.moved_bytes += write_behind.move_stats().moved_bytes - before.moved_bytes
 
     def _reserve(self, request: ChurnRequest, tenth: Tenth) -> tuple[int, Reservation]:
-        """Room for the pages of a prompt that are new, which keep what is in the arena there."""
+        """Reserve slots for the new pages of a prompt. The slots keep their old bytes."""
         prompt, backend = request.prompt, self._backend
         data = prompt.token_bytes
         asked = LookupRequest(
             prompt.identity, request.page_bytes, prompt.chunk_tokens, data, len(data), list(prompt.keys)
         )
         lease = backend.find(asked, patience_s=_FLUSH_S).wait(_FLUSH_S)
-        assert lease is not None, "nothing closes the core meanwhile"
+        assert lease is not None, "the core is open"
         backend.release(lease)
         first = lease.tokens // CHUNK_TOKENS
-        # What an earlier request of this batch reserved is not there to be found yet, and computed by it.
+        # Pages that an earlier request of this batch reserved cannot be found yet.
         while first < len(prompt.keys) and prompt.keys[first] in self._reserved:
             first += 1
         self._reserved.update(prompt.keys[first:])
         reservation = backend.reserve(asked, first, len(prompt.keys) - first).wait(_FLUSH_S)
-        assert reservation is not None, "nothing closes the core meanwhile"
+        assert reservation is not None, "the core is open"
         tenth.lookup_tokens += len(prompt)
         shared = reservation.stored_tokens - len(reservation.positions) * CHUNK_TOKENS
         tenth.hit_tokens += first * CHUNK_TOKENS + shared
@@ -203,13 +202,13 @@ class Day:
     def _look(self, tenth: Tenth) -> None:
         self.most_taken_bytes = max(self.most_taken_bytes, taken_bytes(self._path))
         page_table = self._disk.page_table
-        assert page_table is not None, "nothing is written before the disk is scanned"
+        assert page_table is not None, "the disk was scanned"
         self._full = self._full or self._core.state.counters.evicted_pages["disk"] > 0
         tenth.utilisation.append(page_table.payload_bytes() / self._capacity_bytes)
 
 
 def taken_bytes(path: Path) -> int:
-    """What a directory takes from its file system, itself included."""
+    """Return the blocks of a directory and its files, in bytes."""
     total = 0
     for root, _, names in os.walk(path):
         for each in (root, *(os.path.join(root, name) for name in names)):

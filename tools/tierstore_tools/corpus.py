@@ -1,4 +1,4 @@
-"""Real text for long prompts: the running Python's own standard library, which every machine has."""
+"""Real text for long prompts: the sources of the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FOLLOW_UP = "\n\n# Question: and which of its methods would you call first?\n# A
 
 
 def standard_library() -> Iterator[str]:
-    """The sources of the standard library's modules, in alphabetical order, without its tests and packages
-    installed beside it."""
+    """Yield the sources of the standard library's modules in alphabetical order, without its tests and
+    without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -30,16 +30,14 @@ def standard_library() -> Iterator[str]:
 def long_prompt(
     encode: Encode, tokens: int, *, text: str | None = None, skip: int = 0, question: str
 ) -> list[int]:
-    """Exactly ``tokens`` token ids: running text (``text``, or the standard library), cut, and ``question``
-    at the end. ``skip`` leaves out that many tokens of text first.
-
-    Raises :class:`UsageError` when the text is too short.
+    """Return exactly ``tokens`` token ids: ``text`` (or the standard library), cut, with ``question`` at the
+    end. ``skip`` tokens of text are left out first. Raises :class:`UsageError` if the text is too short.
     """
     ending = encode(question)
     wanted = tokens - len(ending)
     if wanted < 1:
         raise UsageError(
-            f"a prompt needs more than the question's {len(ending)} tokens: {tokens} are too few"
+            f"a prompt needs more than the question's {len(ending)} tokens, {tokens} are too few"
         )
     body: list[int] = []
     for piece in [text] if text is not None else standard_library():
@@ -47,5 +45,5 @@ def long_prompt(
         if len(body) >= skip + wanted:
             return body[skip : skip + wanted] + ending
     raise UsageError(
-        f"the text has only {len(body)} tokens, {skip + wanted} are needed: give a longer --prompt-file"
+        f"the text has only {len(body)} tokens, {skip + wanted} are needed: use a longer --prompt-file"
     )

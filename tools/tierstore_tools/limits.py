@@ -1,9 +1,8 @@
-"""What this machine can do without tierstore: the figures every measurement is held against, taken in the
-same run.
+"""Measure this machine's own limits, in the same run as the figures that are compared with them.
 
-memcpy is one thread calling libc's between two populated buffers. The disk figures are the best of O_DIRECT
-and buffered I/O with one and four threads, sequential, 4 MiB requests, writes ending with fdatasync, reads
-with the page cache dropped before. All are medians of several passes: machines are shared and noisy.
+memcpy is one thread that calls libc's memmove between two populated buffers. The disk figures are the best of
+O_DIRECT and buffered I/O with one and four threads: sequential, requests of 4 MiB. Writes end with fdatasync,
+reads begin without a page cache. All figures are medians of several passes, because machines are noisy.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _THREADS = (1, 4)
 
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
-    """GB/s of each way to move bytes, best thread count; ``read`` and ``write`` are the better of the two."""
+    """GB/s of each way to use the disk, with the best number of threads. ``read`` and ``write`` are the
+    best."""
 
     read_direct_gb_per_s: float
     read_buffered_gb_per_s: float
@@ -43,7 +43,7 @@ class DiskLimits:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """``memcpy_gb_per_s`` and the disk's figures."""
+    """The limits of memory and disk."""
 
     memcpy_gb_per_s: float
     disk: DiskLimits
@@ -58,18 +58,18 @@ class MachineLimits:
 
 
 def measure(directory: Path, *, nbytes: int = 256 << 20, passes: int = 3) -> MachineLimits:
-    """All limits; the disk's with a temporary file of ``nbytes`` in ``directory``."""
+    """Measure all limits; the disk's with a temporary file of ``nbytes`` in ``directory``."""
     return MachineLimits(memcpy(nbytes, passes=passes), disk(directory, nbytes=nbytes, passes=passes))
 
 
 def memcpy(nbytes: int = 256 << 20, *, piece: int = 1 << 20, passes: int = 3) -> float:
-    """GB/s of one thread copying ``nbytes`` in pieces."""
+    """Return GB/s of one thread that copies ``nbytes`` in pieces."""
     copies = Memcpy(nbytes, piece=piece)
     return statistics.median(copies.gb_per_s() for _ in range(passes))
 
 
 def libc_copy(to: int, of: int, nbytes: int, *, piece: int) -> None:
-    """What is called memcpy here: libc's, a piece at a time, from one address to the other."""
+    """Copy ``nbytes`` from one address to another with libc's memmove, a piece at a time."""
     for at in range(0, nbytes, piece):
         ctypes.memmove(to + at, of + at, min(piece, nbytes - at))
 
@@ -85,30 +85,30 @@ class Memcpy:
         self._destination.populate()
 
     def gb_per_s(self) -> float:
-        """Of one pass."""
+        """Return GB/s of one pass."""
         start = time.perf_counter()
         libc_copy(self._destination.address, self._source.address, self._nbytes, piece=self._piece)
         return self._nbytes / (time.perf_counter() - start) / 1e9
 
 
 def disk(directory: Path, *, nbytes: int = 256 << 20, passes: int = 3) -> DiskLimits:
-    """The four disk figures."""
+    """Measure the four disk figures."""
     with RawDisk(directory, nbytes) as raw:
         return raw.survey(passes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How bytes are moved: with O_DIRECT or through the page cache, by so many threads."""
+    """A way to use the disk: with O_DIRECT or the page cache, by a number of threads."""
 
     direct: bool
     threads: int
 
 
 class RawDisk:
-    """Raw I/O on a file as a store makes them: preallocated, then written for the first time (which costs
-    file systems more than writing over). Buffered I/O stands in where O_DIRECT is not to be had. The file is
-    in ``directory`` until :meth:`close`; its bytes are random."""
+    """Raw I/O on a file like a store's: preallocated, then written for the first time, which costs more than
+    overwriting. Without O_DIRECT, buffered I/O replaces it. The file is in ``directory`` until :meth:`close`,
+    and its bytes are random."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._path = directory / f".tierstore-limits-{os.getpid()}"
@@ -124,11 +124,12 @@ class RawDisk:
         self.close()
 
     def close(self) -> None:
+        """Remove the file."""
         self._path.unlink(missing_ok=True)
 
     def survey(self, passes: int) -> DiskLimits:
-        """All ways in turn within each pass, so that a slow moment hits all of them. Finds out which is the
-        best to write and the best to read."""
+        """Measure all ways in turn within each pass, so a slow moment affects all of them, and remember the
+        best way to write and to read."""
         writes: dict[_Way, list[float]] = {}
         reads: dict[_Way, list[float]] = {}
         ways = [_Way(direct, threads) for threads in _THREADS for direct in (True, False)]
@@ -147,11 +148,11 @@ class RawDisk:
         return DiskLimits(best(read, True), best(read, False), best(write, True), best(write, False))
 
     def write(self) -> float:
-        """GB/s of one more pass in the best way to write."""
+        """Return GB/s of one more pass in the best way to write."""
         return self._write_once(self._best_write)
 
     def read(self) -> float:
-        """GB/s of one more pass in the best way to read. There must have been a pass that wrote."""
+        """Return GB/s of one more pass in the best way to read, after at least one write."""
         return self._read_once(self._best_read)
 
     def _write_once(self, way: _Way) -> float:
@@ -182,7 +183,7 @@ class RawDisk:
             try:
                 return os.open(self._path, flags | os.O_DIRECT, 0o600)
             except OSError:
-                pass  # not to be had here
+                pass  # this file system has no O_DIRECT
         return os.open(self._path, flags, 0o600)
 
     def _in_parallel(self, move: Callable[[int, int, int], None], fd: int, threads: int) -> None:
@@ -201,7 +202,7 @@ class RawDisk:
 
 
 def drop_page_cache(directory: Path) -> None:
-    """Make the kernel forget what it cached of the files under ``directory`` (they must have been synced)."""
+    """Drop the page cache of the files under ``directory``, which must have been synced."""
     for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Describe the machine of a result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierstore.machine import memory_bytes
 
 
 def describe(device: str = "cpu") -> dict[str, str | int]:
-    """Processor, memory, versions, date (UTC). Goes into every JSON result."""
+    """Return processor, memory, versions and date (UTC), for every JSON result."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""Other processes of this machine: a port for them, what they hold of memory, what they have computed."""
+"""Other processes of this machine: free ports, memory, processor time."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ _CPUCLOCK_SCHED = 2
 
 
 def free_port() -> int:
-    """A port at loopback that nothing listens at now."""
+    """Return a port of loopback at which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def listens(port: int) -> bool:
-    """Whether something does at a port of loopback."""
+    """Return whether something listens at a port of loopback."""
     with socket.socket() as probe:
         return not probe.connect_ex(("127.0.0.1", port))
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Memory of these processes and all that they started, shared pages counted once (PSS). The kernel walks
-    over all of their pages for it, .1 s for a few GiB: not while they are timed."""
+    """Return the memory (PSS) of these processes and their children; shared pages count once. The kernel
+    walks all of their pages, which takes .1 s for a few GiB: do not call it while they are timed."""
     return sum(_kib(each, "smaps_rollup", "Pss") for pid in pids for each in _family(pid))
 
 
 def private_bytes(pids: Iterable[int]) -> int:
-    """As much of it as is no file's and no shared memory. The kernel counts these anyway: they may be timed
-    meanwhile. Pages that a fork has shared count for each."""
+    """Return their private anonymous memory. It reads a counter of the kernel, so the processes may be timed
+    meanwhile. Pages shared by a fork count for each process."""
     return sum(_kib(each, "status", "RssAnon") for pid in pids for each in _family(pid))
 
 
 def shared_bytes(pids: Iterable[int]) -> int:
-    """As much of it as is shared memory; of pages that several have, a share each."""
+    """Return their part of shared memory: a page of several processes is divided between them."""
     return sum(_kib(each, "smaps_rollup", "Pss_Shmem") for pid in pids for each in _family(pid))
 
 
@@ -50,7 +50,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def core_seconds(pids: Iterable[int]) -> float:
-    """What these processes and all that they started have computed so far."""
+    """Return the processor time of these processes and their children so far."""
     return sum(cpu_seconds(each) for pid in pids for each in _family(pid))
 
 
@@ -64,7 +64,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _kib(pid: int, file: str, name: str) -> int:
-    """A line of /proc/PID/``file``, in bytes; 0 where there is none."""
+    """Return a line of /proc/PID/``file`` in bytes; 0 if there is none."""
     with suppress(OSError):  # it has ended
         for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -1,4 +1,4 @@
-"""How results are shown: progress while they are measured, a table at the end, JSON for machines."""
+"""Print progress and tables, and write JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ stderr = Console(stderr=True)
 
 
 class Phase:
-    """One line of live progress. ``update(done)`` takes a share from 0 to 1, or None when it cannot be
-    told."""
+    """One line of live progress."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
 
     def update(self, done: float | None = None, text: str | None = None) -> None:
+        """Show a share from 0 to 1, or a new text."""
         if done is not None:
             self._progress.update(self._task, completed=done)
         if text is not None:
@@ -36,28 +36,28 @@ class Phase:
 
 @contextmanager
 def phases() -> Iterator[Phases]:
-    """Shows phases on stderr for as long as the block runs."""
+    """Show phases on stderr while the block runs."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr) as progress:
         yield Phases(progress)
 
 
 class Phases:
-    """Starts and ends the lines of progress."""
+    """The lines of progress."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     @contextmanager
     def phase(self, text: str, *, measurable: bool = True) -> Iterator[Phase]:
-        """A line that ends with the block. Off a terminal its end is one line of text."""
+        """Show a line until the block ends. Without a terminal it is printed once, at its end."""
         task = self._progress.add_task(text, total=1.0 if measurable else None)
         yield Phase(self._progress, task)
         self._progress.update(task, total=1.0, completed=1.0)
 
 
 def write_json(document: Mapping[str, object], target: str | None) -> None:
-    """To a file, or to stdout for ``-``. Raises :class:`UsageError` when the file cannot be written."""
+    """Write to a file, or to stdout for ``-``. Raises :class:`UsageError` if the file cannot be written."""
     if target is None:
         return
     text = json.dumps(document, indent=2) + "\n"
@@ -71,28 +71,31 @@ def write_json(document: Mapping[str, object], target: str | None) -> None:
 
 
 def require_targets(json: str | None, plot: Path | None = None) -> None:
-    """Check before a long run that what comes of it can be written, and drawn. Raises :class:`UsageError`."""
+    """Check before a long run that its files can be written. Raises :class:`UsageError`."""
     for target in filter(None, (plot, Path(json) if json and json != "-" else None)):
         if not target.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {target}: there is no such directory")
+            raise UsageError(f"cannot write {target}: no such directory")
     if plot is not None:
         import_module("matplotlib")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, to_stderr: bool) -> None:
-    """Print a table under ``title``. The first column is words, the others are numbers."""
+    """Print a table below ``title``. The first column is aligned left, the others right."""
     print_table(columns, rows, title=title, stream=sys.stderr if to_stderr else sys.stdout)
 
 
 def seconds(value: float | None) -> str:
+    """Return seconds or milliseconds with a unit; a dash for None."""
     if value is None:
         return "–"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
 def rate(value: float | None) -> str:
+    """Return two decimals; a dash for None."""
     return "–" if value is None else f"{value:.2f}"
 
 
 def percent(value: float | None) -> str:
+    """Return a share as whole percent; a dash for None."""
     return "–" if value is None else f"{100 * value:.0f} %"

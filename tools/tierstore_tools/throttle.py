@@ -1,4 +1,4 @@
-"""A slower machine than this one: tiers that give no more than so many bytes a second."""
+"""Slow down the tiers of a store, to simulate a slower machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RATE = re.compile(r"(host|disk)=([0-9.]+)([KMG]?i?)B/s", re.IGNORECASE | re.ASC
 
 
 def parse_throttle(text: str) -> dict[str, float]:
-    """Bytes a second by tier, from ``disk=200MB/s,host=2GB/s``. Raises :class:`UsageError`."""
+    """Return bytes per second by tier, from ``disk=200MB/s,host=2GB/s``. Raises :class:`UsageError`."""
     rates = {}
     for each in text.split(","):
         match = _RATE.fullmatch(each.strip())
@@ -26,26 +26,27 @@ def parse_throttle(text: str) -> dict[str, float]:
         except (KeyError, ValueError):
             rate = 0.0
         if rate <= 0:
-            raise UsageError(f"--throttle is like disk=200MB/s,host=2GB/s, not {text!r}")
+            raise UsageError(f"--throttle takes tiers and rates (disk=200MB/s,host=2GB/s), got {text!r}")
         rates[tier.lower()] = rate
     return rates
 
 
 class Throttle:
-    """Slows ``backend`` down. From now on pages of a tier come no faster than ``rates`` says, in bytes a
-    second, one after the other as from one device. ``rates`` may be changed at any time."""
+    """Slows down ``backend``: pages of a tier arrive at most at its rate in ``rates``, in bytes per second,
+    one after the other as from one device. ``rates`` may be changed at any time."""
 
     def __init__(self, backend: Backend, rates: Mapping[str, float]) -> None:
         self.rates = dict(rates)
         self._locate = backend.locate
         self._lock = threading.Lock()
-        self._free_at: dict[str, float] = {}  # by tier: when its device has nothing more to do
+        self._free_at: dict[str, float] = {}  # by tier: the time at which its device is idle
         vars(backend)["locate"] = self.locate  # for every part of the store that has this backend
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
     ) -> Transfer[Located | None]:
-        """See :meth:`~tierstore.backend.Backend.locate`. A cancelled one does not occupy the device."""
+        """Locate pages as :meth:`~tierstore.backend.Backend.locate` does, later. A cancelled call does not
+        occupy the device."""
         tier = lease.run_at(first)[0]
         rate = self.rates.get(tier)
         found = self._locate(lease, first, count, wait_s=wait_s)

@@ -1,8 +1,7 @@
 """``tierstore serve`` on a slow disk: ``python -m tierstore_tools.throttled_daemon BYTES_PER_S serve …``.
 
-Reads of payloads take as long as they would at so many bytes a second, one after the other, as from one
-device. The number may be changed while the daemon runs: where ``BYTES_PER_S`` is the name of a file, it is
-what stands there."""
+Reads of payloads take the time of that rate, one after the other as from one device. If ``BYTES_PER_S`` is
+the name of a file, the rate is read from it, and may be changed while the daemon runs."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tierstore.tiers.disk.io import FileIO, Landed, QueuedIO, QueuedRead
 
 
 class _Device:
-    """Has its time taken by reads, one after the other."""
+    """A device that serves one read after the other."""
 
     def __init__(self, rate: Callable[[], float]) -> None:
         self._rate = rate
@@ -32,7 +31,7 @@ class _Device:
 
 
 def throttle(rate: Callable[[], float]) -> None:
-    """Have all reads of this process share a device of ``rate()`` bytes a second."""
+    """Let all reads of this process share a device of ``rate()`` bytes per second."""
     device = _Device(rate)
     preadv, read_many = FileIO.preadv, QueuedIO.read_many
 

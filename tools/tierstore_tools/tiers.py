@@ -2,13 +2,9 @@
 
 A *put* moves pages into a tier, a *get* moves them out:
 
-=====  ==========================================  ==========================================
-tier   put                                         get
-=====  ==========================================  ==========================================
-hbm    host slots → pool pages (a load)            pool pages → host slots (a save)
-host   caller's buffers → host slots (a save)      host slots → caller's buffers (a load)
-disk   host slots → durable on disk                disk, page cache dropped → host slots
-=====  ==========================================  ==========================================
+* ``hbm``: host slots → pool pages (a load), and back (a save).
+* ``host``: caller's buffers → host slots (a save), and back (a load).
+* ``disk``: host slots → durable on disk; disk with a dropped page cache → host slots.
 
 A put into the disk tier begins when all pages are in the host tier. Nothing is written before, but the first
 pages have their places on disk by then. A *save* is both hops as an engine sees them that waits for the disk:

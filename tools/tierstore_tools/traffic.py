@@ -1,7 +1,7 @@
-"""Made-up traffic of several models whose shares drift: prompts, some of them new, some seen before.
+"""Generated traffic of several models whose shares drift: prompts, some new, some seen before.
 
-The same seed makes the same prompts. Each model has pages of one size; its share of the bytes goes up and
-down over the day like a tide, each model's at another time.
+The same seed makes the same prompts. Each model has pages of one size. Its share of the bytes rises and falls
+over the day like a tide, with another phase for each model.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from tierstore.keys import Identity, Prompt
 
 CHUNK_TOKENS = 64
-_TIDES = 2 / 0.9  # per day: the last tenth of it has the same shares as the first, so both can be compared
-_LOWEST = 0.02  # of the mean share, at low tide
-_REMEMBERED = 4096  # prompts per model that may come again
+_TIDES = 2 / 0.9  # per day: so the first and the last tenth have the same shares
+_LOWEST = 0.02  # share at low tide, as a fraction of the mean
+_REMEMBERED = 4096  # prompts per model that may repeat
 _MOST_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ChurnRequest:
-    """A prompt that an engine has to compute or load."""
+    """A prompt that an engine computes or loads."""
 
     page_bytes: int
     prompt: Prompt
@@ -36,10 +36,9 @@ class ChurnRequest:
 
 
 class ChurnTraffic:
-    """Prompts of one model per page size. ``reuse`` is the share of prompts that come again, some of them
-    longer than before; ``recent`` how many prompts ago that typically was (bytes, over all models).
-
-    ``prompt_bytes`` is about what a prompt's pages take.
+    """Prompts of one model per page size. ``reuse`` is the share of prompts that repeat an earlier one, some
+    of them longer. The typical distance to the earlier one is ``recent_bytes``, over all models.
+    ``prompt_bytes`` is the approximate size of a prompt's pages.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ChurnTraffic:
         self._next_seed = seed << 32
 
     def next(self, time_of_day: float) -> ChurnRequest:
-        """The next prompt. ``time_of_day`` goes from 0 to 1; below 0 it is the evening before."""
+        """Return the next prompt. ``time_of_day`` is from 0 to 1, and below 0 on the evening before."""
         model = self._model(time_of_day)
         seed, chunks = self._remembered(model) or self._made_up(model)
         self._past[model].append((seed, chunks))
@@ -76,7 +75,7 @@ class ChurnTraffic:
         for model, nbytes in enumerate(self._sizes):
             phase = model / len(self._sizes)
             tide = 1 + math.cos(2 * math.pi * (_TIDES * time_of_day + phase))
-            # Shares are of bytes: where a prompt has fewer of them than others, there are more prompts.
+            # Shares count bytes: a model with smaller prompts has more of them.
             shares.append((tide + _LOWEST) / min(self._prompt_bytes, _MOST_CHUNKS * nbytes))
         return self._random.choices(range(len(self._sizes)), shares)[0]
 

@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_not_run() -> None:
         [script("first", ""), script("second", "")], budget_s=10, clock=lambda: next(times)
     )
     assert well
-    assert outcomes["second"]["state"] == "not run: the time was over"
+    assert outcomes["second"]["state"] == "not run: the budget was used up"
 
 
 def test_steps_exist() -> None:
@@ -241,7 +241,9 @@ def test_a_gpu_without_cupy(
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert check.main(["--json", str(tmp_path / "check.json")]) == 1
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("gpu-check: this interpreter lacks cupy-cuda13x: pip install cupy-cuda13x, or")
+    assert line.startswith(
+        "gpu-check: this interpreter lacks cupy-cuda13x: pip install cupy-cuda13x. Without"
+    )
 
 
 NOT_IN_EVERY_IMAGE = (
@@ -276,7 +278,7 @@ def test_without_the_wheels_one_line_names_them(tmp_path: Path) -> None:
     done = check_here(tmp_path, without=("lmdb", "msgspec", "zmq", *NOT_IN_EVERY_IMAGE))
     [line] = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (1, "")
-    assert "lmdb, msgspec, pyzmq: pip install lmdb msgspec pyzmq, or" in line
+    assert "lmdb, msgspec, pyzmq: pip install lmdb msgspec pyzmq. Without" in line
     assert not (tmp_path / "check.json").exists()
 
 
@@ -307,13 +309,13 @@ def test_a_further_call_goes_on_where_the_last_one_ended(tmp_path: Path) -> None
     def write(told: dict[str, Any]) -> None:
         target.write_text(json.dumps(told))
 
-    document = check.go_on_with(target, machine)
+    document = check.continued(target, machine)
     assert not check.run(steps, document, budget_s=10, write=write, clock=lambda: next(times))
-    document = check.go_on_with(target, machine)
+    document = check.continued(target, machine)
     assert [step["state"] for step in document["steps"]] == [
         "failed: exit code 1",
         "ok",
-        "not run: the time was over",
+        "not run: the budget was used up",
     ]
     assert not check.run(steps, document, budget_s=60, write=write)
     assert [step["step"] for step in document["steps"]] == ["first", "second", "fails"]  # what failed is last
@@ -322,7 +324,7 @@ def test_a_further_call_goes_on_where_the_last_one_ended(tmp_path: Path) -> None
         "first": "x",
         "second": "x",
     }
-    assert "steps" not in check.go_on_with(target, machine | {"gpu": "another"})
+    assert "steps" not in check.continued(target, machine | {"gpu": "another"})
 
 
 def test_the_suite_of_the_kernels_leaves_out_what_needs_no_device() -> None:
@@ -335,7 +337,7 @@ def test_the_suite_of_the_kernels_leaves_out_what_needs_no_device() -> None:
 def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "golden,nothing"])
-    assert "no step nothing (there are: golden, engine" in capsys.readouterr().err
+    assert "unknown step nothing (known: golden, engine" in capsys.readouterr().err
 
 
 # -- the lines that must hold -------------------------------------------------------------------------------
@@ -382,19 +384,23 @@ def test_lines_that_hold() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
-        ("decode", lambda r: r[1].update(fraction=0.849), "of the copy's speed, from 1 GB of KV on 0.849"),
+        (
+            "decode",
+            lambda r: r[1].update(fraction=0.849),
+            "fraction of the copy's speed, from 1 GB of KV on 0.849",
+        ),
         ("decode", lambda r: r[0].update(best_torch_s=0.99), "as fast as torch's attention 0.99"),
         ("decode", lambda r: r[1].update(fraction=math.nan), "from 1 GB of KV on nan"),
         ("decode", lambda r: r[1].update(largest_difference=0.03), "largest difference from torch 0.03"),
         ("decode", lambda r: r[0].update(largest_difference=math.nan), "difference from torch nan"),
         ("prefill", lambda r: r[1].update(largest_difference=0.03), "largest difference from torch 0.03"),
-        ("prefill", lambda r: r[0].update(fraction=0.89), "of flash attention's speed 0.89"),
+        ("prefill", lambda r: r[0].update(fraction=0.89), "fraction of flash attention's speed 0.89"),
         ("prefill", lambda r: r[1].update(library_overhead=0.031), "added by gathering 0.031"),
-        ("transfers", lambda r: r[0].update(fraction=0.899), "of one plain copy, loading 0.899"),
-        ("transfers", lambda r: r[2].update(fraction=0.84), "both directions at once 0.84"),
+        ("transfers", lambda r: r[0].update(fraction=0.899), "fraction of one plain copy, loading 0.899"),
+        ("transfers", lambda r: r[2].update(fraction=0.84), "both directions 0.84"),
         ("transfers", lambda r: r[3].update(slowdown=0.04), "decoding slower while loading 0.04"),
         ("longctx", lambda r: r["rows"][2].update(speedup=19.9), "times faster from host memory 19.9"),
-        ("longctx", lambda r: r["rows"][3].update(limit_fraction=0.8), "of the disk's limit 0.8"),
+        ("longctx", lambda r: r["rows"][3].update(limit_fraction=0.8), "fraction of the disk's limit 0.8"),
         ("longctx", lambda r: r["rows"][1].update(identical=False), "answers other than cold 1"),
         ("longctx", lambda r: r["rows"][3].update(pages_identical=False), "with other page bytes 1"),
         ("longctx", lambda r: r.update(save_overhead=0.021), "added by saving 0.021"),
@@ -424,14 +430,17 @@ def test_lines_that_do_not_hold(name: str, change: Callable[[Any], None], told: 
 def test_half_of_a_line_is_not_measured(name: str, missing: Callable[[Any], None]) -> None:
     results = copy.deepcopy(RESULTS)
     missing(results[name])
-    assert states(results)[name].startswith(f"not measured: {name} has not measured all of it (")
+    assert states(results)[name].startswith(f"not measured: the result of {name} is incomplete (")
 
 
 def test_lines_without_their_steps() -> None:
-    steps = [{"step": "decode", "state": "not run: the time was over"}, {"step": "golden", "state": "ok"}]
+    steps = [
+        {"step": "decode", "state": "not run: the budget was used up"},
+        {"step": "golden", "state": "ok"},
+    ]
     told = {line["line"]: line["state"] for line in lines.judged(steps)}
-    assert told["decode"] == "not measured: step decode: not run: the time was over"
-    assert told["prefill"] == "not measured: step prefill: not asked for"
+    assert told["decode"] == "not measured: step decode: not run: the budget was used up"
+    assert told["prefill"] == "not measured: step prefill: not requested"
 
 
 @executed

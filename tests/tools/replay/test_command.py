@@ -182,7 +182,7 @@ def test_hints_that_cannot_be_inferred_are_told(trace):
     ]
     result = CliRunner().invoke(cli.app, asked)
     assert result.exit_code == 0, result.output
-    assert "nothing could be inferred" in result.stderr
+    assert "no hint was inferred" in result.stderr
 
 
 @pytest.mark.parametrize("right", [0, 0.5, 1])
@@ -214,32 +214,32 @@ def test_damage_is_told_and_does_not_cost_the_run(trace):
         file.write('{"timestamp": 5, "inp')
     result = CliRunner().invoke(cli.app, ["replay", "--trace", str(trace), "--policy", "lru"])
     assert result.exit_code == 0, result.output
-    assert "left out 1 that could not be read, first trace.jsonl:201: " in result.stderr
+    assert "left out 1 unreadable entries, first trace.jsonl:201: " in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--policy", "lru,nonesuch"], "no policy 'nonesuch' (there are: "),
-        (["--policy", ""], "no policy ''"),
-        (["--capacity", "8GiB"], "8GiB is in bytes: say with --model how many a token takes"),
+        (["--policy", "lru,nonesuch"], "unknown policy 'nonesuch' (known: "),
+        (["--policy", ""], "unknown policy ''"),
+        (["--capacity", "8GiB"], "8GiB is in bytes: --model must say"),
         (["--capacity", "8 bananas"], "not a capacity: '8 bananas'"),
         (["--capacity", "10tokens"], "10tokens is less than one block of 512 tokens"),
-        (["--model", "gpt-17"], "no model 'gpt-17'"),
-        (["--hints", "wrong"], "--hints is none, oracle:P (such as oracle:0.9) or inferred, not 'wrong'"),
-        (["--format", "parquet"], "no trace format 'parquet'"),
-        (["--format", "bailian"], "does not read as a bailian trace"),
+        (["--model", "gpt-17"], "'gpt-17' is neither a preset"),
+        (["--hints", "wrong"], "--hints takes none, oracle:P (such as oracle:0.9) or inferred, got 'wrong'"),
+        (["--format", "parquet"], "unknown trace format 'parquet'"),
+        (["--format", "bailian"], "is not a bailian trace"),
         (["--plot", "/nonexistent/p.png"], "cannot write /nonexistent/p.png"),
-        (["--host", "1GiB"], "say with --model how many a token takes"),
+        (["--host", "1GiB"], "--model must say how many bytes a token takes"),
         (["--disk", "1GiB"], "pages reach the disk through the host tier"),
         (
             ["--host", "1GiB", "--model", "tiny"],
-            "say how fast bytes move: --tiers with a file, or --host-gb-per-s",
+            "a bandwidth is missing: --tiers with a file, or --host-gb-per-s",
         ),
-        (["--host", "1GiB", "--model", "tiny", "--host-gb-per-s", 5], "say how fast the model computes"),
-        (["--host", "1GiB", "--model", "tiny", "--host-gb-per-s", 0], "more than 0, not 0"),
+        (["--host", "1GiB", "--model", "tiny", "--host-gb-per-s", 5], "the speed of prefill is missing"),
+        (["--host", "1GiB", "--model", "tiny", "--host-gb-per-s", 0], "more than 0, got 0"),
         (["--host", "1GiB", "--plot", "p.png"], "--plot draws hit rates by capacity"),
-        (["--host", "1GiB", "--prefetch", "maybe"], "--prefetch is both, off or on"),
+        (["--host", "1GiB", "--prefetch", "maybe"], "--prefetch takes both, off or on"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_one_line(monkeypatch, capsys, trace, arguments, says):
@@ -253,6 +253,6 @@ def test_a_missing_or_empty_trace_is_refused(monkeypatch, capsys, tmp_path):
     csv = tmp_path / "lengths.csv"
     csv.write_text("input_tokens\n5\n")
     assert "needs a trace with hash_ids" in refused(monkeypatch, capsys, "--trace", csv)
-    assert "no hits to draw" in refused(
+    assert "no hash_ids: --plot" in refused(
         monkeypatch, capsys, "--trace", csv, "--capacity", "1Mtokens", "--plot", tmp_path / "p.png"
     )

@@ -227,7 +227,7 @@ def test_every_kind_of_damage_costs_its_line_only(tmp_path, line):
 
 def test_a_file_that_is_mostly_something_else_is_refused(tmp_path):
     lines = [mooncake_line([1]), mooncake_line([2]), b"{}", mooncake_line([3])]
-    with pytest.raises(UsageError, match=r"1 of 4 entries make no sense, first trace\.jsonl:3: "):
+    with pytest.raises(UsageError, match=r"1 of 4 entries are unreadable, first trace\.jsonl:3: "):
         load(write_lines(tmp_path / "trace.jsonl", lines))
 
 
@@ -243,7 +243,7 @@ def test_a_file_that_is_mostly_something_else_is_refused(tmp_path):
         (b'{"a":\n', "neither a JSON document nor JSON lines"),
         (b'{"timestamp": 1, "hash_ids": ["\xff"]}\n' * 2, "neither a JSON document nor JSON lines"),
         (b'{"requests": ' + b"[" * 5000 + b"]" * 5000 + b"}", "neither a JSON document nor JSON lines"),
-        (b'{"requests": 5}', "no session that can be read, first foreign: Expected"),
+        (b'{"requests": 5}', "no readable session, first foreign: Expected"),
         (b"TIMESTAMP,ContextTokens\n", "has no requests"),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_file_that_is_not_there_or_of_an_unknown_format_is_refused(tmp_path):
         load(tmp_path / "missing.jsonl")
     with pytest.raises(UsageError, match="auto, mooncake, bailian, weka, csv"):
         load(tmp_path, format_name="parquet")
-    with pytest.raises(UsageError, match="no session"):
+    with pytest.raises(UsageError, match="no readable session"):
         load(tmp_path)
 
 

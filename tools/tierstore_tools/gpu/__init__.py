@@ -1,2 +1,1 @@
-"""``make gpu-check``: everything that can only be known on a GPU, in one run. See
-:mod:`tierstore_tools.gpu.check`."""
+"""``make gpu-check``: all checks that need a GPU, in one run. See :mod:`tierstore_tools.gpu.check`."""

@@ -1,6 +1,6 @@
 """One benchmark on the GPU, as a process of its own: ``python -m tierstore_tools.gpu.bench NAME RESULT``.
 
-RESULT, a JSON file, is written anew after every row, so that what was measured is there whatever comes after.
+RESULT is a JSON file. It is written again after every row, so a crash keeps the rows before it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CAPTURED = 20
 
 
 def kernel_seconds(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes on the device. What is short is captured many times into a CUDA graph and
-    replayed: launched from Python one by one, Python would be what is measured."""
+    """Return the seconds of ``work`` on the device. Short work is captured many times into a CUDA graph and
+    replayed: single launches from Python would measure Python."""
     seconds = timed(work)
     if seconds > _SHORT_S:
         return seconds
@@ -95,7 +95,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Any]]] = {
 
 
 def write_rows(rows: Iterator[Any], result: Path) -> None:
-    """All rows so far, after each."""
+    """Write all rows so far, after each row."""
     done: list[Any] = []
     for row in rows:
         done.append(row)

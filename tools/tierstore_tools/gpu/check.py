@@ -1,24 +1,24 @@
-"""Everything that can only be known on a GPU, in one JSON document, in as many calls as it takes.
+"""Run all checks that need a GPU, and write one JSON document. Several calls may share the work.
 
-``python -m tierstore_tools.gpu.check [--json FILE] [--budget-s SECONDS] [--only STEP,…] [--fresh]``, by
-``make gpu-check`` in an environment of its own or by ``make gpu-check-here`` with the interpreter at hand,
-from the root of the repository. Each step is a process of its own with a limit: one that crashes or hangs
-costs itself only. The document is written anew after every step, and a benchmark writes its rows one by one.
-What does not fit into the budget is ``not run``; the next call goes on there: steps that are ``ok`` in the
-document already stay as they are, those that failed come last.
+``python -m tierstore_tools.gpu.check [--json FILE] [--budget-s SECONDS] [--only STEP,…] [--fresh]``, from the
+root of the repository. ``make gpu-check`` runs it in an environment of its own, ``make gpu-check-here`` with
+the current interpreter. Each step is a process with a time limit, so a crash or hang costs this step only.
+The document is written after every step, and a benchmark writes its rows one by one. A step beyond the budget
+is ``not run``. The next call continues: steps that are ``ok`` in the document are kept, failed steps come
+last.
 
-In the order of what would make the rest pointless: first what the tests without a GPU assume of the hardware
-(``golden``), then the engine on the device, the benchmarks, the suite of the kernels, and compute-sanitizer.
+The order of the steps: the hardware properties that the tests without a GPU assume (``golden``), the engine
+on the device, the benchmarks, the kernels' tests, and compute-sanitizer.
 
-At the end it says of each line that must hold on a GPU (``lines.py``) whether it does, and ends with 1 where
-one does not or a step failed.
+At the end it prints for each line of ``lines.py`` whether it holds on this GPU. The exit code is 1 if a line
+does not hold or a step failed.
 
-Without a CUDA device each step and line is ``not measured`` and it ends with 0: nothing was found to be
-wrong, and nothing is claimed. Where there is one that cannot be used (torch does not see it, CuPy or NVRTC is
-missing) it says that and ends with 1.
+Without a CUDA device each step and line is ``not measured``, and the exit code is 0. If there is a device
+that cannot be used (torch does not see it, CuPy or NVRTC is missing), the check prints the reason and exits
+with 1.
 
-Nothing but the standard library is imported here before :func:`missing` has looked: an interpreter without
-one of the packages gets one line that names them all, not a traceback for the first.
+Only the standard library is imported before :func:`missing` has run: so an interpreter without the packages
+gets one line that names them all, and no traceback for the first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tierstore_tools.gpu import lines
 
 NO_DEVICE = "no CUDA device"
 DRIVER = Path("/proc/driver/nvidia/version")
-# Module and package: without these nothing can be asked; the others are needed once there is a device.
+# Module → package. The first ones are always needed, the others only with a device.
 NEEDED = {"torch": "torch", "numpy": "numpy", "cupy": "cupy-cuda13x"}
 NEEDED |= {"lmdb": "lmdb", "msgspec": "msgspec", "zmq": "pyzmq"}
 NEEDED_ON_A_DEVICE = {
@@ -57,50 +57,49 @@ NEEDED_ON_A_DEVICE = {
     "pytest_timeout": "pytest-timeout",
     "hypothesis": "hypothesis",
 }
-_TAIL = 4000  # characters of a step's output that are kept
+_TAIL = 4000  # kept characters of a step's output
 _KERNEL_TESTS = "tests/engine/kernels"
-# These need no device and take long: what they say is the same on every machine.
+# These are slow and need no device: their result is the same on every machine.
 _ON_THE_CPU_ONLY = ("test_compile.py", "test_executor.py", "test_planted_bugs.py", "test_races.py")
 _TOOLKIT_BIN = "/usr/local/cuda/bin"  # often not on the path
 _SANITIZER = "compute-sanitizer"
 
 
 class UnusableDeviceError(Exception):
-    """There is a device, and something keeps it from being used."""
+    """There is a device that cannot be used."""
 
 
 def missing(needed: Mapping[str, str]) -> list[str]:
-    """The packages, of modules → packages, that this interpreter lacks."""
+    """Return the packages of ``needed`` (module → package) that this interpreter lacks."""
     return [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
 
 
 def how_to_bring(packages: Sequence[str]) -> str:
-    """One line for people."""
+    """Return one line that explains how to install ``packages``."""
     names = " ".join(packages)
     return (
-        f"this interpreter lacks {', '.join(packages)}: pip install {names}, or, where there is no index, "
-        f"carry the wheels (elsewhere: pip download --no-deps -d wheels {names}; here: pip install "
-        "--no-index --no-deps --target site wheels/*.whl, with site on PYTHONPATH); see docs/cuda.md"
+        f"this interpreter lacks {', '.join(packages)}: pip install {names}. Without an index: "
+        f"pip download --no-deps -d wheels {names} on another machine, then here pip install --no-index "
+        "--no-deps --target site wheels/*.whl, with site on PYTHONPATH; see docs/cuda.md"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckStep:
-    """A command. ``result`` says that it is given the name of a JSON file to write to, as its last
-    argument."""
+    """A command. With ``result`` its last argument is the name of a JSON file that it writes."""
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     result: bool = False
-    needs: str | None = None  # a program, without which the step is left out
+    needs: str | None = None  # a program; the step is skipped if it is not installed
 
 
 def steps(python: str) -> list[CheckStep]:
-    """All of them, in their order."""
+    """Return all steps in their order."""
 
     def tests(name: str, *arguments: str, limit_s: float) -> CheckStep:
-        # Elsewhere warnings are errors. Here a new one of torch's must not cost what can be run once.
+        # In the normal suite warnings are errors. Here a new warning of torch must not fail a rare run.
         quiet = ("-q", "-p", "no:cacheprovider", "-W", "default")
         return CheckStep(name, (python, "-m", "pytest", *quiet, *arguments), limit_s)
 
@@ -108,11 +107,11 @@ def steps(python: str) -> list[CheckStep]:
         return CheckStep(name, (python, "-m", "tierstore_tools.gpu.bench", name), limit_s, result=True)
 
     def sanitized(tool: str, limit_s: float) -> CheckStep:
-        # Every tensor an allocation of its own: in torch's cache memcheck would not see where one ends.
+        # Every tensor gets an allocation of its own: memcheck cannot see tensors in torch's cache.
         sanitizer = find_program(_SANITIZER) or _SANITIZER
         environment = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
         command = (*environment, sanitizer, "--tool", tool, "--error-exitcode", "9")
-        # Every kernel but the copy of pages.
+        # All kernels except the copy of pages.
         files = ("golden", "merge", "rope_write", "decode", "prefill", "latents", "states")
         where = [f"{_KERNEL_TESTS}/test_{name}.py" for name in files]
         plain = tests(f"sanitizer {tool}", "-k", "not any_", *where, limit_s=limit_s)
@@ -141,13 +140,13 @@ def steps(python: str) -> list[CheckStep]:
 
 
 def find_program(name: str) -> str | None:
-    """Its path, looked for where CUDA's toolkit is installed, too."""
+    """Return the path of a program, also from CUDA's toolkit; None if it is not installed."""
     return shutil.which(name) or shutil.which(name, path=_TOOLKIT_BIN)
 
 
 def describe() -> dict[str, Any] | None:
-    """The device, its driver, versions; None without a device. Raises :class:`UnusableDeviceError` for one
-    that cannot be used."""
+    """Return the device, its driver and versions; None without a device. Raises :class:`UnusableDeviceError`
+    if it cannot be used."""
     import torch
 
     if not torch.cuda.is_available():
@@ -201,8 +200,8 @@ def run(
     write: Callable[[dict[str, Any]], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Run the steps that ``document["steps"]`` does not have as ``ok``, those that failed before last, and
-    put the outcome of each there. True when none failed."""
+    """Run the steps that are not ``ok`` in ``document["steps"]``, earlier failures last, and store each
+    outcome there. Return whether no step failed."""
     ends = clock() + budget_s
     before: dict[str, str] = {outcome["step"]: outcome["state"] for outcome in document.get("steps", ())}
     outcomes: list[dict[str, Any]] = document.setdefault("steps", [])
@@ -212,7 +211,7 @@ def run(
         if step.needs is not None and find_program(step.needs) is None:
             outcome: dict[str, Any] = {"state": f"not run: {step.needs} is not installed"}
         elif left <= 0:
-            outcome = {"state": "not run: the time was over"}
+            outcome = {"state": "not run: the budget was used up"}
         else:
             outcome = _run_one(step, min(step.limit_s, left))
         outcomes[:] = [each for each in outcomes if each["step"] != step.name]
@@ -248,7 +247,7 @@ def _run_one(step: CheckStep, limit_s: float) -> dict[str, Any]:
 
 
 def _read(result: Path) -> Any:
-    """None for a file whose writer was ended in the middle of it."""
+    """Return the parsed file; None if its writer was killed in the middle of it."""
     try:
         return json.loads(result.read_text())
     except ValueError:
@@ -263,9 +262,9 @@ def _driver_version() -> str:
     return next((word for word in line.split() if word.count(".") == 2), line)
 
 
-def go_on_with(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """The document of an earlier call on the same device, or a new one. Of a step that was cut off, its rows
-    are kept until it has been run again."""
+def continued(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of an earlier call on the same device, or a new one. The rows of an interrupted
+    step are kept until the step runs again."""
     began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     new: dict[str, Any] = {"date": began, "machine": machine}
     try:
@@ -286,11 +285,11 @@ def go_on_with(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, default=Path("gpu-check.json"), help="the document; gone on with"
+        "--json", type=Path, default=Path("gpu-check.json"), help="the document to write or continue"
     )
-    parser.add_argument("--budget-s", type=float, default=560.0, help="what this call may take")
+    parser.add_argument("--budget-s", type=float, default=560.0, help="seconds that this call may take")
     parser.add_argument("--only", default="", help="steps, comma-separated")
-    parser.add_argument("--fresh", action="store_true", help="begin anew, whatever the document has")
+    parser.add_argument("--fresh", action="store_true", help="ignore the earlier document")
     given = parser.parse_args(arguments)
     wanted = steps(sys.executable)
     if given.only:
@@ -298,11 +297,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unknown = set(names) - {step.name for step in wanted}
         if unknown:
             known = ", ".join(step.name for step in wanted)
-            parser.error(f"no step {', '.join(sorted(unknown))} (there are: {known})")
+            parser.error(f"unknown step {', '.join(sorted(unknown))} (known: {known})")
         wanted = [step for step in wanted if step.name in names]
 
     def write(told: dict[str, Any]) -> None:
-        # A call that is killed leaves the last document whole.
+        # Written to another file first: a killed call keeps the last document.
         written = given.json.with_name(given.json.name + ".part")
         written.write_text(json.dumps(told, indent=2) + "\n")
         written.replace(given.json)
@@ -327,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.fresh:
         given.json.unlink(missing_ok=True)
-    document = go_on_with(given.json, machine)
+    document = continued(given.json, machine)
     write(document)
     well = run(wanted, document, budget_s=given.budget_s, write=write)
     document["lines"] = lines.judged(document["steps"])

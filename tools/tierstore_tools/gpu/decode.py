@@ -1,4 +1,4 @@
-"""Decode attention: K and V bytes per second, beside the device's own copy and torch's attention."""
+"""Measure decode attention: K and V bytes per second, beside the device's own copy and torch's attention."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Se
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads, copy_bytes, decode_bytes, pages_for
 
 Timer = Callable[[Callable[[], object]], float]
-"""Seconds that something takes on the device."""
+"""Returns the seconds of a call on the device."""
 
 PAGE_TOKENS = 64
-ENGINE_LAYERS = 32  # in a page of the engine's pool: the stride between one layer's parts of two pages
+ENGINE_LAYERS = 32  # layers in a page of the engine's pool, which set the stride between two pages
 COPY_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """``batch`` sequences of ``context`` tokens, in pages of ``layers`` layers, one of which is read."""
+    """``batch`` sequences of ``context`` tokens, in pages of ``layers`` layers. One layer is read."""
 
     batch: int
     context: int
@@ -38,8 +38,8 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """``fraction`` is K+V bytes per second over the copy's (read and written) bytes per second.
-    ``best_torch_s`` is the faster of torch's attentions over contiguous K and V, None where none runs."""
+    """One case. ``fraction`` is K+V bytes per second over the copy's (read and written) bytes per second.
+    ``best_torch_s`` is the fastest of torch's attentions over contiguous K and V; None if none runs."""
 
     batch: int
     context: int
@@ -54,13 +54,13 @@ class DecodeRow:
 
 
 def memory_needed(case: DecodeCase) -> int:
-    """Bytes on the device for one case: K and V in pages of all their layers, gathered from there and
-    contiguous, what is left of the case before, and the copy beside it."""
+    """Return the bytes on the device for one case: K and V in pages of all layers, gathered and contiguous,
+    the rest of the case before, and the copy."""
     return (3 + case.layers) * decode_bytes(LLAMA_3_8B, case.batch, case.context) + 2 * COPY_BYTES
 
 
 def copy_rate(device: str, timer: Timer, nbytes: int = COPY_BYTES) -> float:
-    """Bytes per second through the memory of one large copy within the device."""
+    """Return the memory traffic per second of one large copy within the device."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return copy_bytes(nbytes) / timer(lambda: target.copy_(source))
@@ -104,12 +104,13 @@ class DecodeProblem:
         )
 
     def ours(self) -> None:
+        """Launch the kernel of the engine."""
         offset = self._layer * self._pool.stride(1)
         layer = LayerPages(self._pool, page_stride=self._pool.stride(0), offset=offset)
         self._kernels.decode(layer, self._queries, self._sequences, self.out)
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, K and V as torch's attention takes them: gathered, which is not timed."""
+        """Return queries, and K and V gathered for torch's attention. This is not timed."""
         gathered = self._pool[:, self._layer][
             self._tables.long()
         ]  # [batch, pages, 2, kv_heads, page_tokens, head_dim]
@@ -119,6 +120,7 @@ class DecodeProblem:
 
 
 def torch_attentions(device: str) -> list[SDPBackend]:
+    """Return torch's backends to compare with."""
     if device == "cpu":
         return [SDPBackend.MATH]
     return [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -134,9 +136,9 @@ def run(
     page_tokens: int = PAGE_TOKENS,
     copy_nbytes: int = COPY_BYTES,
 ) -> Iterator[DecodeRow]:
-    """One row for each case."""
+    """Yield one row per case."""
     for case in cases:
-        copied = copy_rate(device, timer, copy_nbytes)  # beside each case: clocks change
+        copied = copy_rate(device, timer, copy_nbytes)  # for each case: clocks change
         problem = DecodeProblem(launcher, device, case, shape=shape, page_tokens=page_tokens)
         seconds = timer(problem.ours)
         queries, keys, values = problem.contiguous()
@@ -162,7 +164,7 @@ def run(
 def _torch_times(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, timer: Timer, device: str
 ) -> tuple[list[float], torch.Tensor | None]:
-    """The time of each of torch's attentions that takes these, and what they say."""
+    """Return the time of each of torch's attentions that supports these tensors, and the output."""
     times: list[float] = []
     out: torch.Tensor | None = None
     for backend in torch_attentions(device):
@@ -174,6 +176,6 @@ def _torch_times(
             try:
                 out = attend()
                 times.append(timer(attend))
-            except RuntimeError:  # torch has no such kernel for these
+            except RuntimeError:  # torch has no such kernel for these tensors
                 continue
     return times, out

@@ -1,5 +1,5 @@
-"""Decoding with the other ways to remember: bytes per second beside the device's own copy. Latents, recurrent
-states of both rules, windows, capped scores."""
+"""Measure decoding with other kinds of layers, in bytes per second beside the device's own copy: latents,
+recurrent states of both rules, windows, capped scores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of one layer, by kind."""
+    """The shape of one layer of each kind."""
 
     latent_heads: int
     width: int
@@ -64,7 +64,9 @@ LARGE = Shapes(
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """``fraction`` is bytes per second, of what a step has to read and write of a layer, over the copy's."""
+    """One case. ``nbytes`` is the memory traffic of a step in one layer. ``fraction`` is its speed over the
+    copy's.
+    """
 
     name: str
     batch: int
@@ -78,7 +80,7 @@ class KindRow:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A launch, and the bytes that it is about."""
+    """A launch, and its memory traffic in bytes."""
 
     launch: Callable[[], None]
     nbytes: int
@@ -94,9 +96,9 @@ def run(
     page_tokens: int = PAGE_TOKENS,
     copy_nbytes: int = COPY_BYTES,
 ) -> Iterator[KindRow]:
-    """One row for each case."""
+    """Yield one row per case."""
     for case in cases:
-        copied = copy_rate(device, timer, copy_nbytes)  # beside each case: clocks change
+        copied = copy_rate(device, timer, copy_nbytes)  # for each case: clocks change
         problem = PROBLEMS[case.name](launcher, device, case, shapes, page_tokens)
         seconds = timer(problem.launch)
         rate = problem.nbytes / seconds
@@ -195,7 +197,7 @@ def _mamba2(launcher: Launcher, device: str, case: KindCase, shapes: Shapes, pag
 def _states(
     device: str, case: KindCase, shape: StateConfig, page_tokens: int
 ) -> tuple[LayerStates, StateSpans, torch.Tensor, torch.Tensor]:
-    """A page for each sequence, the sequences' next tokens, and the convolution's channels and weights."""
+    """Return a page per sequence, the next tokens, and the convolution's channels and weights."""
     pool = torch.zeros((case.batch, shape.state_bytes("bfloat16")), dtype=torch.uint8, device=device)
     rows, lengths, _ = _sequences(device, case, page_tokens)
     spans = StateSpans(rows, torch.ones_like(rows), lengths, rows.unsqueeze(1))
@@ -209,7 +211,7 @@ PROBLEMS = {"latents": _latents, "window": _window, "capped": _capped, "delta": 
 def _sequences(
     device: str, case: KindCase, page_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, lengths, and tables of pages in any order."""
+    """Return rows, lengths, and tables of pages in random order."""
     rows = torch.arange(case.batch, dtype=torch.int32, device=device)
     pages = case.batch * pages_for(case.context, page_tokens)
     generator = torch.Generator(device).manual_seed(pages)

@@ -1,7 +1,7 @@
-"""What must hold on a GPU, line by line, and whether it did: read from what the steps of a check measured.
+"""The lines that must hold on a GPU, and their verdicts from the results of a check's steps.
 
-A line is *not measured* unless all that it takes was. What was found is a list of figures, each beside the
-bound that it must keep, so that nobody has to believe the verdict.
+A line is *not measured* unless all of its figures were measured. The document has every figure beside its
+bound, so a reader can check the verdict.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Result = Any
-"""What a step wrote: parsed JSON."""
+"""The parsed JSON of a step."""
 
 _LARGE_KV_BYTES = 1e9
-_LARGEST_DIFFERENCE = 0.02  # of bfloat16 outputs below 1: a few roundings of theirs and of torch's
+_LARGEST_DIFFERENCE = 0.02  # for bfloat16 outputs below 1: a few roundings on both sides
 _MISSING = (LookupError, ValueError, TypeError)
-"""What a row, a figure, or a number in place of null that is not there raises."""
+"""Errors of a missing row, a missing figure, or a null."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``value`` must be at least ``least``, or at most ``most``: one of the two is given."""
+    """A figure. ``value`` must be at least ``least``, or at most ``most``; one of the two is set."""
 
     what: str
     value: float
@@ -41,8 +41,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``figures`` takes the result of ``step`` and gives its figures; it raises one of ``_MISSING`` where
-    something is missing."""
+    """A line. ``figures`` makes the figures from the result of ``step``, and raises one of ``_MISSING`` if a
+    part is missing."""
 
     name: str
     must: str
@@ -50,14 +50,14 @@ class Line:
     figures: Callable[[Result], Iterator[Figure]]
 
     def outcome(self, result: Result, why_not: str) -> dict[str, Any]:
-        """For the document. ``why_not`` is said where ``result``, the step's, is None."""
+        """Return the line's entry in the document. ``why_not`` is the reason for a ``result`` of None."""
         told: dict[str, Any] = {"line": self.name, "must": self.must}
         if result is None:
             return told | {"state": f"not measured: {why_not}"}
         try:
             found = list(self.figures(result))
         except _MISSING as error:
-            return told | {"state": f"not measured: {self.step} has not measured all of it ({error!r})"}
+            return told | {"state": f"not measured: the result of {self.step} is incomplete ({error!r})"}
         figures = [asdict(figure) | {"holds": figure.holds} for figure in found]
         wrong = [str(figure) for figure in found if not figure.holds]
         state = f"does not hold: {'; '.join(wrong)}" if wrong else "holds"
@@ -67,14 +67,14 @@ class Line:
 def _decode(rows: Result) -> Iterator[Figure]:
     measured = [row for row in rows if "fraction" in row]
     large = [row["fraction"] for row in measured if row["kv_bytes"] >= _LARGE_KV_BYTES]
-    yield Figure("of the copy's speed, from 1 GB of KV on", min(large), least=0.85)
+    yield Figure("fraction of the copy's speed, from 1 GB of KV on", min(large), least=0.85)
     theirs = [row["best_torch_s"] / row["kernel_s"] for row in measured if row["best_torch_s"] is not None]
     yield Figure("times as fast as torch's attention", min(theirs), least=1.0)
     yield _difference(measured)
 
 
 def _prefill(rows: Result) -> Iterator[Figure]:
-    yield Figure("of flash attention's speed", min(row["fraction"] for row in rows), least=0.9)
+    yield Figure("fraction of flash attention's speed", min(row["fraction"] for row in rows), least=0.9)
     yield Figure("added by gathering", max(row["library_overhead"] for row in rows), most=0.03)
     yield _difference(rows)
 
@@ -88,15 +88,15 @@ def _difference(rows: Result) -> Figure:
 def _transfers(rows: Result) -> Iterator[Figure]:
     of = {row["case"]: row["fraction"] for row in rows if "case" in row}
     (slowdown,) = (row["slowdown"] for row in rows if "slowdown" in row)
-    yield Figure("of one plain copy, loading", of["load"], least=0.9)
-    yield Figure("of plain copies, both directions at once", of["both"], least=0.85)
+    yield Figure("fraction of one plain copy, loading", of["load"], least=0.9)
+    yield Figure("fraction of plain copies, both directions", of["both"], least=0.85)
     yield Figure("decoding slower while loading", slowdown, most=0.03)
 
 
 def _longctx(result: Result) -> Iterator[Figure]:
     rows: Mapping[str, Any] = {row["case"]: row for row in result["rows"]}
     yield Figure("times faster from host memory", rows["host"]["speedup"], least=20)
-    yield Figure("of the disk's limit", float(rows["disk"]["limit_fraction"]), least=0.9)
+    yield Figure("fraction of the disk's limit", float(rows["disk"]["limit_fraction"]), least=0.9)
     tiers = [rows[tier] for tier in ("hbm", "host", "disk")]
     yield Figure("answers other than cold", sum(not row["identical"] for row in tiers), most=0)
     yield Figure("tiers with other page bytes", sum(not row["pages_identical"] for row in tiers), most=0)
@@ -136,20 +136,20 @@ LINES = (
 
 
 def judged(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every line, from the outcomes of ``steps``."""
+    """Return every line's entry, from the outcomes of ``steps``."""
     outcomes = {step["step"]: step for step in steps}
     told = []
     for line in LINES:
-        outcome = outcomes.get(line.step, {"state": "not asked for"})
+        outcome = outcomes.get(line.step, {"state": "not requested"})
         told.append(line.outcome(outcome.get("result"), f"step {line.step}: {outcome['state']}"))
     return told
 
 
 def not_measured(why: str) -> list[dict[str, Any]]:
-    """Every line where nothing could be measured."""
+    """Return every line's entry for a machine without measurements."""
     return [line.outcome(None, why) for line in LINES]
 
 
 def shown(lines: Sequence[Mapping[str, Any]]) -> str:
-    """For people: one line each."""
+    """Return one line of text per entry."""
     return "".join(f"{number}. {line['line']}: {line['state']}\n" for number, line in enumerate(lines, 1))

@@ -1,4 +1,5 @@
-"""Prefill attention: FLOP/s of the kernels and of the library backend, beside torch's flash attention."""
+"""Measure prefill attention: FLOP/s of the kernels and the library backend, beside torch's flash
+attention."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tierstore_tools.gpu.decode import ENGINE_LAYERS, PAGE_TOKENS, Timer
 
 @dataclass(frozen=True, slots=True)
 class PrefillCase:
-    """``tokens`` new ones behind ``past``, in pages that hold ``layers`` layers, one of which is read."""
+    """``tokens`` new tokens behind ``past``, in pages of ``layers`` layers. One layer is read."""
 
     tokens: int
     past: int = 0
@@ -29,7 +30,7 @@ class PrefillCase:
 CASES = (
     *(PrefillCase(tokens << 10) for tokens in (16, 32, 64, 128)),
     *(PrefillCase(2048, (all_tokens << 10) - 2048) for all_tokens in (16, 64, 128)),
-    PrefillCase(64, 100_000),  # what a hit leaves to compute
+    PrefillCase(64, 100_000),  # the rest after a hit
     PrefillCase(64, 100_000, ENGINE_LAYERS),
     PrefillCase(2048, 30 << 10, ENGINE_LAYERS),
 )
@@ -37,8 +38,8 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """One case. ``fraction`` is the kernels' speed over that of torch's flash
-    attention on contiguous tensors, ``library_overhead`` what gathering adds to calling it."""
+    """One case. ``fraction`` is the kernels' speed over that of torch's flash attention on contiguous
+    tensors. ``library_overhead`` is the relative time that gathering adds to the library's call."""
 
     tokens: int
     past: int
@@ -63,7 +64,7 @@ def run(
     shape: Heads = LLAMA_3_8B,
     page_tokens: int = PAGE_TOKENS,
 ) -> Iterator[PrefillRow]:
-    """One row for each case."""
+    """Yield one row per case."""
     kernels = AttentionKernels(
         launcher,
         dtype="bfloat16",

@@ -1,5 +1,5 @@
-"""Host memory to HBM and back through the pool, beside plain copies of pinned memory, and what it costs
-decoding."""
+"""Copies between host memory and HBM through the pool, beside plain copies of pinned memory, and their effect
+on decoding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DECODES = 200
 
 @dataclass(frozen=True, slots=True)
 class TransferRow:
-    """``case`` moved ``nbytes`` in ``seconds`` and a plain copy took ``plain_s``. ``fraction`` is the speed
-    over the plain copy's."""
+    """One case: ``nbytes`` in ``seconds``, and in ``plain_s`` by a plain copy. ``fraction`` is the speed over
+    the plain copy's."""
 
     case: str
     nbytes: int
@@ -31,7 +31,7 @@ class TransferRow:
 
 @dataclass(frozen=True, slots=True)
 class SlowdownRow:
-    """The mean time of a decode alone, and while a load goes on all the time."""
+    """The mean time of a decode alone, and during continuous loads."""
 
     alone_s: float
     while_loading_s: float
@@ -39,8 +39,8 @@ class SlowdownRow:
 
 
 class TransferBench:
-    """The first ``pages`` pages of ``pool`` and as much pinned host memory. Everything is timed by the clock,
-    from the call until all has arrived: a load is not over before."""
+    """The first ``pages`` pages of ``pool``, and pinned host memory of the same size. Times are by the clock,
+    from the call until all bytes have arrived."""
 
     def __init__(self, pool: DevicePool, pages: int) -> None:
         self._pool = pool
@@ -53,7 +53,7 @@ class TransferBench:
             memory.populate()
             pool.register(memory.address, memory.nbytes)
         self._device: Device = pool.runtime
-        # The pool's stream for copies in either direction is not for others.
+        # The pool's own streams are not shared.
         self._streams: list[Stream] = [self._device.stream(), self._device.stream()]
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class TransferBench:
         self._pool.read_pages(self._pairs(self._back))
 
     def slowdown(self, decode: Callable[[], None], synchronize: Callable[[], None]) -> SlowdownRow:
-        """``decode`` puts one on the device, ``synchronize`` waits for all of them."""
+        """Measure the slowdown. ``decode`` starts one decode on the device, ``synchronize`` waits for all."""
 
         def decodes() -> float:
             synchronize()
@@ -111,7 +111,7 @@ class TransferBench:
         saving.join()
 
     def _plain(self, *, up: bool, down: bool) -> None:
-        """One copy of everything in each direction."""
+        """Copy all bytes once in each direction."""
         start = self._pool.address
         copies = [(start, self._host.address)] * up + [(self._back.address, start)] * down
         events = []
@@ -122,7 +122,7 @@ class TransferBench:
             self._device.synchronize(event)
 
     def _pairs(self, memory: Memory) -> list[tuple[int, int]]:
-        """Every page with an address. In an order that leaves nothing to merge: a cache is not in order."""
+        """Return every page with an address, in an order without adjacent copies, as in a cache."""
         last = self._pages[-1]
         return [(page, memory.address + (last - page) * self._page_bytes) for page in self._pages]
 
@@ -133,7 +133,7 @@ class TransferBench:
 
     @staticmethod
     def _best(work: Callable[[], None], repetitions: int) -> float:
-        """The least of several: whatever else the machine does only adds."""
+        """Return the least of several times: other load on the machine only adds time."""
         work()
         took = []
         for _ in range(repetitions):

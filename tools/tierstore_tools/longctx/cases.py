@@ -32,21 +32,20 @@ from tierstore_tools.longctx.worker import WorkerJob, run_in_new_process
 from tierstore_tools.report import Phases
 
 _STEPS_IN_TURN = 4
-_HITS = 5  # of each tier in memory
+_HITS = 5  # hits per tier in memory
 
 
 @dataclass(frozen=True)
 class LongContextRow:
-    """One case. ``gb_per_s`` is the load's, held against ``limit``; on a GPU, where a load goes on while the
-    model computes, it is that of the whole TTFT, and the limit of copies is what ``make gpu-check`` measures.
-    ``speedup`` is over the cold run of the same prompt. Hits in memory take so little time that they are
-    asked for several times: all figures are those of the one with the median TTFT, beside the
-    ``slowest_ttft_s``, and what follows is of all of them.
+    """One case. ``gb_per_s`` is the load's speed, compared with ``limit``. On a GPU a load overlaps with
+    computing: there it is the speed over the whole TTFT, and ``make gpu-check`` measures the limit of copies.
+    ``speedup`` is over the cold run of the same prompt. Hits in memory are repeated, because they are short:
+    the figures are those of the hit with the median TTFT, and the fields below ``speedup`` cover all hits.
 
-    ``identical`` is the verdict: pages equal in every byte (``pages_identical``), all hits of the prompt,
-    from whichever tier, equal to each other in every bit of their logits (``hits_identical``), and logits no
-    further from the cold run's than rounding explains (``max_logit_diff`` within ``logit_bound``). None: not
-    compared in this case."""
+    ``identical`` is the verdict of three comparisons. Pages are equal in every byte (``pages_identical``).
+    All hits of the prompt, from all tiers, have bit-equal logits (``hits_identical``). Logits differ from the
+    cold run's by no more than rounding explains (``max_logit_diff`` within ``logit_bound``). A field is None
+    if the case does not make that comparison."""
 
     case: str
     prompt_tokens: int
@@ -68,7 +67,7 @@ class LongContextRow:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """TTFT by tier for one prompt length, seconds."""
+    """TTFT by tier in seconds, for one prompt length."""
 
     prompt_tokens: int
     cold_s: float
@@ -79,7 +78,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class LongContextResult:
-    """``save_overhead`` is (cold with a store − without) / without."""
+    """All results. ``save_overhead`` is (cold with a store − without) / without."""
 
     limits: MachineLimits
     rows: tuple[LongContextRow, ...]
@@ -96,7 +95,7 @@ class LongContextResult:
 
 
 def run(settings: LongContext, phases: Phases) -> LongContextResult:
-    """Everything, in this order: limits, cold with and without a store, each tier, the sweep."""
+    """Measure the limits, cold runs with and without a store, each tier, and the sweep, in this order."""
     with phases.phase("loading the model", measurable=False):
         model = load_model(
             settings.model,
@@ -121,7 +120,7 @@ def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
     if longest > model.config.max_positions:
         raise UsageError(
             f"{tokens} tokens, a tail and the answers make {longest}, but {settings.model} allows "
-            f"{model.config.max_positions}: give fewer --tokens"
+            f"{model.config.max_positions}: use fewer --tokens"
         )
     sizes = Sizes.for_tokens(model.kv_spec(chunk_tokens=settings.chunk_tokens), tokens)
     sizes.check_disk(settings.directory)
@@ -148,7 +147,7 @@ class _LongContextExperiment:
         self._sizes = sizes
         self._limits = measured
         self._phases = phases
-        self._first_hit: LongContextAnswer | None = None  # of the prompt, which all others must equal
+        self._first_hit: LongContextAnswer | None = None  # the reference for all other hits of the prompt
 
     def run(self, prompt: Sequence[int]) -> tuple[list[LongContextRow], float]:
         with ExitStack() as stack:
@@ -206,7 +205,7 @@ class _LongContextExperiment:
         cold: LongContextAnswer,
         pages: list[bytes],
     ) -> LongContextRow:
-        """The next turn of the conversation: the prompt, its answer and 1K new tokens."""
+        """Measure the next turn of the conversation: the prompt, its answer and 1K new tokens."""
         new = corpus.long_prompt(
             self._model.tokenizer.encode, TAIL_TOKENS, skip=len(prompt) // 2, question=corpus.FOLLOW_UP
         )
@@ -260,7 +259,7 @@ class _LongContextExperiment:
         *,
         limit: str | None = None,
     ) -> LongContextRow:
-        """A row of hits of ``prompt``: held against its first hit, too."""
+        """Return a row of hits of ``prompt``, compared also with its first hit."""
         first = self._first_hit = self._first_hit or answers[0]
         hits_identical = all(same_bits(answer, first) for answer in answers)
         row = self._row(case, answers, cold, len(prompt), limit=limit)
@@ -318,7 +317,7 @@ class _LongContextExperiment:
     # -- the sweep -----------------------------------------------------------------------------------
 
     def times(self, prompt: Sequence[int]) -> SweepRow:
-        """Only the TTFTs."""
+        """Measure only the TTFTs."""
         with _store_directory(self._settings.directory) as directory:
             engine = self._open(str(directory))
             try:

@@ -1,4 +1,4 @@
-"""``longctx`` from the command line: run, show, write, and say so when answers differ."""
+"""``tierstore-bench longctx``: run, print, write, and fail if answers differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierstore_tools.longctx.settings import LongContext
 
 
 def run(settings: LongContext, *, json: str | None, plot: Path | None) -> None:
-    """Raises :class:`TierStoreError` when a hit answered other than the cold run."""
+    """Run the benchmark. Raises :class:`TierStoreError` if a hit answered differently from the cold run."""
     report.require_targets(json, plot)
     with report.phases() as phases:
         result = cases.run(settings, phases)

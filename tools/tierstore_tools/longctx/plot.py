@@ -1,4 +1,4 @@
-"""The pictures: TTFT by tier, and TTFT against prompt length."""
+"""Draw TTFT by tier, and TTFT against prompt length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib
 from tierstore_tools.longctx.cases import LongContextResult, LongContextRow, SweepRow
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # the backend has to be chosen first
+import matplotlib.pyplot as plt  # after the choice of the backend
 from matplotlib.axes import Axes
 
 _COLOURS = {
@@ -24,7 +24,7 @@ _COLOURS = {
 
 
 def draw(result: LongContextResult, title: str, path: Path) -> None:
-    """Write a PNG; with a sweep it has a second panel."""
+    """Write a PNG. A sweep adds a second panel."""
     panels = 2 if result.sweep else 1
     figure, axes = plt.subplots(1, panels, figsize=(7 * panels, 4.2), squeeze=False, layout="constrained")
     _by_tier(axes[0][0], result.rows)

@@ -1,4 +1,4 @@
-"""One prompt on one engine: asked, timed, and its pages fingerprinted."""
+"""Run one prompt on one engine: ask, measure, hash its pages."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Share = Callable[[float], None]
 _WARM_UP_TOKENS = 200
 _LOAD_S = 600.0
 
-# Machine epsilon by dtype: of the numbers that are kept, and of the float32 sums that they are made from.
+# Machine epsilon by dtype: of stored numbers, and of the float32 sums before them.
 _EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _ROUNDINGS, _SUM_ROUNDINGS = 12, 256
-_STEPS = 1.5  # of quantised KV
-_NEW_PAST = 5  # where new keys and values were computed, too
+_STEPS = 1.5  # steps of quantised KV
+_NEW_PAST = 5  # factor if new keys and values were computed too
 
 
 @dataclass(frozen=True)
 class LongContextAnswer:
-    """``ttft_s`` and ``itl_s`` (median) are the engine's own time: that of other engines in between is left
-    out. ``logits`` are float32 ``[ANSWER_TOKENS, vocab]``."""
+    """An answer. ``ttft_s`` and ``itl_s`` (median) are the engine's own time, without that of other engines
+    in between. ``logits`` are float32 ``[ANSWER_TOKENS, vocab]``."""
 
     tokens: tuple[int, ...]
     logits: npt.NDArray[np.float32]
@@ -55,8 +55,8 @@ def open_engine(
     prefill_chunk: int,
     throttle: Mapping[str, float],
 ) -> Engine:
-    """An engine that has run once, so that nothing measured pays for the first call of a kernel. ``throttle``
-    bounds tiers to so many bytes a second."""
+    """Return an engine that has run once, so no measured run has the first call of a kernel. ``throttle``
+    limits tiers, in bytes per second."""
     engine = build_engine(
         model,
         pool_pages=sizes.pool_pages,
@@ -64,7 +64,9 @@ def open_engine(
         host_bytes=sizes.host_bytes,
         disk_bytes=sizes.disk_bytes,
         chunk_tokens=chunk_tokens,
-        settings=EngineSettings(prefill_chunk=prefill_chunk, plan="load"),  # a tier is measured, not chosen
+        settings=EngineSettings(
+            prefill_chunk=prefill_chunk, plan="load"
+        ),  # always load: the tier is measured
     )
     if throttle and isinstance(engine.connector, StoreConnector):
         Throttle(engine.connector.store.backend, throttle)
@@ -74,8 +76,8 @@ def open_engine(
 
 
 def logit_difference(answer: LongContextAnswer, reference: LongContextAnswer) -> float:
-    """The largest difference between two answers' logits, over the steps that followed the same tokens: up to
-    and including the first at which they chose differently."""
+    """Return the largest difference between two answers' logits, up to and including the first step that
+    chose another token."""
     same = np.equal(answer.tokens, reference.tokens)
     steps = len(same) if same.all() else int(same.argmin()) + 1
     return float(np.abs(answer.logits[:steps] - reference.logits[:steps]).max())
@@ -84,23 +86,20 @@ def logit_difference(answer: LongContextAnswer, reference: LongContextAnswer) ->
 def logit_bound(
     reference: LongContextAnswer, *, layers: int, dtype: str, kv_epsilon: float = 0.0, new_past: bool = False
 ) -> float:
-    """How far rounding alone may move the logits of a hit from those of ``reference``, its cold run.
+    """Return how far rounding alone may move the logits of a hit from those of ``reference``, its cold run.
 
-    A hit computes one new row where the cold run computed a chunk of rows, and the sums of a product are
-    taken in another order for each: equal pages lead to logits that differ by a few roundings per layer.
-    These add up like independent errors, with the square root of the depth, in proportion to the spread of
-    the logits. ``new_past``: a tail was computed behind the hit, whose keys and values differ likewise, and
-    all that follows attends to them.
+    A hit computes one new row and the cold run a chunk of rows. Their products sum in different orders, so
+    equal pages give logits that differ by a few roundings per layer. These add up like independent errors,
+    with the square root of the depth, in proportion to the spread of the logits. ``new_past``: a tail was
+    computed behind the hit. Its keys and values differ in the same way, and all later tokens attend to them.
 
-    The factors are about twice what was measured with random weights and 24 layers on a CPU, at a spread of
+    The factors are about twice the values measured with random weights and 24 layers on a CPU, at a spread of
     3.0: bfloat16 .61, float16 .04, float32 1.9e-4; behind a tail 2.7, .41, 1e-3. A wrong page moves logits by
-    several times the spread, but a wrong number in one need not: that the bytes of pages are equal is held
-    apart from this.
+    several times the spread. A single wrong number may not, so page bytes are compared separately.
 
-    ``kv_epsilon``: new keys and values are quantised in steps of this. Now and then a number rounds the other
-    way, a whole step, and more of them do in each of the next layers: in the end as if both runs were
-    quantised independently. Measured behind a tail, with 12 layers in float32: int8 .33, k8v4 1.2,
-    fp8_e4m3 .80, int4 4.1."""
+    ``kv_epsilon`` is the step of quantised keys and values. A number close to a border may round to the other
+    step, and more numbers do in each later layer, until both runs are quantised independently. Measured
+    behind a tail, with 12 layers in float32: int8 .33, k8v4 1.2, fp8_e4m3 .80, int4 4.1."""
     unit = _ROUNDINGS * _EPSILON[dtype] + _SUM_ROUNDINGS * _EPSILON["float32"]
     unit = max(unit, _STEPS * kv_epsilon)
     spread = float(np.std(reference.logits))
@@ -108,12 +107,12 @@ def logit_bound(
 
 
 def same_bits(answer: LongContextAnswer, other: LongContextAnswer) -> bool:
-    """Whether two hits answered alike, bit for bit."""
+    """Return whether two hits have equal tokens and bit-equal logits."""
     return answer.tokens == other.tokens and np.array_equal(answer.logits, other.logits)
 
 
 class Run:
-    """A request under way. Step it until it has ``finished``."""
+    """A running request. Step it until it has ``finished``."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int]) -> None:
         self._engine = engine
@@ -128,7 +127,7 @@ class Run:
 
     @property
     def started(self) -> bool:
-        """Whether the first token is there."""
+        """Whether the first token has been computed."""
         return bool(self._token_times)
 
     @property
@@ -137,10 +136,11 @@ class Run:
 
     @property
     def share(self) -> float:
-        """How much of the work is done, roughly: attention grows with the square of the tokens."""
+        """Rough share of the work that is done: attention grows with the square of the tokens."""
         return 1.0 if self.started else (self._engine.computed_tokens(self._id) / self._prompt_tokens) ** 2
 
     def step(self) -> None:
+        """Run one step of the engine."""
         start = time.perf_counter()
         outputs = self._engine.step()
         self._spent += time.perf_counter() - start
@@ -150,7 +150,7 @@ class Run:
                 self._completion = output.completion or self._completion
 
     def settle(self) -> None:
-        """Wait until all that the steps have put to work is done, so that it is not in the time of others."""
+        """Wait for the device, so this engine's work does not run in the time of others."""
         start = time.perf_counter()
         self._engine.model.wait()
         self._spent += time.perf_counter() - start
@@ -170,7 +170,7 @@ class Run:
 
 
 def ask(engine: Engine, prompt: Sequence[int], progress: Share = lambda _: None) -> LongContextAnswer:
-    """Run one prompt to its end."""
+    """Run one prompt to its end and return the answer."""
     run = Run(engine, prompt)
     while not run.finished:
         run.step()
@@ -181,8 +181,8 @@ def ask(engine: Engine, prompt: Sequence[int], progress: Share = lambda _: None)
 def ask_in_turn(
     engines: Sequence[Engine], prompt: Sequence[int], *, steps: int, progress: Share = lambda _: None
 ) -> list[LongContextAnswer]:
-    """The same prompt on several engines, ``steps`` steps each in turn, so that a slow moment of the machine
-    slows all of them. Who goes first changes each time."""
+    """Run one prompt on several engines, ``steps`` steps each in turn: a slow moment of the machine slows all
+    of them. The order is reversed each time."""
     runs = [Run(engine, prompt) for engine in engines]
     order = list(runs)
     while not all(run.started for run in runs):
@@ -200,8 +200,8 @@ def ask_in_turn(
 
 
 def page_digests(engine: Engine, prompt: Sequence[int]) -> list[bytes]:
-    """The XXH3-128 of each whole page of ``prompt`` as the engine's store hands it out, through HBM. Without
-    its last token, which every run computes for itself, and with it the page that it completes."""
+    """Return the XXH3-128 of each whole page of ``prompt``, loaded from the engine's store through HBM. The
+    last token does not count, because every run computes it; nor does the page that it completes."""
     connector = engine.connector
     spec = connector.pool.spec
     whole = (len(prompt) - 1) // spec.chunk_tokens * spec.chunk_tokens

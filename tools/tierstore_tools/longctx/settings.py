@@ -1,4 +1,4 @@
-"""What one run of the benchmark does, and how large its tiers have to be for it."""
+"""The options of one run, and the sizes of its tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ TAIL_TOKENS = 1024
 
 @dataclass(frozen=True)
 class LongContext:
-    """``directory`` is where the store is made; ``prompt_text`` replaces the standard library as text."""
+    """The options. The store is made in ``directory``. ``prompt_text`` replaces the standard library as
+    text."""
 
     model: str
     tokens: int
@@ -30,7 +31,7 @@ class LongContext:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     prefill_chunk: int = 2048
     sweep: tuple[int, ...] = ()
-    throttle: Mapping[str, float] = field(default_factory=dict)  # bytes a second, by tier
+    throttle: Mapping[str, float] = field(default_factory=dict)  # bytes per second by tier
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class Sizes:
 
     @classmethod
     def for_tokens(cls, spec: KVSpec, tokens: int) -> Sizes:
+        """Return the sizes for a prompt of ``tokens`` tokens."""
         pages = -(-(tokens + TAIL_TOKENS + 4 * ANSWER_TOKENS) // spec.chunk_tokens) + 8
         nbytes = pages * spec.page_bytes
-        # Half of the host tier may wait to be written to disk: a prompt of any length is then written whole.
+        # Half of the host tier may wait for the disk, so the whole prompt is written.
         return cls(pages, 2 * nbytes + 16 * MIB, nbytes + nbytes // 4 + 64 * MIB)
 
     def check_disk(self, directory: Path) -> None:
-        """Raises :class:`UsageError` when the store would not fit on the file system."""
+        """Raise :class:`UsageError` if the store does not fit on the file system."""
         free = shutil.disk_usage(directory).free
         if free < self.disk_bytes:
             raise UsageError(

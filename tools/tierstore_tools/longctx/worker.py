@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What the process runs: ``store`` is the directory, the rest as in the parent. ``threads`` are torch's:
-    with others the last bits of what is computed behind a hit may be others."""
+    """The process's options: ``store`` is the directory, the others are the parent's. ``threads`` are
+    torch's: with another number the last bits of computed values may differ."""
 
     model: str
     device: str
@@ -46,14 +46,14 @@ class WorkerJob:
 
 
 def run_in_new_process(job: WorkerJob, scratch: Path) -> tuple[LongContextAnswer, list[bytes]]:
-    """The answer, and the digests of the pages that came from disk. Raises :class:`TierStoreError` with what
-    the process said when it failed."""
+    """Return the answer, and the digests of the pages that came from disk. Raises :class:`TierStoreError`
+    with the last line of the process's output if it failed."""
     job_file, result_file = scratch / "job.json", scratch / "result.npz"
     job_file.write_bytes(msgspec.json.encode(job))
     command = [sys.executable, "-m", "tierstore_tools.longctx.worker", str(job_file), str(result_file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise TierStoreError(f"the new process of the disk case failed: {last}")
     return _read_result(result_file)
 

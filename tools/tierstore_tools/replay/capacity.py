@@ -1,8 +1,8 @@
-"""Capacities as people write them: ``5859blocks``, ``3Mtokens``, ``10%`` of the trace, ``8GiB`` of a model.
+"""Parse capacities: ``5859blocks``, ``3Mtokens``, ``10%`` of the trace, ``8GiB`` of a model.
 
-A list is separated by commas; an entry without a unit takes the one of the next entry that has one, so
-``1,5,10%`` is three shares and ``3M,50M`` (no unit at all) is tokens. ``k M G T`` count in thousands; bytes
-always end in ``B`` (``8GiB``, ``8GB``) or ``bytes``, because ``8G`` alone could be either.
+A list has commas. An entry without a unit takes the unit of the next entry that has one: ``1,5,10%`` is three
+shares, and ``3M,50M`` is tokens. ``k M G T`` count in thousands. Bytes always end in ``B`` (``8GiB``,
+``8GB``) or ``bytes``, because ``8G`` is ambiguous.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tierstore.units import parse_size
 _ENTRY = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kKMGT]?)\s*(blocks?|tokens?|bytes|%|)")
 _FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*[KMGTkmgt]?i?[Bb]")
-_WRITE = "write for example 5859blocks, 3Mtokens, 10% or 8GiB"
+_WRITE = "examples: 5859blocks, 3Mtokens, 10%, 8GiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One capacity, not yet counted in a trace's blocks. ``unit`` is ``blocks``, ``tokens``, ``%`` or
-    ``bytes``; ``text`` is what was written."""
+    """One capacity, not yet converted to a trace's blocks. ``unit`` is ``blocks``, ``tokens``, ``%`` or
+    ``bytes``. ``text`` is the user's text."""
 
     text: str
     amount: float
     unit: str
 
     def blocks(self, *, block_tokens: int, unique_blocks: int | None, spec: KVSpec | None) -> int:
-        """Whole blocks of ``block_tokens`` tokens. ``unique_blocks`` is the trace's (None: unknown), ``spec``
-        the model's. A share of a tiny trace is one block at least. Raises :class:`UsageError` when the unit
-        needs one that is missing, and for less than one block."""
+        """Return whole blocks of ``block_tokens`` tokens. ``unique_blocks`` is the trace's (None: unknown),
+        ``spec`` the model's. A share of a tiny trace is at least one block. Raises :class:`UsageError` if the
+        unit needs a missing value, and for less than one block."""
         count = int(self._blocks(block_tokens, unique_blocks, spec))
         if self.unit == "%" and self.amount:
             return max(count, 1)
@@ -50,12 +50,12 @@ class Capacity:
                 raise UsageError(f"{self.text}: a share of the unique blocks needs a trace with hash_ids")
             return unique_blocks * self.amount / 100
         if spec is None:
-            raise UsageError(f"{self.text} is in bytes: say with --model how many a token takes")
+            raise UsageError(f"{self.text} is in bytes: --model must say how many bytes a token takes")
         return self.amount / (spec.token_bytes * block_tokens)
 
 
 def parse_capacities(text: str) -> tuple[Capacity, ...]:
-    """The entries of a list, in the order given. Raises :class:`UsageError` for what is not a capacity."""
+    """Return the entries of a list, in its order. Raises :class:`UsageError` for other text."""
     entries = [entry.strip() for entry in text.split(",")]
     capacities: list[Capacity] = []
     unit = ""
@@ -67,7 +67,7 @@ def parse_capacities(text: str) -> tuple[Capacity, ...]:
 
 
 def parse_capacity(text: str) -> Capacity:
-    """A single one. Raises :class:`UsageError` for a list, and for what is not a capacity."""
+    """Return a single capacity. Raises :class:`UsageError` for a list and for other text."""
     return _parse(text.strip(), "tokens")
 
 

@@ -1,8 +1,7 @@
-"""``replay`` from the command line: read, run, show, write.
+"""``tierstore-bench replay``: read a trace, run, print, write.
 
-Results are written as they come: each is a line on stderr, and the document of ``--json FILE`` is written
-anew after each with what there is by then (``unfinished`` says how many replays are missing). So a replay
-that is killed leaves what it had.
+Each result is a line on stderr as soon as it is there, and the document of ``--json FILE`` is written again
+(``unfinished`` counts the missing replays). So a killed command keeps its results.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from tierstore_tools.replay.tiered import TieredRow
 from tierstore_tools.replay.trace import Trace, extent
 
 DEFAULT_CAPACITY = "1,5,10,25,50%"
-_CSV_BLOCK_TOKENS = (
-    64  # the store's default chunk: for capacities of traces of lengths that are given in blocks
-)
+_CSV_BLOCK_TOKENS = 64  # the store's default chunk: for capacities in blocks of a trace without blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What to replay. ``spec`` is the model's, where one was named; ``tiers`` asks for a whole engine."""
+    """The options. ``spec`` is the model's (None: no model was named). With ``tiers`` a whole engine is
+    simulated.
+    """
 
     trace: Path
     policies: tuple[str, ...]
@@ -52,17 +51,17 @@ class Replay:
 
 
 def spec_of(model: str) -> KVSpec:
-    """The KV layout of a preset, of a folder with a ``config.json``, or of such a file. Raises
-    :class:`UsageError` when it is none of these, or the model keeps something that has no size per token."""
+    """Return the KV layout of a preset, of a folder with a ``config.json``, or of such a file. Raises
+    :class:`UsageError` for anything else, and if the model has a state without a size per token."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        from tierstore_engine.presets import PRESETS  # needs an extra, and a replay without a model none
+        from tierstore_engine.presets import PRESETS  # needs an extra; a replay without a model does not
 
         if model in PRESETS:
             return PRESETS[model].kv_spec()
         raise UsageError(
-            f"no model {model!r}: neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json"
+            f"{model!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json"
         )
     try:
         config = msgspec.json.decode(whole(file), type=dict[str, object])
@@ -72,10 +71,10 @@ def spec_of(model: str) -> KVSpec:
 
 
 def run(settings: Replay, *, json: str | None, plot: Path | None) -> None:
-    """Raises :class:`UsageError` for what cannot be replayed as asked."""
+    """Replay, print, write. Raises :class:`UsageError` for options that do not fit the trace."""
     report.require_targets(json, plot)
     if plot is not None and not settings.capacities:
-        raise UsageError("--plot draws hit rates by capacity: say --capacity as well")
+        raise UsageError("--plot draws hit rates by capacity: it needs --capacity")
     to_stderr = json == "-"
     with report.phases() as phases:
         with phases.phase(f"reading {settings.trace.name}") as phase:
@@ -99,7 +98,7 @@ def run(settings: Replay, *, json: str | None, plot: Path | None) -> None:
                 )
     if loaded.complaints.count:
         left_out, first = loaded.complaints.count, loaded.complaints.first
-        show.heading(f"left out {left_out} that could not be read, first {first}", to_stderr=True)
+        show.heading(f"left out {left_out} unreadable entries, first {first}", to_stderr=True)
     if isinstance(loaded.trace, LengthsTrace):
         document = _size(settings, loaded.trace, plot, to_stderr)
         report.write_json({**_described(settings, loaded), **document}, json)
@@ -119,7 +118,7 @@ def _described(settings: Replay, loaded: LoadedTrace) -> dict[str, object]:
 
 
 class _Results:
-    """The replays that were asked for, and what has come of them so far."""
+    """The requested replays, and their results so far."""
 
     def __init__(self, settings: Replay, loaded: LoadedTrace, trace: Trace, json: str | None) -> None:
         self._settings = settings
@@ -128,7 +127,7 @@ class _Results:
         self._json = json
         self._extent = extent(trace)
         if not self._extent.blocks:
-            raise UsageError(f"{settings.trace} has no block in any prompt: there is nothing to replay")
+            raise UsageError(f"{settings.trace} has no block in any prompt")
         self._machine = self._asked_machine()
         self.cases: list[runs.AnyCase] = [
             runs.Case(policy, blocks) for policy in settings.policies for blocks in self._capacities()
@@ -163,13 +162,14 @@ class _Results:
         )
 
     def add(self, case: int, row: runs.AnyRow) -> None:
-        """One replay has ended."""
+        """Store the result of a finished replay, print it and write the document."""
         self._found[case] = row
         show.heading(show.one_line(row), to_stderr=True)
         self.write()
 
     def write(self, *, last: bool = False) -> None:
-        """Write what there is. Only a regular file before the last time, and that at one stroke."""
+        """Write the results so far. Before the last time only to a regular file, which is replaced
+        atomically."""
         if self._json is None or self._json == "-" or Path(self._json).is_char_device():
             if last:
                 report.write_json(self._document(), self._json)
@@ -206,11 +206,11 @@ class _Results:
         }
 
     def show(self, plot: Path | None, *, to_stderr: bool) -> None:
-        """Show all of it as tables, and as a picture."""
+        """Print all tables and draw the picture."""
         found, name, token_bytes = self._extent, self._settings.trace.name, self._settings.token_bytes
         title = (
             f"{name}: {found.requests:,} requests, {found.unique_blocks:,} unique blocks of "
-            f"{self._trace.block_tokens} tokens; at most {found.ideal:.4f} can be hits"
+            f"{self._trace.block_tokens} tokens; the highest possible hit rate is {found.ideal:.4f}"
         )
         rows, tiered = self._rows, self._tiered
         if rows:
@@ -226,13 +226,15 @@ class _Results:
         trace = self._trace
         remarks = []
         if self._settings.hints.name == "inferred" and not trace.has_stops:
-            remarks.append("the trace does not say how answers ended: nothing could be inferred for hints")
+            remarks.append("the trace has no reasons for the ends of answers: no hint was inferred")
         if trace.untimed:
-            remarks.append(f"{trace.untimed} requests have no timestamp: taken with the one before them")
+            remarks.append(
+                f"{trace.untimed} requests have no timestamp and got that of the request before them"
+            )
         if trace.misfits > len(trace) // 2:
             remarks.append(
                 f"{trace.misfits} prompts do not have one id per {trace.block_tokens} tokens: "
-                "if the trace's blocks are of another size, say --block-tokens"
+                "set --block-tokens if the trace's blocks have another size"
             )
         return remarks
 
@@ -242,11 +244,11 @@ class _Results:
 
 @dataclass(frozen=True, slots=True)
 class SizingRow:
-    """How long a page stays at least in a tier of this capacity: if nothing is ever reused, every token of
-    every prompt and answer is a new one, and the tier is written over once in capacity ÷ (tokens per second).
+    """The least time that a page stays in a tier of this capacity. If no token is ever reused, the tier is
+    overwritten once in capacity ÷ (tokens per second).
 
-    ``turnover_s`` is None where the trace has no times, ``capacity_bytes`` where no model was named.
-    ``hit_rate`` is always None: nobody knows."""
+    ``turnover_s`` is None if the trace has no times, ``capacity_bytes`` if no model was named. ``hit_rate``
+    is always None: it is unknown."""
 
     capacity_tokens: int
     capacity_bytes: int | None
@@ -256,7 +258,7 @@ class SizingRow:
 
 def _size(settings: Replay, trace: LengthsTrace, plot: Path | None, to_stderr: bool) -> dict[str, object]:
     if plot is not None or settings.tiers is not None:
-        raise UsageError(f"{settings.trace} has no hash_ids: there are no hits to draw or to place in tiers")
+        raise UsageError(f"{settings.trace} has no hash_ids: --plot and tiers need them")
     rate = trace.tokens / trace.span_s if trace.span_s and trace.tokens else None
     rows = []
     for capacity in settings.capacities:
@@ -267,8 +269,8 @@ def _size(settings: Replay, trace: LengthsTrace, plot: Path | None, to_stderr: b
         rows.append(SizingRow(tokens, nbytes, None if rate is None else tokens / rate))
     show.sizes(
         [(row.capacity_tokens, row.capacity_bytes, row.turnover_s) for row in rows],
-        title=f"{settings.trace.name}: {len(trace):,} requests, {show.count(trace.tokens)} tokens; without "
-        "hash_ids nobody can say what would be a hit",
+        title=f"{settings.trace.name}: {len(trace):,} requests, {show.count(trace.tokens)} tokens; hits are "
+        "unknown without hash_ids",
         to_stderr=to_stderr,
     )
     return {

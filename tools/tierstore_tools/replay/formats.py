@@ -1,11 +1,10 @@
-"""Traces as they are published, read into one shape.
+"""Read published traces into one shape.
 
-:func:`load` finds out the format from the content, reads the file once, and counts what it could not read.
+:func:`load` detects the format from the content, reads the file once, and counts unreadable entries.
 
-**Damage.** A line that cannot be read is left out and counted, and the first one is told as ``file:line:
-what``: a download that was cut must not cost a run. A gzip file that ends early is read up to there. When
-more than a tenth of the lines (or sessions) is unreadable, the file is not what it is taken for and is
-refused.
+**Damage.** An unreadable line is left out and counted, and the first one is reported as ``file:line: error``:
+a truncated download does not cost a run. A gzip file that ends early is read up to its end. If more than a
+tenth of the lines (or sessions) is unreadable, the file probably has another format and is refused.
 
 **Mooncake** (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0)::
 
@@ -18,13 +17,12 @@ refused.
     {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521, "output_length": 132,
      "type": "text", "turn": 2, "hash_ids": [1089, 1090, …]}
 
-``timestamp`` in seconds, ids of 16 tokens; a chat's parent is the turn before it, -1 for the first.
+``timestamp`` in seconds, ids of 16 tokens. A chat's parent is the turn before it, -1 for the first.
 
 **Lengths**: CSV files with the lengths of prompts and nothing of their content, such as the Azure LLM
 inference traces (https://github.com/Azure/AzurePublicDataset: ``TIMESTAMP,ContextTokens,GeneratedTokens``) or
 BurstGPT. Columns are separated by commas, semicolons (then numbers may have decimal commas) or tabs. Without
-ids nobody can say what would have been reused: such a trace sizes a tier only from one side, by how fast
-pages come in.
+ids the reuse is unknown: such a trace only shows how fast pages come in.
 
 **WEKA**: sessions of coding agents, one JSON object per conversation
 (https://github.com/callanjfox/kv-cache-tester, Apache-2.0)::
@@ -35,17 +33,17 @@ pages come in.
        "think_time": 0.4, "api_time": 2.1},
       {"t": 31.5, "type": "subagent", "agent_id": "…", "requests": [ … ]}]}
 
-Read are: a file with one such object, a file with an array of them or with one per line, and a folder of
-such files. What the description leaves open, and how it is read here:
+The reader accepts a file with one such object, a file with an array of them or with one per line, and a
+folder of such files. The description leaves some points open. They are read like this:
 
-- Ids are local to a session (``hash_id_scope`` ``local``, also where it is missing), and shared by all of its
-  subagents and models; with ``global`` they are shared by all sessions.
-- A session knows the time since its own start only. All sessions start at once, unless ``session_gap_s``
-  puts some time between one start and the next.
-- A subagent's times count from its marker in the published sessions, and from the session's start in others:
-  the latter when none is earlier than its marker's.
+- Ids are local to a session (``hash_id_scope`` ``local``, also if it is missing), and shared by its subagents
+  and models. With ``global`` they are shared by all sessions.
+- A session has times since its own start. All sessions start at once, unless ``session_gap_s`` separates
+  their starts.
+- A subagent's times count from its marker if one of them is earlier than the marker's, else from the
+  session's start. The published sessions count from the marker.
 - A subagent is a session of its own.
-- ``hash_ids`` has whole blocks only, so the tokens after the last whole block are not part of any prompt.
+- ``hash_ids`` has whole blocks only, so the tokens after the last whole block belong to no prompt.
 """
 
 from __future__ import annotations
@@ -69,12 +67,12 @@ from tierstore_tools.replay.trace import RawRequest, Trace
 
 FORMATS = ("mooncake", "bailian", "weka", "csv")
 
-_KNOWN = "known are Mooncake and Bailian JSONL, WEKA sessions, and CSV with lengths"
+_KNOWN = "known: Mooncake and Bailian JSONL, WEKA sessions, CSV with lengths"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTrace:
-    """A trace, its format's name, and what could not be read of the file."""
+    """A trace, its format, and the unreadable entries of the file."""
 
     trace: Trace | LengthsTrace
     format: str
@@ -89,11 +87,11 @@ def load(
     session_gap_s: float = 0.0,
     progress: Progress = lambda _: None,
 ) -> LoadedTrace:
-    """Read a trace, once. ``block_tokens`` replaces the format's own; ``session_gap_s`` is the time between
-    the starts of two WEKA sessions. Raises :class:`UsageError` for a file that is not there, not a trace, or
-    too damaged to be one."""
+    """Read a trace once. ``block_tokens`` replaces the format's own. ``session_gap_s`` is the time between
+    the starts of two WEKA sessions. Raises :class:`UsageError` for a missing file, another kind of file, or a
+    file that is too damaged."""
     if format_name not in ("auto", *FORMATS):
-        raise UsageError(f"no trace format {format_name!r} (there are: auto, {', '.join(FORMATS)})")
+        raise UsageError(f"unknown trace format {format_name!r} (known: auto, {', '.join(FORMATS)})")
     if not path.exists():
         raise UsageError(f"there is no trace {path}")
     if format_name == "auto":
@@ -128,7 +126,7 @@ def _block_tokens(path: Path, format_name: str) -> int:
 
 
 def detect(path: Path) -> str:
-    """The format by what is in the file. Raises :class:`UsageError` when it is none of ours."""
+    """Return the format, from the content of the file. Raises :class:`UsageError` for other content."""
     if path.is_dir():
         return "weka"
     first = next(lines(path), None)
@@ -148,14 +146,14 @@ def detect(path: Path) -> str:
         return "weka"
     if "hash_ids" not in fields:
         raise UsageError(
-            f"{path.name}:{first.number}: no hash_ids, so nothing is known of what repeats ({_KNOWN})"
+            f"{path.name}:{first.number}: no hash_ids, so repeated tokens are unknown ({_KNOWN})"
         )
     return "bailian" if "chat_id" in fields else "mooncake"
 
 
 def _detect_whole(path: Path) -> str:
-    """For a first line that is not one JSON object: the file may be a single document, or its first line is
-    damaged."""
+    """Detect the format of a file whose first line is not a JSON object: it may be a single document, or the
+    line is damaged."""
     try:
         document: Any = msgspec.json.decode(whole(path))
     except NOT_JSON:
@@ -183,47 +181,47 @@ def _detect_later(path: Path) -> str:
 
 # -- bytes and lines -----------------------------------------------------------------------------------
 
-Progress = Callable[[float], None]  # the share that is done, 0 to 1
+Progress = Callable[[float], None]  # called with the share that is done, 0 to 1
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding somebody else's bytes may end in: the last one where they are nested too deep."""
+"""Errors of decoding foreign bytes. The last one is for values that are nested too deeply."""
 
 _MOST_UNREADABLE = 0.1
 _GZIP = b"\x1f\x8b"
-_GZIP_WBITS = 31  # zlib's word for a gzip header
+_GZIP_WBITS = 31  # zlib's value for a gzip header
 _CHUNK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class TextLine:
-    """One line without its end; ``number`` counts from 1."""
+    """One line without its line end. ``number`` counts from 1."""
 
     number: int
     text: bytes
 
 
 class Complaints:
-    """What could not be read: how often, and the first time in words."""
+    """The number of unreadable entries, and a description of the first one."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first = ""
-        self.read = 0  # requests that made sense
+        self.read = 0  # readable requests
 
     def add(self, path: Path, line: int | None, what: object) -> None:
-        """``line`` is None where the whole file is meant."""
+        """Count an error of a line, or (None) of the whole file."""
         self.count += 1
         if not self.first:
             where = path.name if line is None else f"{path.name}:{line}"
             self.first = f"{where}: {what}"
 
     def check(self, path: Path, format_name: str) -> None:
-        """Raises :class:`UsageError` when too little made sense to call this a trace of ``format_name``."""
+        """Raise :class:`UsageError` if too many entries of a trace of ``format_name`` are unreadable."""
         if self.count and self.count > _MOST_UNREADABLE * (self.count + self.read):
             raise UsageError(
-                f"{path} does not read as a {format_name} trace: {self.count} of {self.count + self.read} "
-                f"entries make no sense, first {self.first}"
+                f"{path} is not a {format_name} trace: {self.count} of {self.count + self.read} "
+                f"entries are unreadable, first {self.first}"
             )
         if not self.read:
             raise UsageError(f"{path} has no requests")
@@ -232,8 +230,8 @@ class Complaints:
 def lines(
     path: Path, progress: Progress = lambda _: None, complaints: Complaints | None = None
 ) -> Iterator[TextLine]:
-    """The lines of a file that are not blank, also of a gzipped one. Where a gzip file ends early, what is
-    left of its last line goes to ``complaints``. Raises :class:`UsageError` when the file cannot be read."""
+    """Yield the lines of a file that are not blank; the file may be gzipped. The damage of a gzip file goes
+    to ``complaints``. Raises :class:`UsageError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
             size = max(1, os.fstat(file.fileno()).st_size)
@@ -251,7 +249,7 @@ def lines(
 
 
 def whole(path: Path) -> bytes:
-    """All bytes of a file, unpacked. Raises :class:`UsageError` when it cannot be read."""
+    """Return all bytes of a file, unpacked. Raises :class:`UsageError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return io.BufferedReader(_Unpacked(file), _CHUNK_BYTES).read().removeprefix(_BYTE_ORDER_MARK)
@@ -260,8 +258,8 @@ def whole(path: Path) -> bytes:
 
 
 class _Unpacked(io.RawIOBase):
-    """The bytes of a file, unpacked if it is gzipped, up to where it is damaged (``gzip`` raises, and keeps
-    what it has unpacked)."""
+    """The bytes of a file, unpacked if it is gzipped, up to its first damage. (``gzip`` would raise and keep
+    the unpacked bytes.)"""
 
     def __init__(self, file: io.BufferedReader) -> None:
         self.damage = ""
@@ -302,7 +300,7 @@ class _Unpacked(io.RawIOBase):
 MOONCAKE_BLOCK_TOKENS = 512
 BAILIAN_BLOCK_TOKENS = 16
 
-Tokens = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # 6758 is also written 6758.0
+Tokens = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # some files write 6758.0
 
 
 _Line = TypeVar("_Line", bound=msgspec.Struct)
@@ -313,7 +311,7 @@ class _Mooncake(msgspec.Struct):
     input_length: Tokens | None = None
     output_length: Tokens | None = None
     timestamp: float | None = None
-    session_id: int | str | None = None  # not in the published traces; tools that write the format add it
+    session_id: int | str | None = None  # missing in the published traces; other tools add it
 
 
 class _Bailian(msgspec.Struct):
@@ -326,7 +324,7 @@ class _Bailian(msgspec.Struct):
 
 
 def read_mooncake(path: Path, complaints: Complaints, progress: Progress) -> Iterator[RawRequest]:
-    """The requests of a Mooncake trace, in the file's order."""
+    """Yield the requests of a Mooncake trace, in the file's order."""
     for each in _read(_Mooncake, path, complaints, progress):
         yield RawRequest(
             None if each.timestamp is None else each.timestamp / 1e3,
@@ -338,7 +336,8 @@ def read_mooncake(path: Path, complaints: Complaints, progress: Progress) -> Ite
 
 
 def read_bailian(path: Path, complaints: Complaints, progress: Progress) -> Iterator[RawRequest]:
-    """The requests of a Bailian trace, in the file's order. The session is the first chat of the chain."""
+    """Yield the requests of a Bailian trace, in the file's order. The session is the first chat of the
+    chain."""
     first_of: dict[int | str, int | str] = {}
     for each in _read(_Bailian, path, complaints, progress):
         first = each.chat_id
@@ -359,7 +358,7 @@ def _whole(tokens: float | None) -> int | None:
 
 
 def _read(kind: type[_Line], path: Path, complaints: Complaints, progress: Progress) -> Iterator[_Line]:
-    """What the file's lines say; of those that say something else, the number is kept."""
+    """Yield the decoded lines of a file, and count the others."""
     decoder = msgspec.json.Decoder(kind)
     for line in lines(path, progress, complaints):
         try:
@@ -395,8 +394,8 @@ _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits; Python rea
 
 
 class LengthsTrace:
-    """Times (seconds, None where the file has none), prompt and answer lengths of all requests, in the
-    file's order."""
+    """Times in seconds (None if the file has none), and lengths of prompts and answers, in the file's
+    order."""
 
     def __init__(self) -> None:
         self.timestamps_s: array[float] | None = array("d")
@@ -408,19 +407,19 @@ class LengthsTrace:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts and answers."""
+        """Tokens of all prompts and answers."""
         return sum(self.inputs) + sum(self.outputs)
 
     @property
     def span_s(self) -> float | None:
-        """From the first request to the last; None without times, or where it is no time at all."""
+        """Seconds from the first request to the last; None without times, or if it is 0."""
         if not self.timestamps_s:
             return None
         return max(self.timestamps_s) - min(self.timestamps_s) or None
 
 
 def is_lengths(header: bytes) -> bool:
-    """Whether a first line names the columns of such a file."""
+    """Return whether a first line names the columns of lengths."""
     try:
         _Columns.of(header.decode("utf-8"))
     except (UsageError, UnicodeDecodeError, csv.Error):
@@ -429,7 +428,7 @@ def is_lengths(header: bytes) -> bool:
 
 
 def read_lengths(path: Path, complaints: Complaints, progress: Progress) -> LengthsTrace:
-    """Raises :class:`UsageError` when the first line does not name the columns."""
+    """Read a file of lengths. Raises :class:`UsageError` if the first line does not name the columns."""
     trace = LengthsTrace()
     columns: _Columns | None = None
     for line in lines(path, progress, complaints):
@@ -449,7 +448,7 @@ def read_lengths(path: Path, complaints: Complaints, progress: Progress) -> Leng
 
 
 class _Columns:
-    """Where the numbers are."""
+    """The columns of a file of lengths."""
 
     def __init__(self, delimiter: str, time: int | None, prompt: int, answer: int | None) -> None:
         self._delimiter = delimiter
@@ -468,7 +467,8 @@ class _Columns:
         raise UsageError(f"no column of prompt lengths in {header!r} (such as ContextTokens)")
 
     def read(self, text: str, trace: LengthsTrace) -> None:
-        """Raises ValueError or IndexError, and leaves the trace as it was, when the line does not fit."""
+        """Add a line to ``trace``. Raises ValueError or IndexError, without a change, for another kind of
+        line."""
         row = next(csv.reader([text], delimiter=self._delimiter))
         if self._delimiter == ";":
             row = [each.replace(",", ".") for each in row]
@@ -492,7 +492,7 @@ def _tokens(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    """A number of seconds, or a date and time."""
+    """Parse a number of seconds, or a date and time."""
     try:
         return float(text)
     except ValueError:
@@ -509,7 +509,7 @@ _SUBAGENT = "subagent"
 
 
 class _WekaRequest(msgspec.Struct):
-    """A request, or the marker of a subagent with requests of its own."""
+    """A request, or the marker of a subagent with its requests."""
 
     t: float = 0.0
     type: str = "n"
@@ -529,18 +529,18 @@ class _WekaSession(msgspec.Struct):
 
 
 def block_tokens_of(path: Path) -> int:
-    """The block size of the first session. Raises :class:`UsageError` when there is none to be read."""
+    """Return the block size of the first session. Raises :class:`UsageError` if no session is readable."""
     complaints = Complaints()
     for _, _, session in _sessions(path, complaints, lambda _: None):
         return session.block_size
     first = f", first {complaints.first}" if complaints.count else ""
-    raise UsageError(f"{path} has no session that can be read{first}")
+    raise UsageError(f"{path} has no readable session{first}")
 
 
 def read_weka(
     path: Path, complaints: Complaints, progress: Progress, *, session_gap_s: float = 0.0
 ) -> Iterator[RawRequest]:
-    """The requests of all sessions, one session after the other; their times are to be sorted."""
+    """Yield the requests of all sessions, one session after the other. The caller sorts their times."""
     block_tokens: int | None = None
     for number, (file, line, session) in enumerate(_sessions(path, complaints, progress)):
         block_tokens = block_tokens or session.block_size
@@ -551,7 +551,7 @@ def read_weka(
 
 
 class _Reader:
-    """Walks one session and its subagents."""
+    """Reads one session and its subagents."""
 
     def __init__(
         self,
@@ -597,12 +597,12 @@ class _Reader:
 
 
 def _counts_from_markers(requests: Sequence[_WekaRequest]) -> bool:
-    """Whether the times inside subagents start at their marker."""
+    """Return whether the times inside subagents start at their marker."""
     markers = [each for each in requests if each.type == _SUBAGENT]
     return any(inner.t < marker.t for marker in markers for inner in marker.requests)
 
 
-_Found = tuple[Path, int | None, _WekaSession]  # the line, where the file has one session per line
+_Found = tuple[Path, int | None, _WekaSession]  # the line, if the file has one session per line
 
 
 def _sessions(path: Path, complaints: Complaints, progress: Progress) -> Iterator[_Found]:
@@ -636,7 +636,7 @@ def _in_file(path: Path, complaints: Complaints, progress: Progress) -> Iterator
 
 
 def _is_one_per_line(path: Path) -> bool:
-    """Whether a first line is a whole object and a second one follows."""
+    """Return whether the first line is a whole object and a second line follows."""
     first: TextLine | None = None
     for line in lines(path):
         if first is not None:

@@ -1,4 +1,4 @@
-"""``--hints``: where the hints of a replay come from, and the future that some of them know."""
+"""``--hints``: the sources of hints in a replay, and the future that some of them know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierstore.types import inferred
 from tierstore_tools.replay.trace import TraceRequest
 
 _ORACLE = re.compile(r"oracle:(\d+(?:\.\d+)?|\.\d+)")
-# What traces call a reason that the engines have another word for.
+# Reasons in traces → reasons of the engines.
 _REASONS = {
     "tool_use": "tool_calls",
     "function_call": "tool_calls",
@@ -28,27 +28,26 @@ _DONE = PageHint(Reuse.DONE)
 
 
 class Hinter(Protocol):
-    """Where hints come from in a replay."""
+    """A source of hints in a replay."""
 
     def hints(self, number: int, request: TraceRequest) -> Sequence[PageHint] | None:
-        """What is said with request ``number`` (from 0) of each of its blocks, when it is saved; None when
-        nothing is said."""
+        """Return the hints of request ``number`` (from 0), one per block, given when it is saved; None for no
+        hints."""
         ...
 
 
 class Inferred:
-    """What an engine says without being told, by the reason that an answer ended
-    (:func:`tierstore.types.inferred`)."""
+    """Hints that an engine infers from the reason of an answer's end (:func:`tierstore.types.inferred`)."""
 
     def hints(self, number: int, request: TraceRequest) -> Sequence[PageHint] | None:
-        """The same for all blocks of the prompt."""
+        """Return the same hint for all blocks of the prompt."""
         hint = inferred(_REASONS.get(request.stop, request.stop))
         return None if hint is None else [hint.facts(request.timestamp_s)] * len(request.blocks)
 
 
 class NextUses:
-    """For every block of every request, the number of the next request that has it. Takes one pass over the
-    trace and 8 bytes for each block of each prompt."""
+    """For every block of every request, the number of the next request that has it. This takes one pass over
+    the trace and 8 bytes per block of each prompt."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self.never = len(requests)
@@ -62,13 +61,14 @@ class NextUses:
         self._of = backwards[::-1]
 
     def of(self, number: int) -> Sequence[int]:
-        """By block of request ``number``; :attr:`never` for those that are not used again."""
+        """Return the next uses by block of request ``number``; :attr:`never` for blocks without another
+        use."""
         return self._of[number]
 
 
 class OracleHints:
-    """With every request, for each of its blocks on its own: whether it is used again. True with probability
-    ``right``, otherwise the opposite is said. The same seed, the same lies."""
+    """Hints for each block of every request: whether it is used again. A hint is right with probability
+    ``right``, else it says the opposite. Equal seeds make equal errors."""
 
     def __init__(self, uses: NextUses, right: float, *, seed: int = 0) -> None:
         self._uses = uses
@@ -81,7 +81,7 @@ class OracleHints:
 
 
 class BeladyHints:
-    """With every request, the exact next use of each of its blocks, as a priority: sooner is higher."""
+    """Hints with the exact next use of each block of every request, as a priority: sooner is higher."""
 
     def __init__(self, uses: NextUses) -> None:
         self._uses = uses
@@ -95,20 +95,20 @@ class HintSource:
     """``none``, ``inferred``, or ``oracle:P`` (right with a probability of P)."""
 
     name: str = "none"
-    accuracy: float | None = None  # of an oracle
+    accuracy: float | None = None  # an oracle's
 
     def hinter(self, uses: Callable[[], NextUses]) -> Hinter | None:
-        """One for a single pass over a trace, whose future ``uses`` tells."""
+        """Return a source for one pass over a trace. ``uses`` returns the trace's future."""
         if self.accuracy is not None:
             return OracleHints(uses(), self.accuracy)
         return Inferred() if self.name == "inferred" else None
 
 
 def parse_hints(text: str) -> HintSource:
-    """Raises :class:`UsageError` for anything else."""
+    """Parse ``none``, ``inferred`` or ``oracle:P``. Raises :class:`UsageError` for other text."""
     if text in ("none", "inferred"):
         return HintSource(text)
     match = _ORACLE.fullmatch(text)
     if match is not None and float(match.group(1)) <= 1:
         return HintSource(text, float(match.group(1)))
-    raise UsageError(f"--hints is none, oracle:P (such as oracle:0.9) or inferred, not {text!r}")
+    raise UsageError(f"--hints takes none, oracle:P (such as oracle:0.9) or inferred, got {text!r}")

@@ -1,4 +1,4 @@
-"""What an engine has: tiers, the ways between them, and how fast it computes; and how that is asked for."""
+"""The simulated engine: its tiers, their bandwidths, its prefill speed, and the options for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierstore_tools.replay.formats import whole
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """Of the ways between the tiers, in GB (10⁹ bytes) per second."""
+    """Bandwidths between the tiers, in GB (10⁹ bytes) per second."""
 
     host_to_hbm_gb_per_s: float
     disk_read_gb_per_s: float
@@ -28,7 +28,7 @@ class Bandwidths:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Capacities in blocks of ``block_bytes``; 0 is a tier that is not there."""
+    """Capacities in blocks of ``block_bytes`` (0: no such tier), and speeds."""
 
     hbm_blocks: int
     host_blocks: int
@@ -39,8 +39,8 @@ class Machine:
 
 
 def read_bandwidths(path: Path, page_bytes: int) -> Bandwidths:
-    """From what ``tierstore-bench tiers --json`` wrote, measured with the page size next to ``page_bytes``.
-    Raises :class:`UsageError` when it is something else."""
+    """Read a document of ``tierstore-bench tiers --json``: the rows with the page size closest to
+    ``page_bytes``. Raises :class:`UsageError` for another document."""
     document = _document(path, "tierstore-bench tiers --json")
     rows = document.get("rows")
     return Bandwidths(
@@ -62,8 +62,8 @@ def _rate(rows: Any, tier: str, op: str, page_bytes: int, path: Path) -> float:
 
 
 def read_prefill(path: Path) -> Prefill:
-    """From what ``tierstore-bench longctx --json`` wrote: a single speed, or with ``--sweep`` that of the
-    tokens and that of the attention apart. Raises :class:`UsageError` when it is something else."""
+    """Read a document of ``tierstore-bench longctx --json``: one speed, or with ``--sweep`` separate speeds
+    of tokens and attention. Raises :class:`UsageError` for another document."""
     document = _document(path, "tierstore-bench longctx --json")
     try:
         cold = next(row for row in document["rows"] if row["case"] == "cold")
@@ -78,16 +78,16 @@ def _document(path: Path, what: str) -> Mapping[str, Any]:
     try:
         document = msgspec.json.decode(whole(path))
     except msgspec.DecodeError as error:
-        raise UsageError(f"{path} is not what {what} writes: {error}") from error
+        raise UsageError(f"{path} is not a document of {what}: {error}") from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} is not what {what} writes")
+        raise UsageError(f"{path} is not a document of {what}")
     return document
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What was said of the tiers; None is what was not. ``bandwidths_file`` and ``prefill_file`` were
-    written by ``tierstore-bench tiers`` and ``longctx``; a number beside them goes before them."""
+    """The options for tiers; None if not given. ``bandwidths_file`` and ``prefill_file`` were written by
+    ``tierstore-bench tiers`` and ``longctx``. A number has precedence over a file."""
 
     hbm: Capacity | None = None
     host: Capacity | None = None
@@ -101,11 +101,13 @@ class Tiers:
     prefetch: tuple[bool, ...] = (False, True)
 
     def machine(self, spec: KVSpec | None, *, block_tokens: int, unique_blocks: int) -> Machine:
-        """Counted in the trace's blocks. Raises :class:`UsageError` when something is missing."""
+        """Return the machine, in the trace's blocks. Raises :class:`UsageError` if an option is missing."""
         if self.disk is not None and self.host is None:
-            raise UsageError("pages reach the disk through the host tier: say --host as well")
+            raise UsageError("pages reach the disk through the host tier: --disk needs --host")
         if spec is None:
-            raise UsageError("a replay through tiers moves bytes: say with --model how many a token takes")
+            raise UsageError(
+                "a replay through tiers moves bytes: --model must say how many bytes a token takes"
+            )
         block_bytes = round(spec.token_bytes * block_tokens)
         hbm, host, disk = (
             0
@@ -128,25 +130,25 @@ class Tiers:
         if self.prefill_tokens_per_s is not None:
             return Prefill(1 / _known(self.prefill_tokens_per_s, None, "--prefill-tokens-per-s", True))
         if self.prefill_file is None:
-            raise UsageError("say how fast the model computes: --longctx or --prefill-tokens-per-s")
+            raise UsageError("the speed of prefill is missing: --longctx or --prefill-tokens-per-s")
         return read_prefill(self.prefill_file)
 
 
 def parse_prefetch(text: str) -> tuple[bool, ...]:
-    """The modes to replay. Raises :class:`UsageError` for another word."""
+    """Return the modes to replay. Raises :class:`UsageError` for another word."""
     modes = {"both": (False, True), "off": (False,), "on": (True,)}
     if text not in modes:
-        raise UsageError(f"--prefetch is both, off or on, not {text!r}")
+        raise UsageError(f"--prefetch takes both, off or on, got {text!r}")
     return modes[text]
 
 
 def _known(said: float | None, measured: float | None, option: str, needed: bool) -> float:
-    """The one that there is. What is not needed may be missing."""
+    """Return the given rate, else the measured one. A rate that is not ``needed`` may be missing."""
     rate = said if said is not None else measured
     if rate is None:
         if needed:
-            raise UsageError(f"say how fast bytes move: --tiers with a file, or {option}")
+            raise UsageError(f"a bandwidth is missing: --tiers with a file, or {option}")
         return 1.0
     if not 0 < rate < math.inf:
-        raise UsageError(f"{option} is more than 0, not {rate}")
+        raise UsageError(f"{option} must be more than 0, got {rate}")
     return rate

@@ -1,10 +1,10 @@
-"""The policies that can be replayed: the live store's, those from papers to compare with, and the ceiling.
+"""The policies of a replay: the live store's, policies from papers, and the ceiling.
 
-The store's own order an :class:`~tierstore.policy.EvictionQueue` here as they do there. FIFO, LFU, S3-FIFO,
-SIEVE and 2Q need to know when a block came into the tier, and the last three have two queues. They were made
-for caches whose entries do not depend on each other. Here a block can only leave after those behind it in its
-prompts. So the first of a queue is the first *that may leave*: blocks with others behind them keep their
-place and are first once nothing is behind them.
+The store's own policies order an :class:`~tierstore.policy.EvictionQueue`, as in the store. FIFO, LFU,
+S3-FIFO, SIEVE and 2Q need the time at which a block came into the tier, and the last three have two queues.
+They were made for caches with independent entries. Here a block leaves only after the blocks behind it in its
+prompts. So the first of a queue is the first *that may leave*. A block with others behind it keeps its place,
+and is first when no block is behind it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tierstore.policy import (
     hint_score,
 )
 
-_TICKS = 2.0**40  # more than there will ever be
+_TICKS = 2.0**40  # more than any run has
 _MIB = float(1 << 20)
 
 
 class Entry(QueueEntry, kw_only=True, eq=False):
-    """What is kept with each copy of a block in a tier."""
+    """The record of a block's copy in a tier."""
 
     arrived: int = 0  # tick at which it came, or was spared
-    spent: int = 0  # of its block's hits, those from before it came, or that have spared it once
-    segment: int = 0  # of S3-FIFO, SIEVE and 2Q
+    spent: int = 0  # hits of its block before it came, and hits that have spared it
+    segment: int = 0  # for S3-FIFO, SIEVE and 2Q
 
 
 E = TypeVar("E", bound=Entry)
@@ -53,24 +53,24 @@ class BlockQueue(Generic[E]):
         self._queue = EvictionQueue(policy, facts, may_leave)
 
     def arrive(self, copy: E, tick: int, hits: int) -> None:
-        """A copy came into the tier. ``hits`` are its block's."""
+        """Register a new copy in the tier. ``hits`` are its block's."""
         copy.arrived = tick
         copy.spent = hits
 
     def leave(self, copy: E) -> None:
-        """A copy is gone from the tier."""
+        """Register that a copy has left the tier."""
         copy.queued = False
 
     def offer(self, copy: E) -> None:
-        """This copy may leave."""
+        """Queue a copy that may leave."""
         self._queue.offer(copy)
 
     def score_fell(self, copy: E) -> None:
-        """Take a copy out of the queue: it has to be offered again for its new score."""
+        """Take a copy out of the queue; it must be offered again with its new score."""
         copy.queued = False
 
     def victim(self, tick: int) -> E | None:
-        """Take the copy that leaves next out of the queue; None when none may leave."""
+        """Take the next copy to leave out of the queue; None if none may leave."""
         return self._queue.victim(tick)
 
 
@@ -78,7 +78,7 @@ class BlockQueue(Generic[E]):
 
 
 class FIFO(BlockQueue[E]):
-    """First in, first out. A page before another in a prompt came before it and still stays longer."""
+    """First in, first out. A page still stays longer than the pages behind it in a prompt."""
 
     name = "fifo"
 
@@ -87,8 +87,8 @@ class FIFO(BlockQueue[E]):
 
 
 class LFU(BlockQueue[E]):
-    """Least frequently used leaves first, among equals the least recently used. Uses count from when the page
-    came into the tier, as in the textbook."""
+    """The least frequently used page leaves first, among equals the least recently used. Uses count from the
+    page's arrival in the tier."""
 
     name = "lfu"
 
@@ -105,8 +105,8 @@ class LFU(BlockQueue[E]):
 
 
 class Hinted(Policy):
-    """LRU that listens to hints: what is done leaves first, then what is unlikely to be used, and what is
-    likely to be used last."""
+    """LRU with hints: pages that are done leave first, then those with an unlikely next use. Likely ones
+    leave last."""
 
     name = "hinted"
 
@@ -115,8 +115,8 @@ class Hinted(Policy):
 
 
 class PriorityPolicy(Policy):
-    """LRU within priorities, the lowest first. What is done, or has lived its time, leaves before all; what
-    is likely or not does not count."""
+    """LRU within priorities, the lowest first. Pages that are done or expired leave before all others. Hints
+    about likely uses do not count."""
 
     name = "priority"
 
@@ -126,18 +126,18 @@ class PriorityPolicy(Policy):
 
 
 class GDSF(Policy):
-    """Greedy-dual size frequency: a page's score is the clock at its last use plus uses × cost of computing
-    it ÷ bytes; the clock is the score of what last left, so what is not used becomes worthless in time.
+    """Greedy-dual size frequency. A page's score is the clock at its last use plus uses × cost ÷ bytes. The
+    clock is the score of the last evicted page, so unused pages lose their value over time.
 
-    Cost is the time to compute a page with all before it at hand: constant for the weights, and growing with
-    depth for attention, which costs as much as the rest after ``doubling_depth`` pages (for 64-token pages of
-    an 8-billion-parameter model, half a thousand)."""
+    Cost is the time to compute a page if all pages before it are there. It is constant for the weights and
+    grows with depth for attention. Both are equal after ``doubling_depth`` pages: about 500 for 64-token
+    pages of an 8-billion-parameter model."""
 
     name = "gdsf"
 
     def __init__(self, doubling_depth: float = 512.0) -> None:
         self._doubling_depth = doubling_depth
-        # The clock over time, so that nothing has to be kept for each page: the clock from each tick on.
+        # The clock over time, from each tick on: so no page has to keep it.
         self._ticks = [0]
         self._clocks = [0.0]
 
@@ -153,11 +153,11 @@ class GDSF(Policy):
 
 
 class Belady(Policy):
-    """The page that is needed last leaves first (Belady, 1966). It has to be told the next uses as priorities
+    """The page that is needed last leaves first (Belady, 1966). Priorities must be the next uses
     (:class:`~tierstore_tools.replay.hints.BeladyHints`).
 
-    It is the ceiling of policies that take in every page, as the store's do. One that may refuse a page that
-    is not needed soon finds a little more."""
+    It is the ceiling of policies that admit every page, as the store's do. A policy that may refuse a page
+    finds a little more."""
 
     name = "belady"
 
@@ -169,9 +169,9 @@ class Belady(Policy):
 
 
 class TwoQueues(BlockQueue[E]):
-    """Copies stand in two queues, one for each segment."""
+    """Copies in two queues, one per segment."""
 
-    main_by_use: ClassVar = False  # whether the second queue is LRU, and not FIFO
+    main_by_use: ClassVar = False  # whether the second queue is LRU instead of FIFO
 
     def __init__(self, facts: Facts[E], may_leave: MayLeave[E]) -> None:
         main = facts if self.main_by_use else _by_arrival(facts)
@@ -181,15 +181,15 @@ class TwoQueues(BlockQueue[E]):
 
     @abstractmethod
     def segment(self, hits: int) -> int:
-        """The segment of a page that comes into the tier with so many hits."""
+        """Return the segment of a page that comes into the tier with this number of hits."""
 
     @abstractmethod
     def turn(self, sizes: list[int]) -> int:
-        """The segment whose first page leaves next, by how many pages each has. If none of it may, the other
-        gives one."""
+        """Return the segment whose first page leaves next, from the number of pages in each. If none of its
+        pages may leave, the other segment gives one."""
 
     def spare(self, copy: E, hits: int) -> bool:
-        """Whether the first of a queue stays: then it has a new place."""
+        """Return whether the first of a queue stays, at a new place."""
         return False
 
     def arrive(self, copy: E, tick: int, hits: int) -> None:
@@ -205,7 +205,7 @@ class TwoQueues(BlockQueue[E]):
         self._queues[copy.segment].offer(copy)
 
     def score_fell(self, copy: E) -> None:
-        """Nothing: these policies do not listen to hints."""
+        """Do nothing: these policies ignore hints."""
 
     def victim(self, tick: int) -> E | None:
         while True:
@@ -222,13 +222,13 @@ class TwoQueues(BlockQueue[E]):
             self.offer(copy)
 
     def _came(self, copy: E, tick: int) -> None:
-        """A spared copy goes to the end of its queue."""
+        """Move a spared copy to the end of its queue."""
         copy.arrived = tick
 
 
 class S3FIFO(TwoQueues[E]):
-    """A tenth of the tier for pages on trial. At its end a page that was used twice moves to the main queue,
-    in which every use lets a page go round once more (three at most)."""
+    """A tenth of the tier is for new pages. At its end a page that was used twice moves to the main queue.
+    There every use gives a page one more round (at most three)."""
 
     name = "s3fifo"
 
@@ -248,8 +248,8 @@ class S3FIFO(TwoQueues[E]):
 
 
 class TwoQ(TwoQueues[E]):
-    """A quarter of the tier for pages on trial, however often they are used there. A page that comes back
-    after its trial is kept as long as it is among the most recently used."""
+    """A quarter of the tier is for new pages, and their uses there do not count. A page that returns after it
+    left is kept in LRU order."""
 
     name = "2q"
     main_by_use = True
@@ -262,9 +262,8 @@ class TwoQ(TwoQueues[E]):
 
 
 class Sieve(TwoQueues[E]):
-    """A hand goes over the pages in the order of their arrival; a page that was used since it last came by
-    stays where it is, any other leaves. The two segments are the pages that the hand has before it in this
-    round, and those that it has passed."""
+    """A hand passes over the pages in order of arrival. A page that was used since the last pass stays at its
+    place, any other page leaves. The two segments are the pages before and behind the hand in this round."""
 
     name = "sieve"
     _round = 0
@@ -276,14 +275,14 @@ class Sieve(TwoQueues[E]):
         return self._round
 
     def spare(self, copy: E, hits: int) -> bool:
-        self._round = copy.segment  # the other one, when none was left in this round's
+        self._round = copy.segment  # the other segment if this round's is empty
         if hits <= copy.spent:
             return False
         copy.segment, copy.spent = 1 - self._round, hits
         return True
 
     def _came(self, copy: E, tick: int) -> None:
-        """A spared copy keeps its place."""
+        """Keep the place of a spared copy."""
 
 
 def _by_arrival(facts: Facts[E]) -> Facts[E]:
@@ -303,16 +302,16 @@ POLICY_NAMES = ("lru", *(name for name in (*_SCORES, *_QUEUES) if name != "lru")
 
 
 def queue_of(policy: str, facts: Facts[E], may_leave: MayLeave[E]) -> BlockQueue[E]:
-    """An empty queue under the policy of this name."""
+    """Return an empty queue with the policy of this name."""
     if policy in _SCORES:
         return BlockQueue(_SCORES[policy](), facts, may_leave)
     return _QUEUES[policy](facts, may_leave)
 
 
 def parse_policies(text: str) -> tuple[str, ...]:
-    """The names in a list, each once. Raises :class:`UsageError` for one that is not known."""
+    """Return the names of a list, each once. Raises :class:`UsageError` for an unknown name."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in POLICY_NAMES:
-            raise UsageError(f"no policy {name!r} (there are: {', '.join(POLICY_NAMES)})")
+            raise UsageError(f"unknown policy {name!r} (known: {', '.join(POLICY_NAMES)})")
     return names

@@ -1,5 +1,5 @@
-"""Many independent replays of one trace, on one process or several. Each result is told as soon as it is
-there.
+"""Run independent replays of one trace, in one process or several. Each result is reported as soon as it is
+ready.
 
 A :class:`Case` is a policy at one capacity, a :class:`TieredCase` a policy through the tiers of a machine.
 """
@@ -24,9 +24,9 @@ from tierstore_tools.replay.simulator import Simulator
 from tierstore_tools.replay.tiered import TieredEngine, TieredRow
 from tierstore_tools.replay.trace import Trace, TraceRequest
 
-Progress: TypeAlias = Callable[[float], None]  # the share that is done, 0 to 1
+Progress: TypeAlias = Callable[[float], None]  # called with the share that is done, 0 to 1
 
-_WORTH_PROCESSES_BLOCKS = 200_000  # of all cases together: starting processes takes half a second
+_WORTH_PROCESSES_BLOCKS = 200_000  # in all cases together; processes take half a second to start
 _POLL_S = 0.1
 
 
@@ -49,7 +49,7 @@ class TieredCase:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """What came of a :class:`Case`. ``hit_rate`` is hit blocks over all blocks of all prompts."""
+    """The result of a :class:`Case`. ``hit_rate`` is hit blocks over all blocks of all prompts."""
 
     policy: str
     capacity_blocks: int
@@ -62,12 +62,12 @@ class ReplayRow:
 
 AnyCase: TypeAlias = "Case | TieredCase"
 AnyRow: TypeAlias = "ReplayRow | TieredRow"
-Done: TypeAlias = Callable[[int, AnyRow], None]  # the number of a case, and what came of it
+Done: TypeAlias = Callable[[int, AnyRow], None]  # called with the number of a case and its result
 
 
 class Subject:
-    """What all cases of a run share: the trace, where hints come from, and the future, once it is asked
-    for."""
+    """The shared state of all cases: the trace, the source of hints, and the trace's future (computed
+    once)."""
 
     def __init__(self, trace: Trace, hints: HintSource) -> None:
         self._trace = trace
@@ -78,7 +78,7 @@ class Subject:
         return NextUses(self._trace)
 
     def replay(self, case: AnyCase, progress: Progress) -> AnyRow:
-        """Run one case."""
+        """Run one case and return its result."""
         hinter = self._hints.hinter(lambda: self._uses)
         if isinstance(case, TieredCase):
             return self._through_tiers(case, hinter, progress)
@@ -128,9 +128,9 @@ def run(
     jobs: int | None = None,
     progress: Progress = lambda _: None,
 ) -> None:
-    """Replay every case, with hints from the source. ``done`` is called in this process for each, as soon as
-    it has ended. ``jobs`` is the most processes (None: the processors that there are, where that is worth
-    starting them). Raises :class:`TierStoreError` when one of them dies."""
+    """Replay every case with hints from the source. ``done`` is called in this process when a case ends.
+    ``jobs`` is the most processes (None: one per processor if there is enough work). Raises
+    :class:`TierStoreError` if a process dies."""
     if jobs is None:
         worth_it = trace.blocks * len(cases) > _WORTH_PROCESSES_BLOCKS
         jobs = len(os.sched_getaffinity(0)) if worth_it else 1
@@ -150,8 +150,8 @@ def run(
 
 
 class _Shares(Protocol):
-    """What every process writes its progress to, by number of the case. The last one is not a case: when it
-    is not 0, all are to stop."""
+    """The progress of every process, by number of the case. The last entry is no case: if it is not 0, all
+    processes must stop."""
 
     def __getitem__(self, case: int, /) -> float: ...
 
@@ -159,7 +159,7 @@ class _Shares(Protocol):
 
 
 class _Worker:
-    """What a process was given when it started."""
+    """The state of a worker process, set at its start."""
 
     subject: Subject
     shares: _Shares
@@ -167,11 +167,11 @@ class _Worker:
 
 
 class _Stopped(Exception):
-    """The results are not wanted any more."""
+    """The run was stopped: results are not needed any more."""
 
 
 def _start(subject: Subject, shares: _Shares) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process tells the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process stops the others
     _Worker.subject, _Worker.shares, _Worker.parent = subject, shares, os.getppid()
 
 
@@ -181,7 +181,7 @@ def _work_on(number: int, case: AnyCase) -> AnyRow:
         if _Worker.shares[-1]:
             raise _Stopped
         if os.getppid() != _Worker.parent:
-            os._exit(1)  # it was killed
+            os._exit(1)  # the parent was killed
 
     return _Worker.subject.replay(case, advance)
 
@@ -189,7 +189,7 @@ def _work_on(number: int, case: AnyCase) -> AnyRow:
 def _on_processes(
     subject: Subject, cases: Sequence[AnyCase], jobs: int, done: Done, progress: Progress
 ) -> None:
-    # Not forked: the thread that draws the progress may hold a lock at that moment.
+    # No fork: the thread that draws the progress may hold a lock.
     context = multiprocessing.get_context("spawn")
     shares = context.Array("d", len(cases) + 1, lock=False)
     pool = ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(subject, shares))

@@ -1,4 +1,4 @@
-"""The results of a replay as lines, as tables and as a picture."""
+"""Show the results of a replay as lines, tables and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLOURS = ("#00798c", "#edae49", "#7a5195", "#2e8b57", "#bc5090", "#3a86ff", "#
 
 
 def one_line(row: ReplayRow | TieredRow) -> str:
-    """What came of one replay."""
+    """Return the result of one replay as one line."""
     if isinstance(row, ReplayRow):
         return f"{row.policy}, {row.capacity_blocks} blocks: hit rate {row.hit_rate:.4f}"
     ahead = "with" if row.prefetch else "without"
@@ -27,7 +27,7 @@ def one_line(row: ReplayRow | TieredRow) -> str:
 
 
 def hit_rates(rows: Sequence[ReplayRow], *, title: str, token_bytes: float | None, to_stderr: bool) -> None:
-    """Policies against capacities, the longer of the two downwards."""
+    """Print policies against capacities. The longer of the two goes down."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     capacities = list(dict.fromkeys(row.capacity_blocks for row in rows))
     rates = {(row.policy, row.capacity_blocks): f"{row.hit_rate:.4f}" for row in rows}
@@ -48,15 +48,15 @@ def hit_rates(rows: Sequence[ReplayRow], *, title: str, token_bytes: float | Non
         ]
     heading(title, to_stderr=to_stderr)
     hints = {row.hints for row in rows} - {"none"}
-    told = f", hints {hints.pop()}" if hints else ""
-    report.table(f"hit rate{told}", columns, lines, to_stderr=to_stderr)
+    hinted = f", hints {hints.pop()}" if hints else ""
+    report.table(f"hit rate{hinted}", columns, lines, to_stderr=to_stderr)
 
 
 def tiered(rows: Sequence[TieredRow], *, title: str, to_stderr: bool) -> None:
-    """Where the tokens came from, what was moved, and how long a first token took."""
+    """Print the sources of the tokens, the bytes moved, and the times to first token."""
     heading(title, to_stderr=to_stderr)
     report.table(
-        "prompt tokens by where they came from, and time to first token",
+        "prompt tokens by source, and time to first token",
         ("policy", "prefetch", "HBM", "host", "disk", "computed", "p50", "p90", "p99", "mean"),
         [_waits(row) for row in rows[:1]] + [_hits(row) for row in rows],
         to_stderr=to_stderr,
@@ -114,10 +114,10 @@ def _moved(row: TieredRow) -> list[str]:
 
 
 def sizes(rows: Sequence[tuple[int, int | None, float | None]], *, title: str, to_stderr: bool) -> None:
-    """How long a page stays: tokens, bytes and seconds, where they are known."""
+    """Print the least time that a page stays, by capacity in tokens and bytes."""
     heading(title, to_stderr=to_stderr)
     report.table(
-        "how long a page stays",
+        "least time that a page stays",
         ("tokens", "bytes", "at least"),
         [
             (
@@ -132,12 +132,12 @@ def sizes(rows: Sequence[tuple[int, int | None, float | None]], *, title: str, t
 
 
 def heading(text: str, *, to_stderr: bool) -> None:
-    """One line above the tables, which the terminal may wrap."""
+    """Print one line above the tables; the terminal may wrap it."""
     (report.stderr if to_stderr else report.stdout).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def count(value: float) -> str:
-    """Three digits and a unit of thousands."""
+    """Return three digits and a unit of thousands."""
     for suffix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g} {suffix}"
@@ -145,7 +145,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit that keeps it at 1 or more."""
+    """Return a duration in the largest unit that keeps it at 1 or more."""
     for name, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {name}"
@@ -159,12 +159,12 @@ def _share(part: int, of: int) -> str:
 def draw(
     rows: Sequence[ReplayRow], extent: TraceExtent, *, title: str, token_bytes: float | None, path: Path
 ) -> None:
-    """Write a PNG: hit rate against capacity, a line for each policy, and the most that any could reach. The
-    axis below is in the tables' unit: bytes (GiB, TiB) with ``token_bytes``, else tokens."""
+    """Write a PNG: hit rate against capacity, a line per policy, and the highest possible rate. The
+    horizontal axis has the tables' unit: bytes with ``token_bytes``, else tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt  # the backend has to be chosen first
+    import matplotlib.pyplot as plt  # after the choice of the backend
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
@@ -182,7 +182,7 @@ def draw(
             linewidth=width,
             linestyle="--" if policy == "belady" else "-",
         )
-    axes.axhline(extent.ideal, color="#404040", linewidth=1, linestyle=":", label="nothing ever forgotten")
+    axes.axhline(extent.ideal, color="#404040", linewidth=1, linestyle=":", label="unlimited capacity")
     axes.set_xscale("log", base=2 if token_bytes else 10)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(LogLocator(base=2) if token_bytes else LogLocator(subs=(1.0, 2.0, 5.0)))

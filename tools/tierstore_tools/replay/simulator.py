@@ -1,12 +1,11 @@
-"""Tiers without bytes, block by block, under the store's own policies.
+"""Simulate tiers without bytes, block by block, with the store's own policies.
 
-One request does what an engine does with the store: a lookup (the leading blocks that are held are used and
-held), then a save of all that follow, which makes room as the policy says. Blocks of the running request
-cannot leave, no block leaves before those after it, and what finds no room is not stored. Requests run one
-after the other.
+A request does the same as an engine: a lookup of its leading blocks, then a save of all blocks behind the
+hit. The save evicts blocks in the policy's order. Blocks of the running request cannot leave, and no block
+leaves before the blocks behind it. A block without room is not stored. Requests run one after the other.
 
-The **hit rate** is hit blocks over all blocks of all prompts, and a partial last block counts as a whole
-one, on both sides; that is how the published figures are made.
+The **hit rate** is hit blocks over all blocks of all prompts. A partial last block counts as a whole one on
+both sides, as in published figures.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tierstore_tools.replay.hints import Hinter
 from tierstore_tools.replay.policies import Entry, queue_of
 from tierstore_tools.replay.trace import TraceRequest
 
-_SAVE_STEP = 64  # blocks; each step of a save is one tick of the store's clock
+_SAVE_STEP = 64  # blocks per tick of the store's clock in a save
 
 
 class TraceBlock:
-    """A block of the trace and what is known of it while any tier holds it."""
+    """A block of the trace, and its state while any tier holds it."""
 
     __slots__ = ("depth", "fingerprint", "hint", "hits", "id", "last_use", "parent", "tiers")
 
@@ -39,12 +38,11 @@ class TraceBlock:
         self.last_use = 0
         self.hits = hits
         self.hint = NO_HINT
-        self.tiers = 0  # that hold it
+        self.tiers = 0  # number of tiers that hold it
 
 
 class SimulatedMemory:
-    """The blocks that some tier holds, those that left, and the logical clock. Tiers of one store share
-    it."""
+    """The held blocks, the ghosts of evicted ones, and the logical clock. The tiers of a store share it."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, TraceBlock] = {}
@@ -55,7 +53,7 @@ class SimulatedMemory:
         self._order = itertools.count()
 
     def block(self, block: int, parent: TraceBlock | None) -> TraceBlock:
-        """The block of this id, made if no tier holds it."""
+        """Return the block of this id. It is made if no tier holds it."""
         known = self.blocks.get(block)
         if known is None:
             page = fingerprint(block)
@@ -66,28 +64,28 @@ class SimulatedMemory:
         return known
 
     def forget(self, block: TraceBlock) -> None:
-        """No tier holds this block any more."""
+        """Remove a block that no tier holds any more, and keep its ghost."""
         del self.blocks[block.id]
         self._ghosts.remember(block.fingerprint, block.hits)
 
     def use(self, blocks: Sequence[int]) -> None:
-        """A lookup found these blocks."""
+        """Register a lookup that found these blocks."""
         self.tick += 1
         for block in blocks:
             known = self.blocks[block]
             known.last_use = self.tick
             known.hits += 1
-            known.hint = NO_HINT  # it was about this use
+            known.hint = NO_HINT  # a hint is about one use
 
     def saved(self, blocks: Sequence[int]) -> None:
-        """A save brought these blocks."""
+        """Register a save of these blocks."""
         self.tick += 1
         for block in blocks:
             self.blocks[block].last_use = self.tick
 
     def hint(self, blocks: Sequence[int], hints: Sequence[PageHint]) -> None:
-        """Each of the hints is about the next use of its block; where they contradict each other, the fewest
-        count as wrong."""
+        """Set a hint about the next use of each block. If hints contradict each other, as few as possible are
+        changed."""
         hints = hints[: len(blocks)]
         reuse = [hint.reuse for hint in hints]
         if len(set(reuse)) > 1:
@@ -98,7 +96,7 @@ class SimulatedMemory:
                 heapq.heappush(self._expiring, (hint.expires_s, next(self._order), block, hint))
 
     def expire_hints(self) -> list[int]:
-        """Those blocks whose time to live is over are as good as done. Returns them."""
+        """Mark the blocks whose time to live is over as done, and return them."""
         over = []
         while self._expiring and self._expiring[0][0] <= self.now_s:
             _, _, block, hint = heapq.heappop(self._expiring)
@@ -116,7 +114,7 @@ class _Copy(Entry, eq=False):
 
 
 class Cache:
-    """One tier with room for ``capacity_blocks``. What it holds is closed over prefixes."""
+    """One tier with room for ``capacity_blocks``. Its blocks are closed over prefixes."""
 
     def __init__(
         self, policy: str, capacity_blocks: int, memory: SimulatedMemory, *, block_bytes: int = 1
@@ -137,7 +135,7 @@ class Cache:
         return block in self._copies
 
     def held(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks are here."""
+        """Return the number of leading blocks in this tier."""
         copies = self._copies
         for at, block in enumerate(blocks):
             if block not in copies:
@@ -145,12 +143,12 @@ class Cache:
         return len(blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """These blocks, which are here, cannot leave until :meth:`release`."""
+        """Keep these blocks of the tier until :meth:`release`."""
         for block in blocks:
             self._copies[block].held = True
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The running request is done with these blocks."""
+        """Let these blocks leave: the running request does not need them any more."""
         for block in blocks:
             copy = self._copies[block]
             copy.held = False
@@ -158,7 +156,7 @@ class Cache:
                 self._queue.offer(copy)
 
     def worth_less(self, blocks: Sequence[int]) -> None:
-        """These blocks may be worth less than they were when they were last offered."""
+        """Register that the scores of these blocks may have fallen."""
         for block in blocks:
             copy = self._copies.get(block)
             if copy is not None:
@@ -167,8 +165,8 @@ class Cache:
                     self._queue.offer(copy)
 
     def store(self, blocks: Sequence[int], first: int) -> int:
-        """Take in the blocks from ``first`` on, as far as there is room; those before are here. They are
-        held. Returns how many leading blocks are here now."""
+        """Store and hold the blocks from ``first`` on, as far as there is room; the tier has those before.
+        Return the number of leading blocks in this tier now."""
         memory = self.memory
         copies = self._copies
         parent = copies[blocks[first - 1]] if first else None
@@ -213,8 +211,8 @@ class Cache:
         return True
 
     def check(self) -> None:
-        """Assert that what is held is closed over prefixes, counted right and queued where it may leave."""
-        assert len(self._copies) <= self.capacity_blocks, "more blocks than there is room for"
+        """Assert that the blocks are closed over prefixes, counted right, and queued if they may leave."""
+        assert len(self._copies) <= self.capacity_blocks, "more blocks than the capacity"
         children = Counter(copy.block.parent.id for copy in self._copies.values() if copy.block.parent)
         for block, copy in self._copies.items():
             assert copy.children == children[block], f"block {block} has {children[block]} children"
@@ -227,10 +225,9 @@ def _may_leave(copy: _Copy) -> bool:
 
 
 def reconciled(reuse: Sequence[int]) -> list[int]:
-    """Free what was said of the pages of one prompt, each on its own, of contradictions: a page that is used
-    again brings the use of all before it. So some leading pages are worth keeping and those after them are
-    not: as many that fewest of what was said is wrong. (One wrong "likely" would keep all pages before
-    it.)"""
+    """Remove contradictions from the hints of one prompt's pages. The use of a page is a use of all pages
+    before it. So some leading pages are kept and the pages behind them are not. The split is where the fewest
+    hints are wrong. (Otherwise one wrong "likely" would keep all pages before it.)"""
     ahead = most = split = 0
     for position, said in enumerate(reuse, 1):
         ahead += (said > 0) - (said < 0)
@@ -244,10 +241,10 @@ def reconciled(reuse: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What came of a replay."""
+    """The result of a replay."""
 
     requests: int
-    blocks: int  # of all prompts together
+    blocks: int  # in all prompts together
     hit_blocks: int
     evicted_blocks: int
 
@@ -270,7 +267,7 @@ class Simulator:
         self._hit_blocks = 0
 
     def step(self, request: TraceRequest) -> int:
-        """Run a request. Returns how many of its leading blocks were held."""
+        """Run a request. Return the number of its leading blocks that were held."""
         tier, blocks = self.tier, request.blocks
         if self._hints is not None:
             self._memory.now_s = request.timestamp_s
@@ -291,10 +288,10 @@ class Simulator:
         return hit
 
     def _save(self, blocks: Sequence[int], hit: int) -> int:
-        """Save what follows the hit, as the store does: step by step. Returns how many leading blocks are
-        held now."""
+        """Save the blocks behind the hit in steps, as the store does. Return the number of leading blocks
+        that are held now."""
         kept = hit
-        while True:  # also a save of nothing is one
+        while True:  # an empty save is a step, too
             first, stop = kept, min(kept + _SAVE_STEP, len(blocks))
             kept = self.tier.store(blocks[:stop], first)
             self._memory.saved(blocks[first:kept])
@@ -303,14 +300,14 @@ class Simulator:
 
     @property
     def result(self) -> ReplayResult:
-        """Of all requests so far."""
+        """The result of all requests so far."""
         return ReplayResult(self._requests, self._blocks, self._hit_blocks, self.tier.evicted_blocks)
 
 
 def simulate(
     requests: Iterable[TraceRequest], policy: str, capacity_blocks: int, *, hints: Hinter | None = None
 ) -> ReplayResult:
-    """Replay all requests through one tier under the policy of this name."""
+    """Replay all requests through one tier with the policy of this name."""
     simulator = Simulator(policy, capacity_blocks, hints=hints)
     for request in requests:
         simulator.step(request)

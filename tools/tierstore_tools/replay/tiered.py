@@ -1,23 +1,23 @@
-"""A trace through all tiers of one engine: what is found where, what is moved, and how long a user waits.
+"""Simulate a trace through all tiers of one engine: hits of each tier, bytes moved, time to first token.
 
-**What is modelled.** Tiers include one another as in the live store: what is computed is in HBM, is saved to
-the host tier at once and written behind to disk, as far as the queue of writes (half of the host tier) has
-room; what is found on disk goes to the host tier on its way. Each tier has a policy of its own. A request
-arrives when the trace says so. Its time to first token is the time to load what is loaded plus the time to
-compute the rest; of the leading blocks that are held, as many are loaded as the store's own planner says, by
-the rates of the machine and what waits for each way, so a slow disk is never worse than none. The disk reads
-for one request at a time, and so does the way from host to HBM: a request waits for those before it.
+**The model.** Tiers include one another as in the live store. Computed pages are in HBM, are saved to the
+host tier at once, and are written to disk in the background, as far as the queue of writes (half of the host
+tier) has room. Pages from disk also go to the host tier. Each tier has a policy of its own. A request arrives
+at its time in the trace. Its time to first token is the time to load plus the time to compute the rest. The
+store's own planner decides how many leading blocks are loaded, from the machine's rates and the queues of
+each link: so a slow disk is never worse than none. The disk and the link from host to HBM serve one request
+at a time, in order.
 
-**What is not.** Requests do not wait for each other's computing, and decoding costs nothing: TTFT here is
-that of an engine that is not overloaded, and what is compared is the same engine without a store. Loading
-does not overlap with computing (layer by layer it partly does). Output tokens are not saved, because
-traces do not say which blocks they became. Hash lookups take no time.
+**Left out.** Requests do not wait for each other's computing, and decoding costs nothing: TTFT is that of an
+engine without overload, compared with the same engine without a store. Loading does not overlap with
+computing (the engine overlaps layers). Output tokens are not saved, because traces do not have their blocks.
+Lookups take no time.
 
-**Prefetch.** Only what the store could know is used: after each turn of a conversation the next one is
-expected after the median of its own earlier gaps (those after a tool call and those after an answer apart).
-Half that gap before, whatever of its prompt is on disk only is read into the host tier, in time that the disk
-has to spare; a request that comes meanwhile goes first. Where pages leave the host tier sooner than that, it
-is half the time they stay. The first gap of a conversation is never predicted.
+**Prefetch.** It uses only information that the store could have. After each turn of a conversation the next
+turn is expected after the median of its earlier gaps. Gaps after a tool call and after an answer are
+separate. Half that gap before, the pages of its prompt that are only on disk are read into the host tier. If
+pages leave the host tier sooner, it is half the time that they stay. These reads use idle time of the disk,
+and requests have precedence. The first gap of a conversation is never predicted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierstore_tools.replay.simulator import Cache, SimulatedMemory
 from tierstore_tools.replay.trace import TraceRequest
 
 _GAPS_KEPT = 8
-_LEAD = 0.5  # of the expected gap, or of the time that a page stays: so long before it, reading begins
+_LEAD = 0.5  # reading begins this fraction of the expected gap (or of a page's stay) before the turn
 _PERCENTILES = (50, 90, 99)
 _TIERS = ("hbm", "host", "disk")
 
@@ -52,7 +52,7 @@ class Waits:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Waits:
-        """Percentiles are waits that occurred (nearest rank); all 0 where there are none."""
+        """Return mean and percentiles (nearest rank); all 0 for an empty sequence."""
         if not seconds:
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(seconds)
@@ -62,8 +62,8 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class HitTokens:
-    """Tokens that were not computed, by the tier that had them. ``declined`` were held by a tier that would
-    have taken longer than computing them."""
+    """Tokens that were not computed, by tier. ``declined`` tokens were held, but loading them would have
+    taken longer than computing."""
 
     hbm: int
     host: int
@@ -73,8 +73,8 @@ class HitTokens:
 
 @dataclass(frozen=True, slots=True)
 class MovedBytes:
-    """Demand loads by way, what the saves wrote, and what prefetching read (and how much of that a request
-    then found in the host tier)."""
+    """Bytes of loads by link, bytes of saves, and bytes of prefetches. ``prefetched_used`` were later found
+    in the host tier by a request."""
 
     host_to_hbm: int
     disk_to_host: int
@@ -87,9 +87,9 @@ class MovedBytes:
 
 @dataclass(frozen=True, slots=True)
 class TieredRow:
-    """One line of the result. ``write_amplification`` is bytes written to disk per byte of different pages
-    written: what is above 1 was written again after it had been evicted. ``disk_read_per_written`` is what
-    came of it: bytes read for requests per byte written."""
+    """One line of the result. ``write_amplification`` is bytes written to disk over bytes of different pages:
+    above 1 if pages were written again after their eviction. ``disk_read_per_written`` is bytes read for
+    requests per byte written."""
 
     policy: str
     hints: str
@@ -110,7 +110,7 @@ class TieredRow:
 
 
 class Link:
-    """A way that carries one load at a time, in the order asked for."""
+    """A link that carries one load at a time, in order."""
 
     def __init__(self, gb_per_s: float) -> None:
         self._bytes_per_s = gb_per_s * 1e9
@@ -118,15 +118,15 @@ class Link:
         self.moved_bytes = 0
 
     def seconds(self, nbytes: int) -> float:
-        """How long so many bytes take once they are under way."""
+        """Return the seconds of ``nbytes`` on an idle link."""
         return nbytes / self._bytes_per_s
 
     def would_end(self, now_s: float, nbytes: int) -> float:
-        """When a load asked for now would be there. Changes nothing."""
+        """Return the time at which a load of now would end. Nothing changes."""
         return max(now_s, self.free_at_s) + self.seconds(nbytes) if nbytes else now_s
 
     def move(self, now_s: float, nbytes: int) -> float:
-        """Ask for a load now. Returns when it is there."""
+        """Queue a load now. Return the time at which it ends."""
         end = self.would_end(now_s, nbytes)
         if nbytes:
             self.free_at_s = end
@@ -135,7 +135,7 @@ class Link:
 
 
 class SimulatedWrites:
-    """Writes to disk that nobody waits for. What would wait with more than ``most_bytes`` is dropped."""
+    """Background writes to disk. Writes beyond a queue of ``most_bytes`` are dropped."""
 
     def __init__(self, gb_per_s: float, most_bytes: int) -> None:
         self._link = Link(gb_per_s)
@@ -147,7 +147,7 @@ class SimulatedWrites:
         return self._link.moved_bytes
 
     def room(self, now_s: float, block_bytes: int) -> int:
-        """Blocks that the queue has room for now."""
+        """Return the number of blocks that fit into the queue now."""
         waiting = max(0.0, self._link.free_at_s - now_s) / self._link.seconds(1)
         return max(0, int((self._most_bytes - waiting) // block_bytes))
 
@@ -156,9 +156,8 @@ class SimulatedWrites:
 
 
 class Conversations:
-    """Names the conversation of each request, in the order they come. Where the trace does not say, a prompt
-    that begins with all whole blocks of an earlier one, the latest if there are several, is the next turn of
-    it."""
+    """Finds the conversation of each request, in order of arrival. Without a session in the trace, a prompt
+    that begins with all whole blocks of an earlier one (the latest of several) is its next turn."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -166,7 +165,7 @@ class Conversations:
         self._count = 0
 
     def of(self, request: TraceRequest) -> str:
-        """The request's own session, else the one that it continues, else a new one."""
+        """Return the request's own session, else the conversation that it continues, else a new one."""
         if request.session is not None:
             return request.session
         name = None
@@ -185,7 +184,8 @@ class Conversations:
 
 @dataclass(slots=True)
 class _KnownConversation:
-    """``gaps`` are the latest seconds from one arrival to the next, by how the earlier answer ended."""
+    """``gaps`` are the latest seconds from one arrival to the next, by the reason of the earlier answer's
+    end."""
 
     turn: int = 0
     arrived_s: float = 0.0
@@ -203,7 +203,7 @@ class _Due:
 
 
 class Expectations:
-    """The conversations, and which of them to prepare for."""
+    """The conversations, and the expected times of their next turns."""
 
     def __init__(self) -> None:
         self._conversations: dict[str, _KnownConversation] = {}
@@ -211,8 +211,8 @@ class Expectations:
         self._numbers = itertools.count()
 
     def arrived(self, name: str, now_s: float, stop: str, blocks: Sequence[int], *, stays_s: float) -> None:
-        """A turn has come. ``stop`` says how its answer will end, which the engine knows by the time that
-        this matters; ``stays_s`` is how long an unused page stays in the host tier at present."""
+        """Register a turn. ``stop`` is the reason of its answer's end, which the engine knows before it is
+        used. ``stays_s`` is the time that an unused page stays in the host tier now."""
         conversation = self._conversations.setdefault(name, _KnownConversation())
         if conversation.turn:
             gaps = conversation.gaps.setdefault(conversation.stop, deque(maxlen=_GAPS_KEPT))
@@ -225,8 +225,8 @@ class Expectations:
             self._expect(name, conversation.turn, now_s + gap_s - _LEAD * min(gap_s, stays_s))
 
     def next_due(self, before_s: float) -> tuple[str, Sequence[int], float] | None:
-        """The next conversation to prepare for and its latest prompt, if that is before ``before_s``, and
-        when. Those whose turn has come meanwhile are left out."""
+        """Return the next conversation to prepare, its latest prompt, and the time, if that is before
+        ``before_s``. Conversations whose turn has come are skipped."""
         while self._due and self._due[0].at_s < before_s:
             due = heapq.heappop(self._due)
             conversation = self._conversations[due.name]
@@ -235,7 +235,7 @@ class Expectations:
         return None
 
     def postpone(self, name: str, at_s: float) -> None:
-        """The rest of this one's prompt is to be read from ``at_s`` on, when the disk is idle again."""
+        """Read the rest of this conversation's prompt from ``at_s`` on, when the disk is idle again."""
         self._expect(name, self._conversations[name].turn, at_s)
 
     def _expect(self, name: str, turn: int, at_s: float) -> None:
@@ -244,7 +244,7 @@ class Expectations:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Leading blocks of a prompt that are in HBM, in HBM or the host tier, and anywhere."""
+    """Leading blocks of a prompt in HBM, in HBM or the host tier, and in any tier."""
 
     hbm: int
     host: int
@@ -253,14 +253,14 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How many leading blocks are used, and the seconds to the first token."""
+    """The number of leading blocks to use, and the seconds to the first token."""
 
     used: int
     wait_s: float
 
 
 class TieredEngine:
-    """Runs requests in order of time. ``policy`` names that of every tier."""
+    """Runs requests in order of time. Every tier has the policy named ``policy``."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class TieredEngine:
         )
         self._conversations = Conversations(block_tokens)
         self._expectations = Expectations() if prefetch else None
-        self._prefetched: set[int] = set()  # blocks in the host tier that nobody has asked for yet
+        self._prefetched: set[int] = set()  # blocks in the host tier without a request yet
         self._prefetched_blocks = 0
         self._prefetched_used_blocks = 0
         self._written: set[int] = set()  # blocks that have been on disk
@@ -309,7 +309,7 @@ class TieredEngine:
     # -- one request ---------------------------------------------------------------------------------
 
     def step(self, request: TraceRequest) -> float:
-        """Run a request. Returns its seconds to the first token."""
+        """Run a request. Return its seconds to the first token."""
         now_s, blocks = request.timestamp_s, request.blocks
         self._prefetch_until(now_s)
         self._memory.now_s = now_s
@@ -339,7 +339,7 @@ class TieredEngine:
         return _Found(hbm, host, max(host, self._disk.held(blocks)))
 
     def _plan(self, request: TraceRequest, found: _Found) -> _Plan:
-        """What the planner would load, and how long it takes."""
+        """Return the planner's choice, and the time of its load."""
         now_s = request.timestamp_s
         ends = [self._tokens(request, blocks) for blocks in (found.hbm, found.host, found.disk)]
         sizes = [0, found.host - found.hbm, found.disk - found.host]
@@ -372,14 +372,14 @@ class TieredEngine:
         from_disk = max(0, used - found.host) * self._block_bytes
         loaded = max(0, used - found.hbm) * self._block_bytes
         read_end = self._reads.would_end(now_s, from_disk)
-        # Pieces go on to HBM as they come from disk: the slower of the two ways decides.
+        # Pieces continue to HBM as they arrive from disk: the slower of the two links decides.
         loaded_s = max(read_end, self._to_hbm.would_end(now_s, loaded)) - now_s
         held = self._tokens(request, used)
         return loaded_s + self._machine.prefill.seconds(request.input_tokens - held, held)
 
     def _tokens(self, request: TraceRequest, blocks: int) -> int:
-        """Tokens of so many leading blocks. The last token of a prompt is always computed: it gives the
-        first one of the answer."""
+        """Return the tokens of leading blocks. The last token of a prompt is always computed: it gives the
+        first token of the answer."""
         return max(0, min(blocks * self._block_tokens, request.input_tokens - 1))
 
     def _count(self, request: TraceRequest, found: _Found, plan: _Plan) -> None:
@@ -405,7 +405,7 @@ class TieredEngine:
         self._to_hbm.move(now_s, max(0, used - found.hbm) * self._block_bytes)
 
     def _save(self, now_s: float, blocks: Sequence[int], *, from_disk: range) -> None:
-        """What was loaded or computed is in HBM and in the host tier now, and on its way to disk."""
+        """Store all blocks of the prompt in HBM and in the host tier, and queue their writes to disk."""
         self._fill(self._hbm, blocks, len(blocks))
         before = self._host.held(blocks)
         in_host = self._fill(self._host, blocks, len(blocks))
@@ -422,14 +422,14 @@ class TieredEngine:
         self._written.update(blocks[on_disk:kept])
 
     def _fill(self, tier: Cache, blocks: Sequence[int], stop: int) -> int:
-        """Bring blocks up to ``stop`` into a tier as far as it has room, and hold all that it has of them.
-        Returns how many leading blocks it has."""
+        """Store blocks up to ``stop`` in a tier as far as it has room, and hold its leading blocks. Return
+        their number."""
         held = tier.held(blocks)
         tier.hold(blocks[:held])
         return tier.store(blocks[:stop], held) if held < stop else held
 
     def _end(self, request: TraceRequest, used: int) -> None:
-        """The policies are told of what was saved and of hints, and what was held may leave."""
+        """Report saves and hints to the policies, and release the held blocks."""
         blocks = request.blocks
         kept = max((tier.held(blocks) for tier in self._tiers), default=0)
         self._memory.saved(blocks[used:kept])
@@ -442,7 +442,7 @@ class TieredEngine:
             tier.release(blocks[: tier.held(blocks)])
 
     def _stays_s(self, now_s: float) -> float:
-        """How long the host tier takes to fill with new pages, at the mean rate so far."""
+        """Return the time to fill the host tier with new pages, at the mean rate so far."""
         if self._started_s is None:
             self._started_s = now_s
         stored = self._host.stored_blocks
@@ -451,7 +451,7 @@ class TieredEngine:
     # -- before a request ----------------------------------------------------------------------------
 
     def _prefetch_until(self, now_s: float) -> None:
-        """Read for the turns that are expected, in the time that the disk was idle before ``now_s``."""
+        """Read for expected turns, in the idle time of the disk before ``now_s``."""
         if self._expectations is None:
             return
         while self._reads.free_at_s < now_s:
@@ -464,17 +464,17 @@ class TieredEngine:
                 self._expectations.postpone(name, self._reads.free_at_s)
 
     def _read_ahead(self, blocks: Sequence[int], start_s: float, until_s: float) -> bool:
-        """Bring what only the disk has of a prompt into the host tier. Returns whether some is left because
-        the time was too short."""
+        """Read the blocks of a prompt that are only on disk into the host tier. Return whether blocks are
+        left because the time was too short."""
         in_host, on_disk = self._host.held(blocks), self._disk.held(blocks)
         missing = on_disk - in_host
         if on_disk <= max(in_host, self._hbm.held(blocks)):
             return False
         block_s = self._reads.seconds(self._block_bytes)
-        # One that has begun is read to its end.
+        # A started read is finished.
         count = min(missing, int((until_s - start_s) / block_s) + 1)
         kept = self._fill(self._host, blocks, in_host + count)
-        # To expect a use counts as one for the order of leaving, or what was just read would go first.
+        # An expected use counts as a use for eviction, or these blocks would leave first.
         self._memory.saved(blocks[:kept])
         self._host.release(blocks[:kept])
         self._prefetched.update(blocks[in_host:kept])
@@ -485,7 +485,7 @@ class TieredEngine:
     # -- afterwards ----------------------------------------------------------------------------------
 
     def row(self) -> TieredRow:
-        """Of all requests so far."""
+        """Return the result of all requests so far."""
         size = self._block_bytes
         written = self._writes.written_bytes
         read = self._reads.moved_bytes

@@ -1,8 +1,8 @@
-"""A trace of requests, whatever file it came from.
+"""A trace of requests, independent of its file format.
 
 A trace is cut into *blocks* of ``block_tokens`` tokens. A block stands for all tokens from the prompt's start
-to its end: equal blocks are equal prefixes, and the block before it is always the same one. The last block of
-a prompt may be partial; it counts as a whole one.
+to its end. Equal blocks are equal prefixes, so the block before a block is always the same one. The last
+block of a prompt may be partial, and counts as a whole one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NOTHING = -1  # the block before the first
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """One request as a file has it. ``ids`` are unique within ``scope``, and a scope that another one
-    followed does not come back; ``timestamp_s`` and ``input_tokens`` are None where the file has none (then
-    the prompt has whole blocks). ``stop`` is why the answer ended, in the file's own word (``tool_use``,
-    ``end_turn``, …)."""
+    """One request as in the file. ``ids`` are unique within ``scope``. A scope does not return after another
+    one. ``timestamp_s`` and ``input_tokens`` are None if the file has none (then the prompt has whole
+    blocks). ``stop`` is the reason of the answer's end, in the file's own word (``tool_use``, ``end_turn``,
+    …)."""
 
     timestamp_s: float | None
     ids: Sequence[int | str]
@@ -35,9 +35,9 @@ class RawRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One prompt. ``blocks`` are the numbers of its blocks in order, ``input_tokens`` and ``output_tokens``
-    what the trace says of its length, ``session`` the conversation it belongs to and ``stop`` why its answer
-    ended, where the trace knows that."""
+    """One prompt. ``blocks`` are the numbers of its blocks in order. ``input_tokens`` and ``output_tokens``
+    are its lengths in the trace. ``session`` is its conversation and ``stop`` the reason of its answer's end,
+    if the trace has them."""
 
     timestamp_s: float
     blocks: Sequence[int]
@@ -48,7 +48,7 @@ class TraceRequest:
 
 
 class _Packed(NamedTuple):
-    """A request without its blocks: the last one leads to all before it."""
+    """A request without its list of blocks: the last block leads to all before it."""
 
     timestamp_s: float
     leaf: int
@@ -59,29 +59,29 @@ class _Packed(NamedTuple):
 
 
 class Trace(Sequence[TraceRequest]):
-    """A whole trace in little memory: a tree of blocks, and of each prompt its last block.
+    """A whole trace in little memory: a tree of blocks, and the last block of each prompt.
 
-    Prompts share their beginnings, so nearly all of a prompt's ids have been seen before. Blocks are numbered
-    in the order they appear, and each keeps the number of the one before it. Where a trace uses one id after
-    two different blocks (hashes of a block's content alone), those become two blocks.
+    Prompts share their beginnings, so most ids of a prompt are known. Blocks are numbered in order of
+    appearance, and each keeps the number of the block before it. If a trace uses one id after two different
+    blocks (hashes of a block's content only), these become two blocks.
 
-    Fill with :meth:`append`, then :meth:`close`: from then on requests are in order of time."""
+    Fill it with :meth:`append`, then call :meth:`close`, which sorts the requests by time."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.blocks = 0  # of all prompts together
-        self.untimed = 0  # requests without a timestamp: they have the time of the one before them
-        self.reordered = False  # the file was not in order of time
-        self.misfits = 0  # requests whose number of blocks does not go with their tokens
-        self.has_stops = False  # whether the trace says why answers ended
+        self.blocks = 0  # in all prompts together
+        self.untimed = 0  # requests without a timestamp: they get that of the request before
+        self.reordered = False  # whether the file was not sorted by time
+        self.misfits = 0  # requests whose number of blocks does not match their tokens
+        self.has_stops = False  # whether the trace has reasons of the ends of answers
         self._before = array("q")  # the block before each block
         self._requests: list[_Packed] = []
         self._scope = ""
         self._first: dict[int | str, int] = {}  # id → its first block in the scope
-        self._others: dict[tuple[int, int | str], int] = {}  # and those after another block than that
+        self._others: dict[tuple[int, int | str], int] = {}  # and the blocks after another block
 
     def append(self, raw: RawRequest) -> None:
-        """Take one more request, in the order of the file."""
+        """Add a request, in the order of the file."""
         if raw.scope != self._scope:
             self._scope, self._first, self._others = raw.scope, {}, {}
         time_s = raw.timestamp_s
@@ -98,7 +98,7 @@ class Trace(Sequence[TraceRequest]):
         self._requests.append(_Packed(time_s, leaf, tokens, raw.output_tokens, session, sys.intern(raw.stop)))
 
     def _leaf(self, ids: Sequence[int | str]) -> int:
-        """The last block of a prompt. Numbers those that are new."""
+        """Return the last block of a prompt. New blocks get numbers."""
         before, first, others = self._before, self._first, self._others
         leaf = _NOTHING
         for raw in ids:
@@ -114,7 +114,7 @@ class Trace(Sequence[TraceRequest]):
         return leaf
 
     def close(self) -> None:
-        """The trace is complete."""
+        """Complete the trace and sort it by time."""
         self._first, self._others = {}, {}
         if any(later.timestamp_s < earlier.timestamp_s for earlier, later in pairwise(self._requests)):
             self.reordered = True
@@ -122,7 +122,7 @@ class Trace(Sequence[TraceRequest]):
 
     @property
     def timed(self) -> bool:
-        """Whether the trace says when its requests came."""
+        """Whether the trace has times."""
         return self.untimed < len(self)
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class Trace(Sequence[TraceRequest]):
     def __getitem__(self, number: slice) -> list[TraceRequest]: ...
 
     def __getitem__(self, number: int | slice) -> TraceRequest | list[TraceRequest]:
-        """Request ``number``, from 0, in order of time."""
+        """Return request ``number``, from 0, in order of time."""
         if isinstance(number, slice):
             return [self._unpacked(packed) for packed in self._requests[number]]
         return self._unpacked(self._requests[number])
@@ -152,16 +152,16 @@ class Trace(Sequence[TraceRequest]):
 
 @dataclass(frozen=True, slots=True)
 class TraceExtent:
-    """How large a trace is, and the most that any cache could find in it."""
+    """The size of a trace, and its highest possible hit rate."""
 
     requests: int
-    blocks: int  # of all prompts together
+    blocks: int  # in all prompts together
     unique_blocks: int
     ideal: float  # hit rate of a cache that never forgets
 
 
 def extent(requests: Iterable[TraceRequest]) -> TraceExtent:
-    """Go over a trace once. The first block that was never seen ends a prompt's hit."""
+    """Read a trace once and return its size. The first new block ends a prompt's hit."""
     seen: set[int] = set()
     count = total = hits = 0
     for request in requests:

@@ -2,7 +2,7 @@
 
 ``python -m tierstore_tools.vllm.child COMMANDS_FD ANSWERS_FD``: the first line is the :class:`EngineJob`,
 then ``{"do": "ask", …}``, ``{"do": "reset", …}``, ``{"do": "switch", …}``, ``{"do": "metrics"}`` until the
-commands end. What vLLM writes to stdout and stderr is left alone.
+commands end. vLLM may write to stdout and stderr.
 """
 
 from __future__ import annotations

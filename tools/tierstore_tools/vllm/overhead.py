@@ -1,8 +1,9 @@
 """Measure the cost of the connector for fresh prompts, which it cannot reuse.
 
 The connector's own part is measured in one engine, with its connector switched on and off in turn
-(``switched.py``). vLLM's part for any connector is measured between that engine, switched off, and an engine
-without a connector. Two processes never have quite the same speed, so this part needs several starts.
+(``switched.py``). vLLM's part for any connector is that engine, switched off,
+beside an engine without one. Two processes never have quite the same speed, so this part needs several
+starts.
 
 Compared answers lie within seconds of one another, and every round reverses the order. Before each turn the
 daemon has written all pages, so no turn runs beside the writes of another.
