@@ -312,7 +312,7 @@ def test_what_is_no_format(name: str) -> None:
 
 
 def test_vectors_that_fill_no_bytes() -> None:
-    with pytest.raises(SpecError, match="no whole bytes"):
+    with pytest.raises(SpecError, match="do not fill whole bytes"):
         KVSpec.uniform(layers=1, kv_heads=1, head_dim=7, dtype="int4")
     with pytest.raises(SpecError, match="odd byte"):
         KVSpec.uniform(

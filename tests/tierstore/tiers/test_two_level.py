@@ -53,7 +53,7 @@ def test_little_is_lost_to_sizes_that_do_not_fit(sizes, most):
 
 
 def test_a_memory_without_room_is_refused():
-    with pytest.raises(UsageError, match="no room"):
+    with pytest.raises(UsageError, match="too small for a page"):
         open_group_pools(specs(1, 5), 1024)
 
 

@@ -146,7 +146,7 @@ class Presence:
         """Raise :class:`OSError` if the path leads to another directory, or to none."""
         if self._found() != self._id:
             raise OSError(
-                errno.ENODEV, f"{self._path} is no longer the directory that was opened: not mounted"
+                errno.ENODEV, f"{self._path} is not the directory that was opened: not mounted"
             )
 
     def _found(self) -> tuple[int, int]:
