@@ -108,7 +108,8 @@ def test_mla(model, daemon):
         if without:
             assert again.external_hit_tokens == 0
             assert (
-                "runs without the cache: vLLM computes the prompts of MLA models in one piece" in engine.log
+                "runs without the cache: vLLM cannot continue prompts of MLA models from a cached prefix"
+                in engine.log
             )
     assert (daemon.stats().store.pages == 0) == without
 

@@ -26,7 +26,10 @@ def test_a_prompt_that_is_computed_in_one_piece_goes_without_the_cache(model, da
     assert equal(vectors)
     assert hits == 0
     assert daemon.stats().store.pages == 0
-    assert "runs without the cache: vLLM computes the prompts of this pooling model in one piece" in said
+    assert (
+        "runs without the cache: vLLM cannot continue prompts of this pooling model from a cached prefix"
+        in said
+    )
 
 
 def test_other_prompts_that_are_pooled_come_from_the_cache(model, daemon):

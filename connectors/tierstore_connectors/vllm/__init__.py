@@ -1,35 +1,37 @@
-"""vLLM's connector: KV blocks of a vLLM engine kept in a tierstore daemon, shared by all engines on the host.
+"""vLLM's connector: it keeps KV blocks of vLLM engines in a tierstore daemon that all engines on the host
+share.
 
     --kv-transfer-config '{"kv_connector": "TierStoreConnector",
                            "kv_connector_module_path": "tierstore_connectors.vllm", "kv_role": "kv_both"}'
 
-vLLM makes one connector object in the process of its scheduler and one in each worker. They share nothing but
-what vLLM carries between them, once per step:
+vLLM creates one connector object in its scheduler's process and one in each worker. The two kinds share only
+the messages that vLLM carries between them once per step:
 
-* the scheduler's half (``scheduler.py``) handles no bytes. It asks the daemon what it holds of the prompts
-  that have come (``lookup.py``), has it brought from disk into memory, and tells vLLM how many tokens can be
-  loaded. Then it tells the workers what to load and what to save (``orders.py``);
-* the worker's half (``worker.py``) copies whole KV blocks between vLLM's tensors and the daemon's arena, on
-  threads of its own (``transfers.py``). It decides nothing.
+* The scheduler's half (``scheduler.py``) handles no bytes. It asks the daemon for the prompts that arrived
+  (``lookup.py``), has pages read from disk into memory, and tells vLLM how many tokens can be loaded. Then it
+  orders the workers to load and save (``orders.py``).
+* The worker's half (``worker.py``) copies whole KV blocks between vLLM's tensors and the daemon's arena, on
+  its own threads (``transfers.py``). It decides nothing.
 
-A *page* is the blocks of one chunk, of all layers of one KV cache group on one worker, in the order in which
-the tensors hold them (``layout.py``). A block is opaque: only the attention backend knows where in it a token
-lies, so nothing is ever cut inside one. A chunk is found by a key made from the hash that vLLM itself
-computed for the chunk's last block: it covers all tokens up to there, images, adapter and salt. What it does
-not cover (model, weights, KV dtype, layout, rank) is the page's identity (both in ``identity.py``).
+A *page* holds the blocks of one chunk: all layers of one KV cache group on one worker, in the tensors' order
+(``layout.py``). A block is opaque, because only the attention backend knows where a token lies in it; nothing
+is cut inside a block. A chunk's key is made from vLLM's own hash of the chunk's last block, which covers all
+tokens up to there, images, adapter and salt. Everything else that changes KV (model, weights, KV dtype,
+layout, rank) is in the page's identity (``identity.py`` for both).
 
-Three rules make sure that the cache never hurts:
+Three rules keep the cache from doing harm:
 
-* **Nothing is raised into vLLM**, which would end the engine for all its users. ``connector.py`` wraps every
-  method: an error is counted, logged once per kind, and becomes a miss. A load that vLLM waits for is
-  reported as failed by the part that can still report it, and vLLM computes instead.
-* **Nothing waits for the daemon without a deadline**, and a daemon that did not answer twice is left alone
-  for a while (``common/guard.py``).
-* **No block is held back.** A save reads blocks that vLLM may give to another request at any time. The
-  scheduler's half names the blocks that each step may write, and before the step runs the worker's half ends
-  the saves that still read them.
+* **Nothing is raised into vLLM**, because that would end the engine for all users. ``connector.py`` wraps
+  every method: an error is counted, logged once per kind, and becomes a miss. If vLLM waits for a failed
+  load, a remaining part reports the failure, and vLLM computes instead.
+* **Every wait for the daemon has a deadline.** After two unanswered questions the connector stops asking for
+  a while (``common/guard.py``).
+* **No block is held back.** A save reads blocks that vLLM may reuse at any time. The scheduler's half names
+  the blocks that each step may write, and the worker's half ends the saves that read them before the step
+  runs.
 
-Nothing here imports vLLM or torch until the class is asked for: vLLM imports this module in every process.
+This package imports vLLM and torch only when the connector class is used, because vLLM imports it in every
+process.
 """
 
 from __future__ import annotations

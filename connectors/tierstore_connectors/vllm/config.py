@@ -1,4 +1,4 @@
-"""What a user can set: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config`` for an engine, and
+"""The user's settings: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config`` for an engine, and
 ``kv_transfer_params: {"tierstore": {…}}`` for a request."""
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from tierstore_connectors.common.options import checked_options
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """``store`` is the daemon's address, ``keys`` and ``server_key`` are the files for ``tcp://``.
-    ``namespace`` keeps engines apart that nothing else tells apart, and names weights that nothing else
-    identifies. ``model_name`` is what the daemon's KV events call the model (empty: as vLLM serves it).
+    """The settings of an engine's connector.
 
-    ``chunk_tokens``: how many tokens a page holds (0: as few blocks as make 64 tokens). ``lookup_s`` is the
-    longest a request waits to learn what the daemon has, ``prefetch_s`` the longest it waits for the disk,
-    and ``load_s`` for its blocks. ``fence_s`` is the longest that a step waits for saves which read blocks
-    that it is going to write; then they are given up. ``ahead``: how many waiting requests are looked up
-    before vLLM asks for them. ``threads`` copy, in each worker. ``handover_s`` is the longest that an engine
-    which goes on with a prompt of this one waits for its pages. ``hash_weights`` is "whole", or "sample"
-    where reading all weight files once takes too long.
+    - ``store``: the daemon's address. ``keys``, ``server_key``: key files for ``tcp://``.
+    - ``namespace``: separates engines that nothing else separates, and names the version of weights that have
+      neither local files nor a commit.
+    - ``model_name``: the model's name in the daemon's KV events. Empty means vLLM's served name.
+    - ``chunk_tokens``: tokens per page. 0 means the fewest blocks with 64 tokens.
+    - ``lookup_s``, ``prefetch_s``, ``load_s``: the longest that a request waits for the daemon's answer, for
+      pages from disk, and for its blocks.
+    - ``fence_s``: the longest that a step waits for saves that read blocks which the step writes. Slower
+      saves are dropped.
+    - ``ahead``: how many waiting requests are looked up before vLLM asks for them.
+    - ``threads``: copying threads per worker.
+    - ``handover_s``: the longest that an engine which continues a prompt of this engine may wait for its
+      pages.
+    - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
     """
 
     store: str = field(default_factory=default_listen)
@@ -46,11 +51,12 @@ class VllmSettings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> VllmSettings:
-        """Raises :class:`UsageError` for an unknown key or a wrong value."""
+        """Check the options and return the settings. Raises :class:`UsageError` for an unknown key or an
+        invalid value."""
         settings = cls(**checked_options("kv_connector_extra_config", cls, extra))
         if settings.handover_s > MOST_HANDOVER_S:
             raise UsageError(
-                f"kv_connector_extra_config: handover_s is {MOST_HANDOVER_S:g} seconds at most, not "
+                f"kv_connector_extra_config: handover_s must be at most {MOST_HANDOVER_S:g} seconds, got "
                 f"{settings.handover_s:g}"
             )
         if settings.hash_weights not in ("whole", "sample"):
@@ -63,10 +69,14 @@ class VllmSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """``pin``: keep the prompt until a person unpins it. ``ttl_s`` and ``priority`` are hints for the policy.
-    ``no_save``: what this request computes is not stored (it may still be served from the cache).
-    ``hands_over``: another engine goes on with the prompt. ``promise``: another engine has computed that much
-    of it (:mod:`tierstore_connectors.common.handover`)."""
+    """The options of one request.
+
+    - ``pin``: keep the prompt until an operator unpins it. ``ttl_s``, ``priority``: hints for the policy.
+    - ``no_save``: store nothing that this request computes. It may still be loaded from the cache.
+    - ``hands_over``: another engine continues the prompt.
+    - ``promise``: another engine has computed this much of the prompt
+      (:mod:`tierstore_connectors.common.handover`).
+    """
 
     pin: bool = False
     no_save: bool = False
@@ -79,8 +89,10 @@ class RequestOptions:
     def parse(
         cls, params: Mapping[str, Any] | None, *, prompt_tokens: int
     ) -> tuple[RequestOptions, str | None]:
-        """Return the options, and what was wrong with them. They may come from an end user: what is not
-        understood is left out, and is no reason to fail a request."""
+        """Return the options, and a message about invalid ones or None.
+
+        Options may come from an end user. Invalid ones are ignored and do not fail the request.
+        """
         if not params:
             return cls(), None
         asked = params.get("tierstore")
@@ -123,7 +135,7 @@ _KNOWN = {"pin", "no_save", "ttl_s", "priority", "tokens", "until_s"}
 
 
 def _is_number(value: object) -> bool:
-    # An int may be beyond all floats, which math.isfinite() takes for an error.
+    # math.isfinite() raises for an int that is larger than any float.
     return (
         isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     )

@@ -1,8 +1,8 @@
-"""The class that vLLM loads: it delegates, and stops errors.
+"""The connector class that vLLM loads. It delegates to its two halves and contains errors.
 
-Each method has an answer for the case that it fails. One rule decides which: vLLM waits for every load that
-it was promised, and must hear of each exactly once. If something fails before a load is ordered, the worker
-is ordered to refuse it; if something fails in the worker, it reports the load as failed.
+If a method fails, a fallback answers instead. vLLM waits for every promised load and must hear of each
+exactly once. Therefore, if something fails before a load is ordered, the worker is ordered to refuse the
+load; if something fails in the worker, the worker reports the load as failed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from tierstore_connectors.vllm.scheduler import SchedulerHalf
 from tierstore_connectors.vllm.watch import watch_engines
 from tierstore_connectors.vllm.worker import Results, WorkerHalf
 
-# vLLM's MultiConnector looks for the statistics' class by name only.
-with suppress(ValueError):  # it is registered already
+# vLLM's MultiConnector finds the class of the statistics by the registered name only.
+with suppress(ValueError):  # already registered
     KVConnectorFactory.register_connector("TierStoreConnector", __name__, "TierStoreConnector")
 
 _REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from 0.30 on
@@ -52,34 +52,34 @@ _OFFERS_STATES = "take_boundary_state_offloads" in vars(KVCacheManager)  # from 
 _FIXED_SEED = "resolve_none_hash_seed" in vars(kv_cache_utils)  # from 0.29 on
 
 
-# What is counted, by either half: ``vllm:tierstore_loaded_tokens`` and so on.
+# Counters of both halves, exported as ``vllm:tierstore_loaded_tokens`` and so on.
 _COUNTERS: Mapping[str, str] = {
     "lookups": "Prompts looked up",
-    "lookup_tokens": "Tokens asked for",
-    "found_tokens": "Tokens that were held",
-    "promised_tokens": "Tokens that vLLM was told can be loaded",
-    "declined_tokens": "Tokens held on disk that are computed instead, because that is faster",
-    "handed_over_tokens": "Tokens that an engine which goes on with the prompt was promised",
-    "expected_tokens": "Tokens that another engine had promised",
-    "missing_tokens": "Of these, tokens that had not come when the time was over",
-    "late_lookups": "Lookups that were not answered in time",
-    "loads": "Loads of requests that came in full",
+    "lookup_tokens": "Tokens of the prompts looked up",
+    "found_tokens": "Tokens found in the store",
+    "promised_tokens": "Tokens promised to vLLM as loadable",
+    "declined_tokens": "Tokens found on disk but computed, because computing is faster",
+    "handed_over_tokens": "Prompt tokens promised to the engine that continues the prompt",
+    "expected_tokens": "Tokens promised by another engine",
+    "missing_tokens": "Tokens promised by another engine that missed the deadline",
+    "late_lookups": "Lookups that missed the deadline",
+    "loads": "Loads that succeeded",
     "loaded_tokens": "Tokens loaded into KV blocks",
     "loaded_bytes": "Bytes loaded into KV blocks",
-    "load_seconds": "Seconds from the order to the last byte, all loads together",
-    "failed_loads": "Loads that did not come in full: vLLM computed instead",
+    "load_seconds": "Seconds from the order to the last byte, summed over all loads",
+    "failed_loads": "Loads that failed, so that vLLM computed instead",
     "saves": "Saves that have ended",
-    "saved_tokens": "Tokens that are stored, new or already there",
+    "saved_tokens": "Tokens saved, including those already stored",
     "not_saved_tokens": "Tokens that could not be stored",
-    "fenced_saves": "Saves given up because vLLM needed their blocks",
-    "errors": "Errors that were caught",
+    "fenced_saves": "Saves dropped because vLLM reused their blocks",
+    "errors": "Errors caught by the connector",
 }
 _PREFIX = "vllm:tierstore_"
-_log = logging.getLogger("vllm.tierstore")  # below vLLM's, so that it is formatted and shown like vLLM's own
+_log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that vLLM's format applies
 
 
 class TierStoreStats(KVConnectorStats):
-    """Counters since the last step, or of several steps and workers together."""
+    """Counters since the last step, or summed over several steps and workers."""
 
     data: dict[str, Any]
 
@@ -97,7 +97,7 @@ class TierStoreStats(KVConnectorStats):
 
 
 class TierStoreProm(KVConnectorPromMetrics):
-    """A counter for each count: ``vllm:tierstore_loaded_tokens`` and so on."""
+    """Export each counter of ``_COUNTERS`` as a Prometheus counter."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
@@ -118,14 +118,14 @@ class TierStoreProm(KVConnectorPromMetrics):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Goes from the scheduler's half to the workers' with each step."""
+    """Carry the scheduler's orders to the workers, with each step."""
 
     work: StepWork
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Goes back from the workers' halves."""
+    """Carry a worker's report back to the scheduler."""
 
     report: LoadReport
 
@@ -136,29 +136,31 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerShard(KVConnectorHandshakeMetadata):
-    """Describes what a worker keeps; sent once."""
+    """Describe the pages that a worker keeps. Sent once."""
 
     shard: Shard
 
 
 def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Answer as a cache that is not there."""
+    """Answer as an empty cache does."""
 
 
 def _check_prefixes(config: Any) -> None:
-    """Raise :class:`UnsupportedError` where vLLM cannot go on from a part of a prompt: there it
-    switches its prefix caching off, and a hit would end the engine or change the answer."""
+    """Raise :class:`UnsupportedError` if vLLM cannot continue from a part of a prompt.
+
+    In these cases vLLM switches off its own prefix caching. A hit would stop the engine or change the answer.
+    """
     if config.cache_config.enable_prefix_caching:
         return
     model = config.model_config
     if model.runner_type == "pooling":
-        raise UnsupportedError("vLLM computes the prompts of this pooling model in one piece")
+        raise UnsupportedError("vLLM cannot continue prompts of this pooling model from a cached prefix")
     if model.use_mla and config.device_config.device_type == "cpu":
-        raise UnsupportedError("vLLM computes the prompts of MLA models in one piece on this processor")
+        raise UnsupportedError("vLLM cannot continue prompts of MLA models from a cached prefix on CPUs")
 
 
 class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV blocks in a tierstore daemon. See the package's first page."""
+    """KV blocks in a tierstore daemon. See the package docstring."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -168,9 +170,9 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._caches: Mapping[str, Any] = {}
-        self._weights: Future[Weights] | None = None  # None until the worker's start
-        self._changed = False  # the weights may have, and nothing has been forgotten yet
-        self._orphans: set[str] = set()  # loads that no half of ours could take
+        self._weights: Future[Weights] | None = None  # None until the worker starts
+        self._changed = False  # whether the weights may have changed since the last forget_everything
+        self._orphans: set[str] = set()  # loads that neither half could take
         self._invalid: set[int] = set()
         self._errors_counted = 0
         self._open()
@@ -191,7 +193,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 offers_states=_OFFERS_STATES,
             )
             if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
-                # Earlier ones do not say which blocks have gone.
+                # Earlier versions do not say which blocks a window has freed.
                 raise UnsupportedError("sliding windows need vLLM 0.30 or later")
             _check_prefixes(config)
         except (TierStoreError, UnsupportedError) as error:
@@ -200,15 +202,15 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = groups
         self._settings = settings
         if self._role is KVConnectorRole.SCHEDULER:
-            # What could not be loaded can always be computed. vLLM's default, to fail the request, is for
-            # engines that have not computed it themselves. It is read after this constructor.
+            # Every failed load can be computed instead. vLLM's default is to fail the request, for engines
+            # that cannot compute its prompt. vLLM reads this setting after this constructor.
             config.kv_transfer_config.kv_load_failure_policy = "recompute"
             algorithm = str(config.cache_config.prefix_caching_hash_algo)
             if hashes_are_private(algorithm, os.environ, fixed_seed=_FIXED_SEED):
                 self.errors.warn(
                     "the start",
-                    "vLLM's block hashes are others in each process: set PYTHONHASHSEED=0 for all engines, "
-                    "or nothing is found again after a restart or by another engine",
+                    "vLLM's block hashes differ between processes: set PYTHONHASHSEED=0 for all engines, "
+                    "or pages are not found after a restart or by other engines",
                 )
             if lacking := watch_engines(TierStoreConnector):
                 self.errors.warn(
@@ -228,7 +230,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a save that is dropped is a later miss."""
+        """Return False: a dropped save only causes a later miss."""
         return False
 
     @guarded(_nothing)
@@ -263,8 +265,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Begin to identify the weights. vLLM warms its kernels up meanwhile, and asks for the handshake's
-        metadata then: what the worker keeps is known from there on."""
+        """Begin to hash the weights. vLLM warms up its kernels meanwhile and then asks for the handshake
+        metadata, which includes the result."""
         if self._settings is None:
             return
         self._caches = kv_caches
@@ -280,7 +282,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             hashing.shutdown(wait=False)
 
     def _attach(self) -> None:
-        """Have a worker's half for the tensors that vLLM has registered."""
+        """Create the worker's half over the tensors that vLLM has registered."""
         if self._settings is None or self._weights is None or self._worker is not None:
             return
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -317,14 +319,14 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def unregister_kv_caches(self) -> None:
-        """vLLM goes to sleep and takes the tensors back."""
+        """Close the worker's half: vLLM goes to sleep and takes the tensors back."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     @guarded(_nothing)
     def restore_kv_caches(self) -> None:
-        """vLLM has woken up."""
+        """Create the worker's half again after a sleep."""
         self._attach()
 
     @guarded(_nothing)
@@ -353,10 +355,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.load(work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All loads are asynchronous: what a step computes with has been loaded before."""
+        """Do nothing: all loads end before the step that uses them."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved whole, after the step."""
+        """Do nothing: whole blocks are saved after the step."""
 
     @guarded(_nothing)
     def wait_for_save(self) -> None:
@@ -365,7 +367,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(work)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """For versions that know no failed requests: there is one group then, and failures are blocks."""
+        """Report finished loads to versions of vLLM without :meth:`get_transfer_results`.
+
+        These versions have one KV cache group, and learn of failures by block.
+        """
         return None, self._results().finished or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -428,21 +433,23 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self.errors.warn("the start", f"runs without the cache: {error}")
 
     def _trusted(self) -> SchedulerHalf | None:
-        """The scheduler's half, after it has forgotten what may be of other weights. Until that succeeds
-        nothing is found and nothing is saved."""
+        """Return the scheduler's half after it has forgotten pages that may belong to other weights.
+
+        If forgetting fails, the error is raised, and nothing is found or saved until a later call succeeds.
+        """
         if self._changed and self._scheduler is not None:
             self._scheduler.forget_everything(uuid.uuid4().hex)
         self._changed = False
         return self._scheduler
 
     def weights_changed(self) -> None:
-        """The engine computes with other weights from now on, or may do so: what has been stored is not found
-        any more (:mod:`tierstore_connectors.vllm.watch`)."""
+        """Note that the engine may compute with other weights from now on: earlier pages are no longer found
+        (:mod:`tierstore_connectors.vllm.watch`)."""
         self._changed = True
 
     @guarded(_nothing)
     def adapter_loads(self, adapter: Any) -> None:
-        """vLLM is about to load a LoRA adapter, before any request has come for it."""
+        """Record the files of a LoRA adapter that vLLM is about to load. No request may have used it yet."""
         if self._scheduler is not None:
             self._scheduler.adapter_loads(adapter)
 
@@ -508,7 +515,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._finished(request)
 
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """No block is held, whoever goes on with the prompt: pages are found by prompt."""
+        """Release every block, also if another engine continues the prompt: that engine finds pages by
+        prompt."""
         if self._scheduler is None:
             return False, None
         promise = self._scheduler.handed_over(request.request_id)
@@ -517,8 +525,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self: False)
     def reset_cache(self) -> bool | None:
-        """What has been stored so far is not found any more, by this engine. If this fails, it is tried again
-        before anything is looked up."""
+        """Make this engine's earlier pages unfindable. If this fails, it is retried before the next
+        lookup."""
         self.weights_changed()
         self._trusted()
         return True

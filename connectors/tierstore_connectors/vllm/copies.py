@@ -1,5 +1,5 @@
-"""Pages of blocks: read by saves, written by loads. In host memory they go straight to and from the daemon's
-arena; see ``cuda.py`` for those of a GPU."""
+"""Copies between pages and blocks, for saves and loads. Blocks in host memory are copied directly to and from
+the daemon's arena; ``cuda.py`` handles blocks in a GPU's memory."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK
 
 Chunks = Sequence[Sequence[int]]
-Pages = Sequence[tuple[Sequence[int], int]]  # the blocks of a chunk, and where its page is
+Pages = Sequence[tuple[Sequence[int], int]]  # the blocks of a chunk, and its page's address
 Problem = Callable[[str, Exception], None]
 
 
 class GroupBlockCopies(Protocol):
-    """The KV blocks of a group on one worker. Called on mover threads, by several at once."""
+    """The KV blocks of a group on one worker. Several mover threads call it at once."""
 
     def gather(self, pages: Pages) -> None:
-        """Copy chunks' blocks to their pages. They are there when it returns."""
+        """Copy chunks' blocks to their pages. All copies are complete when it returns."""
 
     def scatter(self, pages: Pages) -> None:
-        """Copy pages to those of their chunks' blocks that are not 0. Likewise."""
+        """Copy pages to their chunks' blocks, except blocks that are 0. All copies are complete when it
+        returns."""
 
     def computed(self) -> None:
-        """Make the copies that follow wait for what this step writes. Called on the model's thread, in each
-        step with loads or saves."""
+        """Make later copies wait for this step's writes. Called on the model's thread, in each step with
+        loads or saves."""
 
     def share(self, pin: Pin) -> None:
-        """Prepare an arena that has been mapped for a device, if the blocks are on one."""
+        """Prepare a newly mapped arena for the device of the blocks, if they are on one."""
 
 
 class HostBlocks:
     """KV tensors in host memory."""
 
     def __init__(self, layout: PageLayout) -> None:
-        # Planes of one run size are copied in one go: pieces that continue one another become one copy.
+        # Planes with one run size are copied together: adjacent pieces become one copy.
         places = zip(layout.planes, layout.offsets, strict=True)
         self._sized = [(run, list(each)) for run, each in itertools.groupby(places, lambda p: p[0].run_bytes)]
 
@@ -53,7 +54,7 @@ class HostBlocks:
                     for at, block in enumerate(chunk)
                 ),
                 run,
-                read_next=True,  # for its checksum
+                read_next=True,  # for the checksum
             )
 
     def scatter(self, pages: Pages) -> None:
@@ -70,14 +71,14 @@ class HostBlocks:
             )
 
     def computed(self) -> None:
-        """Nothing to wait for: the processor computes in order."""
+        """Do nothing: the processor computes in order."""
 
     def share(self, pin: Pin) -> None:
-        """Nothing to prepare: the processor reaches every arena."""
+        """Do nothing: the processor reaches every arena."""
 
 
 class SavedBlocks:
-    """What a save reads: page ``i`` is made of the blocks of chunk ``i``. Pages whose copy has raised are not
+    """The source of a save: page ``i`` consists of the blocks of chunk ``i``. Pages whose copy raised are not
     stored."""
 
     def __init__(self, blocks: GroupBlockCopies, chunks: Chunks, problem: Problem) -> None:
@@ -86,7 +87,7 @@ class SavedBlocks:
         self._problem = problem
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        """All in one go: each hand-over of the GIL costs the model's thread."""
+        """Copy all pages in one call: each hand-over of the GIL delays the model's thread."""
         addresses = [address for _, address in pages]
         try:
             self._blocks.gather([(self._chunks[position], address) for position, address in pages])
@@ -102,8 +103,8 @@ class SavedBlocks:
 
 
 class LoadedBlocks:
-    """What a load writes: page ``first + i`` goes to the blocks of chunk ``i``. ``failed`` once a copy has
-    raised: then nothing that was loaded may be believed."""
+    """The target of a load: page ``first + i`` goes to the blocks of chunk ``i``. ``failed`` is True after a
+    copy raised; then none of the loaded pages may be used."""
 
     def __init__(self, blocks: GroupBlockCopies, chunks: Chunks, first: int, problem: Problem) -> None:
         self._blocks = blocks
@@ -121,7 +122,7 @@ class LoadedBlocks:
 
 
 def valid_blocks(chunks: Chunks, num_blocks: int, per_chunk: int) -> bool:
-    """Whether all of these blocks exist: a wrong number must not become a wrong address."""
+    """Return whether all of these blocks exist: a wrong number must not become a wrong address."""
     return all(
         len(chunk) == per_chunk and all(NULL_BLOCK <= block < num_blocks for block in chunk)
         for chunk in chunks

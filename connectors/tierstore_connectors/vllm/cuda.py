@@ -1,16 +1,16 @@
-"""KV blocks in a GPU's memory, to and from the daemon's arena on streams of their own.
+"""KV blocks in a GPU's memory, copied to and from the daemon's arena on separate streams.
 
-**This has not run on a GPU yet.** The order of what it queues is tested with a driver that delays, reorders
-and spoils copies as far as CUDA allows.
+**This has not run on a GPU yet.** The order of the queued operations is tested with a driver that delays,
+reorders and corrupts copies as far as CUDA allows.
 
-A save must not read a block before the step that fills it has run, and a load must not write to one that its
-last owner's step still uses. So in each step with either an event is recorded on the stream that computes,
-and the copies wait for it on theirs. The other way round needs no event: a copy returns when its bytes are in
-place, and vLLM computes with a loaded block only in a later step.
+A save must not read a block before the step that fills it has run. A load must not write a block that its
+previous owner's step still uses. So each step with loads or saves records an event on the computing stream,
+and the copies wait for that event on their streams. The reverse needs no event: a copy returns when its bytes
+are in place, and vLLM uses a loaded block only in a later step.
 
-Where a block's bytes lie in large pieces (vLLM's layouts with all layers of a block side by side) the copy
-engines move them straight between blocks and arena, a page's in one call. Small pieces, with which the
-engines are slow, are collected in a page in GPU memory by a kernel (``pieces.py``), and go over as one.
+If a block's bytes lie in large pieces (vLLM's layouts with all layers of a block side by side), the copy
+engines move them directly between blocks and arena, in one call per page. The engines are slow with small
+pieces. A kernel collects these in a page in GPU memory (``pieces.py``), which is then copied as one piece.
 """
 
 from __future__ import annotations
@@ -39,34 +39,36 @@ from tierstore_connectors.vllm.pieces import (
 )
 
 LEAST_PIECE = 64 << 10
-"""Bytes; smaller ones are collected. On an H100 a batch of copies to the device reached 39-52 GB/s with
+"""Bytes. Smaller pieces are collected. On an H100 a batch of copies to the device reached 39-52 GB/s with
 pieces of 64 KiB, 27-44 with 28 KiB and 4-7 below 24 KiB (vllm-project/vllm, pull request 42212)."""
 
 OnStream = Callable[[Stream, Callable[[], None]], None]
-"""Call something so that what it launches goes on a stream."""
+"""Call a function with a stream as torch's current one."""
 
 
 class CopyMethod(Protocol):
-    """How a page gets from a chunk's blocks to ``address`` in host memory and back: as the next thing on a
-    stream. One thread at a time uses a stream."""
+    """A way to copy a page between a chunk's blocks and ``address`` in host memory, as the next operation on
+    a stream. Only one thread at a time uses a stream."""
 
     def down(self, stream: Stream, chunk: Sequence[int], address: int) -> None: ...
 
     def up(self, stream: Stream, chunk: Sequence[int], address: int) -> None:
-        """Blocks that are 0 are left alone."""
+        """Copy to the blocks, except blocks that are 0."""
 
 
 class DeviceBlocks:
-    """KV tensors in the memory of a device; ``computing`` says on which stream the model runs. Copies raise
-    :class:`~tierstore.tiers.device.DeviceError`, and none of theirs is under way then."""
+    """KV tensors in the memory of a device. ``computing`` returns the stream that the model runs on.
+
+    Copies raise :class:`~tierstore.tiers.device.DeviceError`. No copy is in flight when one raises.
+    """
 
     def __init__(self, reach: Reach, method: CopyMethod, computing: Callable[[], Stream]) -> None:
         self._reach = reach
         self._device = reach.device
         self._method = method
         self._computing = computing
-        self._computed: Event | None = None  # the last one; replaced in one piece
-        self._idle: queue.SimpleQueue[Stream] = queue.SimpleQueue()  # one for each thread that copies
+        self._computed: Event | None = None  # the latest; replaced atomically
+        self._idle: queue.SimpleQueue[Stream] = queue.SimpleQueue()  # one per copying thread
 
     def computed(self) -> None:
         self._computed = self._device.record(self._computing())
@@ -90,13 +92,13 @@ class DeviceBlocks:
                 self._device.wait(stream, computed)
             for chunk, address in pages:
                 put(stream, chunk, address)
-        finally:  # even after an error: no slot may be reused while it is written to
+        finally:  # also after an error: no slot may be reused while it is written
             self._device.synchronize(self._device.record(stream))
             self._idle.put(stream)
 
 
 class DirectCopy:
-    """Each piece by itself, between its block and its place in the page."""
+    """Copy each piece on its own between its block and its place in the page."""
 
     def __init__(self, layout: PageLayout, reach: Reach) -> None:
         self._reach = reach
@@ -121,7 +123,7 @@ class DirectCopy:
         self._copy(stream, pieces, places, sizes, SourceOrder.ANY, address)
 
     def _ends(self, chunk: Sequence[int], address: int) -> tuple[Addresses, Addresses, Addresses]:
-        """Where each piece is in its block and in the page, and its bytes."""
+        """Return each piece's address in its block, its address in the page, and its bytes."""
         blocks = np.array(chunk, np.uint64)
         there = blocks != NULL_BLOCK
         at = np.arange(len(chunk), dtype=np.uint64)[there]
@@ -146,7 +148,7 @@ class DirectCopy:
 
 
 class StagedCopy:
-    """The pieces are collected in a page in the device's memory, one for each stream. The KV tensors are on
+    """Collect the pieces in a page in the device's memory, one page per stream. The KV tensors are on
     ``torch_device``."""
 
     def __init__(
@@ -176,10 +178,10 @@ class StagedCopy:
 
     def _page(self, stream: Stream) -> tuple[int, torch.Tensor]:
         if stream not in self._pages:
-            # Not torch's memory: it may hand out what another stream still uses.
+            # Not from torch's allocator, which may reuse memory that another stream still uses.
             start = self._device.allocate(self._nbytes)
             view = self._device.view(start, (self._nbytes,))
-            # At the interpreter's end the driver may be gone first: no need to ask it.
+            # At the interpreter's exit the driver may already be gone: do not call it then.
             weakref.finalize(self, self._device.free, start).atexit = False
             self._pages[stream] = start, torch.as_tensor(view, device=self._torch_device)
         return self._pages[stream]
@@ -194,8 +196,8 @@ def make_blocks(
     on_stream: OnStream,
     launch: Launch | None = None,
 ) -> DeviceBlocks:
-    """The blocks of ``tensors``, which the layout was made from, and the copy method that suits them;
-    ``launch`` is that of ``copy_blocks.cu``, where it can be launched."""
+    """Return the blocks of ``tensors``, which ``layout`` describes, with the copy method that suits them.
+    ``launch`` launches ``copy_blocks.cu``; None if it cannot be launched."""
     method: CopyMethod = DirectCopy(layout, reach)
     if min(plane.run_bytes for plane in layout.planes) < LEAST_PIECE:
         on = tensors[0].device
@@ -214,8 +216,8 @@ def make_blocks(
 
 
 class CudaBlocks:
-    """Makes the blocks of KV tensors on one CUDA device. Raises
-    :class:`~tierstore.tiers.device.DeviceError` where its driver cannot be used."""
+    """Make the blocks of KV tensors on one CUDA device. Raises :class:`~tierstore.tiers.device.DeviceError`
+    if its driver cannot be used."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -223,7 +225,7 @@ class CudaBlocks:
         self._launch = cupy_launch(device)
 
     def blocks(self, layout: PageLayout, tensors: Sequence[torch.Tensor]) -> DeviceBlocks:
-        """Those of a group."""
+        """Return the blocks of a group."""
         return make_blocks(
             layout,
             tensors,
@@ -245,7 +247,7 @@ class CudaBlocks:
 def plane_view(
     tensors: Sequence[torch.Tensor], address: int, block_stride: int, run_bytes: int, num_blocks: int
 ) -> torch.Tensor:
-    """A plane as a ``[blocks, run_bytes]`` view of the memory that one of ``tensors`` lies in."""
+    """Return a plane as a ``[blocks, run_bytes]`` view of the memory of one of ``tensors``."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         start = address - storage.data_ptr()

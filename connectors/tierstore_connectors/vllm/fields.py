@@ -1,11 +1,12 @@
-"""Which fields of vLLM's configuration do not change KV.
+"""The fields of vLLM's configuration that do not change KV.
 
-**Every field counts unless it is listed here.** A newer vLLM may have a field that this page does not
-know. Then engines with different values of it share no pages: that costs hits, and never an answer. A field
-belongs here only if the bytes of a KV block do not depend on it: names and addresses, sizes of memory
-and of batches, what happens to tokens after the model, and what vLLM derives from fields that count.
+**Every field counts unless it is listed here.** A newer vLLM may have a field that this list lacks. Engines
+with different values of it then share no pages, which costs hits but never makes an answer wrong. A field may
+be listed only if the bytes of a KV block do not depend on it. Such fields are names and addresses, sizes of
+memory and of batches, the treatment of tokens after the model, and fields that vLLM derives from counted
+ones.
 
-Rounding is not a reason to count: vLLM's own cache serves blocks of any batch to any other.
+Rounding is no reason to count a field: vLLM's own cache serves blocks of any batch to any other.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             instance_id kv_transfer_config kv_events_config observability_config logging_config
             profiler_config structured_outputs_config reasoning_config watermark_config aux_output_config
             weight_transfer_config offload_config shutdown_timeout
-            quant_config""",  # vLLM makes it from the model's configuration, files and `quantization_config`
-        # The model, its weights and its tokenizer count by their files or commit, see `weights_revision`. Of
-        # the seed and of the lengths see `identity.py`.
+            quant_config""",  # derived from the model's configuration, files and `quantization_config`
+        # `weights_revision` covers the files or commit of the model, its weights and its tokenizer.
+        # `identity.py` covers the seed and the lengths.
         "ModelConfig": """
             model model_weights tokenizer revision hf_config_path seed max_model_len spec_target_max_model_len
             served_model_name hf_token allowed_local_media_path allowed_media_domains
@@ -39,14 +40,14 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb skip_mm_profiling
             mm_tensor_ipc mm_ipc_gpu_memory_gb mm_encoder_fp8_scale_save_path
             mm_encoder_fp8_scale_save_margin enable_mm_embeds""",
-        # The size of a block is in the layout and in the size of a page.
+        # The size of a block is in the layout and in the page size.
         "CacheConfig": """
             block_size user_specified_block_size _block_size_resolved effective_attention_block_size
             hash_block_size cache_hit_alignment_tokens gpu_memory_utilization kv_cache_memory_bytes
             num_gpu_blocks_override num_gpu_blocks num_cpu_blocks kv_cache_size_tokens
             kv_cache_max_concurrency enable_prefix_caching prefix_cache_retention_interval
             kv_offloading_size kv_offloading_backend""",
-        # Which part of the model a worker has is in the identity by itself (`Rank`).
+        # A worker's part of the model is in the identity separately (`Rank`).
         "ParallelConfig": """
             data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
             data_parallel_index data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
@@ -71,17 +72,17 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             download_dir device use_tqdm_on_load pt_load_map_location safetensors_load_strategy
             safetensors_prefetch_num_threads safetensors_prefetch_block_size""",
         "KernelConfig": "enable_cutedsl_warmup enable_jit_warmup",
-        # Of an adapter see `AdapterVersions`.
+        # `AdapterVersions` covers adapters.
         "LoRAConfig": """
             max_lora_rank max_loras max_cpu_loras specialize_active_lora max_lora_cls_labels""",
-        # The draft model's configuration counts like the model's, and its files and commit do.
+        # The draft model's configuration counts like the model's, and so do its files and commit.
         "SpeculativeConfig": """
             model revision max_model_len target_model_config target_parallel_config draft_parallel_config
             prompt_lookup_max prompt_lookup_min suffix_decoding_max_tree_depth
             suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
             suffix_decoding_min_token_prob rejection_sample_method synthetic_acceptance_rates
             synthetic_acceptance_length draft_sample_method""",
-        # Sizes follow from the scheduler's; the last ones are what vLLM notes while it runs.
+        # Sizes follow from the scheduler's. The last line has what vLLM records at run time.
         "CompilationConfig": """
             debug_dump_path cache_dir local_cache_dir compile_cache_save_format compile_sizes
             compile_ranges_endpoints cudagraph_capture_sizes max_cudagraph_capture_size
@@ -96,7 +97,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             engine_id ec_buffer_device ec_buffer_size ec_role ec_ip ec_port ec_connector_extra_config""",
     }.items()
 }
-"""By the name of a configuration class, its fields that do not change KV."""
+"""The fields that do not change KV, by the name of their configuration class."""
 
 _COUNTED_VARIABLES = re.compile(
     r"(VLLM|AITER|FLASHINFER|FLASH_ATTENTION|DG|TORCH_ALLOW_TF32)_|NVIDIA_TF32_OVERRIDE$"
@@ -127,7 +128,7 @@ _HARMLESS_VARIABLES = re.compile(
 
 
 def counted_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The variables of the environment that may choose another kernel, with their values, in order."""
+    """Return the environment variables that may choose another kernel, with their values, sorted."""
     return sorted(
         (name, value)
         for name, value in environment.items()
@@ -135,8 +136,8 @@ def counted_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     )
 
 
-# Models, and kinds of rotary embedding that compute the same whatever `max_model_len` is: their code in vLLM
-# does not read it. "longrope" chooses its factors by it, and Llama 4 its attention's temperature.
+# Models and kinds of rotary embedding whose code in vLLM does not read `max_model_len`. "longrope" chooses
+# its factors by it, and Llama 4 the temperature of its attention.
 ANY_LENGTH_MODELS = words(
     """
     LlamaForCausalLM MistralForCausalLM MixtralForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
@@ -148,14 +149,15 @@ _ANY_LENGTH_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def length_counts(architectures: list[str], shape: Mapping[str, object]) -> bool:
-    """Whether KV may depend on ``max_model_len``, in a model with this configuration (as plain values)."""
+    """Return whether KV may depend on ``max_model_len`` in a model with this configuration (as plain
+    values)."""
     return not (
         architectures and ANY_LENGTH_MODELS.issuperset(architectures) and _ropes(shape) <= _ANY_LENGTH_ROPES
     )
 
 
 def _ropes(shape: object) -> set[str]:
-    """The kinds of rotary embedding that a configuration names, in it and in the ones in it."""
+    """Return the kinds of rotary embedding that a configuration names, including nested configurations."""
     if isinstance(shape, (list, tuple)):
         return set().union(*map(_ropes, shape))
     if not isinstance(shape, Mapping):

@@ -1,29 +1,29 @@
-"""What tells pages apart: the identity of an engine's pages, and the key of each chunk.
+"""The identity of an engine's pages, and the keys of chunks.
 
-**Keys** come from the block hashes that vLLM has computed. vLLM's hash of a block covers the hash of the
-block before it, its tokens, and whatever else changes its KV: the images in it, the LoRA adapter, the cache
-salt. A key made from less would give prompts that only look alike each other's pages. So the hash of a
-chunk's last block is the chunk's key, hashed once more with adapter and salt: with
-``--prefix-caching-hash-algo xxhash`` a tenant could find collisions of vLLM's own hash.
+**Keys** are made from vLLM's block hashes. vLLM's hash of a block covers the hash of the block before it, its
+tokens, and everything else that changes its KV: images, LoRA adapter, cache salt. A key made from less would
+mix up prompts that only look alike. A chunk's key is the hash of its last block, hashed again with adapter
+and salt: with ``--prefix-caching-hash-algo xxhash`` a tenant could find collisions of vLLM's own hash.
 
-**Names.** A page of full attention is found along the pages before it, whose tokens are compared. The pages
-of windows and attention chunks, and the state of a chunk's end, are found by themselves: the name of such a
-page is SHA-256, chained over the keys and the tokens of all chunks up to its end. The name stands where other
-pages have tokens, and all of its bits are compared. So a page of another prefix is not served even where
-vLLM's hashes collide.
+**Names.** Pages of full attention are found along the pages before them, and their tokens are compared. Pages
+of windows and attention chunks, and states, are found on their own. The name of such a page is SHA-256,
+chained over the keys and tokens of all chunks up to its end. It is stored in place of tokens, and all of its
+bits are compared. So a page of another prefix is not served even if vLLM's hashes collide.
 
-**The identity** is everything that vLLM's block hashes do not cover. Two engines share pages only where all
-of it is equal: every field of vLLM's configuration but those that are known not to change KV (``fields.py``),
-the environment variables that choose kernels, the attention backends, the versions of vLLM and of what it
-computes with, the layout, and which part of the model this worker has. Data parallel ranks compute the same
-and share.
+**The identity** is everything that vLLM's block hashes do not cover. Two engines share pages only if all of
+these are equal:
 
-Every file of a local model counts by all of its bytes, wherever it is mounted: weights, configurations,
-processors, code. Models from the hub are identified by their commit. Of all others only the user can name the
-version (``namespace``).
+- every field of vLLM's configuration except those known not to change KV (``fields.py``),
+- the environment variables that choose kernels, and the attention backends,
+- the versions of vLLM and of the packages that it computes with,
+- the layout, and the worker's part of the model. Data parallel ranks compute the same and share pages.
 
-**Adapters** count by the bytes of their files, and **images** (and all else that is no token) by what the
-processor has made of them: vLLM's hash of an image may be a name that a client has given to it.
+All bytes of a local model's files count, wherever the model is mounted: weights, configurations, processors,
+code. Models from the hub are identified by their commit. The version of any other model must be named by the
+user (``namespace``).
+
+**Adapters** count by the bytes of their files. **Images** and other media count by the processor's output,
+because vLLM's hash of an image may be a name that a client gave to it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tierstore_connectors.vllm.fields import HARMLESS, counted_variables, length
 from tierstore_connectors.vllm.layout import PageLayout, UnsupportedError
 
 _MOST_ADAPTERS = 65_536
-_ADAPTER_S = 0.5  # that a request waits while its adapter is hashed
+_ADAPTER_S = 0.5  # how long a request waits while its adapter is hashed
 _MOST_MEDIA, _MOST_MEDIA_BYTES = 65_536, 256 << 20
 _COMPUTES = ("torch", "transformers", "triton", "flashinfer-python", "flash-attn")
 
@@ -65,14 +65,18 @@ def model_digest(
     namespace: str,
     environment: Mapping[str, str],
 ) -> str:
-    """A digest of the model's shape and how it is computed; of its weights see :func:`weights_revision`.
-    ``config`` is vLLM's own. Raises :class:`UnsupportedError` where each process computes something else."""
+    """Return a digest of the model's shape and computation, without its weights (:func:`weights_revision`).
+
+    ``config`` is vLLM's own. Raises :class:`UnsupportedError` if each process would compute something else.
+    """
     if vars(config.cache_config).get("calculate_kv_scales", False):
-        raise UnsupportedError("calculate_kv_scales makes up KV scales at run time: pages cannot be shared")
+        raise UnsupportedError(
+            "calculate_kv_scales computes KV scales at run time, so pages cannot be shared"
+        )
     dummy = str(config.load_config.load_format) == "dummy"
     parts: dict[str, Any] = {
         "config": described(config),
-        "seed": config.model_config.seed if dummy else None,  # the weights are made from it
+        "seed": config.model_config.seed if dummy else None,  # dummy weights are made from it
         "versions": {"vllm": version, **_versions()},
         "backends": backends,
         "device": device,
@@ -83,7 +87,7 @@ def model_digest(
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that compute, those that are installed."""
+    """Return the versions of the installed packages that compute."""
     found = {}
     for name in _COMPUTES:
         try:
@@ -94,10 +98,12 @@ def _versions() -> dict[str, str]:
 
 
 def described(value: Any) -> Any:
-    """``value`` of a configuration as JSON, equal in every process: dataclasses without the fields that
-    :data:`~tierstore_connectors.vllm.fields.HARMLESS` lists, functions by their code, and objects that
-    nothing is known of by their class."""
-    if isinstance(value, Enum):  # also those that are numbers or texts
+    """Return a configuration value as JSON that is equal in every process.
+
+    Dataclasses lose the fields in :data:`~tierstore_connectors.vllm.fields.HARMLESS`. Functions are described
+    by their code, and objects of unknown kinds by their class.
+    """
+    if isinstance(value, Enum):  # also enums that are numbers or strings
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -105,7 +111,8 @@ def described(value: Any) -> Any:
         return repr(value)
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
-    if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):  # of transformers
+    # configurations of transformers
+    if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
         return [_name(type(value)), plain(value.to_dict())]
     if is_dataclass(value) and not isinstance(value, type):
         return _described_fields(value)
@@ -127,7 +134,7 @@ def described(value: Any) -> Any:
         held = [cell.cell_contents for cell in value.__closure__ or ()]
         return [_name(value), described(value.__code__), described(held)]
     text = str(value)
-    return _name(type(value)) if " at 0x" in text else [_name(type(value)), text]  # torch.dtype and its like
+    return _name(type(value)) if " at 0x" in text else [_name(type(value)), text]  # torch.dtype and similar
 
 
 def _name(thing: Any) -> str:
@@ -150,17 +157,20 @@ def _described_fields(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What identifies an engine's weights among others of the same shape. ``files``: None if there are none
-    here."""
+    """The identity of an engine's weights among models of the same shape. ``files``: None without local
+    files."""
 
     revision: str
     files: Contents | None
 
 
 def weights_revision(config: Any, namespace: str, *, sampled: bool = False) -> Weights:
-    """Identify the weights, of the model and of the draft model: by all files of local ones. This reads them
-    all, unless they are remembered; with ``sampled`` it reads a sample. Raises :class:`UnsupportedError`
-    where nothing identifies them: neither files, nor a commit, nor a ``namespace``."""
+    """Identify the weights of the model and of the draft model.
+
+    Local models are identified by all of their files. All files are read unless their hashes are remembered;
+    with ``sampled`` only a sample is read. Raises :class:`UnsupportedError` without local files, commit and
+    ``namespace``.
+    """
     found: dict[str, Path] = {}
     names = []
     speculative = getattr(config, "speculative_config", None)
@@ -179,17 +189,17 @@ def weights_revision(config: Any, namespace: str, *, sampled: bool = False) -> W
             return Weights(" ".join(names), None)
         hashed = contents(found, remembered=default_cache(), sampled=sampled)
     except OSError as error:
-        raise UnsupportedError(f"the model's files cannot be read: {error}") from error
+        raise UnsupportedError(f"cannot read the model's files: {error}") from error
     return Weights(" ".join([hashed.digest, *names]), hashed)
 
 
 def _named(model: Any, load: Any, namespace: str, *, local: bool) -> str:
-    """What identifies weights that are no local files. ``local``: the rest of the model is, and counts by its
-    files instead of its place."""
+    """Return an identification of weights that are not local files. ``local``: the other files of the model
+    are local, and identify it instead of its path."""
     place = str(vars(model).get("model_weights") or ("" if local else model.model))
     if str(load.load_format) == "dummy":
-        return place  # the seed says the rest
-    commit = vars(model.hf_config).get("_commit_hash")  # of a checkpoint from the hub, where "main" moves
+        return place  # the seed identifies them
+    commit = vars(model.hf_config).get("_commit_hash")  # a checkpoint from the hub, whose "main" moves
     if commit:
         return f"{place}@{commit}"
     named = f"{place} {model.revision or ''}"
@@ -202,7 +212,7 @@ def _named(model: Any, load: Any, namespace: str, *, local: bool) -> str:
 
 
 def _files(model: Any, load: Any) -> dict[str, Path]:
-    """The local files that a model is made of: its folder, the weights elsewhere, the tokenizer."""
+    """Return the local files of a model: its folder, weights elsewhere, the tokenizer."""
     found: dict[str, Path] = {}
     if (folder := Path(str(model.model))).is_dir():
         found.update(model_files(folder))
@@ -225,7 +235,7 @@ def _files(model: Any, load: Any) -> dict[str, Path]:
 
 
 def _named_files(values: Any, name: str = "config") -> dict[str, Path]:
-    """The files that a configuration names (scales, a quantised adapter), as far as they are local."""
+    """Return the local files that a configuration names, such as scales or a quantised adapter."""
     if isinstance(values, dict):
         pairs: Iterable[tuple[object, Any]] = values.items()
     elif isinstance(values, list):
@@ -237,8 +247,8 @@ def _named_files(values: Any, name: str = "config") -> dict[str, Path]:
 
 
 def _split_files(file: Path) -> dict[str, Path]:
-    """The weights that ``file`` names, or that it is a part of, and what lies beside them but for the weights
-    of other models."""
+    """Return the weights that ``file`` names or is a part of, and the files beside it except weights of other
+    models."""
     pattern = re.sub(r"-\d{5}-of-(\d{5})", r"-*-of-\1", file.name)  # GGUF
     pattern = re.sub(r"%0?\d*d", "*", pattern)  # tensorizer, one file for each rank
     found = {each.name: each for each in file.parent.glob(pattern) if each.is_file()}
@@ -250,13 +260,14 @@ def _split_files(file: Path) -> dict[str, Path]:
 
 
 class AdapterVersions:
-    """Which version of a LoRA adapter a request is computed with: the digest of all bytes of its files.
+    """The versions of LoRA adapters: digests of all bytes of their files.
 
-    vLLM loads an adapter once and keeps it under its number, whatever becomes of its files. So the files are
-    hashed with the first request of a number, or when vLLM is told to load it. Once their times or sizes
-    change after that, or the number gets another folder, it is unknown which ones vLLM computes with. The
-    number goes without the cache from then on, until the adapter has another one (unloaded and loaded again)
-    or the engine is started again."""
+    vLLM loads an adapter once and keeps it under its number, even if its files change. So its files are
+    hashed with the first request of a number, or when vLLM is told to load it. If their times or sizes change
+    later, or the number gets another folder, it is unknown which files vLLM computes with. From then on the
+    number is not cached, until the adapter gets another number (unloaded and loaded again) or the engine
+    restarts.
+    """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, tuple[list[object], Future[Contents]]] = OrderedDict()  # by number
@@ -264,9 +275,11 @@ class AdapterVersions:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="tierstore-adapters")
 
     def version(self, adapter: Any) -> str:
-        """``adapter`` is vLLM's ``LoRARequest``. The first call of a number hashes. After half a second
-        that goes on in the background. Raises :class:`UnsupportedError` when the version is
-        unknown."""
+        """Return the version of ``adapter``, vLLM's ``LoRARequest``.
+
+        The first call for a number hashes the files, after half a second in the background. Raises
+        :class:`UnsupportedError` while the version is unknown.
+        """
         number, place = int(adapter.lora_int_id), str(adapter.lora_path)
         try:
             files = [each for each in sorted(Path(place).expanduser().iterdir()) if each.is_file()]
@@ -309,20 +322,21 @@ def _status(file: Path) -> list[object]:
 
 
 class MediaContents:
-    """What images and all else that is no token are, by the tensors that the processor has made of them.
+    """The contents of images and other media of requests: digests of the tensors that the processor made of
+    them.
 
-    vLLM's own hash of an image may be a client's ``multi_modal_uuids``. A client that gives one name to two
-    images gets vLLM's wrong answer as long as vLLM remembers the first; stored pages would make it last. So
-    the tensors count as well. Where a name comes again with other tensors it is unknown which of them vLLM
-    computes with: what vLLM's encoder has made of the first is kept by that name. Such a name is not cached
-    any more."""
+    vLLM's own hash of an image may be a client's ``multi_modal_uuids``. If a client gives one name to two
+    images, vLLM answers wrongly as long as it remembers the first one; stored pages would make the error
+    permanent. Therefore the tensors count as well. If a name returns with other tensors, it is unknown which
+    of them vLLM computes with, because vLLM's encoder cache uses the name. Such a name is no longer cached.
+    """
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, str] = OrderedDict()  # "" if a name has had two contents
+        self._seen: OrderedDict[str, str] = OrderedDict()  # "" after a name had two contents
 
     def digests(self, features: Sequence[Any], hash_tokens: int) -> list[tuple[int, str]]:
-        """In which block (of ``hash_tokens``) each of vLLM's ``mm_features`` begins, and a digest of it.
-        Raises :class:`UnsupportedError` where there is none."""
+        """Return, for each of vLLM's ``mm_features``, the block of ``hash_tokens`` tokens in which it begins,
+        and its digest. Raises :class:`UnsupportedError` if there is no digest."""
         return [(int(each.mm_position.offset) // hash_tokens, self._digest(each)) for each in features]
 
     def _digest(self, feature: Any) -> str:
@@ -360,7 +374,7 @@ class MediaContents:
 
 
 def _pieces(value: Any) -> Iterator[bytes | memoryview]:
-    """The bytes of nested tensors, with their shapes."""
+    """Yield the bytes of nested tensors, with their shapes."""
     if hasattr(value, "detach"):
         import torch
 
@@ -372,9 +386,7 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
         for each in value:
             yield from _pieces(each)
     elif value is None:
-        raise UnsupportedError(
-            "the scheduler does not see all of an image: its request goes without the cache"
-        )
+        raise UnsupportedError("the scheduler lacks part of an image, so its request is not cached")
     else:
         yield repr(value).encode()
 
@@ -382,8 +394,8 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
 def page_identity(
     layout: PageLayout, *, chunk_tokens: int, model: str, revision: str, shard: str, meaning: str = ""
 ) -> Identity:
-    """The identity of pages with ``layout``. ``meaning``: of their bytes, as far as the layout says nothing
-    of it."""
+    """Return the identity of pages with ``layout``. ``meaning`` describes their bytes as far as the layout
+    does not."""
     spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=chunk_tokens)
     codec = f"vllm-{layout.digest}"
     if meaning:
@@ -393,18 +405,20 @@ def page_identity(
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What tells apart prompts with equal block hashes. ``steps``: from which block on, in order."""
+    """A secret part of chunk keys. It separates prompts with equal block hashes. ``steps`` has each secret
+    with the first block that it applies to, in order."""
 
     steps: tuple[tuple[int, bytes], ...]
 
     def of(self, block: int) -> bytes:
-        """For a chunk that ends with this block."""
+        """Return the secret for a chunk that ends with this block."""
         return next(secret for first, secret in reversed(self.steps) if first <= block)
 
 
 def request_salt(adapter: Sequence[str], salt: str | None, media: Sequence[tuple[int, str]] = ()) -> Secret:
-    """What tells apart requests with equal block hashes: the adapter (its name, path and version), the salt,
-    and the ``media`` (block and digest of each, :class:`MediaContents`). Text before an image is shared."""
+    """Return the secret part of a request's keys. It is made from the adapter (its name, path and version),
+    the salt, and the ``media`` (block and digest of each, :class:`MediaContents`). Text before an image is
+    shared."""
     secret = hashlib.sha256(msgspec.json.encode([list(adapter), salt])).digest()
     steps = [(0, secret)]
     for block, content in sorted(media):
@@ -416,7 +430,8 @@ def request_salt(adapter: Sequence[str], salt: str | None, media: Sequence[tuple
 def chunk_keys(
     block_hashes: Sequence[bytes], secret: Secret, blocks_per_chunk: int, first: int = 0
 ) -> list[PageKey]:
-    """The keys of the whole chunks from chunk ``first`` on, each made from the hash of its last block."""
+    """Return the keys of whole chunks from chunk ``first`` on. Each is made from the hash of its last
+    block."""
     last = range((first + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk)
     return [
         PageKey(hashlib.sha256(secret.of(at) + bytes(block_hashes[at])).digest()[:KEY_BYTES]) for at in last
@@ -424,19 +439,19 @@ def chunk_keys(
 
 
 class ChunkNames:
-    """The names of a prompt's chunks, as it grows."""
+    """The names of a prompt's chunks, which are computed as the prompt grows."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
         self._names: list[bytes] = []
 
     def cut(self, chunks: int) -> None:
-        """The prompt goes on in another way behind its first ``chunks`` chunks."""
+        """Drop the names after the first ``chunks`` chunks, because the prompt continues differently."""
         del self._names[chunks:]
 
     def first(self, chunks: int, keys: Sequence[PageKey], tokens: bytes | bytearray) -> list[bytes]:
-        """The names of the first ``chunks`` chunks. ``keys`` and ``tokens`` (uint32, little-endian) are those
-        of the prompt, up to there at least."""
+        """Return the names of the first ``chunks`` chunks. ``keys`` and ``tokens`` (uint32, little-endian)
+        are those of the prompt, at least up to there."""
         width = self.chunk_tokens * TOKEN_BYTES
         known = list(self._names)
         for chunk in range(len(known), chunks):
@@ -449,16 +464,18 @@ class ChunkNames:
     def pages(
         self, identity: Identity, chunks: range, keys: Sequence[PageKey], tokens: bytes | bytearray
     ) -> Prompt:
-        """The pages of ``chunks``, each to be found by its name; ``keys`` and ``tokens`` as for
+        """Return a prompt that finds the pages of ``chunks`` by name; ``keys`` and ``tokens`` as for
         :meth:`first`."""
         names = self.first(chunks.stop, keys, tokens)[chunks.start :]
         return Prompt.named_pages(identity, names, chunk_tokens=self.chunk_tokens, pages_before=chunks.start)
 
 
 class EnginePrompt(Prompt):
-    """The whole chunks of a prompt as one question for the pages of all KV cache groups on all workers:
-    ``identities`` are what those of each are kept under. ``tokens`` (uint32, little-endian) may go on behind
-    the last key."""
+    """The whole chunks of a prompt as one lookup of the pages of all KV cache groups on all workers.
+
+    ``identities`` has the identity of each group on each worker. ``tokens`` (uint32, little-endian) may be
+    longer than the chunks of ``keys``.
+    """
 
     __slots__ = ("_all_names", "_identities", "_tokens")
 
@@ -488,9 +505,11 @@ class EnginePrompt(Prompt):
 
 
 def hashes_are_private(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:
-    """Whether vLLM's block hashes mean something in one process only, so that nothing is found again by
-    another one or after a restart. ``fixed_seed``: this vLLM begins cryptographic hashes with a constant
-    (from 0.29 on); otherwise with random bytes, unless the environment has a seed."""
+    """Return whether vLLM's block hashes differ between processes, so that other processes find no pages.
+
+    ``fixed_seed``: this vLLM starts cryptographic hashes with a constant (from 0.29 on). Older versions start
+    with random bytes unless the environment has a seed.
+    """
     if "PYTHONHASHSEED" in environment:
         return False
     return not (fixed_seed and algorithm.startswith("sha256"))

@@ -1,12 +1,12 @@
-"""Where the bytes of a KV block are, worked out from the shape and strides of the tensors vLLM registers.
+"""The places of a KV block's bytes, derived from the shapes and strides of the tensors that vLLM registers.
 
 vLLM has had many layouts: ``[blocks, …]``, ``[2, blocks, …]`` with K and V apart, heads outside of blocks,
-all layers of a block next to each other, latents of MLA. They have in common that one dimension counts
-blocks. The others say which bytes belong to a block: one contiguous run, or several. A *plane* is one such
-run, for all blocks: block ``i`` of it begins at ``address + i * block_stride``.
+all layers of a block next to each other, latents of MLA. In all of them one dimension counts blocks. The
+other dimensions determine which bytes belong to a block: one contiguous run, or several. A *plane* is one
+such run, for all blocks: in it block ``i`` begins at ``address + i * block_stride``.
 
-A page holds, plane by plane, the runs of its blocks. Nothing is cut inside a block: some backends transpose
-or repack there.
+A page holds the runs of its blocks, plane by plane. Nothing is cut inside a block, because some backends
+transpose or repack there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-_MOST_RUNS = 4096  # of one block in one tensor
+_MOST_RUNS = 4096  # runs of one block in one tensor
 
 
 class UnsupportedError(Exception):
-    """This model, its weights or its tensors cannot be kept. The message says why."""
+    """The KV of this model, its weights or its tensors cannot be stored. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """A registered tensor: where it begins, and its shape and strides (in bytes)."""
+    """A registered tensor: its address, and its shape and strides (in bytes)."""
 
     name: str
     address: int
@@ -39,7 +39,7 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """``run_bytes`` of every block: those of block ``i`` begin at ``address + i * block_stride``."""
+    """``run_bytes`` of every block: block ``i`` begins at ``address + i * block_stride``."""
 
     address: int
     block_stride: int
@@ -50,7 +50,7 @@ class Plane:
 class PageLayout:
     """The planes of a KV cache group, in page order, for pages of ``blocks`` blocks out of ``num_blocks``.
 
-    ``digest`` stands for everything that decides what a byte of a page means, as far as the tensors show it.
+    ``digest`` covers everything that decides the meaning of a page's bytes, as far as the tensors show it.
     """
 
     planes: tuple[Plane, ...]
@@ -68,13 +68,14 @@ class PageLayout:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each plane begins within a page."""
+        """Return the offset of each plane within a page."""
         sizes = (plane.run_bytes * self.blocks for plane in self.planes[:-1])
         return tuple(itertools.accumulate(sizes, initial=0))
 
 
 def page_layout(tensors: Sequence[TensorShape], *, num_blocks: int, blocks: int) -> PageLayout:
-    """The layout of the pages of a group. Raises :class:`UnsupportedError`."""
+    """Return the layout of a group's pages. Raises :class:`UnsupportedError` for tensors that are not
+    understood."""
     if not tensors:
         raise UnsupportedError("a KV cache group without tensors")
     planes: list[Plane] = []
@@ -91,20 +92,20 @@ def page_layout(tensors: Sequence[TensorShape], *, num_blocks: int, blocks: int)
 
 
 def _dimensions(tensor: TensorShape, num_blocks: int) -> list[tuple[int, int]]:
-    """(size, stride) of each dimension, that of the blocks first."""
+    """Return (size, stride) of each dimension, with the dimension of the blocks first."""
     dims = list(zip(tensor.shape, tensor.strides, strict=True))
     if num_blocks <= 2:
         raise UnsupportedError(f"{num_blocks} blocks: which dimension counts them is ambiguous")
     for at, (size, stride) in enumerate(dims[:2]):
         if at == 1 and dims[0][0] != 2:
-            break  # only K and V come before the blocks
+            break  # only K and V may come before the blocks
         if size >= num_blocks and size % num_blocks == 0:
-            # vLLM may have cut its blocks into smaller ones for a kernel.
+            # vLLM may have split its blocks into smaller ones for a kernel.
             ratio = size // num_blocks
             inner = [(ratio, stride)] if ratio > 1 else []
             return [(num_blocks, stride * ratio), *dims[:at], *inner, *dims[at + 1 :]]
     raise UnsupportedError(
-        f"{tensor.name} has shape {tensor.shape}, in which nothing counts {num_blocks} blocks"
+        f"{tensor.name} has shape {tensor.shape}, in which no dimension counts {num_blocks} blocks"
     )
 
 
@@ -134,7 +135,7 @@ def _planes(tensor: TensorShape, dims: Sequence[tuple[int, int]], num_blocks: in
 
 
 def _merged(planes: Sequence[Plane]) -> list[Plane]:
-    """Planes that continue one another in every block are one: a block of all layers may lie in one run."""
+    """Merge planes that continue one another in every block: a block of all layers may lie in one run."""
     merged: list[Plane] = []
     for plane in planes:
         last = merged[-1] if merged else None

@@ -1,13 +1,15 @@
-"""Lookups: threads ask the daemon what it holds of prompts, the scheduler polls in every step.
+"""Lookups: threads ask the daemon what it holds of prompts, and the scheduler polls in every step.
 
-A worker's pages of one KV cache group are a layer group of the store (:class:`VllmLookups`), so one
-question finds the longest hit of a prompt that all groups on all workers support. Prompts that wait at the
-same time are asked for together (:meth:`VllmLookups.ask`). Pages on disk are *brought* into memory, with a
-deadline, before anything is promised to vLLM: a page that turns out to be damaged is then a shorter hit
-(none, where a hit needs named pages) and not a failed load. A lease holds what was found all along.
+The pages of one KV cache group on one worker are a layer group of the store (:class:`VllmLookups`). So one
+lookup finds the longest hit of a prompt that all groups on all workers support. Waiting prompts are looked up
+together (:meth:`VllmLookups.ask`).
 
-Pages that another engine has promised to save are waited for first, as long as it said. Pages that other
-hosts have are fetched, where that is faster than computing, and the prompt is asked for again.
+Pages on disk are read into memory, with a deadline, before tokens are promised to vLLM. A damaged page then
+shortens the hit (to nothing, if the hit needs named pages) instead of failing a load. A lease holds all pages
+that were found.
+
+If another engine has promised pages, the lookup waits for them first, as long as that engine said. If other
+hosts have pages, they are fetched where that is faster than computing, and the prompt is looked up again.
 """
 
 from __future__ import annotations
@@ -33,31 +35,31 @@ from tierstore_connectors.vllm.identity import EnginePrompt
 from tierstore_connectors.vllm.orders import RENEW_S, Shard, kept_by_name, under_epoch
 
 _log = logging.getLogger("vllm.tierstore")
-_THREADS = 2  # that wait for answers
-_FETCHERS = 4  # that wait for other hosts
-# A daemon that is well has answered by the first of these. The second is for an engine that has nothing to do
-# but to ask: it would spin through empty steps, and with it in the way the threads that wait for the answer
-# come to run every 5 ms only.
+_THREADS = 2  # threads that wait for answers
+_FETCHERS = 4  # threads that wait for other hosts
+# The daemon normally answers within _FIRST_POLL_S. An engine that can only wait uses _POLL_S. Without it the
+# engine would spin through empty steps, and the threads that wait for the answer would run only every 5 ms.
 _FIRST_POLL_S = 0.004
 _POLL_S = 0.001
-_CONNECT_S = 1.0  # that the engine's start waits for the daemon
+_CONNECT_S = 1.0  # how long the engine's start waits for the daemon
 
 
 class PromptLookup:
-    """The lookup of one prompt: one thread asks, another polls."""
+    """The lookup of one prompt. One thread asks, another polls."""
 
     def __init__(self, keys: Sequence[PageKey], tokens: Callable[[], bytes], chunk_tokens: int) -> None:
-        """``tokens`` gives those of the chunks that ``keys`` stand for; it is called on the asking thread."""
+        """Make a lookup. ``tokens`` returns the tokens of the chunks of ``keys``; the asking thread calls
+        it."""
         self.keys = keys
         self.chunk_tokens = chunk_tokens
-        self.first_polled: float | None = None  # when vLLM first wanted to know
-        self.batch = 0  # asked for in one go
+        self.first_polled: float | None = None  # when vLLM first asked
+        self.batch = 0  # lookups with one number were asked together
         self.asked_at = 0.0
         self.late = False  # the daemon did not answer in time
-        self.declined = 0  # tokens that are held, and that computing has sooner
-        self.extra_s = 0.0  # that the answer may take longer: pages of other hosts are on their way
-        self.promise: Promise | None = None  # of another engine, until it was waited for
-        self.identities: Sequence[Identity] = ()  # under which it is asked for
+        self.declined = 0  # tokens found on disk that are computed because that is faster
+        self.extra_s = 0.0  # additional time for the answer, while pages of other hosts are fetched
+        self.promise: Promise | None = None  # of another engine; None once it was waited for
+        self.identities: Sequence[Identity] = ()  # one for each group on each worker
         self._tokens = tokens
         self._prompt: EnginePrompt | None = None
         self._answered = threading.Event()
@@ -69,30 +71,30 @@ class PromptLookup:
 
     @property
     def answered(self) -> bool:
-        """Whether there is an answer (also that the daemon is away)."""
+        """Return whether there is an answer, which may be that the daemon is away."""
         return self._answered.is_set()
 
     @property
     def hit(self) -> Hit | None:
-        """What was found; None before that, and after the release."""
+        """Return the hit; None before the answer and after the release."""
         with self._lock:
             return self._hit
 
     @property
     def on_disk(self) -> int:
-        """How many of the found tokens came from disk."""
+        """Return how many of the found tokens came from disk."""
         hit = self.hit
         return hit.by_tier.get("disk", 0) if hit is not None else 0
 
     @property
     def promise_over(self) -> bool:
-        """Whether what was promised has come, or does not come any more."""
+        """Return whether the promised pages have arrived or can no longer arrive."""
         with self._lock:
             expected = self._expected
         return expected is not None and expected.done
 
     def wait(self, timeout: float) -> None:
-        """Wait for what comes next: promised pages, the answer, or pages on their way."""
+        """Wait for the next event: promised pages, the answer, or pages from disk."""
         with self._lock:
             next_of_it = self._expected if self.promise is not None else self._fetched
         if next_of_it is not None and not next_of_it.done:
@@ -102,23 +104,24 @@ class PromptLookup:
             self._answered.wait(timeout)
 
     def tokens(self) -> int | None:
-        """How many leading tokens can be loaded; None while it is not known, or they are on their way."""
+        """Return how many leading tokens can be loaded; None while that is unknown or pages are being read
+        from disk."""
         if not self._answered.is_set():
             return None
         with self._lock:
             hit, fetched = self._hit, self._fetched
         if hit is None or fetched is None:
             return 0 if hit is None else hit.tokens
-        if not fetched.done:  # ends where its time is over
+        if not fetched.done:  # ends at its deadline
             return None
         came = min(fetched.wait(), hit.tokens)
         leading = sum(part.leading for part in hit.parts)
         if came < hit.tokens and leading < len(self.identities):
-            return 0  # named pages serve one length only
+            return 0  # named pages support one length only
         return came // self.chunk_tokens * self.chunk_tokens
 
     def release(self) -> None:
-        """Give everything back. Repeating it is harmless."""
+        """Cancel everything and release the hit. Repeated calls are harmless."""
         with self._lock:
             self._released = True
             hit, self._hit = self._hit, None
@@ -133,17 +136,17 @@ class PromptLookup:
 
     @property
     def released(self) -> bool:
-        """Whether nobody wants the answer any more."""
+        """Return whether the answer is no longer needed."""
         return self._released
 
     def prompt(self) -> EnginePrompt:
-        """What is asked for."""
+        """Return the prompt to look up."""
         if self._prompt is None:
             self._prompt = EnginePrompt(self.identities, self.keys, self._tokens(), self.chunk_tokens)
         return self._prompt
 
     def expect(self, expected: Transfer[None]) -> None:
-        """Promised pages are waited for by this, unless the lookup was released."""
+        """Wait for promised pages through ``expected``; cancel it if the lookup was released."""
         with self._lock:
             if not self._released:
                 self._expected = expected
@@ -151,7 +154,7 @@ class PromptLookup:
         expected.cancel()
 
     def hold(self, hit: Hit) -> None:
-        """Take an answer in, in place of the one before. A released lookup gives it back."""
+        """Take in a hit, in place of the previous one. A released lookup releases it."""
         with self._lock:
             unwanted = hit if self._released else self._hit
             if not self._released:
@@ -160,25 +163,25 @@ class PromptLookup:
             unwanted.release()
 
     def prefetch(self, within_s: float) -> Transfer[int] | None:
-        """Begin to bring what is on disk; None if there is nothing to bring, or the lookup was released."""
+        """Start to read pages from disk; None if none are on disk or the lookup was released."""
         with self._lock:
             if self._hit is not None and self._hit.by_tier.get("disk"):
                 self._fetched = self._hit.prefetch(deadline_s=within_s)
             return self._fetched
 
     def end(self) -> None:
-        """There is nothing more to ask."""
+        """Mark the lookup as answered."""
         self._answered.set()
 
 
 class VllmLookups:
-    """Asks the daemon, unless it is away or does not answer. Belongs to the scheduler's thread."""
+    """Look up prompts unless the daemon is away or does not answer. Belongs to the scheduler's thread."""
 
     def __init__(
         self, settings: VllmSettings, errors: ErrorLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.breaker = Breaker()
-        self.planner = Planner()  # what bringing pages and computing prompts has taken
+        self.planner = Planner()  # knows the measured times of reading pages and computing prompts
         self.store: Store | None = None  # None until the workers are ready
         self._settings = settings
         self._errors = errors
@@ -186,21 +189,22 @@ class VllmLookups:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-find")
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="tierstore-remote")
         self._shards: tuple[Shard, ...] = ()
-        self._identities: tuple[Identity, ...] = ()  # of each group on each worker
+        self._identities: tuple[Identity, ...] = ()  # one for each group on each worker
         self._batches = 0
-        self._late = 0  # the last batch whose answers did not come in time
+        self._late = 0  # the last batch whose answers were late
 
     def connect(self, shards: Sequence[Shard]) -> None:
-        """Begin to look up these pages: the workers are ready. Before this call nothing is found. Raises
-        :class:`~tierstore.errors.UsageError`."""
+        """Connect to look up the pages of these workers. Raises :class:`~tierstore.errors.UsageError`."""
         self._shards = tuple(shards)
         self.store = self._open("")
-        self.store.wait_connected(_CONNECT_S)  # or not: then it is misses until the daemon comes
+        self.store.wait_connected(_CONNECT_S)  # without a daemon every lookup misses until it connects
 
     def renew(self, epoch: str) -> None:
-        """Use the identities of ``epoch`` from now on, over a new connection: the daemon keeps a client's
-        identities for as long as it is connected, and takes so many only. Lookups that are under way find
-        nothing."""
+        """Use the identities of ``epoch`` from now on, over a new connection. Lookups in flight find nothing.
+
+        A new connection is needed because the daemon keeps a client's identities until the client
+        disconnects, and limits their number.
+        """
         if self.store is not None:
             self.store.close()
             self.store = self._open(epoch)
@@ -237,22 +241,23 @@ class VllmLookups:
 
     @property
     def connected(self) -> bool:
-        """Whether there are pages to find."""
+        """Return whether :meth:`connect` was called."""
         return self.store is not None
 
     @property
     def reachable(self) -> bool:
-        """Whether the daemon is there."""
+        """Return whether the daemon is connected."""
         return self.store is not None and self.store.connected
 
     def may_ask(self) -> bool:
-        """Whether the daemon is there and not left alone. After True something is to be asked."""
+        """Return whether the daemon is connected and the breaker allows a question. After True the caller
+        must ask."""
         return self.reachable and self.breaker.allows(self._clock())
 
     def ask(self, lookups: Sequence[PromptLookup]) -> None:
-        """Ask for all of these prompts, soon and together."""
+        """Look up all of these prompts soon, together."""
         store = self.store
-        assert store is not None, "nobody asks before connect()"
+        assert store is not None, "ask() needs connect() first"
         self._batches += 1
         for lookup in lookups:
             lookup.batch, lookup.asked_at, lookup.identities = self._batches, self._clock(), self._identities
@@ -264,8 +269,11 @@ class VllmLookups:
             threads.submit(self._ask, store, unpromised)
 
     def poll(self, lookup: PromptLookup, *, patient: bool) -> int | None:
-        """The tokens that a lookup has found; None: poll again in the next step. A lookup without an answer
-        after ``lookup_s`` has found nothing. ``patient``: wait for a millisecond or a few."""
+        """Return the tokens that a lookup has found; None asks the caller to poll in the next step.
+
+        A lookup without an answer after ``lookup_s`` has found nothing. ``patient``: wait for a few
+        milliseconds.
+        """
         now = self._clock()
         if lookup.promise is not None:
             late = now - lookup.asked_at > lookup.promise.until_s + self._settings.lookup_s
@@ -287,7 +295,7 @@ class VllmLookups:
         if not lookup.answered and self._clock() - lookup.first_polled < patience_s:
             return None
         lookup.late = True
-        if lookup.batch > self._late:  # one question, as far as the breaker is concerned
+        if lookup.batch > self._late:  # for the breaker a batch is one question
             self._late = lookup.batch
             self.breaker.failed(self._clock())
         lookup.release()
@@ -306,18 +314,18 @@ class VllmLookups:
         try:
             expected = store.expect(lookup.prompt(), promise)
         except StoreClosedError:
-            pass  # asked of a session that has been given up
-        except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
+            pass  # the connection was replaced
+        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
             self._errors.caught("waiting for promised pages", error)
         lookup.expect(expected)
 
     def _ask(self, store: Store, lookups: Sequence[PromptLookup]) -> None:
         try:
             self._find(store, lookups)
-        except StoreClosedError:  # asked of a session that has been given up
+        except StoreClosedError:  # the connection was replaced
             for lookup in lookups:
                 lookup.release()
-        except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
+        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
             self._errors.caught("looking up a prompt", error)
             for lookup in lookups:
                 lookup.release()
@@ -344,18 +352,18 @@ class VllmLookups:
             self._bring(store, lookup)
 
     def _look_up(self, store: Store, lookups: Sequence[PromptLookup], *, counted: bool = True) -> None:
-        """Ask for all of these prompts at once, except for those that were released."""
+        """Look up all of these prompts at once, except released ones."""
         asked = [each for each in lookups if not each.released]
         began = time.monotonic()
         hits = lookup_all(((store, each.prompt()) for each in asked), counted=counted)
         late = time.monotonic() - began >= self._settings.lookup_s
         for lookup, hit in zip(asked, hits, strict=True):
-            lookup.late = late and not hit.tokens  # else the daemon has said that there is none
+            lookup.late = late and not hit.tokens  # otherwise the daemon said that there is no hit
             lookup.hold(hit)
 
     def _bring(self, store: Store, lookup: PromptLookup) -> None:
-        """Bring what is on disk, but for what computing would have sooner, and measure that. The lookup has
-        its answer then."""
+        """Read pages from disk, except those that are computed sooner, and measure the time. The lookup is
+        answered then."""
         self._decline(store, lookup)
         began, fetched, hit = self._clock(), lookup.prefetch(self._settings.prefetch_s), lookup.hit
         lookup.end()
@@ -373,7 +381,7 @@ class VllmLookups:
         fetched.on_end(came)
 
     def _decline(self, store: Store, lookup: PromptLookup) -> None:
-        """Ask again for less where the rest would come from disk later than computing it."""
+        """Shorten the hit if computing its end is faster than reading it from disk."""
         hit = lookup.hit
         if hit is None or not hit.by_tier.get("disk"):
             return

@@ -1,4 +1,4 @@
-"""Messages between the two halves. Plain data: vLLM pickles it and carries it between processes."""
+"""Messages between the two halves: plain data that vLLM pickles and carries between processes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tierstore.groups import GroupRule
 from tierstore.keys import Identity, PageKey
 from tierstore.types import Hint
 
-NULL_BLOCK = 0  # vLLM's block that stands for "nothing there"
-RENEW_S = 0.1  # that a new epoch waits for the daemon: one that is well has answered by then
+NULL_BLOCK = 0  # vLLM's placeholder for "no block"
+RENEW_S = 0.1  # how long a new epoch waits for the daemon, which normally answers sooner
 _NOTHING_SAID = Hint()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShard:
-    """Pages of one KV cache group on one worker. ``rule``: those of them that a hit needs."""
+    """The pages of one KV cache group on one worker. ``rule`` says which of them a hit needs."""
 
     group: int
     identity: Identity
@@ -33,8 +33,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The blocks of chunks ``first, first + 1, …`` in one group, or the ones with the states at their ends. A
-    block that is not to be touched is 0."""
+    """The blocks of chunks ``first, first + 1, …`` in one group. For states they are the blocks with the
+    states at the chunks' ends. Blocks to leave alone are 0."""
 
     group: int
     first: int
@@ -61,7 +61,7 @@ class PromptUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Fill these blocks; the prompt's first ``chunks`` chunks have to be held for that."""
+    """An order to fill these blocks. It needs the prompt's first ``chunks`` chunks in the store."""
 
     request: str
     chunks: int
@@ -70,7 +70,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Keep these blocks, after the step that carries the order."""
+    """An order to save these blocks after the step that carries the order."""
 
     request: str
     groups: tuple[GroupBlocks, ...]
@@ -80,17 +80,19 @@ class SaveOrder:
 
     @property
     def hint(self) -> Hint | None:
-        """What the request has said about the future of its pages."""
+        """Return the request's hints about its pages, None without any."""
         hint = Hint(ttl_s=self.ttl_s, priority=self.priority, elsewhere=self.hands_over)
         return None if hint == _NOTHING_SAID else hint
 
 
 @dataclass(slots=True)
 class StepWork:
-    """One step's orders. ``fresh`` are blocks that the step may write and that another request may have had
-    before (``all_fresh``: any may be). ``refused`` are requests that vLLM waits for and that get no load.
-    ``idle``: the step computes nothing. ``epoch`` changes when nothing stored so far is to be found any
-    more."""
+    """The orders of one step.
+
+    ``fresh`` are blocks that the step may write and that other requests may have used before; with
+    ``all_fresh`` every block is one. ``refused`` are requests that vLLM waits for but that get no load.
+    ``idle``: the step computes nothing. ``epoch`` changes when all earlier pages must become unfindable.
+    """
 
     number: int = 0
     epoch: str = ""
@@ -107,7 +109,7 @@ class StepWork:
 
 @dataclass(slots=True)
 class LoadReport:
-    """Failed loads: by request, the first chunk that is missing (of several workers, the earliest)."""
+    """Failed loads: the first missing chunk of each request, the earliest if several workers report."""
 
     failed: dict[str, int] = field(default_factory=dict)
 
@@ -119,12 +121,14 @@ class LoadReport:
 
 
 def kept_by_name(rule: GroupRule) -> bool:
-    """Whether pages are found one by one, each by a name that stands for all tokens up to its end
-    (:class:`~tierstore_connectors.vllm.identity.ChunkNames`). The others are found by the tokens of all
-    chunks before them, of which none may be missing."""
+    """Return whether each page is found by a name that stands for all tokens up to its end
+    (:class:`~tierstore_connectors.vllm.identity.ChunkNames`).
+
+    Other pages are found by the tokens of all chunks before them, and need all pages of these chunks.
+    """
     return not rule.chained
 
 
 def under_epoch(identity: Identity, epoch: str) -> Identity:
-    """The identity of the moment: pages of one epoch are not found in another."""
+    """Return the identity within an epoch. Pages of one epoch are not found in another."""
     return replace(identity, revision=f"{identity.revision}+{epoch}") if epoch else identity

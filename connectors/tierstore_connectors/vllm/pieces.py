@@ -1,7 +1,7 @@
-"""The small pieces of a page, collected in one piece of GPU memory and dealt out from there.
+"""Collect the small pieces of a page in one piece of GPU memory, and distribute them from there.
 
-By one kernel (``copy_blocks.cu``) where CuPy is there to launch it, and where all pieces are multiples of 16
-bytes. Otherwise by torch, plane by plane, which is two launches or more for each layer.
+One kernel (``copy_blocks.cu``) does this if CuPy can launch it and all pieces are multiples of 16 bytes.
+Otherwise torch copies plane by plane, with two or more launches per layer.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from tierstore_connectors.vllm.orders import NULL_BLOCK
 
 SOURCE = Path(__file__).with_name("copy_blocks.cu")
 KERNEL = "copy_blocks"
-THREADS = 512  # of a block
+THREADS = 512  # per CUDA block
 
 _GRID = (16,)  # enough to fill PCIe; more would take SMs from the model
 _VECTOR = 16  # bytes that a lane copies at once
 
 Launch: TypeAlias = "Callable[[Sequence[int], Sequence[Any]], None]"
-"""``launch(grid, arguments)``: the kernel on torch's current stream. Tensors stand for their addresses."""
+"""``launch(grid, arguments)`` launches the kernel on torch's current stream. It replaces tensors by their
+addresses."""
 
 log = logging.getLogger(__name__)
 
 
 class Pieces(Protocol):
-    """What copies the blocks of a chunk, on torch's current stream."""
+    """Copy the blocks of a chunk, on torch's current stream."""
 
     def gather(self, chunk: Sequence[int], page: torch.Tensor) -> None:
         """Collect the blocks, plane by plane, in ``page``."""
 
     def scatter(self, chunk: Sequence[int], page: torch.Tensor) -> None:
-        """The other way round; blocks that are 0 are left alone."""
+        """Copy ``page`` to the blocks, except blocks that are 0."""
 
 
 class KernelPieces:
-    """In one launch a page. Takes what :func:`fits_kernel` says it does."""
+    """Copy with one launch per page. The layout must pass :func:`fits_kernel`."""
 
     def __init__(self, layout: PageLayout, launch: Launch, device: torch.device) -> None:
         self._launch = launch
@@ -65,7 +66,7 @@ class KernelPieces:
 
 
 class TorchPieces:
-    """A launch for each plane. ``planes`` are ``[blocks, run_bytes]`` views of the KV tensors, in the
+    """Copy with launches per plane. ``planes`` are ``[blocks, run_bytes]`` views of the KV tensors, in the
     layout's order."""
 
     def __init__(self, planes: Sequence[torch.Tensor]) -> None:
@@ -92,7 +93,7 @@ class TorchPieces:
 
 
 def fits_kernel(layout: PageLayout) -> bool:
-    """Whether every piece begins and ends at a multiple of what the kernel copies at once."""
+    """Return whether every piece begins and ends at a multiple of the kernel's vector size."""
     return all(
         number % _VECTOR == 0
         for plane in layout.planes
@@ -102,13 +103,13 @@ def fits_kernel(layout: PageLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _CopyStream:
-    """A stream as CuPy's launch takes it: it asks for nothing but the handle."""
+    """A stream in the form that CuPy's launch takes: it reads only the handle."""
 
     ptr: int
 
 
 def cupy_launch(device: torch.device) -> Launch | None:
-    """The kernel on a GPU, compiled by CuPy. None where that cannot be done, which costs speed only."""
+    """Compile the kernel with CuPy for a GPU. Return None if that fails, which only costs speed."""
     try:
         import cupy
     except ImportError:

@@ -1,4 +1,4 @@
-"""From the tensors that vLLM registers to the groups that a worker keeps."""
+"""Turn the tensors that vLLM registers into the groups of a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore_connectors.vllm.worker import WorkerGroup
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which part of the model a worker has."""
+    """A worker's part of the model."""
 
     tensor: int
     tensors: int
@@ -28,7 +28,7 @@ class Rank:
     pipelines: int
 
     def shard(self, group: str) -> str:
-        """Of a page: the part, and the KV cache group."""
+        """Return the name of a page's part and KV cache group."""
         return f"tp{self.tensor}/{self.tensors},pp{self.pipeline}/{self.pipelines},{group}"
 
 
@@ -42,18 +42,18 @@ def register_groups(
     caches: Mapping[str, Any],
     rank: Rank,
 ) -> dict[int, WorkerGroup]:
-    """``config`` is vLLM's, ``revision`` identifies the weights, ``caches`` are the KV tensors by
-    layer. Raises :class:`UnsupportedError` for
-    anything that is not understood."""
+    """Return the groups with layers on this worker, by number.
+
+    ``config`` is vLLM's, ``revision`` identifies the weights, ``caches`` has the KV tensors by layer. Raises
+    :class:`UnsupportedError` for a configuration or tensors that are not understood.
+    """
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("context parallelism spreads a block's tokens over workers")
     tensors = {name: tensor for name, tensor in caches.items() if isinstance(tensor, torch.Tensor)}
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1 or len(tensors) != len(caches):
-        raise UnsupportedError(
-            f"KV caches that are not all tensors on one device: {sorted(map(str, devices))}"
-        )
+        raise UnsupportedError(f"KV caches must be tensors on one device, got {sorted(map(str, devices))}")
     device = devices.pop()
     model = model_digest(
         config, version, _backends(config, groups), _device_name(device), namespace, os.environ
@@ -63,7 +63,7 @@ def register_groups(
     for group in groups.groups:
         own = _own(group, tensors)
         if not own:
-            continue  # all of its layers are in other pipeline stages
+            continue  # other pipeline stages have its layers
         shapes = [_shape(name, tensor) for name, tensor in own.items()]
         layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_page(group))
         identity = page_identity(
@@ -80,7 +80,7 @@ def register_groups(
 
 
 def _own(group: CacheGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A group's tensors on this worker; layers that share one are kept once."""
+    """Return a group's tensors on this worker. A tensor that several layers share is returned once."""
     own: dict[str, torch.Tensor] = {}
     seen: set[object] = set()
     for name in group.layers:
@@ -101,7 +101,7 @@ def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
 
 
 def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Tensor]], GroupBlockCopies]:
-    """What makes a group's blocks on this device."""
+    """Return the function that makes a group's blocks on this device."""
     if device.type == "cpu":
         return lambda layout, tensors: HostBlocks(layout)
     if device.type == "cuda" and torch.version.hip is None:
@@ -113,7 +113,7 @@ def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Ten
 
 
 def _backends(config: Any, groups: Groups) -> list[str]:
-    """The attention backends of the kept layers: what the bytes of a block mean is their affair."""
+    """Return the attention backends of the stored layers: they define the bytes of a block."""
     layers = config.compilation_config.static_forward_context
     names = set()
     for group in groups.groups:

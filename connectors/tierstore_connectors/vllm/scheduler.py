@@ -1,18 +1,18 @@
 """The scheduler's half: it decides what is promised, loaded and saved, and handles no bytes.
 
-Everything runs on the scheduler's one thread, in every step of the engine, so it has to be quick: the
-questions to the daemon are asked by threads (``lookup.py``), and a request's answer is kept until it is used.
+All of it runs on the scheduler's one thread in every step of the engine, so it must be quick. Threads ask the
+daemon (``lookup.py``), and an answer is kept until it is used.
 
-**A load cannot go in circles.** vLLM asks again after a load has failed. A request is promised a load once,
-and once more each time vLLM has preempted it; what failed is not promised to others for a while either.
+**Failed loads cannot loop.** vLLM asks again after a failed load. A request is promised one load, and one
+more after each preemption. Chunks that failed are promised to no request for a while.
 
-**The daemon is asked only where an answer helps.** A prompt of which vLLM's own cache has every chunk is not
-looked up, and saved once a minute at most. Prompts that come together are looked up together.
+**The daemon is asked only if its answer matters.** A prompt that is complete in vLLM's own cache is not
+looked up, and is saved at most once a minute. Prompts that arrive together are looked up together.
 
-**A chunk is saved** when its blocks are complete after a step: its tokens are known (vLLM has hashed them)
-and computed. So the drafts of speculative decoding, which may be rejected, are never saved. A state is saved
-when vLLM says which block holds it, and where vLLM has gone on from one that the store may lack
-(``groups.py``).
+**When a chunk is saved.** A chunk is saved after the step that completes its blocks: vLLM has hashed and
+computed all of its tokens. Drafts of speculative decoding may be rejected and are therefore never saved. A
+state is saved when vLLM names the block that holds it, or when vLLM continues from a state that the store may
+lack (``groups.py``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from tierstore_connectors.vllm.orders import (
 )
 
 _log = logging.getLogger("vllm.tierstore")
-_ANSWER_S = 20.0  # an answer that is older is asked for again: the daemon holds pages for a minute
+_ANSWER_S = 20.0  # older answers are asked for again: the daemon holds pages for a minute
 _REFUSED_S, _MOST_REFUSED = 30.0, 4096
 _STORED_S, _MOST_STORED = 60.0, 65_536
 
@@ -71,12 +71,16 @@ _STORED_S, _MOST_STORED = 60.0, 65_536
 class TrackedRequest:
     """One request, from its arrival to its end.
 
-    ``held`` tokens are in the store as far as the lookup has found; ``local`` are those that vLLM has
-    itself. ``known`` chunks have been sent to the workers, ``saved`` need not be saved (any more). ``loads``
-    have been promised. ``resumable``: where there are states, the store has (or gets) all of them at the end
-    of this chunk of the prompt, and needs none of before. ``stale``: some of its KV was computed before
-    everything was forgotten, and nothing of it may be saved. ``uncached``: it is unknown which adapter or
-    image it is computed with. ``promise`` is another engine's, until it was waited for."""
+    - ``held``: tokens in the store, according to the lookup. ``local``: tokens in vLLM's own cache.
+    - ``known``: chunks that the workers know. ``saved``: chunks that need no save.
+    - ``loads``: how many loads were promised.
+    - ``resumable``, for models with states: the store has, or gets, all states at the end of this chunk of
+      the prompt, and needs none before it.
+    - ``stale``: part of its KV was computed before :meth:`SchedulerHalf.forget_everything`. Nothing of it may
+      be saved.
+    - ``uncached``: the adapter or image that it is computed with is unknown. It is neither loaded nor saved.
+    - ``promise``: the promise of another engine; None once it was waited for.
+    """
 
     request: Any  # vLLM's
     options: RequestOptions
@@ -102,7 +106,7 @@ class TrackedRequest:
     def of(
         cls, request: Any, adapters: AdapterVersions, media: MediaContents, hash_tokens: int
     ) -> tuple[TrackedRequest, Sequence[str]]:
-        """Return it, and what a person should know about it."""
+        """Return the tracked request, and problems to log."""
         options, problem = RequestOptions.parse(
             request.kv_transfer_params, prompt_tokens=request.num_prompt_tokens
         )
@@ -123,24 +127,24 @@ class TrackedRequest:
         return tracked, problems
 
     def update_keys(self, groups: Groups) -> int:
-        """Have a key for each chunk that vLLM has hashed; how many there are."""
+        """Compute the keys of all chunks that vLLM has hashed. Return their number."""
         per_chunk = groups.chunk_tokens // groups.hash_tokens
         hashes = self.request.block_hashes
         if len(self.request.mm_features or ()) != self.media:
-            self.uncached = True  # a streaming session has got more images
+            self.uncached = True  # a streaming session has received more images
         if len(hashes) // per_chunk > len(self.keys):
             self.keys += chunk_keys(hashes, self.secret, per_chunk, len(self.keys))
         return len(self.keys)
 
     def has_expired(self, now: float) -> bool:
-        """Whether its pages may not be leased for much longer: it is looked up anew."""
+        """Return whether the leases on its pages may end soon, so that it must be looked up again."""
         if self.answer is not None:
             return now - self.answered_at > _ANSWER_S
-        lookup = self.lookup  # maybe of long before vLLM has asked
+        lookup = self.lookup  # may have been made long before vLLM asked
         return lookup is not None and lookup.first_polled is None and now - lookup.asked_at > _ANSWER_S
 
     def release(self) -> None:
-        """Let go of what was found."""
+        """Drop the lookup and the leases on the pages that it found."""
         if self.lookup is not None:
             self.lookup.release()
         self.lookup = None
@@ -150,7 +154,7 @@ class TrackedRequest:
 
 @dataclass(slots=True)
 class _TimedPrefill:
-    """A prompt that is computed alone since ``began``: ``tokens`` after ``behind`` others so far."""
+    """A prompt that is computed alone since ``began``: ``tokens`` so far, after ``behind`` earlier tokens."""
 
     request: str
     behind: int
@@ -160,7 +164,7 @@ class _TimedPrefill:
 
 
 def _computed_before(output: Any) -> dict[str, int]:
-    """By request, the tokens that were computed before this step."""
+    """Return the number of tokens computed before this step, by request."""
     computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -168,8 +172,8 @@ def _computed_before(output: Any) -> dict[str, int]:
 
 
 class SchedulerHalf:
-    """See the module. ``connect`` has to be called before anything is found. ``loads``, ``saves``: whether
-    this engine takes pages from the store, and gives it any."""
+    """The scheduler's half; see the module. Nothing is found before :meth:`connect`. ``loads`` and ``saves``
+    say whether this engine may load from and save to the store."""
 
     def __init__(
         self,
@@ -186,8 +190,8 @@ class SchedulerHalf:
         self.lookups = VllmLookups(settings, errors, clock)
         self.counters = counters
         self.errors = errors
-        # Chunks that were promised and could not be loaded: a page which cannot be had is not asked for in a
-        # circle. And prompts that are stored up to this chunk, as far as is known here.
+        # ``refused`` has chunks whose load failed: they are not promised for a while, so that failures do not
+        # loop. ``stored`` has the last chunk of each prompt that is known to be stored.
         self.refused = RecentKeys(_REFUSED_S, _MOST_REFUSED)
         self.stored = RecentKeys(_STORED_S, _MOST_STORED)
         self.epoch = ""
@@ -196,28 +200,28 @@ class SchedulerHalf:
         self._may_load, self._may_save = loads, saves
         self._adapters = AdapterVersions()
         self._media = MediaContents()
-        self._unasked: dict[str, TrackedRequest] = {}  # have come, and were not looked up
-        self._ahead: set[str] = set()  # were asked for, and vLLM has not given them blocks yet
+        self._unasked: dict[str, TrackedRequest] = {}  # arrived, not looked up yet
+        self._ahead: set[str] = set()  # looked up, but without blocks from vLLM yet
         self._tracked: dict[str, TrackedRequest] = {}
-        self._promised: dict[str, TrackedRequest] = {}  # vLLM waits for these loads
+        self._promised: dict[str, TrackedRequest] = {}  # loads that vLLM waits for
         self._loads: list[LoadOrder] = []
         self._grown: list[PromptUpdate] = []
-        self._lost: list[str] = []  # promised, and something went wrong before they were ordered
+        self._lost: list[str] = []  # promised loads that failed before they were ordered
         self._forget: list[str] = []
         self._pin: list[str] = []
         self._tables = BlockTables()
         self._steps = 0
-        self._timed: _TimedPrefill | None = None  # that is being computed alone
-        self._patient = True  # once a step
-        self._idle = True  # in the last step
+        self._timed: _TimedPrefill | None = None  # the prompt that is computed alone, if one is
+        self._patient = True  # whether a lookup of this step may still be waited for
+        self._idle = True  # whether the last step computed nothing
 
     def connect(self, shards: Sequence[Shard]) -> None:
-        """The workers are ready. Raises :class:`~tierstore.errors.UsageError`."""
+        """Connect to the daemon, for these workers. Raises :class:`~tierstore.errors.UsageError`."""
         identities = sum(len(shard.groups) for shard in shards)
         if identities > MOST_IDENTITIES:
             raise UsageError(
-                f"{len(shards)} workers with their KV cache groups make {identities} identities; the daemon "
-                f"takes {MOST_IDENTITIES} of a client"
+                f"{len(shards)} workers with their KV cache groups have {identities} identities, but the "
+                f"daemon takes at most {MOST_IDENTITIES} per client connection"
             )
         self.lookups.connect(shards)
 
@@ -229,8 +233,10 @@ class SchedulerHalf:
         self.lookups.close()
 
     def forget_everything(self, epoch: str) -> None:
-        """Keep pages under a new identity from now on. A request that is
-        being computed goes on with KV from before: it is not saved, unless vLLM begins it anew."""
+        """Keep pages under a new identity from now on.
+
+        Running requests continue with KV from before. They are not saved unless vLLM restarts them.
+        """
         self.epoch = epoch
         self.stored.clear()
         for tracked in self._tracked.values():
@@ -240,7 +246,7 @@ class SchedulerHalf:
         self.lookups.renew(epoch)
 
     def adapter_loads(self, adapter: Any) -> None:
-        """vLLM loads this adapter: its files of this moment are what requests are computed with."""
+        """Record the adapter's files of this moment. vLLM computes requests with them."""
         try:
             self._adapters.version(adapter)
         except UnsupportedError as error:
@@ -249,20 +255,20 @@ class SchedulerHalf:
     # -- finding -------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """A request has come. It is looked up when vLLM asks about it, or with the next step if vLLM has no
+        """Note a new request. It is looked up when vLLM asks about it, or with the next step if vLLM has no
         room for it yet."""
         self._unasked[request.request_id] = self._track(request)
 
     def matched(self, request: Any, local: int) -> int | None:
-        """How many tokens after the ``local`` ones can be loaded; None: ask again in the next step. Called
-        hundreds of times for a request that waits for room."""
+        """Return how many tokens after the ``local`` ones can be loaded; None asks vLLM to call again in the
+        next step. vLLM calls this hundreds of times for a request that waits for room."""
         tracked = self._track(request)
         tracked.local = local
         if not self._may_load or tracked.uncached or tracked.loads > request.num_preemptions:
             return 0
         if local >= self._most_chunks(tracked) * self.groups.chunk_tokens:
             self._unasked.pop(request.request_id, None)
-            return 0  # vLLM has it all
+            return 0  # vLLM has the whole prompt
         now = self._clock()
         if tracked.has_expired(now):
             tracked.release()
@@ -275,11 +281,11 @@ class SchedulerHalf:
         return max(self._limited(tracked, now) - local, 0)
 
     def _most_chunks(self, tracked: TrackedRequest) -> int:
-        """vLLM has to compute one token at least."""
+        """Return how many chunks may be loaded: vLLM must compute at least one token."""
         return int((tracked.request.num_tokens - 1) // self.groups.chunk_tokens)
 
     def _poll(self, lookup: PromptLookup) -> int | None:
-        # Nobody else is made to wait for what comes from another engine's computing.
+        # Waiting for the pages of another engine must not delay other requests.
         patient = self._patient and (self._idle or lookup.promise is None)
         self._patient = self._patient and not patient
         answer = self.lookups.poll(lookup, patient=patient)
@@ -296,7 +302,7 @@ class SchedulerHalf:
         self.counters.add("lookups")
         self.counters.add("lookup_tokens", len(tracked.keys) * chunk_tokens)
         self.counters.add("found_tokens", answer)
-        if tracked.promise is not None:  # it was waited for, once
+        if tracked.promise is not None:  # waited for only once
             expected = min(tracked.promise.tokens // chunk_tokens, self._most_chunks(tracked)) * chunk_tokens
             self.counters.add("expected_tokens", expected)
             self.counters.add("missing_tokens", max(expected - answer, 0))
@@ -314,7 +320,7 @@ class SchedulerHalf:
         )
 
     def _limited(self, tracked: TrackedRequest, now: float) -> int:
-        """The tokens that may be promised."""
+        """Return the number of tokens that may be promised: without chunks whose load failed lately."""
         chunk_tokens = self.groups.chunk_tokens
         answer = tracked.answer or 0
         held = min(answer // chunk_tokens, self._most_chunks(tracked))
@@ -322,8 +328,8 @@ class SchedulerHalf:
         return 0 if limited < answer and self.groups.with_names else limited
 
     def _look_up(self, first: TrackedRequest) -> None:
-        """Ask about this request now, and about those that have come with it. Without a daemon the answer is
-        that it has nothing."""
+        """Look up this request now, together with other waiting requests. Without a daemon nothing is
+        found."""
         if first.looked_up:
             return
         first.looked_up = True
@@ -332,12 +338,12 @@ class SchedulerHalf:
             self._ask([first, *self._next_unasked()])
 
     def _look_up_waiting(self) -> None:
-        """Ask about requests that vLLM has no room for yet."""
+        """Look up requests that vLLM has no room for yet."""
         if self._unasked and len(self._ahead) < self._settings.ahead and self.lookups.may_ask():
             self._ask(self._next_unasked())
 
     def _next_unasked(self) -> list[TrackedRequest]:
-        """As many as may be asked for before vLLM wants to know."""
+        """Take waiting requests, as many as may be looked up ahead of vLLM's questions."""
         count = min(self._settings.ahead - len(self._ahead), len(self._unasked))
         waiting = [self._unasked.pop(next(iter(self._unasked))) for _ in range(count)]
         return [each for each in waiting if self._has_chunks(each)]
@@ -372,13 +378,13 @@ class SchedulerHalf:
     # -- loading -------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, tables: BlockTable, external: int) -> None:
-        """vLLM has given a request its blocks; ``external`` tokens of them are to be loaded."""
+        """Order the load of ``external`` tokens of a request, which vLLM has just given its blocks."""
         tracked = self._track(request)
         self._unasked.pop(request.request_id, None)
         self._ahead.discard(request.request_id)
         chunk_tokens = self.groups.chunk_tokens
         stored = tracked.held // chunk_tokens
-        if tracked.answer is None and not tracked.options.hands_over:  # it was not looked up
+        if tracked.answer is None and not tracked.options.hands_over:  # not looked up
             tracked.update_keys(self.groups)
             stored = self.stored.to_last(tracked.keys[: tracked.local // chunk_tokens], self._clock())
         tracked.saved = max(tracked.saved, stored)
@@ -389,9 +395,11 @@ class SchedulerHalf:
             return
         tracked.loads += 1
         self._promised[request.request_id] = tracked
-        self._lost.append(request.request_id)  # until it is ordered
+        self._lost.append(request.request_id)  # until the load is ordered
         end = tracked.local + external
-        assert end == tracked.answer or not self.groups.with_states, "states are loaded where they were found"
+        assert end == tracked.answer or not self.groups.with_states, (
+            "a load with states ends where they were found"
+        )
         chunks = -(-end // chunk_tokens)
         groups = [
             blocks_to_load(self.groups, group, tables[group.number], tracked.local, end)
@@ -405,7 +413,7 @@ class SchedulerHalf:
         self.counters.add("promised_tokens", external)
 
     def reported(self, finished: Sequence[str], report: LoadReport | None) -> None:
-        """What has become of loads."""
+        """Take in the results of loads."""
         failed = report.failed if report is not None else {}
         now = self._clock()
         for request, chunk in failed.items():
@@ -416,7 +424,7 @@ class SchedulerHalf:
             if at < len(tracked.keys):
                 self.refused.add(tracked.keys[at], now)
                 self.stored.discard(tracked.keys[at:])
-            tracked.held = tracked.saved = tracked.resumable = 0  # it may not be there any more
+            tracked.held = tracked.saved = tracked.resumable = 0  # its pages may be gone
             self.counters.add("failed_loads")
         for request in finished:
             tracked = self._promised.pop(request, None)
@@ -425,14 +433,14 @@ class SchedulerHalf:
                 tracked.release()
 
     def from_disk(self, request_id: str) -> int:
-        """How many of the tokens that are to be loaded came from disk."""
+        """Return how many of the loaded tokens came from disk."""
         tracked = self._tracked.get(request_id)
         return tracked.lookup.on_disk if tracked is not None and tracked.lookup is not None else 0
 
     # -- the orders of a step --------------------------------------------------------------------------
 
     def work(self, output: Any) -> StepWork:
-        """The orders that go with a step. ``output`` is vLLM's ``SchedulerOutput``, and is left as it is."""
+        """Return the orders for a step. ``output`` is vLLM's ``SchedulerOutput`` and is not changed."""
         self._steps += 1
         self._patient = True
         self._preempted(output.preempted_req_ids or ())
@@ -452,19 +460,19 @@ class SchedulerHalf:
         return work
 
     def no_work(self) -> StepWork:
-        """The orders when :meth:`work` has failed: loads that were not ordered are refused, and saves that
-        might read what the step writes end."""
+        """Return the orders for a step in which :meth:`work` failed: refuse loads that were not ordered, and
+        end saves whose blocks the step may overwrite."""
         lost = [order.request for order in self._loads] + self._lost
         self._loads, self._lost, self._grown = [], [], []
         for tracked in self._tracked.values():
-            tracked.known = tracked.saved = tracked.resumable = 0  # what they know is not certain any more
+            tracked.known = tracked.saved = tracked.resumable = 0  # the workers' state is uncertain
         work = StepWork(self._steps, self.epoch, refused=lost, forget=[*self._forget, *self._tracked])
         work.all_fresh = True
         self._forget, self._pin = [], []
         return work
 
     def lose(self, request_id: str) -> None:
-        """Something went wrong with a load that vLLM is waiting for, and it has not been ordered."""
+        """Refuse a load that vLLM waits for, because something failed before it was ordered."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and request_id not in self._promised:
             self._promised[request_id] = tracked
@@ -480,8 +488,9 @@ class SchedulerHalf:
                 tracked.stale = False
 
     def _time_prefill(self, output: Any) -> None:
-        """Have the planner know how long a prompt took that was computed alone, from its first step to its
-        second decode (which with asynchronous scheduling is scheduled when the prompt is done)."""
+        """Report to the planner how long a prompt took that was computed alone. The time runs from its first
+        step to its second decode: with asynchronous scheduling the second decode is scheduled when the prompt
+        is done."""
         scheduled = output.num_scheduled_tokens
         timed, self._timed = self._timed, None
         if len(scheduled) != 1:
@@ -522,7 +531,8 @@ class SchedulerHalf:
         return orders
 
     def _has_its_adapter(self, tracked: TrackedRequest) -> bool:
-        """Whether the files of its adapter are those of its arrival. vLLM loads them when it computes."""
+        """Return whether the adapter's files are the same as at the request's arrival. vLLM loads them when
+        it computes."""
         if tracked.request.lora_request is not None:
             try:
                 self._adapters.version(tracked.request.lora_request)
@@ -534,8 +544,8 @@ class SchedulerHalf:
     def _states(
         self, tracked: TrackedRequest, resumed: int, computed: int, table: Callable[[], BlockTable]
     ) -> list[GroupBlocks]:
-        """The states that are to be saved after a step, up to which ``computed`` tokens are computed. A
-        request that begins with it goes on from its first ``resumed`` tokens."""
+        """Return the states to save after a step. ``computed`` tokens are computed by then; a request that
+        starts with this step continues from its first ``resumed`` tokens."""
         chunk_tokens = self.groups.chunk_tokens
         found = list(self._tables.states(tracked.request.request_id))
         if resumed // chunk_tokens > tracked.saved:
@@ -587,7 +597,7 @@ class SchedulerHalf:
         )
 
     def _grow(self, tracked: TrackedRequest, chunks: int) -> None:
-        """Have the workers know the first ``chunks`` chunks of a prompt."""
+        """Send the first ``chunks`` chunks of a prompt to the workers."""
         known = tracked.known
         if chunks <= known:
             return
@@ -600,9 +610,11 @@ class SchedulerHalf:
     # -- ending --------------------------------------------------------------------------------------
 
     def handed_over(self, request_id: str) -> Promise | None:
-        """What an engine that goes on with a request's prompt is promised, where one does. The pages were
-        given to the workers with the step that completed them, and nothing is held for anybody. To be asked
-        before :meth:`finished`."""
+        """Return the promise for the engine that continues this prompt, or None if there is none.
+
+        The workers got the pages' save orders with the step that completed them. No block is held for the
+        other engine. Call it before :meth:`finished`.
+        """
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.options.hands_over:
             return None
@@ -615,7 +627,7 @@ class SchedulerHalf:
         return Promise(tokens, self._settings.handover_s)
 
     def finished(self, request_id: str) -> None:
-        """A request has ended, one way or another."""
+        """Forget a request that has ended or was aborted."""
         self._tables.forget(request_id)
         if self._timed is not None and self._timed.request == request_id:
             timed, self._timed = self._timed, None
@@ -634,5 +646,5 @@ class SchedulerHalf:
 
     @property
     def requests(self) -> Mapping[str, TrackedRequest]:
-        """Those that have not finished. For tests."""
+        """Return the unfinished requests. For tests."""
         return self._tracked

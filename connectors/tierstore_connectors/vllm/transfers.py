@@ -1,16 +1,16 @@
-"""Loads and saves of one worker: pages between KV blocks and the daemon's arena, while vLLM goes on.
+"""Loads and saves of one worker: copies between KV blocks and the daemon's arena, while vLLM computes.
 
-**A load** looks the prompt up again, for all groups at once, under this worker's own identities: the one that
-copies has to hold the lease. A thread does that, and others copy; the model's thread polls once a step. When
-a load has ended, in whatever way, nothing writes to its blocks any more.
+**A load** looks the prompt up again, for all groups at once, under this worker's identities: the process that
+copies must hold the lease. One thread looks up, others copy, and the model's thread polls once a step. After
+a load has ended, for any reason, it writes no block any more.
 
-**A save** reads blocks that vLLM owns and may give to another request in any step. :meth:`Saves.fence` is
-called before the step that would write to them: it waits a little for the saves that read them, and then
-gives them up. What they had copied by then is stored, the rest is not.
+**A save** reads blocks that vLLM may give to another request in any step. :meth:`Saves.fence` is called
+before a step writes such blocks. It waits a little for the saves that read them, and then cancels those
+saves. Pages copied by then are stored, the others are not.
 
-A step's saves begin a moment after it, unless a fence waits for one: beginning them takes a millisecond of
-Python, for which the model's thread would have to wait with the tokens that it has just computed (on two
-cores, 0.8 of the 2 ms by which the connector delayed the first one).
+A step's saves start a moment later, unless a fence waits for one. Starting them takes a millisecond of
+Python, for which the model's thread would wait with the tokens it has just computed. (On two cores this was
+0.8 of the 2 ms by which the connector delayed the first token.)
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.copies import LoadedBlocks, SavedBlocks
 from tierstore_connectors.vllm.orders import GroupBlocks, LoadOrder
 
-_SETTLE_S = 0.004  # after a step, in which vLLM samples and hands out its tokens
+_SETTLE_S = 0.004  # after a step, while vLLM samples and sends its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """The pages of one group: those of ``prompt`` from page ``first`` on."""
+    """The pages of one group in a load: those of ``prompt`` from page ``first`` on."""
 
     store: Store
     prompt: Prompt
@@ -43,19 +43,19 @@ class LoadPart:
 
     @property
     def pages(self) -> int:
-        """How many of the prompt's pages have to be held."""
+        """Return how many of the prompt's pages must be held."""
         return self.first + len(self.blocks.chunks)
 
     def loaded(self, pages: int, first: int) -> int:
-        """Up to which chunk the prompt can be used with the first ``pages`` pages. ``first``: up to which
-        one without any."""
+        """Return up to which chunk the prompt can be used if its first ``pages`` pages were loaded. ``first``
+        is the chunk up to which it can be used without any."""
         if pages >= self.pages:
             return self.blocks.end
         return self.blocks.first if self.prompt.named else max(pages, first)
 
 
 class BlockLoad:
-    """One request's load. ``poll`` is for the model's thread, the rest happens on others."""
+    """The load of one request. The model's thread calls ``poll``; everything else runs on other threads."""
 
     def __init__(
         self,
@@ -79,18 +79,18 @@ class BlockLoad:
         self._stopped = False
 
     def start(self, threads: Executor, moved: Callable[[], None]) -> None:
-        """Begin; ``moved`` is called whenever it may have ended."""
+        """Start the load. ``moved`` is called whenever the load may have ended."""
         threads.submit(self._start, moved)
 
     def _start(self, moved: Callable[[], None]) -> None:
         try:
-            # All groups at once: each is a question under another identity, and all have to be held.
+            # All groups at once: each has its own identity, and all must be held.
             hits = lookup_all((part.store, part.prompt) for part in self._parts)
             for transfer in self._start_parts(hits):
                 transfer.on_end(moved)
         except StoreClosedError:
-            self._stop()  # the session has been given up
-        except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
+            self._stop()  # the connection was replaced
+        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
             self._errors.caught("starting a load", error)
             self._stop()
         finally:
@@ -99,8 +99,8 @@ class BlockLoad:
             moved()
 
     def _start_parts(self, hits: Sequence[Hit]) -> list[Transfer[Loaded]]:
-        """Start the transfers; none when a group lacks a page, or the load has been stopped. Release the hits
-        that are not loaded."""
+        """Start the transfers, and release the hits that are not loaded. Start none if a group lacks a page
+        or the load was stopped."""
         started = 0
         try:
             with self._lock:
@@ -122,14 +122,15 @@ class BlockLoad:
                 hit.release()
 
     def poll(self) -> int | None:
-        """The chunks of the prompt that are loaded, in every group; None while it is under way."""
+        """Return how many chunks of the prompt are loaded in every group; None while the load is in
+        flight."""
         with self._lock:
             transfers = list(self._transfers)
             ready = self._started and all(transfer.done for transfer in transfers)
         if not ready:
             if self._clock() < self._ends:
                 return None
-            self._stop()  # no copy is under way after this
+            self._stop()  # waits until no copy is in flight
             transfers = self._transfers
         return self._outcome(transfers)
 
@@ -154,13 +155,13 @@ class BlockLoad:
             transfer.cancel()
 
     def cancel(self) -> None:
-        """End it now; when this returns nothing writes to its blocks any more."""
+        """End the load now. Afterwards it writes no block any more."""
         self._stop()
 
 
 @dataclass(slots=True, eq=False)
 class BlockSave:
-    """Pages of one group of one request."""
+    """A save of pages of one group of one request."""
 
     request: str
     store: Store
@@ -177,8 +178,8 @@ class BlockSave:
 
 
 class Saves:
-    """All of a worker's. The model's thread begins and fences, ``threads`` (one thread, in order) do the
-    rest."""
+    """All saves of a worker. The model's thread calls ``begin`` and ``fence``. ``threads`` (one thread, in
+    order) runs the rest."""
 
     def __init__(
         self,
@@ -193,17 +194,17 @@ class Saves:
         self._clock = clock
         self._lock = threading.Lock()
         self._fenced = threading.Condition(self._lock)
-        self._fences = 0  # that wait; guarded by _lock
+        self._fences = 0  # waiting fences; guarded by _lock
         self._reading: dict[int, list[BlockSave]] = {}  # by block; guarded by _lock, as is the next
         self._under_way: dict[str, list[BlockSave]] = {}  # by request
 
     def __len__(self) -> int:
-        """Saves under way."""
+        """Return the number of saves in flight."""
         with self._lock:
             return sum(map(len, self._under_way.values()))
 
     def begin(self, saves: Sequence[BlockSave]) -> None:
-        """Copy these blocks soon; they are read until their save has ended, or been fenced."""
+        """Save these blocks soon. They are read until their save has ended or was fenced."""
         if not saves:
             return
         with self._lock:
@@ -214,7 +215,8 @@ class Saves:
         self._threads.submit(self._start_all, saves, self._clock() + _SETTLE_S)
 
     def fence(self, blocks: Iterable[int] | None, within_s: float) -> None:
-        """When this returns nothing reads these blocks (None: any) any more."""
+        """End all saves that read these blocks (None: any block), within ``within_s`` seconds where
+        possible."""
         with self._lock:
             if not self._reading:
                 return
@@ -231,7 +233,7 @@ class Saves:
                 self._fences -= 1
 
     def _end_by(self, saves: Iterable[BlockSave], ends: float) -> None:
-        """Wait for these saves until then, and give up those that take longer."""
+        """Wait for these saves until ``ends``, then cancel the rest."""
         for save in saves:
             if save.stopped or save.ended.wait(max(ends - self._clock(), 0.0)):
                 continue
@@ -247,7 +249,7 @@ class Saves:
             save.ended.wait(max(ends - self._clock(), 0.0))
 
     def close(self, timeout: float) -> None:
-        """Wait for all of them, and give up those that take longer."""
+        """Wait for all saves, then cancel the rest."""
         self.fence(None, timeout)
 
     def _start_all(self, saves: Sequence[BlockSave], due: float) -> None:
@@ -258,13 +260,13 @@ class Saves:
 
     def _start(self, save: BlockSave) -> None:
         try:
-            save.store.register(save.prompt.identity)  # so that nothing below waits for the daemon
+            save.store.register(save.prompt.identity)  # so that save_from does not wait for the daemon
             with save.lock:
                 if not save.stopped:
                     save.transfer = save.store.save_from(
                         save.prompt, save.source, save.count, first=save.first, hint=save.hint
                     )
-        except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
+        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
             self._errors.caught("starting a save", error)
         transfer = save.transfer
         if transfer is None:
@@ -276,8 +278,8 @@ class Saves:
         with save.lock:
             save.stopped = True
             transfer = save.transfer
-        if transfer is not None:  # else it has read nothing, and is not going to
-            transfer.cancel()  # waits for copies that are under way
+        if transfer is not None:  # otherwise nothing was read, and nothing will be
+            transfer.cancel()  # waits for copies in flight
 
     def _ended(self, save: BlockSave, tokens: int) -> None:
         wanted = save.count * save.prompt.chunk_tokens
@@ -300,5 +302,5 @@ class Saves:
 
 
 def blocks_of(chunks: Sequence[Sequence[int]]) -> frozenset[int]:
-    """The blocks of chunks."""
+    """Return the blocks of chunks as one set."""
     return frozenset(block for chunk in chunks for block in chunk)

@@ -1,9 +1,9 @@
-"""What vLLM does not tell a connector: that the weights may have changed, and that a reset has failed.
+"""Watch for events that vLLM does not report to connectors: changed weights and failed resets.
 
-vLLM tells a connector to forget (``reset_cache``) at the end of a reset that has succeeded. It says nothing
-when the reset raises before (while a load is on its way), when the weights are replaced by RPC, when the
-engine is given a weight version, and when it sleeps. So the methods through which these go are wrapped, once
-in a process, for every engine in it. Of RPCs all count but a short list of those that read.
+vLLM tells a connector to forget (``reset_cache``) at the end of a successful reset. It does not report a
+reset that raises earlier (while a load is in flight), weights replaced by RPC, a new weight version, or
+sleep. So the methods for these are wrapped, once per process, for every engine in it. Every RPC counts as a
+change except a short list of reading ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tierstore_connectors.vllm.fields import words
 
 _ATTRIBUTE = "_tierstore_watches"
-# RPCs to the workers that leave weights as they are.
+# RPCs to the workers that do not change weights.
 _READING = words(
     """
     check_health compute_weight_checksums get_model_inspection get_supported_tasks get_kv_cache_spec
@@ -27,7 +27,7 @@ _READING = words(
 
 
 class ChangeWatcher(Protocol):
-    """A connector that wants to know."""
+    """A connector that reacts to these events."""
 
     def weights_changed(self) -> None: ...
 
@@ -35,7 +35,8 @@ class ChangeWatcher(Protocol):
 
 
 def watch_engines(kind: type[ChangeWatcher]) -> list[str]:
-    """From now on tell connectors of this ``kind`` what their engines do. Returns what this vLLM lacks."""
+    """Report these events to connectors of this ``kind`` from now on. Return the names of methods that this
+    vLLM lacks."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -67,7 +68,7 @@ def watch_engines(kind: type[ChangeWatcher]) -> list[str]:
 
 
 def _watchers(kind: type[ChangeWatcher], scheduler: Any) -> Iterator[ChangeWatcher]:
-    """The connectors of a scheduler, also those in vLLM's ``MultiConnector``."""
+    """Yield the connectors of a scheduler, also those in vLLM's ``MultiConnector``."""
     connectors = [getattr(scheduler, "connector", None)]
     while connectors:
         connector = connectors.pop()
@@ -88,7 +89,8 @@ def _wrap(
     after: Callable[..., list[ChangeWatcher]] | None = None,
     needed: bool = True,
 ) -> list[str]:
-    """Have ``after`` name those that hear of a change when the method has ended, also when it has failed."""
+    """Wrap a method. ``after`` returns the connectors to notify when the method has ended, also if it
+    raised."""
     method = vars(owner).get(name)
     if method is None:
         return [f"{owner.__name__}.{name}"] if needed else []

@@ -1,7 +1,7 @@
-"""The worker's half: KV blocks to and from the daemon's arena. It decides nothing.
+"""The worker's half: it copies KV blocks to and from the daemon's arena, and decides nothing.
 
-Everything that vLLM calls here runs on the model's thread and only begins or looks at what threads do. In a
-step, in this order: :meth:`WorkerHalf.fence` before anything is written, the forward pass,
+vLLM calls this half on the model's thread. Each call only starts work on other threads, or looks at its
+results. The order in a step is: :meth:`WorkerHalf.fence` before any block is written, the forward pass,
 :meth:`WorkerHalf.load`, :meth:`WorkerHalf.save`, :meth:`WorkerHalf.results`.
 """
 
@@ -40,16 +40,14 @@ from tierstore_connectors.vllm.orders import (
 )
 from tierstore_connectors.vllm.transfers import BlockLoad, BlockSave, LoadPart, Saves, blocks_of
 
-_IDLE_WAIT_S = (
-    0.002  # an engine that has nothing to do but wait for loads spins: give the loads the processor
-)
+_IDLE_WAIT_S = 0.002  # an engine that only waits for loads spins: this wait leaves the processor to the loads
 _PIN_WAIT_S = 5.0
 _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """One KV cache group of this worker: what its pages are, and where its blocks are."""
+    """One KV cache group of this worker: its pages and its blocks."""
 
     pages: GroupShard
     layout: PageLayout
@@ -58,8 +56,11 @@ class WorkerGroup:
 
 @dataclass(slots=True)
 class Results:
-    """What has become of loads since the last time. ``blocks`` are those that were not filled, where a model
-    has one group; with several it is the request that has ``failed``."""
+    """The loads that ended since the last call.
+
+    ``blocks`` are the blocks that were not filled, for models with one group. For models with several groups
+    the whole request is in ``failed``.
+    """
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -73,9 +74,9 @@ class _KnownPrompt:
     tokens: bytearray = field(default_factory=bytearray)
 
     def grow(self, grown: PromptUpdate) -> None:
-        """Take in what goes on behind its first chunks."""
+        """Append chunks, after dropping known chunks from ``grown.first`` on."""
         if grown.first > len(self.keys):
-            return  # something was missed: what follows cannot be named
+            return  # an update was missed: these chunks cannot be named
         self.names.cut(grown.first)
         del self.keys[grown.first :]
         del self.tokens[grown.first * self.names.chunk_tokens * TOKEN_BYTES :]
@@ -83,7 +84,8 @@ class _KnownPrompt:
         self.tokens += grown.tokens
 
     def pages(self, pages: GroupShard, identity: Identity, chunks: range) -> tuple[Prompt, int]:
-        """What finds pages of a group, and the number of the first of ``chunks`` in it."""
+        """Return a prompt that finds the pages of a group, and the position of the first of ``chunks`` in
+        it."""
         if kept_by_name(pages.rule):
             return self.names.pages(identity, chunks, self.keys, self.tokens), 0
         chunk_tokens = self.names.chunk_tokens
@@ -93,10 +95,10 @@ class _KnownPrompt:
 
 
 class WorkerStores:
-    """A worker's connections: one for each page size (groups of one size share one). ``reach`` is called with
-    each arena that is mapped, so that a device can be made to reach it.
+    """The client connections of a worker: one for each page size. Groups with equal page size share one.
 
-    Belongs to the thread that opens them; the stores themselves are thread-safe.
+    ``reach`` is called with each mapped arena, to make it accessible to a device. One thread opens the
+    stores; the stores themselves are thread-safe.
     """
 
     def __init__(self, settings: VllmSettings, chunk_tokens: int, reach: Callable[[Pin], None]) -> None:
@@ -106,8 +108,8 @@ class WorkerStores:
         self._stores: dict[int, Store] = {}
 
     def of(self, pages: GroupShard) -> Store:
-        """The store for a group's pages, opened with the first of them. Raises
-        :class:`~tierstore.errors.UsageError` for an address that is none."""
+        """Return the store for a group's pages, and open it if necessary. Raises
+        :class:`~tierstore.errors.UsageError` for an invalid address."""
         store = self._stores.get(pages.page_bytes)
         if store is None:
             settings = self._settings
@@ -126,20 +128,24 @@ class WorkerStores:
         return store
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait for the daemon; False when it does not come."""
+        """Wait until all stores are connected. Return False if a store is not connected within ``timeout``
+        seconds."""
         return all(store.wait_connected(timeout) for store in self._stores.values())
 
     def close(self) -> None:
-        """Close all of them; they are opened again when they are asked for."""
+        """Close all stores. :meth:`of` opens them again."""
         for store in self._stores.values():
             store.close()
         self._stores.clear()
 
 
 class WorkerHalf:
-    """``groups`` by number: those of the model's ``model_groups`` that have layers on this worker. (A
-    pipeline stage may lack some.) Raises :class:`~tierstore.errors.UsageError` for an address that is
-    none."""
+    """The worker's half; see the module.
+
+    ``groups`` are, by number, the KV cache groups that have layers on this worker, out of ``model_groups``: a
+    pipeline stage may have none of a group's layers. Raises :class:`~tierstore.errors.UsageError` for an
+    invalid address.
+    """
 
     def __init__(
         self,
@@ -162,7 +168,7 @@ class WorkerHalf:
         self._saves = Saves(self._saver, counters, errors)
         self._prompts: dict[str, _KnownPrompt] = {}
         self._loads: dict[str, BlockLoad] = {}
-        self._refused: dict[str, LoadOrder | None] = {}  # that vLLM waits for, and that are not under way
+        self._refused: dict[str, LoadOrder | None] = {}  # loads that vLLM waits for and that were not started
         self._report = LoadReport()
         self._moved = threading.Event()
         self._step = -1
@@ -171,11 +177,11 @@ class WorkerHalf:
 
     @property
     def shard(self) -> Shard:
-        """What the scheduler has to know of this worker."""
+        """Return the description of this worker's pages for the scheduler."""
         return Shard(self._chunk_tokens, tuple(group.pages for group in self._groups.values()))
 
     def close(self) -> None:
-        """Give saves that are under way a moment, and everything else back."""
+        """Cancel loads, wait shortly for saves, and close the stores."""
         for load in self._loads.values():
             load.cancel()
         self._saves.close(_CLOSE_S)
@@ -186,19 +192,19 @@ class WorkerHalf:
     # -- a step --------------------------------------------------------------------------------------
 
     def fence(self, work: StepWork) -> None:
-        """Before the step: end the saves that read what it may write."""
+        """End the saves that read blocks which the step may write. Called before the step."""
         self._begin(work)
         self._saves.fence(None if work.all_fresh else work.fresh, self._settings.fence_s)
 
     def load(self, work: StepWork) -> None:
-        """Begin the loads of a step."""
+        """Start the loads of a step."""
         self._begin(work)
         for request in work.refused:
             self._refused.setdefault(request, None)
         if work.loads:
             self._note_computed()
         for order in work.loads:
-            # From here on vLLM hears of this request, whatever fails.
+            # From here on the request is in the results, also if starting its load fails.
             self._refused[order.request] = order
             load = self._make_load(order)
             if load is not None:
@@ -207,7 +213,7 @@ class WorkerHalf:
                 load.start(self._loader, self._moved.set)
 
     def save(self, work: StepWork) -> None:
-        """Begin the saves of a step. Nothing here waits for the daemon."""
+        """Start the saves of a step. This method does not wait for the daemon."""
         self._begin(work)
         if work.saves:
             self._note_computed()
@@ -219,7 +225,7 @@ class WorkerHalf:
             self._prompts.pop(request, None)
 
     def results(self, work: StepWork | None) -> Results:
-        """What has ended since the last time; each load is reported once."""
+        """Return the loads that ended since the last call. Each load is reported once."""
         if self._loads and work is not None and work.idle:
             self._moved.wait(_IDLE_WAIT_S)
         self._moved.clear()
@@ -245,7 +251,7 @@ class WorkerHalf:
         return results
 
     def bail_out(self) -> Results:
-        """Report all loads as failed: when :meth:`results` cannot."""
+        """Report all loads as failed. Used if :meth:`results` fails."""
         results = Results()
         for request, load in list(self._loads.items()):
             load.cancel()
@@ -258,13 +264,13 @@ class WorkerHalf:
         return results
 
     def refuse(self, work: StepWork) -> None:
-        """Report a step's loads as failed: when :meth:`load` could not begin them."""
+        """Report a step's loads as failed. Used if :meth:`load` fails."""
         for request in [*work.refused, *(order.request for order in work.loads)]:
             if request not in self._loads:
                 self._refused.setdefault(request, None)
 
     def report(self) -> LoadReport | None:
-        """What the scheduler's half has to know of failed loads since the last time."""
+        """Return the failed loads since the last call for the scheduler's half, None if there are none."""
         if not self._report.failed:
             return None
         report, self._report = self._report, LoadReport()
@@ -272,13 +278,13 @@ class WorkerHalf:
 
     @property
     def busy(self) -> int:
-        """Loads and saves under way."""
+        """Return the number of loads and saves in flight."""
         return len(self._loads) + len(self._saves)
 
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(self, work: StepWork) -> None:
-        """Take in what a step's orders build on, once."""
+        """Take in the epoch and the prompt updates of a step, once."""
         if work.number == self._step:
             return
         self._step = work.number
@@ -299,8 +305,11 @@ class WorkerHalf:
             self._stores.of(group.pages)
 
     def _renew(self, epoch: str) -> None:
-        """Give up what is under way: it was for the epoch before. New connections begin, since the daemon
-        keeps a client's identities for as long as it is connected, and takes so many only."""
+        """Drop all loads and saves, which belong to the earlier epoch, and connect anew.
+
+        A new connection is needed because the daemon keeps a client's identities until the client
+        disconnects, and limits their number.
+        """
         self._epoch = epoch
         for load in self._loads.values():
             load.cancel()
@@ -344,8 +353,11 @@ class WorkerHalf:
         self._counters.add("load_seconds", time.monotonic() - load.began)
 
     def _failed(self, order: LoadOrder, chunks: int, results: Results) -> None:
-        """Only the first ``chunks`` chunks are there. vLLM can go on behind them where every token's KV is in
-        the blocks of one group; else the request is computed anew."""
+        """Report that only the first ``chunks`` chunks were loaded.
+
+        vLLM can continue after them if one group holds the KV of every token. Otherwise the request is
+        computed from its beginning.
+        """
         self._report.failed[order.request] = chunks
         missing = order.groups[0] if len(order.groups) == 1 == self._model_groups else None
         if missing is None or self._groups[missing.group].pages.rule.past is not Past.ALL:

@@ -198,7 +198,7 @@ def test_a_page_of_states_is_one_block_at_the_end_of_a_chunk():
 @pytest.mark.parametrize(
     ("cache", "states", "offers", "why"),
     [
-        ({"mamba_cache_mode": "none"}, {}, True, "'align' only .this is 'none'.: switch prefix caching on"),
+        ({"mamba_cache_mode": "none"}, {}, True, "'align' only, got 'none': enable prefix caching"),
         ({"use_replayssm": True}, {}, True, "use_replayssm"),
         ({}, {"num_speculative_blocks": 2}, True, "speculative decoding"),
         ({}, {}, False, "need vLLM 0.32 or later"),
