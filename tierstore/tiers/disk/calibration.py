@@ -145,9 +145,7 @@ class Presence:
     def require(self) -> None:
         """Raise :class:`OSError` if the path leads to another directory, or to none."""
         if self._found() != self._id:
-            raise OSError(
-                errno.ENODEV, f"{self._path} is not the directory that was opened: not mounted"
-            )
+            raise OSError(errno.ENODEV, f"{self._path} is not the directory that was opened: not mounted")
 
     def _found(self) -> tuple[int, int]:
         with self._in_flight.call():
