@@ -444,9 +444,7 @@ def test_a_broken_tree_is_set_aside_with_all_its_pages(shelf):
 def test_pages_of_no_format_are_damage_and_not_an_unfinished_store(shelf):
     """LMDB opens such an index, so nothing but the missing key tells."""
     edit(shelf, META, FORMAT_KEY, None)
-    with pytest.raises(
-        StoreUnavailableError, match=r"is damaged .*no entry for their format.*fsck --repair"
-    ):
+    with pytest.raises(StoreUnavailableError, match=r"is damaged .*no entry for their format.*fsck --repair"):
         Shelf(shelf.path, **OPTIONS)
     report = fsck(shelf.path)
     assert kinds(report) == {"damaged": {"index": 1}}
