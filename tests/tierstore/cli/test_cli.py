@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
+import typer.main
 
 import tierstore
 from tests.small_store import SPEC, load_bytes, pages_of
@@ -193,3 +196,20 @@ def test_help_and_version_are_quick_and_need_no_torch():
     assert all(f"[default: {value}]" in out for value in ("8GiB", "100GiB", "60", "127.0.0.1", "info"))
     code = "import sys, tierstore.cli; sys.exit(any(name in sys.modules for name in ('torch', 'rich.table')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+PROGRAMS = ("tierstore.cli", "tierstore_engine.cli", "tierstore_proxy.cli", "tierstore_tools.cli")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_summaries_of_commands_fit_a_narrow_terminal(program):
+    """``--help`` cuts longer ones off, with three dots."""
+
+    def too_long(command: click.Command) -> list[str]:
+        commands = getattr(command, "commands", {}).values()
+        summaries = [(each.help or "").strip().partition("\n")[0] for each in commands]
+        return [text for text in summaries if len(text) > 60] + [
+            t for each in commands for t in too_long(each)
+        ]
+
+    assert too_long(typer.main.get_command(importlib.import_module(program).app)) == []
