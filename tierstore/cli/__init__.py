@@ -1,8 +1,9 @@
 """``tierstore``: the store from the command line.
 
-Exit codes: 0 done, 1 the run failed (or a check found something), 2 bad usage. An error is one line on stderr
-that says what was wrong and what to do. ``--json`` writes one document to stdout, with units in the names of
-its fields. One file per command; what a command needs is imported when it runs, so that ``--help`` is quick.
+Exit codes: 0 for success, 1 for a failed run (or a check that found something), 2 for bad usage. An error is
+one line on stderr that says what was wrong and what to do. ``--json`` writes one document to stdout. Its
+field names contain the units. Each command has its own file and imports its dependencies when it runs, so
+that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ app = make_app()
 
 
 def main() -> None:
-    """Run the command line, and end the process."""
+    """Run the command line and end the process."""
     with one_line_errors("tierstore"):
         app()
 

@@ -1,4 +1,4 @@
-"""``tierstore stats --curve``: what more memory would be worth, by the store's own estimate."""
+"""``tierstore stats --curve``: the hit rates that larger tiers would have, estimated by the store."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from tierstore.units import format_size
 if TYPE_CHECKING:
     from tierstore.curve import CurveStats
 
-_FEW_SAMPLED = 500  # of the curve's sample: with fewer, its figures are rough
+_FEW_SAMPLED = 500  # with fewer sampled pages, the estimate is rough
 
 
 def write(curve: CurveStats) -> None:
-    """The estimate as tables."""
+    """Print the estimate as tables."""
     if not curve.asked_tokens:
-        show.line("nothing has been asked for yet: there is no curve")
+        show.line("no estimate yet: there were no lookups")
         return
     show.line(
         f"hit rate {_percent(curve.measured_hit_rate)} since the start; at best {_percent(curve.ceiling)}, "
         f"with {_horizon(curve)}"
     )
-    rough = " (few: the figures are rough)" if curve.sampled < _FEW_SAMPLED else ""
+    rough = " (few: a rough estimate)" if curve.sampled < _FEW_SAMPLED else ""
     show.line(
-        f"estimated from {curve.asked_tokens:,} tokens asked for lately, and a sample of {curve.sampled:,} "
+        f"estimated from {curve.asked_tokens:,} recently requested tokens and a sample of {curve.sampled:,} "
         f"pages{rough}"
     )
     if curve.left_out:
         show.line(
-            f"{curve.left_out:,} lookups and saves came too fast and were left out: if these are many, the "
-            "figures of large capacities are too low"
+            f"{curve.left_out:,} lookups and saves came too fast and were left out. If these are many, the "
+            "hit rates of large capacities are too low"
         )
     show.line("")
     here = {tier.capacity_bytes: name for name, tier in curve.tiers.items()}

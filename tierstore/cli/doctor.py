@@ -1,4 +1,4 @@
-"""``tierstore doctor``: is this machine fit for a store, and what should be changed?"""
+"""``tierstore doctor``: check whether this machine suits a store, and what to change."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 def command(
     directory: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="Where a store is, or will be", show_default=False),
+        typer.Argument(
+            metavar="[DIR]", help="Directory of the store; it need not exist yet", show_default=False
+        ),
     ] = None,
     vllm: Annotated[
-        bool, typer.Option("--vllm", help="Check vLLM, its connector and the daemon as well")
+        bool, typer.Option("--vllm", help="Also check vLLM, its connector and the daemon")
     ] = False,
     sglang: Annotated[
-        bool, typer.Option("--sglang", help="Check SGLang, its storage backend and the daemon as well")
+        bool, typer.Option("--sglang", help="Also check SGLang, its storage backend and the daemon")
     ] = False,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL", help="Check the shared store at mooncake://… as well", show_default=False
-        ),
+        typer.Option(metavar="URL", help="Also check the shared store at mooncake://…", show_default=False),
     ] = None,
     connect: Connect = None,
     kv_transfer_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="What you start vLLM with, to be checked", show_default=False),
+        typer.Option(metavar="JSON", help="vLLM's --kv-transfer-config to check", show_default=False),
     ] = None,
     extra_config: Annotated[
         str | None,
         typer.Option(
             metavar="JSON",
-            help="SGLang's --hicache-storage-backend-extra-config, to be checked",
+            help="SGLang's --hicache-storage-backend-extra-config to check",
             show_default=False,
         ),
     ] = None,
@@ -50,9 +50,10 @@ def command(
 ) -> None:
     """Check this machine, and say what to change.
 
-    Python and packages, memory, limits, the GPU if there is one; with DIR its file system too; with --vllm or
-    --sglang also that engine in this environment, and the daemon it will ask. Each line is ok, warn (it
-    works, and could be better) or fail (it will not work). Exit code 1 if one of them is fail."""
+    The checks cover Python and its packages, memory, limits and the GPU. DIR adds its file system. --vllm and
+    --sglang add the engine in this environment and its daemon. Each line is ok, warn (works, but could be
+    better) or fail (will not work). The exit code is 1 if a check fails.
+    """
     from tierstore.cli.checks import (
         Status,
         all_checks,
@@ -89,7 +90,7 @@ def command(
         show.write_json(document)
     else:
         _print(found)
-        if vllm:  # on a line of its own, to be copied
+        if vllm:  # a separate line, to be copied
             show.line("")
             show.line(f"vllm serve MODEL --kv-transfer-config '{dumps(vllm_flags(connect))}'")
         if sglang:

@@ -1,4 +1,4 @@
-"""``tierstore evict``: let pages leave a tier of a daemon."""
+"""``tierstore evict``: evict pages from a tier of a daemon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierstore.errors import UsageError
 
 _TIERS = ("host", "disk")
 _MOST_PAGES = 1 << 40  # no tier has more
-_PATIENCE_S = 600.0  # a large disk tier that has only just been opened is read through first
+_PATIENCE_S = 600.0  # the daemon first reads through a large disk tier that has just been opened
 
 
 def command(
@@ -21,16 +21,21 @@ def command(
     pages: Annotated[
         int | None,
         typer.Option(
-            "--pages", min=1, metavar="N", help="At most so many (default: all that may)", show_default=False
+            "--pages",
+            min=1,
+            metavar="N",
+            help="Evict at most N pages (default: all evictable)",
+            show_default=False,
         ),
     ] = None,
     connect: Connect = None,
     keys: Keys = None,
     server_key: ServerKey = None,
 ) -> None:
-    """Let pages leave a tier, those first that the daemon's policy would evict next.
+    """Evict pages from a tier of a daemon.
 
-    Leased and pinned pages stay. What leaves the host tier and is on disk is still found there.
+    Pages leave in the order of the daemon's policy. Leased and pinned pages stay. A page that leaves the host
+    tier can still be loaded from disk if it is there.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""``tierstore fsck``: is what lies in a store's directory what was saved?"""
+"""``tierstore fsck``: verify the pages in a store's directory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def command(
         Path, typer.Argument(metavar="DIR", help="The store's directory", show_default=False)
     ],
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove what is damaged or cannot be reached, mend the rest")
+        bool, typer.Option("--repair", help="Remove damaged and unreachable pages, repair the rest")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
 ) -> None:
     """Verify every page of a store at the speed of the disk.
 
-    Reads all of DIR, which no process may be using, and changes nothing without --repair. Exit code 0:
-    nothing is wrong, or everything was repaired; 1: something is wrong.
+    No process may use DIR at the same time. Without --repair, nothing is changed. The exit code is 0 if
+    everything is right or was repaired, else 1.
     """
     from tierstore.tiers.disk.fsck import CheckWatcher, fsck
 
@@ -46,7 +46,7 @@ def command(
 
 
 def to_json(report: FsckReport) -> dict[str, object]:
-    """The document of ``--json``."""
+    """Return the document of ``--json``."""
     from tierstore.tiers.disk.fsck import Category
 
     return {
@@ -122,8 +122,8 @@ def _verdict(report: FsckReport) -> str:
         return "clean"
     if report.index_lost:
         done = "has set the index aside and made" if report.repaired else "would set the index aside and make"
-        return f"{counts}; tierstore fsck --repair {done} an empty one, without any of its pages"
+        return f"{counts}; tierstore fsck --repair {done} an empty one: all pages are lost"
     if not report.repaired:
         return f"{counts}; tierstore fsck --repair would keep {report.good_pages:,} pages and drop {lost:,}"
-    left = f"; {report.unmended:,} left for you to look at" if report.unmended else ""
+    left = f"; {report.unmended:,} not repaired: look at them yourself" if report.unmended else ""
     return f"repaired ({counts}): {report.good_pages:,} pages kept, {lost:,} dropped{left}"

@@ -1,4 +1,4 @@
-"""``tierstore ls``: what is stored, by model and tenant."""
+"""``tierstore ls``: list stored pages by model and tenant."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def command(
 ) -> None:
     """List what a store holds, by model and tenant.
 
-    No process may be using DIR: ask a daemon with `tierstore stats`. Changes nothing. Ages are those of the
-    oldest and newest page and of the last use that is on disk. A prompt is counted by its last page,
-    where pages are known by their tokens. A model whose layers remember the past in different ways has a line
-    for each kind; of all chunks that it has any KV of, "of all" is the share that this kind is kept of.
+    No process may use DIR: for a daemon, use `tierstore stats`. Nothing is changed. Ages are those of the
+    oldest page, the newest page and the last use recorded on disk. Where pages are chained, prompts are
+    counted by their last pages. A model with several kinds of layers has one line for each kind. "of all" is
+    the share of the model's chunks that this kind has pages of.
     """
     from tierstore.tiers.disk.listing import list_store
 
@@ -56,7 +56,7 @@ def command(
 
 
 def to_json(listing: Listing) -> dict[str, object]:
-    """The document of ``--json``. Times are seconds since 1970."""
+    """Return the document of ``--json``. Times are seconds since 1970."""
     holdings = listing.holdings
     return {
         "directory": listing.directory,
@@ -111,7 +111,7 @@ def _print(listing: Listing) -> None:
         show.line("")
     pages = sum(holding.pages for holding in listing.holdings)
     nbytes = sum(holding.bytes for holding in listing.holdings)
-    lost = f", {listing.lost_pages:,} pages that no lookup reaches" if listing.lost_pages else ""
+    lost = f", {listing.lost_pages:,} unreachable pages" if listing.lost_pages else ""
     cap = "" if listing.capacity_bytes is None else f" of {format_size(listing.capacity_bytes)}"
     show.line(
         f"{listing.directory}: {pages:,} pages, {format_size(nbytes)}{lost}; "
@@ -121,7 +121,8 @@ def _print(listing: Listing) -> None:
 
 
 def _by_model(holdings: Sequence[Holding]) -> list[list[Holding]]:
-    """Those that differ in their layers only are one model's: the one with the most pages first."""
+    """Group holdings that differ only in their layers: they are of one model. The largest holding comes
+    first."""
     models: dict[Identity, list[Holding]] = {}
     for holding in holdings:
         models.setdefault(replace(holding.identity, layout=""), []).append(holding)
@@ -129,7 +130,7 @@ def _by_model(holdings: Sequence[Holding]) -> list[list[Holding]]:
 
 
 def _share(holding: Holding, group: Sequence[Holding]) -> str:
-    """Of layers that are kept at some places only: how many of their model's chunks that is."""
+    """Return the share of the model's chunks that a layer group with named pages is kept of."""
     return percent(holding.pages, group[0].pages) if is_hashed(holding.identity.layout) else "–"
 
 
@@ -141,7 +142,7 @@ def _row(holding: Holding) -> tuple[str, ...]:
         identity.tenant or "–",
         identity.digest.hex()[:8],
         f"{holding.pages:,}",
-        "–" if is_hashed(identity.layout) else f"{holding.prompts:,}",  # each page is found by itself
+        "–" if is_hashed(identity.layout) else f"{holding.prompts:,}",  # named pages belong to no chain
         f"{holding.tokens:,}",
         format_size(holding.bytes),
         f"{holding.hits:,}",

@@ -1,4 +1,4 @@
-"""A person's connection to a daemon: what ``stats``, ``top``, ``evict`` and ``pin`` ask through."""
+"""An operator's connection to a daemon, for ``stats``, ``top``, ``evict`` and ``pin``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tierstore.client.handshake import Address
     from tierstore.daemon.stats import DaemonStats
 
-_DESCRIPTORS = 16  # that libzmq takes
+_DESCRIPTORS = 16  # libzmq opens this many
 _GREETING_S = 2.0
 _ANSWER_S = 5.0
 
@@ -37,7 +37,7 @@ Connect = Annotated[
     typer.Option(
         "--connect",
         metavar="URL",
-        help="The daemon: ipc://PATH or tcp://HOST:PORT (default: where this user's daemon listens)",
+        help="The daemon's address: ipc://PATH or tcp://HOST:PORT (default: this user's daemon)",
         show_default=False,
     ),
 ]
@@ -56,11 +56,10 @@ A = TypeVar("A", bound=Message)
 
 
 class Operator:
-    """A session with a daemon that asks and holds nothing. Of the arena, which engines map, it only keeps the
-    connection, to talk over it. For one thread.
+    """A connection to a daemon that holds no pages. It attaches to the arena's socket, but does not map the
+    arena. For one thread.
 
-    Raises :class:`StoreUnavailableError` when there is no daemon that may be asked, at first and with every
-    question.
+    The constructor and every request raise :class:`StoreUnavailableError` if the daemon cannot be reached.
     """
 
     def __init__(self, url: str | None, keys: Path | None = None, server_key: Path | None = None) -> None:
@@ -95,20 +94,23 @@ class Operator:
         return self.parse(self.stats_json())
 
     def parse(self, document: bytes) -> DaemonStats:
-        """The answer to :meth:`stats_json` as what it is."""
+        """Parse the answer to :meth:`stats_json`."""
         from tierstore.daemon.stats import DaemonStats
 
         if "store" not in msgspec.json.decode(document, type=dict[str, Any]):
-            raise UsageError(f"the daemon at {self.url} shows a tenant its own part only: tierstore stats")
+            raise UsageError(
+                f"the daemon at {self.url} shows tenants only their own part: use tierstore stats"
+            )
         try:
             return msgspec.json.decode(document, type=DaemonStats)
         except msgspec.MsgspecError as error:
             raise StoreUnavailableError(
-                f"the daemon at {self.url} is of another version: {error}; use its own tierstore, or --json"
+                f"the daemon at {self.url} has another version ({error}): use the same one here, or --json"
             ) from error
 
     def ask(self, message: Any, expected: type[A], *, wait_s: float = _ANSWER_S) -> A:
-        """One round trip. Raises :class:`UsageError` for what the daemon refuses as such."""
+        """Send a request and return its answer. Raise :class:`UsageError` if the daemon refuses the request
+        as wrong usage."""
         message.id = next(self._ids)
         self._wire.send(messages.encode(message))
         ends = time.monotonic() + wait_s
@@ -121,8 +123,8 @@ class Operator:
             left = ends - time.monotonic()
             if left <= 0:
                 raise StoreUnavailableError(
-                    f"no daemon answers at {self.url} within {wait_s:.0f} s: is it running, and is this its "
-                    "address?"
+                    f"no daemon answers at {self.url} within {wait_s:.0f} s: check that it runs and "
+                    "that this is its address"
                 )
             if not self._wait(min(left, messages.PING_S)) and self._arena is None:
                 self._wire.send(messages.encode(messages.Ping(next(self._ids))))
@@ -132,7 +134,7 @@ class Operator:
         self._wire.send(messages.encode(message))
 
     def close(self) -> None:
-        """End the session. Idempotent."""
+        """End the connection. Idempotent."""
         self._wire.close()
         if self._arena is not None:
             self._arena.close()
@@ -148,7 +150,7 @@ class Operator:
         self.close()
 
     def _attach(self, path: str) -> tuple[socket.socket | None, bytes]:
-        """The arena's connection and its token; neither where the daemon has none to spare."""
+        """Return the arena's connection and its token, or None and b"" if the daemon has none to spare."""
         require_own_directory(Path(path))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_GREETING_S)
@@ -160,23 +162,23 @@ class Operator:
             connection.close()
             raise StoreUnavailableError(
                 f"no daemon at {self.url} ({error.strerror or error}): start one with `tierstore serve`, "
-                "or say with --connect where it listens"
+                "or give its address with --connect"
             ) from error
         except StoreUnavailableError:
             connection.close()
             raise
         for fd in fds:
             os.close(fd)
-        if not header:  # it has as many clients as it takes, and hangs up: who only asks needs no arena
+        if not header:  # the daemon has its maximum of arena clients; an operator needs no arena
             connection.close()
             return None, b""
         if len(header) != ARENA_HEADER.size or ARENA_HEADER.unpack(header)[0] != ARENA_MAGIC:
             connection.close()
-            raise StoreUnavailableError(f"what listens at {self.url} is no daemon of this version")
+            raise StoreUnavailableError(f"the process at {self.url} is no daemon of this version")
         return connection, ARENA_HEADER.unpack(header)[2]
 
     def _connect(self, context: zmq.Context[Any], address: Address) -> zmq.Socket[bytes]:
-        """A socket on its way to another host's daemon."""
+        """Return a socket that connects to another host's daemon."""
         connecting: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         connecting.linger = 0
         connecting.maxmsgsize = messages.MAX_MESSAGE_BYTES
@@ -195,7 +197,7 @@ class Operator:
         return connecting
 
     def _wait(self, seconds: float) -> bool:
-        """Whether there may be something to receive, or the wire takes more, within ``seconds``."""
+        """Wait until the socket can receive or send, at most ``seconds``. Return whether it can."""
         poll = select.poll()
         poll.register(self._wire.fd, select.POLLIN | (select.POLLOUT if self._wire.flush() else 0))
         return bool(poll.poll(1000 * seconds))
@@ -206,7 +208,7 @@ class Operator:
         except FramedSocketEnd as error:
             raise StoreUnavailableError(f"the daemon at {self.url} has ended") from error
         except (IndexError, msgspec.MsgspecError) as error:
-            raise StoreUnavailableError(f"what answers at {self.url} is no daemon of this version") from error
+            raise StoreUnavailableError(f"the process at {self.url} is no daemon of this version") from error
 
 
 def _error(text: str, kind: str) -> UsageError | StoreUnavailableError:

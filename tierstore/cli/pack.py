@@ -1,4 +1,4 @@
-"""``tierstore pack``: pages as a file that can be carried to another machine, and checked there."""
+"""``tierstore pack``: export pages to a file, and verify and import it on another machine."""
 
 from __future__ import annotations
 
@@ -33,23 +33,29 @@ if TYPE_CHECKING:
     from tierstore.packs import Manifest
 
 HashName = Literal["sha256", "blake3"]
-_HOST_BYTES = 256 * MIB  # of a directory opened here
+_HOST_BYTES = 256 * MIB  # host tier of a directory that is opened here
 
-app = typer.Typer(
-    help="Carry pages to another machine, in a file that is checked there.", no_args_is_help=True
-)
+app = typer.Typer(help="Carry pages to another machine in a verified file.", no_args_is_help=True)
 
-Out = Annotated[Path, typer.Argument(metavar="OUT.tskv", help="The pack; - is stdout", allow_dash=True)]
-Pack = Annotated[Path, typer.Argument(metavar="PACK.tskv", help="The pack; - is stdin", allow_dash=True)]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT.tskv", help="Pack file to write; - is stdout", allow_dash=True)
+]
+Pack = Annotated[
+    Path, typer.Argument(metavar="PACK.tskv", help="Pack file to read; - is stdin", allow_dash=True)
+]
 Directory = Annotated[
     Path | None,
-    typer.Option("--store", metavar="DIR", help="A directory that nobody has open, instead of a daemon"),
+    typer.Option(
+        "--store", metavar="DIR", help="Directory of a store that no process uses, instead of a daemon"
+    ),
 ]
 SignerKey = Annotated[
     Path | None,
-    typer.Option("--signer", metavar="FILE", help="Only a pack signed by this .pub key", show_default=False),
+    typer.Option(
+        "--signer", metavar="FILE", help="Accept only a pack signed with this .pub key", show_default=False
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One document for machines")]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON document")]
 
 
 @app.command()
@@ -58,21 +64,23 @@ def export(
     prompt_file: Annotated[
         list[Path],
         typer.Option(
-            "--prompt-file", metavar="FILE", help="Token ids, as of `tierstore pin`; several may be given"
+            "--prompt-file",
+            metavar="FILE",
+            help="File with token ids, as for `tierstore pin`; may be repeated",
         ),
     ],
     model: Model = None,
     identity: IdentityDigest = None,
     sign: Annotated[
         Path | None,
-        typer.Option("--sign", metavar="FILE", help="Sign with this .pem key", show_default=False),
+        typer.Option("--sign", metavar="FILE", help="Sign the pack with this .pem key", show_default=False),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what an earlier run left")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted export")] = False,
     hash: Annotated[
         HashName | None,
         typer.Option(
             "--hash",
-            help="Of pages: blake3 is faster, and read where [packs] is installed; sha256 everywhere. "
+            help="Hash of pages. blake3 is faster, but readers need the extra [packs]. sha256 needs none. "
             "[default: blake3 where it is installed]",
             show_default=False,
         ),
@@ -82,10 +90,10 @@ def export(
     keys: Keys = None,
     server_key: ServerKey = None,
 ) -> None:
-    """Write the pages that are held of some prompts to a file.
+    """Write the stored pages of some prompts to a file.
 
-    Whole chunks of them, with tokens, identity and checksums; a beginning that prompts have in common is
-    there once.
+    The pack has whole chunks with their tokens, identity and checksums. A beginning that prompts share is
+    written once.
     """
     from tierstore.packs import PageHash, Signer, export_pack
 
@@ -111,9 +119,9 @@ def export(
             )
         )
     resumed = f", {made.resumed_pages:,} of them from an earlier run" if made.resumed_pages else ""
-    packed = f"{made.held_tokens:,} of {made.asked_tokens:,} tokens are packed"
+    packed = f"{made.held_tokens:,} of {made.asked_tokens:,} tokens were packed"
     behind = len(made.manifests) - 1
-    more = f", and {behind} packs of further layer groups behind it" if behind else ""
+    more = f", and {behind} packs of further layer groups after it" if behind else ""
     _say(f"{packed}: {_summary(made.manifest)}{resumed}{more}", to_stderr=path is None)
 
 
@@ -143,16 +151,17 @@ def import_(
     pack: Pack,
     signer: SignerKey = None,
     new_model: Annotated[
-        bool, typer.Option("--new-model", help="Also pages of a model that the daemon does not know yet")
+        bool, typer.Option("--new-model", help="Also import pages of a model that the daemon does not know")
     ] = False,
     store: Directory = None,
     connect: Connect = None,
     keys: Keys = None,
     server_key: ServerKey = None,
 ) -> None:
-    """Take a pack's pages into a daemon, after checking them.
+    """Check a pack's pages and save them in a daemon.
 
-    A daemon that knows models takes packs of those only. Run it again to go on with what was cut off.
+    If the daemon already has pages of some model, it takes only packs of known models, unless --new-model is
+    given. Run the command again to continue after an interruption.
     """
     from tierstore.packs import (
         Imported,
@@ -169,7 +178,7 @@ def import_(
     known = [] if store is not None and not store.exists() else _known(store, connect, keys, server_key)
 
     async def run() -> list[Imported]:
-        """The pack, and those of further layer groups behind it."""
+        """Import the pack and those of further layer groups behind it."""
         done = []
         async with open_pack(_input(pack), trust) as reader:
             manifest = reader.manifest
@@ -177,7 +186,7 @@ def import_(
                 try:
                     require_identity(manifest, known)
                 except PackError as error:
-                    raise PackError(f"{error} (--new-model takes it all the same)") from None
+                    raise PackError(f"{error} (--new-model imports it anyway)") from None
             meter.expect(manifest.pages, manifest.pages * manifest.page_bytes)
             part: PackReader | None = reader
             while part is not None:
@@ -189,18 +198,18 @@ def import_(
     with show.meter("importing") as meter:
         imported = asyncio.run(run())
     for each in imported:
-        held = f", {each.held_pages:,} of them were" if each.held_pages else ""
+        held = f", {each.held_pages:,} of them already were" if each.held_pages else ""
         show.line(f"all pages are in the store{held}: {_summary(each.manifest)}")
 
 
 @app.command()
 def keygen(
-    name: Annotated[str, typer.Argument(help="Whose key", show_default=False)],
-    directory: Annotated[Path, typer.Option("--dir", help="Where to put NAME.pem and NAME.pub")] = Path(),
+    name: Annotated[str, typer.Argument(help="Name of the key's owner", show_default=False)],
+    directory: Annotated[Path, typer.Option("--dir", help="Directory for NAME.pem and NAME.pub")] = Path(),
 ) -> None:
     """Make a key pair to sign packs with.
 
-    NAME.pem signs (pack export --sign), NAME.pub is for those who import (pack import --signer).
+    NAME.pem signs (pack export --sign). Importers need NAME.pub (pack import --signer).
     """
     from tierstore.packs import signing
 
@@ -219,7 +228,7 @@ def _check_one(directory: Path | None, url: str | None) -> None:
 def _known(
     directory: Path | None, url: str | None, keys: Path | None, server_key: Path | None
 ) -> list[Identity]:
-    """Identities that a store may have pages of."""
+    """Return the identities that a store may have pages of."""
     if directory is None:
         with Operator(url, keys, server_key) as operator:
             return known_identities(operator)
@@ -236,7 +245,7 @@ def _store(
     keys: Path | None,
     server_key: Path | None,
 ) -> Iterator[Store]:
-    """A store for pages of ``identity``, without a page pool."""
+    """Open a store for pages of ``identity``, without a page pool."""
     from tierstore.spec import KVSpec
 
     if directory is None:
@@ -248,7 +257,7 @@ def _store(
 
 
 def _opened(directory: Path, spec: Any, identity: Identity) -> Store:
-    """A directory that nobody has open, with the capacity it has."""
+    """Open a directory that no process uses, with its present capacity."""
     import tierstore
     from tierstore.tiers.disk.listing import list_store
 
@@ -266,7 +275,7 @@ def _input(pack: Path) -> Path | None:
     return None if str(pack) == "-" else pack
 
 
-# -- what is said -----------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------
 
 
 def _summary(manifest: Manifest) -> str:

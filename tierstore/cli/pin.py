@@ -1,4 +1,4 @@
-"""``tierstore pin`` and ``tierstore unpin``: keep a prompt's pages, or no longer."""
+"""``tierstore pin`` and ``tierstore unpin``: keep a prompt's pages, or stop keeping them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tierstore.cli.prompts import (
 )
 from tierstore.errors import UsageError
 
-_PATIENCE_S = 30.0  # the daemon may look on disk for ten
+_PATIENCE_S = 30.0  # the daemon may look on disk for 10 s
 
 
 def pin(
@@ -34,11 +34,11 @@ def pin(
     keys: Keys = None,
     server_key: ServerKey = None,
 ) -> None:
-    """Keep the pages of a prompt that are held, until unpinned or the daemon ends.
+    """Keep the stored pages of a prompt until it is unpinned.
 
-    What a tenant pins is kept for an hour, and is half of its quota at most. Only whole chunks can be pinned.
-    Pinned pages stay in the coldest tier they are in; where that is the host tier, their room is gone for
-    others. A prompt that is pinned twice needs two unpins.
+    Pins end with the daemon. A tenant's pin ends after an hour, and a tenant can pin half of its quota. Only
+    whole chunks can be pinned. A pinned page stays in the coldest tier that has it. If that is the host tier,
+    it takes room from other pages. A prompt that is pinned twice needs two unpins.
     """
     _change((connect, keys, server_key), tokens, model, identity, undo=False)
 
@@ -46,7 +46,9 @@ def pin(
 def unpin(
     tokens: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="The prompt's token ids, as for pin", allow_dash=True),
+        typer.Argument(
+            metavar="[FILE]", help="File with the prompt's token ids, as for pin", allow_dash=True
+        ),
     ] = None,
     model: Model = None,
     identity: IdentityDigest = None,
@@ -55,16 +57,16 @@ def unpin(
     server_key: ServerKey = None,
     tenant: Annotated[
         str | None,
-        typer.Option("--tenant", metavar="NAME", help="All that a tenant has pinned", show_default=False),
+        typer.Option("--tenant", metavar="NAME", help="Undo all pins of this tenant", show_default=False),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that anybody has pinned")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Undo all pins of all tenants")] = False,
 ) -> None:
-    """No longer keep the pages of a prompt, of a tenant's prompts, or of any.
+    """Undo the pins of a prompt, of a tenant or of all.
 
-    FILE must hold the same tokens as for pin. Pins of other prompts on the same pages stay.
+    FILE must hold the same tokens as for pin. Pages that other pins cover stay pinned.
     """
     if (tokens is not None) + (tenant is not None) + everything != 1:
-        raise UsageError("say what to unpin: a FILE with a prompt, --tenant NAME, or --all")
+        raise UsageError("give one of FILE, --tenant NAME and --all")
     if tokens is not None:
         _change((connect, keys, server_key), tokens, model, identity, undo=True)
         return
@@ -88,7 +90,7 @@ def _change(
     tokens = read_tokens(file)
     with Operator(*where) as operator:
         groups = choose_model(known_identities(operator), model, identity)
-        if is_chain(groups):  # the daemon says why it refuses a pin
+        if is_chain(groups):  # the daemon's error says why a pin is refused
             asked = messages.Pin(0, register(operator, tokens, groups[0]), undo)
             kept = operator.ask(asked, messages.Pinned, wait_s=_PATIENCE_S).tokens
     if not is_chain(groups):

@@ -1,4 +1,4 @@
-"""``tierstore prefetch``: bring a prompt's pages from the disk into the host tier before anybody asks."""
+"""``tierstore prefetch``: load a prompt's pages from disk into the host tier before they are needed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def command(
     model: Model = None,
     identity: IdentityDigest = None,
     wait_s: Annotated[
-        float, typer.Option("--wait-s", min=0.0, max=3600.0, metavar="SECONDS", help="At most so long")
+        float, typer.Option("--wait-s", min=0.0, max=3600.0, metavar="SECONDS", help="Wait at most this long")
     ] = 60.0,
     connect: Connect = None,
     keys: Keys = None,
     server_key: ServerKey = None,
 ) -> None:
-    """Bring the pages of a prompt that are on disk into the host tier.
+    """Load a prompt's pages from disk into the host tier.
 
-    They stay there as long as the policy lets them. What is not there when the time is over still comes.
+    The pages stay there until the policy evicts them. Pages that miss the deadline are still loaded in the
+    background.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Naming a prompt on the command line: its tokens, and what its pages are pages of."""
+"""Prompts on the command line: their tokens, and the model that their pages belong to."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ Tokens = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="The prompt's token ids: a JSON list, numbers between spaces or commas, or .npy; - is stdin",
+        help="File with token ids: a JSON list, numbers separated by spaces or commas, or .npy; - is stdin",
         show_default=False,
         allow_dash=True,
     ),
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Pages of this model", show_default=False)
+    str | None, typer.Option("--model", metavar="NAME", help="Model of the pages", show_default=False)
 ]
 IdentityDigest = Annotated[
     str | None,
     typer.Option(
         "--identity",
         metavar="HEX",
-        help="… or of this identity, as `tierstore ls` shows it",
+        help="Identity of the pages, as `tierstore ls` shows it, instead of --model",
         show_default=False,
     ),
 ]
 
 
-_MOST_GROUPS = 4  # whose order is found by trying: 24 lookups
+_MOST_GROUPS = 4  # the order of more groups is not searched: 4 take 24 lookups
 _LOOK_S = 10.0
 _CONNECT_S = 5.0
-_MOST_LISTED = 8  # identities in a message, with this much of each name:
+_MOST_LISTED = 8  # identities in a message, each name cut after:
 _MOST_CHARS = 60
 
 
 def read_tokens(file: Path) -> npt.NDArray[np.uint32]:
-    """The token ids in a file. Raises :class:`UsageError` for anything else."""
+    """Return the token ids in a file. Raise :class:`UsageError` if the file has anything else."""
     import numpy as np
 
     try:
@@ -90,18 +90,18 @@ def _numbers(text: str) -> list[int]:
 
 
 def choose_identity(known: list[Identity], model: str | None, digest: str | None) -> Identity:
-    """The one that is meant. Raises :class:`UsageError` when that is none, or more than one."""
+    """Return the only identity that matches. Raise :class:`UsageError` if none or several match."""
     return _chosen([(identity,) for identity in known], model, digest)[0]
 
 
 def choose_model(known: list[Identity], model: str | None, digest: str | None) -> tuple[Identity, ...]:
-    """Likewise a model whose layers remember in different ways: the identities of all of its layer groups
-    that pages are known of."""
+    """Return the identities of the layer groups of the only model that matches, those that pages are known
+    of. Raise :class:`UsageError` if none or several match."""
     return _chosen(_models(known), model, digest)
 
 
 def _models(known: Sequence[Identity]) -> list[tuple[Identity, ...]]:
-    """The layer groups of each model. They are pages of the same chunks and dtypes, of different layers."""
+    """Return the layer groups of each model. They have the same chunks and dtypes, and different layers."""
     from tierstore.spec import KVSpec
 
     alike: dict[object, list[tuple[Identity, set[int]]]] = {}
@@ -109,7 +109,7 @@ def _models(known: Sequence[Identity]) -> list[tuple[Identity, ...]]:
     for identity in known:
         try:
             spec = KVSpec.parse(identity.layout)
-        except SpecError:  # opaque, or of another version
+        except SpecError:  # opaque, or from another version
             alone.append((identity,))
             continue
         pages = spec.dtype, spec.value_dtype, spec.scaled, spec.chunk_tokens
@@ -141,10 +141,10 @@ def _chosen(
     left_out = len(chosen or known) - len(some)
     listed += f"; and {left_out:,} more" if left_out else ""
     if not known:
-        raise UsageError("the daemon knows of no pages yet: save some first")
+        raise UsageError("the daemon has no pages yet: save some first")
     if not chosen:
-        raise UsageError(f"nothing like that is known; there is {listed}")
-    raise UsageError(f"say with --identity which of these is meant: {listed}")
+        raise UsageError(f"no stored pages match; the daemon has {listed}")
+    raise UsageError(f"several identities match, choose one with --identity: {listed}")
 
 
 def _name(identity: Identity) -> str:
@@ -156,7 +156,7 @@ def _name(identity: Identity) -> str:
 
 
 def is_chain(groups: Sequence[Identity]) -> bool:
-    """Whether a model's pages are of one layer group, and found along the prompt."""
+    """Return whether a model has one layer group with chained pages."""
     from tierstore.spec import is_hashed
 
     return len(groups) == 1 and not is_hashed(groups[0].layout)
@@ -168,20 +168,20 @@ def open_model(
     prompts: Sequence[npt.NDArray[np.uint32]],
     open_store: Callable[[Identity], AbstractContextManager[Store]],
 ) -> Iterator[tuple[Store, list[Prompt]]]:
-    """A store for all layer groups of a model, and prompts of its. The names of pages depend on the groups'
-    order, which only its engine knows: it is the one in which something is found. Raises
-    :class:`UsageError` for pages that only their engine can name."""
+    """Open a store for all layer groups of a model, and make its prompts. The names of pages depend on the
+    order of the groups, which only the engine knows. So every order is tried until one finds pages. Raise
+    :class:`UsageError` for pages whose keys only their engine can make."""
     from tierstore.keys import Prompt
     from tierstore.spec import KVSpec, is_hashed, is_opaque
 
     if is_opaque(groups[0].layout):
         raise UsageError(
-            f"pages of {groups[0].model} are found by keys that only their engine can make: ask "
-            "for them with the request (docs/vllm.md)"
+            f"only the engine can make the keys of pages of {groups[0].model}: do this "
+            "with a request to the engine (docs/vllm.md)"
         )
     if len(groups) > _MOST_GROUPS:
         raise UsageError(
-            f"{groups[0].model} has {len(groups)} layer groups, and commands take {_MOST_GROUPS}"
+            f"{groups[0].model} has {len(groups)} layer groups; commands support at most {_MOST_GROUPS}"
         )
     specs = [replace(KVSpec.parse(group.layout), hashed=False) for group in groups]
     chunk_tokens = specs[0].chunk_tokens
@@ -211,8 +211,8 @@ def open_model(
 def connected_store(
     identity: Identity, url: str | None, keys: Path | None, server_key: Path | None
 ) -> Iterator[Store]:
-    """A store of a daemon's for pages of ``identity``, without a page pool. Raises
-    :class:`StoreUnavailableError` when no daemon answers."""
+    """Open a store of a daemon for pages of ``identity``, without a page pool. Raise
+    :class:`StoreUnavailableError` if no daemon answers."""
     import tierstore
     from tierstore.daemon.settings import default_listen
     from tierstore.spec import KVSpec
@@ -233,21 +233,21 @@ def connected_store(
 
 
 def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Identity) -> PromptPart:
-    """The prompt, as messages name it. Raises :class:`UsageError` for pages that only their engine can
-    name."""
+    """Register the prompt's identity and return the prompt as messages name it. Raise :class:`UsageError` for
+    pages whose keys only their engine can make."""
     from tierstore.keys import Prompt
     from tierstore.spec import KVSpec, is_opaque
     from tierstore.wire import messages
 
     if is_opaque(identity.layout):
         raise UsageError(
-            f"pages of {identity.model} are found by keys that only their engine can make: "
-            "ask for it with the request (docs/vllm.md)"
+            f"only the engine can make the keys of pages of {identity.model}: do this "
+            "with a request to the engine (docs/vllm.md)"
         )
     try:
         spec = KVSpec.parse(identity.layout)
     except SpecError as error:
-        raise UsageError(f"pages of {identity.model} have a layout of another version: {error}") from error
+        raise UsageError(f"pages of {identity.model} have a layout from another version: {error}") from error
     message = messages.Register(0, asdict(identity), spec.page_bytes, spec.chunk_tokens)
     number = operator.ask(message, messages.Registered).identity
     prompt = Prompt(identity, tokens, chunk_tokens=spec.chunk_tokens)
@@ -255,7 +255,7 @@ def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Ident
 
 
 def known_identities(operator: Operator) -> list[Identity]:
-    """What the daemon may have pages of."""
+    """Return the identities that the daemon may have pages of."""
     from tierstore.keys import Identity
     from tierstore.wire import messages
 

@@ -1,4 +1,4 @@
-"""``tierstore serve``: the daemon. ``tierstore keygen``: keys for clients on other machines."""
+"""``tierstore serve`` runs the daemon. ``tierstore keygen`` makes keys for clients on other machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _option(name: str, metavar: str) -> typer.models.OptionInfo:
 
 
 def _default(name: str) -> str:
-    """As it would be written; empty where there is none, or where it follows from another setting."""
+    """Return the default as a user would write it; empty if there is none or another setting decides it."""
     match getattr(_DEFAULTS, name):
         case str(text):
             return text
@@ -77,12 +77,14 @@ def serve(
     log_format: Annotated[str | None, _option("log_format", "FORMAT")] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="Settings from a TOML file", show_default=False),
+        typer.Option(
+            "--config", metavar="FILE", help="Read settings from this TOML file", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Keep pages for every engine on this machine, until SIGTERM.
+    """Run the daemon that keeps pages for engines until SIGTERM.
 
-    Every flag is also a setting in the --config file (host_bytes = "8GiB") and in the environment
+    Every option is also a setting in the --config file (host_bytes = "8GiB") and in the environment
     (TIERSTORE_HOST_BYTES). SIGHUP reads the file and the keys of tenants again.
     """
     from tierstore.daemon import daemon
@@ -95,14 +97,17 @@ def serve(
 
 def keygen(
     name: Annotated[
-        str, typer.Argument(help="Whose key: the daemon's, or a tenant's name", show_default=False)
+        str,
+        typer.Argument(
+            help="Name of the key's owner: a tenant, or any name for the daemon", show_default=False
+        ),
     ],
-    directory: Annotated[Path, typer.Option("--dir", help="Where to put NAME.secret and NAME.key")] = Path(),
+    directory: Annotated[Path, typer.Option("--dir", help="Directory for NAME.secret and NAME.key")] = Path(),
 ) -> None:
-    """Make a key pair for tcp:// beyond this machine.
+    """Make a key pair for connections over tcp://.
 
-    The daemon needs its own NAME.secret (--server-key) and each client's NAME.key in one directory
-    (--tenants). A client needs its own .secret and the daemon's .key.
+    The daemon needs its own NAME.secret (--server-key) and a directory with the NAME.key of each client
+    (--tenants). A client needs its own .secret file and the daemon's .key file.
     """
     from tierstore.wire import keys
 

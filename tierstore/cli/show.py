@@ -1,6 +1,6 @@
-"""How results look: a table or a line for people, one JSON document for machines, progress on a terminal.
+"""Output of results: tables and lines for people, one JSON document for machines, progress on a terminal.
 
-What goes into a table or a line is escaped here: it may hold names that somebody else chose.
+This module escapes the text of tables and lines, because it may contain names chosen by other users.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ def write_json(document: Mapping[str, object]) -> None:
 
 
 def line(words: str) -> None:
-    """One line for people, on stdout."""
+    """Write one line to stdout."""
     sys.stdout.write(printable(words) + "\n")
 
 
 def text(value: str, style: str = "") -> Text:
-    """Text as it is: brackets in it are no markup."""
+    """Return the text with a style. Brackets in it are no markup."""
     from rich.text import Text
 
     return Text(printable(value), style)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """Write a table to stdout. The first ``left`` columns are words, the others numbers."""
+    """Write a table to stdout. The first ``left`` columns are text, the others numbers."""
     print_table(columns, rows, left=left)
 
 
 def percent(part: float, whole: float) -> str:
-    """A share, as it is written; – of nothing."""
+    """Format a share as a percentage; "–" if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
 def age(at_s: float | None) -> str:
-    """How long ago a time of the wall clock was, in its largest unit."""
+    """Format the time since a wall-clock time in its largest unit."""
     if not at_s:
         return "–"
     seconds = max(time.time() - at_s, 0)
@@ -62,7 +62,7 @@ def age(at_s: float | None) -> str:
 
 
 class ProgressMeter:
-    """Progress of a run through pages, on stderr. Thread-safe; off a terminal it shows nothing."""
+    """A progress bar for pages on stderr. Thread-safe. It shows nothing off a terminal."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -71,15 +71,15 @@ class ProgressMeter:
         self._pages = 0
 
     def phase(self, text: str) -> None:
-        """What is being done now."""
+        """Show what is being done now."""
         self._progress.update(self._task, description=text)
 
     def expect(self, pages: int, nbytes: int) -> None:
-        """How much there is to do."""
+        """Set the total."""
         self._progress.update(self._task, total=nbytes, all_pages=f"{pages:,}")
 
     def advance(self, pages: int, nbytes: int) -> None:
-        """This much more is done."""
+        """Add finished pages and bytes."""
         with self._lock:
             self._pages += pages
             done = f"{self._pages:,}"
@@ -88,7 +88,7 @@ class ProgressMeter:
 
 @contextmanager
 def meter(text: str) -> Iterator[ProgressMeter]:
-    """A bar with pages, bytes and bytes per second, for as long as the block runs."""
+    """Show a bar with pages, bytes and bytes per second while the block runs."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -117,7 +117,7 @@ def meter(text: str) -> Iterator[ProgressMeter]:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner on stderr for as long as the block runs; off a terminal nothing."""
+    """Show a spinner on stderr while the block runs; nothing off a terminal."""
     console = _console()
     if not console.is_terminal:
         yield

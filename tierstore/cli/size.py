@@ -1,4 +1,4 @@
-"""``tierstore size``: what a model's KV takes, and what fits."""
+"""``tierstore size``: the memory of a model's KV, and the number of sessions that fit."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help=f"A config.json, a folder with one, or {', '.join(sizing.PRESETS)}", show_default=False
+            help=f"A config.json, a folder that has one, or {', '.join(sizing.PRESETS)}", show_default=False
         ),
     ],
-    tokens: Annotated[int, typer.Option(min=1, help="Of a session")] = 100_000,
-    batch: Annotated[int, typer.Option(min=1, help="Sessions at a time")] = 8,
-    dtype: Annotated[str | None, typer.Option(help="Of KV; default: the model's", show_default=False)] = None,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of a page")] = DEFAULT_CHUNK_TOKENS,
-    hbm: Annotated[str, typer.Option(help="What a device has for pages")] = "40GiB",
-    host: Annotated[str, typer.Option(help="The arena")] = "512GiB",
-    disk: Annotated[str, typer.Option(help="The disk tier")] = "4TiB",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a session")] = 100_000,
+    batch: Annotated[int, typer.Option(min=1, help="Sessions at the same time")] = 8,
+    dtype: Annotated[
+        str | None, typer.Option(help="dtype of KV (default: the model's)", show_default=False)
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a page")] = DEFAULT_CHUNK_TOKENS,
+    hbm: Annotated[str, typer.Option(help="Device memory for pages")] = "40GiB",
+    host: Annotated[str, typer.Option(help="Size of the host arena")] = "512GiB",
+    disk: Annotated[str, typer.Option(help="Size of the disk tier")] = "4TiB",
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
 ) -> None:
-    """What a model's KV takes: by layer group, for a token and for a session, and how many sessions fit.
+    """Show the memory that a model's KV takes and what fits.
 
-    A session is what its next turn needs; of a sliding window that is its last pages, of a recurrent state
-    one snapshot."""
+    It lists each layer group: bytes of a token and of a session, and the sessions that fit each tier. A
+    session counts the pages that its next turn needs: the last pages of a sliding window, one snapshot of a
+    recurrent state.
+    """
     sizes = sizing.group_sizes(_config(model), dtype=dtype)
     needed = [each.session_bytes(tokens, chunk_tokens) for each in sizes]
     everything = [each.all_bytes(tokens, chunk_tokens) for each in sizes]
@@ -72,9 +76,7 @@ def command(
     show.table(("layers that keep", "layers", "a token", "a state", f"a session of {tokens:,}"), rows)
     if sum(everything) > sum(needed):
         share = sum(needed) / sum(everything)
-        show.line(
-            f"keeping every token: {format_size(sum(everything))}; what is needed is {share:.2f} of that"
-        )
+        show.line(f"keeping every token: {format_size(sum(everything))}; a session needs {share:.2f} of that")
     show.line(f"{batch:,} sessions: {format_size(batch * sum(needed))}")
     show.line("")
     show.table(
@@ -97,7 +99,7 @@ def _config(model: str) -> Any:
         known = ", ".join(sizing.PRESETS)
         raise UsageError(f"cannot read {path} ({error.strerror}); known models are {known}") from error
     except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}") from error
+        raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise UsageError(f"{path} holds no JSON object")
+        raise UsageError(f"{path} has no JSON object")
     return config

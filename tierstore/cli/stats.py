@@ -1,4 +1,4 @@
-"""``tierstore stats``: what a daemon says of itself. Also the :class:`Operator`, who asks it."""
+"""``tierstore stats``: show the counters of a daemon."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def command(
     server_key: ServerKey = None,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
     curve: Annotated[
-        bool, typer.Option("--curve", help="Instead: the hit rates that other capacities would have")
+        bool, typer.Option("--curve", help="Show the hit rates that other capacities would have instead")
     ] = False,
 ) -> None:
     """Show what a daemon holds and has done since it started.
 
-    Counters that are zero are left out; --json has all of them.
+    Counters that are zero are left out. --json has all of them.
     """
     with Operator(connect, keys, server_key) as operator:
         document = operator.stats_json()
@@ -59,7 +59,7 @@ def _write_curve(stats: DaemonStats, *, json: bool) -> None:
 
 
 def quantile(latency: LatencyStats, share: float) -> str:
-    """The bound below which ``share`` of the requests took; – without any."""
+    """Return the bound below which ``share`` of the requests took; "–" if there were none."""
     from tierstore.daemon.stats import BOUNDS_S
 
     bound = latency.quantile(share)
@@ -69,7 +69,7 @@ def quantile(latency: LatencyStats, share: float) -> str:
 
 
 def slowest(service: ServiceStats) -> str:
-    """The requests that took longest lately."""
+    """Return the slowest recent requests as one line."""
     some = itertools.islice(service.slowest_s.items(), _MOST_SLOWEST)
     told = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in some)
     return f"slowest in the last minute: {told or '–'}"
@@ -80,7 +80,7 @@ def health(stats: DaemonStats) -> str:
 
 
 def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
-    """All counters that are not zero, and are not shown as something else."""
+    """Yield the name and value of each counter that is not zero and has no table of its own."""
     store, service, server = stats.store, stats.service, stats.server
     groups: dict[str, Mapping[str, Any]] = {
         "": {name: value for name, value in store.counters.items() if name != "hit_tokens"},
@@ -109,7 +109,7 @@ def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
 
 
 def _print_tenant(operator: Operator, view: Mapping[str, Any]) -> None:
-    """What a tenant may know: its own part."""
+    """Print the part of the statistics that a tenant may see."""
     show.line(f"tierstore {view['version']} at {operator.url}")
     show.table(
         ("tenant", "asked tokens", "hit tokens", "of asked", "host", "quota", "pinned"),

@@ -1,4 +1,4 @@
-"""``tierstore top``: a daemon, live.
+"""``tierstore top``: watch a daemon.
 
 Rates are differences of counters between two snapshots.
 """
@@ -40,12 +40,12 @@ def command(
     connect: Connect = None,
     keys: Keys = None,
     server_key: ServerKey = None,
-    once: Annotated[bool, typer.Option("--once", help="Show one snapshot and end")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit")] = False,
 ) -> None:
-    """Watch a daemon: tiers, hit rate, traffic and clients, every second.
+    """Watch a daemon: tiers, hit rate, traffic, clients.
 
-    q or Ctrl-C ends it. Off a terminal it shows one snapshot. Rates of a single snapshot, and of the first
-    one, are those since the daemon started.
+    The view changes every second. q or Ctrl-C ends it. Off a terminal, the command prints one snapshot. The
+    rates in a first or only snapshot are averages since the daemon started.
     """
     watch = _TopView(connect, keys, server_key)
     try:
@@ -78,7 +78,8 @@ def _live(watch: _TopView, first: Group) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """A function that waits so many seconds for q, with the terminal not waiting for whole lines."""
+    """Yield a function that waits for q, at most the given seconds. The terminal is in character mode
+    meanwhile."""
     import select
     import termios
     import tty
@@ -108,7 +109,7 @@ class _Snapshot:
 
 
 class _TopView:
-    """Looks at one daemon again and again, also at the one that comes after it."""
+    """A view of a daemon, which reconnects if the daemon restarts."""
 
     def __init__(self, url: str | None, keys: Path | None, server_key: Path | None) -> None:
         self._where = (url, keys, server_key)
@@ -116,7 +117,7 @@ class _TopView:
         self._before: _Snapshot | None = None
 
     def look(self) -> Group:
-        """A new view. Raises :class:`StoreUnavailableError` while there is no daemon."""
+        """Return a new view. Raise :class:`StoreUnavailableError` while there is no daemon."""
         if self._operator is None:
             self._operator = Operator(*self._where)
         now = _Snapshot(time.monotonic(), self._operator.stats())
@@ -132,7 +133,7 @@ class _TopView:
 
 
 def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, seconds: float) -> Group:
-    """One screen. Without ``before`` rates are those since the start."""
+    """Return one screen. Without ``before``, rates are averages since the start."""
     from rich.console import Group
 
     rates = _Rates(now, before, seconds if before else max(now.uptime_s, 1e-9))
@@ -162,7 +163,7 @@ def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, secon
 
 
 class _Rates(StoreRates):
-    """What happened between two snapshots, by second."""
+    """Rates between two snapshots, per second."""
 
     def __init__(self, now: DaemonStats, before: DaemonStats | None, seconds: float) -> None:
         super().__init__(now.store, before.store if before is not None else None, seconds)
@@ -170,7 +171,7 @@ class _Rates(StoreRates):
         self._latency_before = before.service.latency if before is not None else {}
 
     def latency(self, name: str) -> tuple[LatencyStats, float]:
-        """Of the requests in between, and how many they were by second."""
+        """Return the latency of the requests between the snapshots, and their number per second."""
         lately = self._latency[name].since(self._latency_before.get(name))
         return lately, sum(lately.counts) / self._seconds
 
@@ -222,7 +223,7 @@ def _requests(now: DaemonStats, rates: _Rates) -> Text:
 
 
 def _clients(operator: Operator, now: DaemonStats) -> Iterator[Any]:
-    """The clients that hold most."""
+    """Yield a table of the clients that hold most."""
     clients = [client for client in now.service.clients if client.number != operator.connection]
     if not clients:
         return

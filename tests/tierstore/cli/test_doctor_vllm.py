@@ -55,7 +55,7 @@ def test_what_vllm_accepts_and_does_otherwise_than_one_thinks():
 
 @pytest.mark.parametrize(
     ("role", "meaning"),
-    [("kv_both", "saves and loads"), ("kv_producer", "loads nothing"), ("kv_consumer", "saves nothing")],
+    [("kv_both", "saves and loads"), ("kv_producer", "does not load"), ("kv_consumer", "does not save")],
 )
 def test_what_a_role_means(role, meaning):
     check = found("ipc:///nowhere/s", {"kv_role": role})["kv_role"]

@@ -59,7 +59,7 @@ def test_stats_as_a_table_leave_out_what_is_zero(daemon):
 def test_the_curve_says_what_more_memory_would_be_worth(daemon):
     assert run("stats", "--connect", daemon.url, "--curve") == (
         0,
-        "nothing has been asked for yet: there is no curve\n",
+        "no estimate yet: there were no lookups\n",
         "",
     )
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_a_tenant_is_shown_its_own_part(keyed, directory):
     for verb in (("top",), ("stats", "--curve")):
         code, out, err = run(*verb, *where, *secret)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "its own part only" in err
+        assert "only their own part" in err
 
 
 def test_sighup_lets_new_keys_in_and_old_ones_no_more(keyed, directory):

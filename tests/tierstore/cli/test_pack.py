@@ -62,7 +62,7 @@ def test_a_second_daemon_has_the_same_bytes(pack, second, tmp_path):
     assert pages_at(second.url) == (len(TOKENS), pages_of(TOKENS))
     again = run("pack", "import", pack, "--signer", public, "--connect", second.url)
     assert again[0] == 0
-    assert f"{PAGES} of them were" in again[1]
+    assert f"{PAGES} of them already were" in again[1]
     second.kill()
     second.start()  # and it is on disk
     assert pages_at(second.url) == (len(TOKENS), pages_of(TOKENS))
@@ -156,7 +156,7 @@ def test_mistakes_are_one_line(pack, daemon, prompt, tmp_path, directory):
         (
             ("export", tmp_path / "c", "--prompt-file", prompt, "--model", "x", *connect),
             2,
-            "nothing like that",
+            "no stored pages match",
         ),
         (("export", tmp_path / "no" / "c", "--prompt-file", prompt, *connect), 2, "cannot write"),
         (("import", pack, "--connect", f"ipc://{directory}/nobody"), 1, "no daemon at"),

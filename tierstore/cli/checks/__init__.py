@@ -1,5 +1,5 @@
-"""What the doctor looks at, each in the file of its subject. A check never raises: what it cannot find out is
-part of what it found."""
+"""The checks of ``tierstore doctor``, one file per subject. A check never raises an exception for something
+that it cannot find out, but reports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["Check", "Status", "all_checks", "sglang_checks", "sglang_config", "v
 
 
 def all_checks(directory: Path | None) -> list[Check]:
-    """All checks; those of a file system only with a ``directory``, which need not exist yet."""
+    """Return the results of all checks. File systems are checked only with a ``directory``, which need not
+    exist yet."""
     found = [*packages.checks(), *machine.checks(), *gpu.checks()]
     if directory is not None:
         found += disk.checks(directory)
@@ -20,27 +21,27 @@ def all_checks(directory: Path | None) -> list[Check]:
 
 
 def vllm_checks(url: str | None, flags: str | None) -> list[Check]:
-    """What :func:`tierstore.cli.checks.vllm.checks` finds, and raises."""
+    """Return the results of :func:`tierstore.cli.checks.vllm.checks`; it can raise :class:`UsageError`."""
     return list(vllm.checks(url, flags))
 
 
 def vllm_flags(url: str | None) -> dict[str, object]:
-    """What to give vLLM as ``--kv-transfer-config``."""
+    """Return a value for vLLM's ``--kv-transfer-config``."""
     return vllm.proposed(url)
 
 
 def cluster_checks(url: str) -> list[Check]:
-    """What :func:`tierstore.cli.checks.cluster.checks` finds, and raises."""
+    """Return the results of :func:`tierstore.cli.checks.cluster.checks`; it can raise :class:`UsageError`."""
     from tierstore.cli.checks import cluster
 
     return list(cluster.checks(url))
 
 
 def sglang_checks(url: str | None, extra: str | None) -> list[Check]:
-    """What :func:`tierstore.cli.checks.sglang.checks` finds, and raises."""
+    """Return the results of :func:`tierstore.cli.checks.sglang.checks`; it can raise :class:`UsageError`."""
     return list(sglang.checks(url, extra))
 
 
 def sglang_config(url: str | None) -> dict[str, object]:
-    """What to give SGLang as ``--hicache-storage-backend-extra-config``."""
+    """Return a value for SGLang's ``--hicache-storage-backend-extra-config``."""
     return sglang.proposed(url)

@@ -15,12 +15,12 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``figures`` are for machines, with units in their names."""
+    """The result of one check. ``figures`` are for programs; their names contain the units."""
 
     name: str
     status: Status
     found: str
-    advice: str = ""  # what to change; empty when there is nothing to
+    advice: str = ""  # what to change; empty if nothing
     figures: dict[str, int] = field(default_factory=dict)
 
 
@@ -37,7 +37,7 @@ def fail(name: str, found: str, advice: str, **figures: int) -> Check:
 
 
 def read_text(path: str) -> str | None:
-    """A file of the kernel's; None where this kernel (or container) does not have it."""
+    """Return the content of a kernel file; None if this kernel or container does not have it."""
     try:
         return Path(path).read_text().strip()
     except OSError:

@@ -1,4 +1,5 @@
-"""What sharing pages through Mooncake needs: the wheel, its system libraries, and a master that answers."""
+"""Requirements for sharing pages through Mooncake: the wheel, its system libraries, and a master that
+answers."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from urllib.parse import urlsplit
 from tierstore.cli.checks.check import Check, fail, ok
 from tierstore.cluster.shared_store import check_url
 
-_LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}  # the import fails without them, also for TCP
+_LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}  # without them the import fails, even for TCP
 _CONNECT_S = 2.0
 
 
 def checks(url: str) -> Iterator[Check]:
-    """Raises :class:`~tierstore.errors.UsageError` for an address that is none."""
+    """Check wheel, libraries, master. Raise :class:`~tierstore.errors.UsageError` for a malformed address."""
     check_url(url)
     wheels = [
         f"{each.name} {each.version}"
@@ -44,9 +45,7 @@ def checks(url: str) -> Iterator[Check]:
     try:
         socket.create_connection((place.hostname or "", place.port or 0), timeout=_CONNECT_S).close()
     except OSError as error:
-        advice = (
-            "start mooncake_master there, or correct the address; the daemon serves without it until then"
-        )
+        advice = "start mooncake_master there, or correct the address. The daemon works without it"
         yield fail("shared store", f"{place.netloc} does not answer: {error}", advice)
     else:
         yield ok("shared store", f"{place.netloc} answers")

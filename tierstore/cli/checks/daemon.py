@@ -1,4 +1,4 @@
-"""The daemon that an engine is going to ask."""
+"""The daemon that an engine will use."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from tierstore.daemon.stats import DaemonStats
 
 _LEAST_ARENA = 2 * GIB
-_TOKEN_BYTES = 128 * KIB  # of an 8B Llama in bfloat16: 32 layers, 8 KV heads of 128
+_TOKEN_BYTES = 128 * KIB  # an 8B Llama in bfloat16 has 32 layers, 8 KV heads of 128
 
 
 def checks(url: str) -> Iterator[Check]:
-    """Whether it answers, and what it has room for."""
+    """Check whether the daemon answers, and the size of its tiers."""
     from tierstore.cli.operator import Operator
 
     if url.startswith("tcp://"):
-        yield warn("daemon", url, "over tcp it is not asked here: tierstore stats --connect, with your keys")
+        yield warn("daemon", url, "not checked over tcp: use tierstore stats --connect with your keys")
         return
     try:
         with Operator(url) as operator:
@@ -34,7 +34,7 @@ def checks(url: str) -> Iterator[Check]:
     yield _arena(stats)
     disk = stats.store.tiers.get("disk")
     if disk is None:
-        advice = "tierstore serve --disk DIR: then prefixes outlive the daemon"
+        advice = "start it with --disk DIR, so that pages survive a restart"
         yield warn("daemon's disk", "none", advice)
     else:
         yield ok("daemon's disk", format_size(disk.capacity_bytes), capacity_bytes=disk.capacity_bytes)
@@ -45,11 +45,11 @@ def _arena(stats: DaemonStats) -> Check:
     tokens = capacity // _TOKEN_BYTES
     found = f"{format_size(capacity)}: about {tokens:,} tokens of an 8B Llama in bfloat16"
     if capacity < _LEAST_ARENA:
-        advice = "what is loaded and saved goes through it: tierstore serve --host-bytes 8GiB or more"
+        advice = "all loads and saves go through it: start the daemon with --host-bytes 8GiB or more"
         return warn("daemon's arena", found, advice, capacity_bytes=capacity)
     return ok("daemon's arena", found, capacity_bytes=capacity)
 
 
 def numbers(version: str, count: int = 2) -> tuple[int, ...]:
-    """The first numbers of an engine's version."""
+    """Return the first ``count`` numbers of an engine's version."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:count])

@@ -1,4 +1,4 @@
-"""The file system that a store's directory is on, or will be."""
+"""The file system of a store's directory, which need not exist yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _VOLATILE = ("tmpfs", "ramfs")
 
 
 def checks(directory: Path) -> Iterator[Check]:
-    """Makes a file without a name in ``directory`` (or in what will hold it), and removes it."""
+    """Check the file system. This creates a temporary file in ``directory`` (or its nearest existing parent)
+    and removes it."""
     place = directory.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -37,7 +38,7 @@ def checks(directory: Path) -> Iterator[Check]:
         yield fail("directory", found, "give one that this user can write, on a file system mounted rw")
         return
     yield ok(
-        "directory", f"{directory} can be written" if place == directory.absolute() else f"{place} can be"
+        "directory", f"{directory} is writable" if place == directory.absolute() else f"{place} is writable"
     )
     yield _direct(place)
 
@@ -48,7 +49,7 @@ def _kind(place: Path) -> Check:
         advice = "LMDB and its locks need a local disk: give a directory on one"
         return fail("file system", f"{kind}, over the network", advice)
     if kind in _VOLATILE:
-        return warn("file system", kind, "pages here are gone after a reboot, and take memory: use a disk")
+        return warn("file system", kind, "pages take memory and are lost at a reboot: use a disk")
     return ok("file system", kind)
 
 
@@ -56,13 +57,13 @@ def _free(place: Path) -> Check:
     info = os.statvfs(place)
     free = info.f_bavail * info.f_frsize
     if free < _LEAST_FREE:
-        advice = "keep --disk-bytes below it, or make room"
+        advice = "keep --disk-bytes below it, or free some space"
         return warn("free space", format_size(free), advice, free_bytes=free)
     return ok("free space", format_size(free), free_bytes=free)
 
 
 def _direct(place: Path) -> Check:
-    block = memoryview(mmap.mmap(-1, ALIGNMENT))  # page-aligned, as O_DIRECT wants it
+    block = memoryview(mmap.mmap(-1, ALIGNMENT))  # page-aligned, as O_DIRECT requires
     try:
         with _file(place, os.O_DIRECT) as fd:
             os.pwritev(fd, [block], 0)
@@ -70,13 +71,16 @@ def _direct(place: Path) -> Check:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             return fail("O_DIRECT", error.strerror or str(error), "the disk fails: look at dmesg")
-        return warn("O_DIRECT", "not here", "pages go through the page cache, more slowly: use ext4 or xfs")
+        return warn(
+            "O_DIRECT", "not supported", "pages go through the page cache, which is slower: use ext4 or xfs"
+        )
     return ok("O_DIRECT", f"works in blocks of {ALIGNMENT}")
 
 
 @contextmanager
 def _file(place: Path, flags: int) -> Iterator[int]:
-    """A temporary file, gone when the block ends; where the kernel can, it never has a name."""
+    """Yield a temporary file, which is removed when the block ends. If the kernel supports it, the file never
+    has a name."""
     try:
         fd = os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
@@ -95,7 +99,7 @@ def _file(place: Path, flags: int) -> Iterator[int]:
 
 
 def _file_system(place: Path) -> str:
-    """The type of the file system that ``place`` is on."""
+    """Return the type of the file system that contains ``place``."""
     device = place.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in (read_text("/proc/self/mountinfo") or "").splitlines():

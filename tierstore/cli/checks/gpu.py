@@ -1,4 +1,4 @@
-"""The GPU, as far as it can be seen without torch or CuPy: by asking the driver itself."""
+"""The GPU, as the NVIDIA driver reports it. These checks need neither torch nor CuPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 class _DriverError(Exception):
-    """The driver is there and does not work."""
+    """The driver is installed but does not work."""
 
 
 def checks() -> Iterator[Check]:
@@ -33,7 +33,7 @@ def checks() -> Iterator[Check]:
         yield fail("GPU", str(error), advice)
         return
     if not names:
-        yield ok("GPU", "a driver, and no device: everything runs on the CPU")
+        yield ok("GPU", "a driver but no device: everything runs on the CPU")
         return
     yield ok("GPU", f"{', '.join(names)}; driver for CUDA {major}.{minor}", devices=len(names))
     extra = f"cuda{min(max(major, 12), 13)}"

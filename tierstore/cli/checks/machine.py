@@ -1,4 +1,4 @@
-"""Kernel, memory and limits: what the host tier's arena and the disk tier's files run into."""
+"""Kernel, memory and limits that restrict the host tier's arena and the disk tier's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POPULATE_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 _LEAST_MEMORY = 2 * GIB
 _LEAST_SHM = 1 * GIB
 _LEAST_LOCKED = 1 * GIB
-_LEAST_FILES = 4096  # two for each extent file, of which a large store has 256, and one or more per client
+_LEAST_FILES = 4096  # 2 for each extent file (a large store has 256) and 1 or more for each client
 
 
 def checks() -> Iterator[Check]:
@@ -44,9 +44,7 @@ def _memory() -> Check:
     of = "of" if limit is None else "of this container's limit of"
     found = f"{format_size(available)} available {of} {format_size(total)}"
     if available < _LEAST_MEMORY:
-        advice = (
-            "keep --host-bytes below what is available, or free some: a store that swaps is slower than none"
-        )
+        advice = "keep --host-bytes below the available memory: a store that swaps is slower than none"
         return warn("memory", found, advice, available_bytes=available)
     return ok("memory", found, available_bytes=available)
 
@@ -58,13 +56,13 @@ def _shm() -> Check:
         return warn(
             "/dev/shm",
             error.strerror or str(error),
-            "mount a tmpfs there, for engines of several processes",
+            "mount a tmpfs there for engines with several processes",
         )
     size, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
     found = f"{format_size(free)} free of {format_size(size)}"
     if size < _LEAST_SHM:
         advice = (
-            "too small for an engine of several processes (the arena is not in it): in a container, start it "
+            "too small for an engine with several processes (the arena is not in it): start a container "
             "with --shm-size=16g or --ipc=host"
         )
         return warn("/dev/shm", found, advice, free_bytes=free, size_bytes=size)
@@ -74,13 +72,13 @@ def _shm() -> Check:
 def _huge_pages(name: str, setting: str, what: str) -> Check:
     text = read_text(f"{_THP}/{setting}")
     if text is None:
-        return warn(name, "not in this kernel", f"{what} copies about a quarter slower without")
+        return warn(name, "not in this kernel", f"without them, copies of {what} are about a quarter slower")
     chosen = re.search(r"\[(\w+)\]", text)
     value = chosen.group(1) if chosen is not None else text
     if value in ("never", "deny"):
         wanted = "advise" if setting == "shmem_enabled" else "madvise"
         return warn(
-            name, value, f"as root: echo {wanted} > {_THP}/{setting} ({what}: faster disk and copies)"
+            name, value, f"as root: echo {wanted} > {_THP}/{setting} (faster disk and copies of {what})"
         )
     return ok(name, value)
 
@@ -99,8 +97,8 @@ def _locked() -> Check:
 def _files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
-        most = "as many as wanted" if hard == resource.RLIM_INFINITY else f"up to {hard:,}"
-        advice = f"ulimit -n 65536 (systemd: LimitNOFILE=65536); this user may have {most}"
+        most = "any number" if hard == resource.RLIM_INFINITY else f"up to {hard:,}"
+        advice = f"ulimit -n 65536 (systemd: LimitNOFILE=65536); this user can raise it to {most}"
         return warn("open files", f"{soft:,}", advice, limit=soft)
     return ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}")
 
@@ -108,6 +106,8 @@ def _files() -> Check:
 def _overcommit() -> Check:
     value = read_text("/proc/sys/vm/overcommit_memory")
     if value == "2":
-        advice = "large mappings are refused early: sysctl vm.overcommit_memory=0, or raise overcommit_ratio"
+        advice = (
+            "the kernel may refuse large mappings: sysctl vm.overcommit_memory=0, or raise overcommit_ratio"
+        )
         return warn("vm.overcommit_memory", value, advice)
     return ok("vm.overcommit_memory", value or "unknown")

