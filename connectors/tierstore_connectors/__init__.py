@@ -1,1 +1,1 @@
-"""Adapters between engines and a store: one module per engine."""
+"""Adapters between engines and a store: one package per engine."""

@@ -1,4 +1,4 @@
-"""The bundled engine's connectors: without a store, and over a :class:`tierstore.Store`."""
+"""The bundled engine's connectors: one without a store, and one over a :class:`tierstore.Store`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tierstore.types import Hint, Loaded, Promise
 from tierstore_connectors.base import Connector, ConnectorHit
 from tierstore_connectors.common.handover import BOTH, Role
 
-_CONNECT_S = 2.0  # that opening waits for a daemon
+_CONNECT_S = 2.0  # how long opening waits for a daemon
 
 
 @dataclass(frozen=True, slots=True)
 class NoHit:
-    """The answer of a cache that is not there."""
+    """An empty hit."""
 
     tokens: int = 0
     by_tier: Mapping[str, int] = field(default_factory=dict)
@@ -39,11 +39,11 @@ class NoHit:
         return Transfer.completed(0)
 
     def release(self) -> None:
-        """There is no lease."""
+        """Do nothing: there is no lease."""
 
 
 class NoStore(Connector):
-    """The engine on its own: a pool of pages (for each layer group), nothing reused."""
+    """A connector without a store: pools of pages (one per layer group), and no reuse."""
 
     def __init__(self, pools: PagePool | Sequence[PagePool], identity: Identity) -> None:
         self.pools = (pools,) if isinstance(pools, PagePool) else tuple(pools)
@@ -70,10 +70,10 @@ class NoStore(Connector):
         return back
 
     def decline(self, hit: ConnectorHit, plan: Plan) -> None:
-        """There was nothing."""
+        """Do nothing: there are no hits."""
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """Nothing is planned."""
+        """Do nothing: there are no plans."""
 
     keeps = False
 
@@ -90,7 +90,7 @@ class NoStore(Connector):
         return Transfer.completed(0)
 
     def finish(self, session: str) -> None:
-        """Nothing is kept anyhow."""
+        """Do nothing: nothing is stored."""
 
     def allocate(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
         return self.pools[group].allocate(count, near=near)
@@ -116,11 +116,12 @@ class NoStore(Connector):
         return None
 
     def close(self) -> None:
-        """The pool's memory goes with its last view."""
+        """Do nothing: the pool's memory is freed with its last view."""
 
 
 class StoreConnector(Connector):
-    """The engine over a store that shares its page pools: pages in HBM are found and kept like any others."""
+    """A connector over a store that shares the engine's page pools: pages in HBM are found and cached like
+    others."""
 
     def __init__(self, store: Store) -> None:
         if not store.pools:
@@ -215,7 +216,7 @@ class StoreConnector(Connector):
 
 
 def _of_store(hit: ConnectorHit) -> StoreHit:
-    assert isinstance(hit, StoreHit), "the hit is of another connector"
+    assert isinstance(hit, StoreHit), "the hit belongs to another connector"
     return hit
 
 
@@ -233,24 +234,33 @@ def open_connector(
     model_name: str = "",
     role: Role = BOTH,
 ) -> Connector:
-    """A page pool of ``pool_pages`` pages on ``device`` (where the spec has several layer groups, as many
-    numbers, and one memory in which so many pages of each find room at a time), which may be resized to
-    ``most_bytes`` (None: on a CPU to what it has at first, on a device not at all), and the connector to
-    ``store``: the address of a daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded
-    store, or None to compute without one. ``model_name`` is what people call the model. ``disk_codec`` is how
-    an embedded store keeps pages on disk. ``role`` is what it does with pages that it shares with other
-    engines, through a daemon. Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
+    """Create the page pools on ``device``, and return the connector to ``store``.
+
+    ``pool_pages`` is the pool's size in pages. A spec with several layer groups takes one number per group;
+    the pools share one memory, which holds this many pages of each group at once. ``most_bytes`` is the
+    largest size that the pool may be resized to (None: on a CPU its first size; a pool on another device is
+    not resizable).
+
+    ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
+    or None for no store. ``disk_codec`` is how an embedded store encodes pages on disk. ``model_name`` is the
+    model's public name. ``role`` says whether the engine loads and saves pages that it shares with other
+    engines through a daemon. Raises the errors of :func:`tierstore.open` and :func:`tierstore.connect`.
+    """
     if disk_codec != NONE and (store is None or "://" in store):
         raise UsageError(
-            "a disk codec is for a directory of the engine's own; a daemon's is its own: "
+            "disk_codec needs a store directory. For a store at a daemon, give the codec to the daemon: "
             "`tierstore serve --disk-codec`"
         )
     if role != BOTH and "://" not in (store or ""):
-        raise UsageError("a kv_role is for engines that share a daemon: give its address as the store")
+        raise UsageError(
+            "kv_role is only for engines that share a daemon: give the daemon's address as the store"
+        )
     counts = [pool_pages] if isinstance(pool_pages, int) else list(pool_pages)
     parts = spec.split()
     if len(counts) != len(parts):
-        raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(counts)} pool sizes")
+        raise UsageError(
+            f"pool_pages needs one number for each of {len(parts)} layer groups, got {len(counts)}"
+        )
     pools: Sequence[PagePool]
     if len(parts) > 1:
         pools = open_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
@@ -270,7 +280,7 @@ def open_connector(
             saves=role.saves,
             wait_s=0,
         )
-        connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
+        connected.wait_connected(_CONNECT_S)  # without a daemon the engine starts with misses
         return StoreConnector(connected)
     opened = tierstore.open(
         store,

@@ -1,8 +1,8 @@
-"""What every connector of the bundled engine must do, as a test class to inherit from.
+"""Tests for every connector of the bundled engine, as a class to inherit from.
 
-Subclass :class:`ConnectorTests` in a test module and provide ``open_connector(layout, pages)``; pytest finds
-the rest, and runs it for models of one layer group and of several. Set ``reuses`` to False for a connector
-that keeps nothing.
+Subclass :class:`ConnectorTests` in a test module and implement ``open_connector(layout, pages)``. pytest
+finds the inherited tests and runs them for models with one and with several layer groups. Set ``reuses`` to
+False for a connector that stores nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CHUNK = 16
 
 
 class ConnectorTests(ABC):
-    """Subclasses say how to open a connector over 16-token chunks."""
+    """Subclasses open a connector over 16-token chunks."""
 
     reuses = True
 
     @abstractmethod
     def open_connector(self, layout: Layout, pages: int) -> Connector:
-        """A fresh connector for a model of these layer groups, with pools in which ``pages`` pages of each
-        find room at a time (:meth:`Layout.pools`)."""
+        """Return a new connector for a model of these layer groups. Its pools hold ``pages`` pages of each
+        group at once (:meth:`Layout.pools`)."""
 
     @pytest.fixture(params=LAYOUTS, ids=str)
     def layout(self, request: pytest.FixtureRequest) -> Layout:
@@ -43,7 +43,7 @@ class ConnectorTests(ABC):
     def compute(
         self, connector: Connector, layout: Layout, prompt: Prompt, *, first: int = 0
     ) -> list[list[int]]:
-        """Pages of every group for the chunks from ``first`` on, filled and saved."""
+        """Allocate, fill and save pages of every group for the chunks from ``first`` on. Return the pages."""
         owned = []
         for group in layout.groups:
             contents = layout.pages_of(prompt.tokens.tolist(), group.number)[first:]
@@ -63,7 +63,7 @@ class ConnectorTests(ABC):
         self.release(connector, [part.pages for part in loaded.groups])
 
     def loaded_bytes(self, connector: Connector, layout: Layout, loaded: Loaded) -> ByGroup:
-        """What a load has brought of each group, as :meth:`Layout.right` has it."""
+        """Return the bytes that a load returned for each group, in the form of :meth:`Layout.right`."""
         found: ByGroup = [[] for _ in layout.groups]
         for group, part in enumerate(loaded.groups):
             for chunk, page in enumerate(part.pages, part.first):
@@ -75,7 +75,7 @@ class ConnectorTests(ABC):
     def room(self, connector: Connector, layout: Layout) -> list[int]:
         return [connector.available(group=group.number) for group in layout.groups]
 
-    # -- what is promised --------------------------------------------------------------------------------
+    # -- the contract ------------------------------------------------------------------------------------
 
     def test_each_layer_group_has_a_pool_and_a_rule(self, layout: Layout) -> None:
         connector = self.open_connector(layout, 8)
@@ -133,7 +133,7 @@ class ConnectorTests(ABC):
                 right = layout.right(TOKENS, loaded.tokens)
                 assert self.loaded_bytes(connector, layout, loaded) == right
             if loaded.tokens % CHUNK:
-                connector.pool.array[loaded.pages[-1]] = 0  # its own copy: nobody else may notice
+                connector.pool.array[loaded.pages[-1]] = 0  # its own copy: other pages must not change
             self.release_loaded(connector, loaded)
         connector.close()
 

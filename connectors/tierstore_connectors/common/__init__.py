@@ -1,1 +1,1 @@
-"""What connectors to engines share. Nothing here knows an engine."""
+"""Code shared by connectors. It does not depend on any engine."""

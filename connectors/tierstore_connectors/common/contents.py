@@ -1,12 +1,12 @@
-"""Digests of files by all of their bytes: weights, adapters, and what lies beside them.
+"""Digests of files over all of their bytes: weights, adapters, and the files beside them.
 
-Names, sizes and times do not tell files apart: images are built with one time for all files, and two
-fine-tunes of one model have equal sizes. So every byte counts. Hashing runs in threads, at about 1 GB/s each.
+Names, sizes and times do not distinguish files: images are built with one time for all files, and two
+fine-tunes of one model have equal sizes. So every byte counts. Threads hash at about 1 GB/s each.
 
-A digest is remembered in a cache file, so that only the first start of an engine hashes. An entry is found by
-device, inode, size, both times of the file (the kernel sets ``st_ctime``; programs cannot), and a sample of
-its bytes. The cache file is trusted only as far as this user alone can have written it. Without a usable
-cache file each start hashes. Of several processes that need the same files one hashes, and the others wait.
+A cache file remembers digests, so that only the first start of an engine hashes. An entry is found by device,
+inode, size, both times of the file (the kernel sets ``st_ctime``; programs cannot), and a sample of its
+bytes. The cache file is used only if no other user could have written it. Without a usable cache file each
+start hashes. If several processes need the same files, one hashes and the others wait.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pathlib import Path
 
 import msgspec
 
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # per file, evenly spaced
 _SAMPLED_FROM = 1 << 20
-_PART_BYTES = 64 << 20  # one thread's work
+_PART_BYTES = 64 << 20  # one thread's unit of work
 _BUFFER_BYTES = 1 << 20
 _MOST_THREADS = 8
 _MOST_ENTRIES, _MOST_CACHE_BYTES = 8192, 4 << 20
 _SETTLED_NS = 2_000_000_000  # a file may change again within one tick of its file system's clock
-_WAIT_S = 600.0  # for another process that hashes the same files
+_WAIT_S = 600.0  # how long to wait for another process that hashes the same files
 _RETRIES = 3
-# Files in a model's folder that no engine computes with. Names with a leading dot do not count either.
+# Files in a model's folder that engines do not use. Hidden files are ignored as well.
 _DOCUMENTS = frozenset({".md", ".rst", ".pdf", ".png", ".jpg", ".jpeg", ".svg", ".gif"})
 _PAPERS = ("license", "notice", "readme")
 
@@ -59,10 +59,11 @@ def contents(files: Mapping[str, Path], *, remembered: Path | None, sampled: boo
     """Return the digest of these files: of their names (the keys) and all of their bytes.
 
     ``remembered`` is the cache file, usually :func:`default_cache`; None hashes every time. With ``sampled``,
-    files of 1 MiB and more count by size, modification time and a sample only. Raises
-    :class:`OSError` for a file that cannot be read, or that changes each time it is read.
+    files of 1 MiB and more count by size, modification time and a sample only. Raises :class:`OSError` for a
+    file that cannot be read, or that changes while it is read.
 
-    Any thread and any process may call it. It blocks: for weights, call it on a thread of its own."""
+    Any thread and any process may call this function. It blocks: for weights, call it on a separate thread.
+    """
     began = time.monotonic()
     hashes = _Hashes(remembered)
     ordered = sorted(files.items())
@@ -81,7 +82,7 @@ def contents(files: Mapping[str, Path], *, remembered: Path | None, sampled: boo
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """Every file of a model's folder and of the folders in it, by its name from there, but for hidden files
+    """Return every file in a model's folder and its subfolders, by its relative name, without hidden files
     and documents (README, LICENSE, pictures). Raises :class:`OSError`."""
     found: dict[str, Path] = {}
     seen: set[tuple[int, int]] = set()
@@ -89,7 +90,7 @@ def model_files(folder: Path) -> dict[str, Path]:
     def visit(place: Path, name: str) -> None:
         status = place.stat()
         if (status.st_dev, status.st_ino) in seen:
-            return  # a link that leads back
+            return  # a cyclic link
         seen.add((status.st_dev, status.st_ino))
         for each in sorted(place.iterdir()):
             if each.name.startswith("."):
@@ -104,8 +105,8 @@ def model_files(folder: Path) -> dict[str, Path]:
 
 
 def default_cache() -> Path | None:
-    """Where digests are remembered: ``$XDG_CACHE_HOME/tierstore/contents.json``, or below ``~/.cache``. None
-    if this user has no home."""
+    """Return the path of the cache file: ``$XDG_CACHE_HOME/tierstore/contents.json``, or below ``~/.cache``.
+    None if this user has no home."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -118,7 +119,7 @@ def _is_document(file: Path) -> bool:
 
 
 class _Digest:
-    """One file, and its digest once that is known. ``status`` and ``sample`` find it in the cache file."""
+    """One file, with its digest once that is known. ``status`` and ``sample`` find it in the cache file."""
 
     def __init__(self, path: Path, *, sampled: bool) -> None:
         self.path = path
@@ -128,7 +129,7 @@ class _Digest:
             self.value = f"sample-{self.times[0]}-{self.sample}"
 
     def look(self) -> None:
-        """Note the file's status and sample of now."""
+        """Record the file's current status and sample."""
         with _opened(self.path) as fd:
             status = os.fstat(fd)
             self.size = status.st_size
@@ -137,8 +138,8 @@ class _Digest:
             self.key = msgspec.json.encode(
                 [status.st_dev, status.st_ino, self.size, *self.times, self.sample]
             ).decode()
-            # In file systems that are images the time of change comes from the image, and may be that of
-            # another image at the same place.
+            # In a file system that is an image, the change time comes from the image. Another image at the
+            # same place may have the same time.
             image = bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY) and self.times[0] == self.times[1]
         self.lasting = not image and time.time_ns() - max(self.times) > _SETTLED_NS
 
@@ -163,7 +164,7 @@ def _sample(fd: int, size: int) -> str:
 
 
 def _hash_part(path: Path, start: int) -> bytes:
-    """The digest of one part of a file; shorter at its end."""
+    """Return the digest of one part of a file. The last part may be shorter."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with _opened(path) as fd:
@@ -178,14 +179,14 @@ def _hash_part(path: Path, start: int) -> bytes:
 
 
 class _Hashes:
-    """The digests that a cache file remembers, and those that are missing there."""
+    """The digests in a cache file, and computed digests of files that it lacks."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self.hashed_bytes = 0
 
     def fill(self, files: Sequence[_Digest]) -> None:
-        """Give each of these files its digest."""
+        """Set the digest of each of these files."""
         unknown = [each for each in files if not each.value]
         if not unknown or not (missing := self._find(unknown)):
             return
@@ -195,7 +196,7 @@ class _Hashes:
             self._remember([each for each in missing if each.lasting])
 
     def _find(self, files: Sequence[_Digest]) -> list[_Digest]:
-        """Take what is remembered. Returns the files that are not."""
+        """Set the digests that the cache file has. Return the files that it lacks."""
         known = _read(self._file)
         for each in files:
             each.value = known.get(each.key, "")
@@ -227,13 +228,13 @@ class _Hashes:
         raise OSError(f"{files[0].path} changes while it is read")
 
     def _remember(self, files: Sequence[_Digest]) -> None:
-        """Add to the cache file, with what other processes have added. A file that cannot be written costs a
-        hash at the next start."""
+        """Add digests to the cache file, keeping those of other processes. If the file cannot be written, the
+        next start hashes again."""
         if self._file is None or not files:
             return
         known = _read(self._file)
         for each in files:
-            known.pop(each.key, None)  # the latest are kept
+            known.pop(each.key, None)  # moves it to the end: the latest entries are kept
             known[each.key] = each.value
         kept = dict(list(known.items())[-_MOST_ENTRIES:])
         with suppress(OSError):
@@ -246,7 +247,7 @@ class _Cache(msgspec.Struct):
 
 
 def _read(file: Path | None) -> dict[str, str]:
-    """What the cache file holds; nothing if it is missing, damaged, or if somebody else could write it."""
+    """Return the cache file's digests; none if it is missing, damaged, or writable by other users."""
     if file is None:
         return {}
     try:
@@ -267,7 +268,7 @@ def _read(file: Path | None) -> dict[str, str]:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Write the file whole, readable by this user only."""
+    """Replace the file atomically, readable by this user only."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:
@@ -282,8 +283,8 @@ def _replace(file: Path, data: bytes) -> None:
 
 @contextmanager
 def _one_at_a_time(file: Path | None, missing: Sequence[_Digest]) -> Iterator[None]:
-    """Wait while another process hashes these files. It is a matter of speed only: without a lock, or when
-    the other takes too long, both hash."""
+    """Wait while another process hashes these files. This only saves time: without a lock, or after a
+    timeout, both processes hash."""
     keys = "".join(each.key for each in missing).encode()
     place = int.from_bytes(hashlib.sha256(keys).digest()[:4], "big")
     try:
@@ -304,7 +305,7 @@ def _one_at_a_time(file: Path | None, missing: Sequence[_Digest]) -> Iterator[No
             except BlockingIOError:
                 time.sleep(0.05)
             except OSError:
-                break  # a file system without locks
+                break  # file system without locks
         yield
     finally:
         os.close(fd)

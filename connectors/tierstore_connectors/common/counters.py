@@ -18,12 +18,12 @@ class ConnectorCounters:
             self._amounts[name] = self._amounts.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """Return what was counted, and begin anew."""
+        """Return the amounts, and start again from zero."""
         with self._lock:
             amounts, self._amounts = self._amounts, {}
         return amounts
 
 
 def added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    """The sums of both."""
+    """Return the sums of both."""
     return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}

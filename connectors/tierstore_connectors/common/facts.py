@@ -1,4 +1,4 @@
-"""Facts that tell engines' pages apart: weight files, configurations, processors."""
+"""Facts that distinguish engines' pages: weight files, configurations, processors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def digest(values: Sequence[object]) -> str:
-    """One text for all of these."""
+    """Return one digest of all of these values."""
     return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:32]
 
 
 def host_device() -> str:
-    """What stands for this processor: the attention kernels for it choose a layout by its instruction set."""
+    """Return an identification of this processor: its attention kernels choose a layout by the instruction
+    set."""
     flags = ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -35,9 +36,9 @@ def host_device() -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with everything in it that JSON does not know as text, in a fixed order."""
+    """Return ``value`` as JSON in a fixed order. Values that JSON lacks become text."""
     if isinstance(value, dict):
-        # Not what a library wrote there about itself and about where the files are.
+        # A library records itself and the files' location here.
         skipped = {"transformers_version", "_name_or_path"}
         return {str(key): plain(each) for key, each in sorted(value.items(), key=str) if key not in skipped}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""What keeps a cache from hurting its engine: errors stop here, a daemon that hangs is left alone, and what
-failed a moment ago is not tried again.
+"""Guards that keep a cache from harming its engine.
 
-Everything is pure but :class:`ErrorLog`: callers say what time it is.
+Errors stop here, a daemon that hangs is not asked for a while, and chunks that failed lately are not tried
+again. Everything except :class:`ErrorLog` is pure: callers pass the time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tierstore.keys import PageKey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FAILURES = 2  # in a row, before the daemon is left alone
+_FAILURES = 2  # unanswered questions in a row, before the daemon is left alone
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 _TRIES_S = 1.0
 
 
 class ErrorLog:
-    """Counts caught errors by place, and logs each kind once. ``logger`` is one that the engine shows."""
+    """Count caught errors by place, and log each kind once. ``logger`` is one that the engine shows."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self.counts: Counter[str] = Counter()
@@ -35,12 +35,10 @@ class ErrorLog:
         kind = (where, type(error).__name__)
         if kind not in self._logged:
             self._logged.add(kind)
-            self._logger.error(
-                "tierstore: %s failed, and the cache goes on without it: %r", where, error, exc_info=error
-            )
+            self._logger.error("tierstore: %s failed and was skipped: %r", where, error, exc_info=error)
 
     def warn(self, where: str, message: str) -> None:
-        """Count something that a person should know, and log it once."""
+        """Count a problem that the operator should know, and log it once."""
         self.counts[where] += 1
         if (where, message) not in self._logged:
             self._logged.add((where, message))
@@ -48,10 +46,11 @@ class ErrorLog:
 
 
 def guarded(otherwise: Callable[..., Any]) -> Callable[[F], F]:
-    """Make a method that never raises: whatever a connector raises ends many an engine for all its users.
+    """Make a method that never raises, because an exception from a connector ends many an engine for all its
+    users.
 
-    After an error ``otherwise`` is called with the same arguments, and returns the answer of a cache that has
-    nothing; it must not be able to fail. The method's object has an :class:`ErrorLog` named ``errors``.
+    After an error ``otherwise`` is called with the same arguments. It returns the answer of an empty cache
+    and must not fail. The method's object has an :class:`ErrorLog` named ``errors``.
     """
 
     def wrap(method: F) -> F:
@@ -59,7 +58,7 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[F], F]:
         def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # this is where errors stop
+            except Exception as error:  # noqa: BLE001  # errors stop here
                 self.errors.caught(method.__name__, error)
             return otherwise(self, *args, **kwargs)
 
@@ -69,9 +68,12 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[F], F]:
 
 
 class Breaker:
-    """Closed: everything is asked. Two missing answers in a row open it: nothing is asked for half a second,
-    and twice as long each time until eight. Then one question a second is let through, and the first answer
-    closes it."""
+    """A circuit breaker for questions to the daemon.
+
+    While it is closed every question is allowed. Two missing answers in a row open it: no question is allowed
+    for half a second, and twice as long each further time, up to eight seconds. Then one question per second
+    is allowed, and the first answer closes the breaker.
+    """
 
     def __init__(self) -> None:
         self._failures = 0
@@ -82,7 +84,7 @@ class Breaker:
         return f"Breaker({self._failures} failures)"
 
     def allows(self, now: float) -> bool:
-        """Whether to ask."""
+        """Return whether a question is allowed."""
         if self._failures < _FAILURES:
             return True
         if now < self._quiet_until:
@@ -91,7 +93,7 @@ class Breaker:
         return True
 
     def failed(self, now: float) -> None:
-        """Take in that an answer did not come."""
+        """Record a missing answer."""
         self._failures += 1
         if self._failures >= _FAILURES:
             pause = _PAUSES_S[min(self._opened, len(_PAUSES_S) - 1)]
@@ -99,12 +101,12 @@ class Breaker:
             self._quiet_until = now + pause
 
     def succeeded(self) -> None:
-        """Take in that an answer came."""
+        """Record an answer."""
         self._failures = self._opened = 0
 
 
 class RecentKeys:
-    """Keys of chunks, each for ``seconds`` after it was added; the latest ``most`` of them."""
+    """Keys of chunks. Each is kept for ``seconds``, and only the latest ``most`` are kept."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds = seconds
@@ -128,14 +130,14 @@ class RecentKeys:
         self._until.clear()
 
     def before_first(self, keys: Sequence[PageKey], now: float) -> int:
-        """How many keys come before the first that is here."""
+        """Return how many keys come before the first key that is in this set."""
         self._expire(now)
         if not self._until:
             return len(keys)
         return next((at for at, key in enumerate(keys) if key in self._until), len(keys))
 
     def to_last(self, keys: Sequence[PageKey], now: float) -> int:
-        """How many keys there are up to the last that is here, with it."""
+        """Return how many keys there are up to and including the last key that is in this set."""
         self._expire(now)
         if not self._until:
             return 0

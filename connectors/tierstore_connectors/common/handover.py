@@ -1,9 +1,10 @@
-"""The hand-over from the engine that computes a prompt to the one that goes on with it, in vLLM's words.
+"""The hand-over of a prompt from the engine that computes it to the engine that continues it, in vLLM's
+format.
 
-A proxy asks the first for one token, with ``kv_transfer_params`` ``{"do_remote_decode": true}``, and puts
-those of its answer into the second one's request, unchanged. Pages are found by prompt, so nothing says where
-they are and nothing is held for anybody: the answer only says how many are on their way, and how long waiting
-for them may take.
+A proxy asks the first engine for one token, with ``kv_transfer_params`` ``{"do_remote_decode": true}``. It
+copies the ``kv_transfer_params`` of the answer into the request for the second engine. Pages are found by
+prompt, so the answer contains no addresses, and no page is reserved. The answer only says how many tokens are
+being saved, and how long waiting for them may take.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from tierstore.types import Promise
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whether an engine takes pages out of the store that it shares with others, and puts any in."""
+    """Whether an engine loads pages from the store that it shares with others, and saves pages to it."""
 
     loads: bool
     saves: bool
 
     @classmethod
     def parse(cls, name: str) -> Role:
-        """One of vLLM's names. Raises :class:`UsageError`."""
+        """Return the role of one of vLLM's names. Raises :class:`UsageError` for another name."""
         role = _ROLES.get(name)
         if role is None:
-            raise UsageError(f"kv_role is one of {', '.join(_ROLES)}, not {name!r}")
+            raise UsageError(f"kv_role must be one of {', '.join(_ROLES)}, got {name!r}")
         return role
 
 
@@ -41,7 +42,7 @@ BOTH = _ROLES["kv_both"]
 
 
 def answer(promise: Promise) -> dict[str, Any]:
-    """What the engine that has computed a prompt answers."""
+    """Return the ``kv_transfer_params`` that the engine which has computed a prompt answers."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

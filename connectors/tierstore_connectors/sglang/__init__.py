@@ -1,4 +1,4 @@
 """SGLang's HiCache over a tierstore daemon: ``--hicache-storage-backend dynamic`` (docs/sglang.md).
 
-Import ``tierstore_connectors.sglang.backend`` for the class itself, which needs SGLang; nothing else here
-does."""
+The class is in ``tierstore_connectors.sglang.backend``. Importing this package alone does not need SGLang.
+"""

@@ -1,12 +1,13 @@
-"""LoRA adapters by their contents: an adapter's pages are found after a restart, and another one's are not.
+"""LoRA adapters by their contents, so that an adapter's pages are found after a restart and never mixed up.
 
-SGLang names an adapter by an id, which a request's cache key ends with. The id of an adapter that the server
-starts with is made from its name and path, so other files at the same path would get the pages of the old
-ones. The id of one that is loaded later is random, so its pages would never be found again. Here the key ends
+SGLang names an adapter by an id at the end of a request's cache key. The id of an adapter that the server
+starts with is made from its name and path, so other files at the same path would get the old files' pages.
+The id of an adapter that is loaded later is random, so its pages would not be found again. Here the key ends
 with a digest of all bytes of the adapter's files instead.
 
-The digest is taken when SGLang loads the adapter. A server to which the storage is attached later has loaded
-adapters already, and their files may have changed since: their keys are good for this server only.
+The digest is taken when SGLang loads the adapter. If the storage is attached to a running server, adapters
+are already loaded and their files may have changed since. Keys of such adapters are valid for this server
+only.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class Adapters:
         self._watching = False
 
     def watch(self, started_with: Iterable[Any], *, server: str) -> None:
-        """Give requests' keys the digests from now on. ``started_with`` are SGLang's references to adapters
-        that were loaded a moment ago; ``server`` stands for this server alone, for those whose files are not
-        known. Repeating it is harmless."""
+        """Put the digests into requests' keys from now on. Repeated calls are harmless.
+
+        ``started_with`` are SGLang's references to adapters that were loaded just now. ``server`` identifies
+        this server; keys of adapters with unknown files contain it.
+        """
         for each in started_with:
             self._note(str(each.lora_id), str(each.lora_path), server)
         with self._lock:
@@ -59,7 +62,7 @@ class Adapters:
             self._digests[lora_id] = found
 
     def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Take the digest of files that are the same before and after they were loaded."""
+        """Take the digest of files that are equal before and after loading."""
 
         @functools.wraps(load)
         def loading(manager: Any, lora_ref: Any) -> Any:
@@ -73,7 +76,7 @@ class Adapters:
         return loading
 
     def _naming(self, make: Callable[..., None], server: str) -> Callable[..., None]:
-        """Have a request's key end with the digest of its adapter."""
+        """Replace the adapter's id at the end of a request's key by its digest."""
 
         @functools.wraps(make)
         def naming(request: Any, *arguments: Any, **options: Any) -> None:
@@ -88,12 +91,12 @@ class Adapters:
 
 
 ADAPTERS = Adapters()
-"""Those of this process: SGLang's classes are changed once in it."""
+"""The adapters of this process. SGLang's classes are patched once per process."""
 
 
 def digest_of_adapter(path: str) -> str | None:
-    """Return the digest of an adapter's files, of a folder or of a repository that was fetched before; None,
-    and a line in the log, where they cannot be read."""
+    """Return the digest of an adapter's files, in a folder or in a downloaded repository. Return None, and
+    log a warning, if they cannot be read."""
     folder = Path(path)
     try:
         if not folder.is_dir():
@@ -105,5 +108,5 @@ def digest_of_adapter(path: str) -> str | None:
 
 
 def _of_server(server: str, lora_id: str) -> str:
-    """A name that no adapter has anywhere else; as long as SGLang's ids are."""
+    """Return a name that no other adapter has, if SGLang's ids are unique."""
     return hashlib.sha256(f"{server} {lora_id}".encode()).hexdigest()[:32]

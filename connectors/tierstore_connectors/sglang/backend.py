@@ -1,14 +1,14 @@
-"""The class that SGLang loads: a ``HiCacheStorage`` whose pages are a tierstore daemon's.
+"""The class that SGLang loads: a ``HiCacheStorage`` whose pages are in a tierstore daemon.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config \
       '{"backend_name": "tierstore", "module_path": "tierstore_connectors.sglang.backend",
         "class_name": "TierStoreHiCache", "interface_v1": 1}'
 
-Nothing here raises once the engine runs: up to SGLang 0.5.20 an exception ended the thread that saves for
-good. A daemon that does not answer twice in a row is left alone for a while (:class:`Breaker`), so that it
-costs a prompt nothing. Each call ends within its setting's seconds: ranks wait for one another.
+No method raises once the engine runs: up to SGLang 0.5.20 an exception ended the thread that saves for good.
+After two unanswered questions the daemon is not asked for a while (:class:`Breaker`), so that it does not
+delay prompts. Each call ends within the seconds of its setting, because ranks wait for one another.
 
-SGLang's own threads call this: one asks, one reads, one writes; the scheduler may ask, too.
+SGLang's own threads call these methods: one asks, one reads, one writes, and the scheduler may ask as well.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from tierstore_connectors.sglang.weights import WeightsWatch, epoch_of
 _log = logging.getLogger("sglang.tierstore")
 
 _KV = "kv"
-_LEAST_VERSION = (0, 5, 20)  # before that, pages of requests with other salts had the same names
+_LEAST_VERSION = (0, 5, 20)  # earlier versions give one name to pages of requests with different salts
 _FEW_TOKENS = 16
-_CONNECT_S = 1.0  # at the engine's start; a daemon that comes later is found all the same
+_CONNECT_S = 1.0  # at the engine's start; a daemon that starts later is used as well
 
 
 class TierStoreHiCache(HiCacheStorage):
-    """See the module. Raises :class:`~tierstore.errors.UsageError` at the engine's start for settings, an
-    SGLang or weights that it cannot keep pages of."""
+    """The storage backend; see the module. Raises :class:`~tierstore.errors.UsageError` at the engine's start
+    for settings, an SGLang version or weights that it does not support."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:
         version = tuple(int(part) for part in sglang.__version__.split(".post")[0].split(".")[:3])
         if version < _LEAST_VERSION:
             raise UsageError(
-                f"SGLang {sglang.__version__} gives the pages of requests with other salts one name: "
-                "tierstore needs 0.5.20 or newer"
+                f"SGLang {sglang.__version__} gives one name to pages of requests with different salts: "
+                "use 0.5.20 or newer"
             )
         self._config = storage_config
         self._settings = SglangSettings.parse(storage_config.extra_config)
-        self._lock = threading.Lock()  # of everything below that changes
+        self._lock = threading.Lock()  # guards everything below that changes
         self._pools: dict[str, HostPool] = {}
         self._stores: dict[tuple[int, int], Store] = {}
         self._identities: dict[tuple[str, str], Identity] = {}
@@ -77,7 +77,7 @@ class TierStoreHiCache(HiCacheStorage):
         self.errors = ErrorLog(_log)
         arguments = _arguments()
         if storage_config.should_split_heads:
-            raise UsageError("tierstore keeps no pages that are split by heads: leave tp_lcm_size out")
+            raise UsageError("tierstore does not support pages split by heads: leave tp_lcm_size out")
         seed = arguments.get("random_seed")
         shared = storage_config.is_mla_model and storage_config.tp_size > 1
         self._weights = WeightsWatch(_weight_version, lambda n: epoch_of(n, shared=shared, seed=seed))
@@ -92,7 +92,7 @@ class TierStoreHiCache(HiCacheStorage):
     # -- pools ---------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The KV pool, or a group of pools that it is the anchor of."""
+        """Register the KV pool, or the group of pools that it anchors."""
         super().register_mem_pool_host(mem_pool_host)
         entry = vars(mem_pool_host).get("anchor_entry")
         self._register(_KV, mem_pool_host if entry is None else entry.host_pool)
@@ -108,7 +108,7 @@ class TierStoreHiCache(HiCacheStorage):
         if known.pool.page_size < _FEW_TOKENS:
             self.errors.warn(
                 "page_size",
-                f"pages of {known.pool.page_size} tokens cost much for each token: --page-size 64 is faster",
+                f"pages of {known.pool.page_size} tokens are slow: --page-size 64 is faster",
             )
         with self._lock:
             self._pools[name] = known
@@ -141,7 +141,7 @@ class TierStoreHiCache(HiCacheStorage):
         )
 
     def _place(self, name: str) -> _BufferPlace:
-        """Raises :class:`KeyError` for a pool that was not registered."""
+        """Return the place of a pool's pages. Raises :class:`KeyError` for a pool that was not registered."""
         with self._lock:
             pool = self._pools[name]
             return _BufferPlace(
@@ -149,11 +149,11 @@ class TierStoreHiCache(HiCacheStorage):
             )
 
     def _identity_of(self, pool: HostPool) -> Identity:
-        """The identity that the pool's pages have now: another one after new weights. Under the lock."""
+        """Return the current identity of the pool's pages, which changes with the weights. Needs the lock."""
         epoch = self._weights.look()
         identity = self._identities.get((pool.name, epoch))
         if identity is None:
-            if len(self._identities) >= MOST_IDENTITIES:  # as many as the daemon keeps for a connection
+            if len(self._identities) >= MOST_IDENTITIES:  # the daemon's limit per client connection
                 self._identities.clear()
                 self._queries.clear()
                 for shape, store in list(self._stores.items()):
@@ -171,7 +171,7 @@ class TierStoreHiCache(HiCacheStorage):
         return identity
 
     def _shard(self, pool: str) -> str:
-        """The part of the model that this rank has. Latents are the same on all ranks; states never are."""
+        """Return this rank's part of the model. Latents are equal on all ranks, states never are."""
         config = self._config
         whole = config.is_mla_model and pool != "mamba"
         tensor = "all" if whole else f"{config.tp_rank}/{config.tp_size}"
@@ -184,15 +184,15 @@ class TierStoreHiCache(HiCacheStorage):
 
     @guarded(lambda self, keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages of ``keys`` the daemon has."""
+        """Return how many leading pages of ``keys`` the daemon has."""
         return _leading(self._held(_KV, keys, extra_info))
 
     @guarded(lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """The prefixes that can be restored with the pages of all pools that they need: the store's rule for
-        layer groups, with pages for tokens."""
+        """Return the prefixes that can be restored with the pages of all pools that they need. This is the
+        store's rule for layer groups, applied to pages instead of tokens."""
         pages = _leading(self._held(_KV, keys, extra_info)) if _KV in self._pools else len(keys)
         restorable = list(range(1, pages + 1))
         groups = [(GroupRule.all(), [range(pages)])]
@@ -205,7 +205,7 @@ class TierStoreHiCache(HiCacheStorage):
                 continue  # a second form of KV pages, which never shortens a hit
             rule = _rule(transfer)
             if rule is None:
-                self.errors.warn("hit_policy", f"nothing is kept of pools with {transfer.hit_policy}")
+                self.errors.warn("hit_policy", f"pools with {transfer.hit_policy} are not stored")
                 return PoolTransferResult(0, hits, [])
             held = self._held(name, keys[:pages], extra_info)
             groups.append((rule, page_ranges([at for at, there in enumerate(held) if there], 1)))
@@ -215,8 +215,8 @@ class TierStoreHiCache(HiCacheStorage):
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
     def _held(self, name: str, keys: Sequence[str], extra_info: Any = None) -> list[bool]:
-        """Which of these pages the daemon has. They are leased until they are read, or the lease ends, and
-        what is on disk is on its way up."""
+        """Return which of these pages the daemon has. They are leased until they are read or the lease ends,
+        and pages on disk are being read into memory."""
         query = self._find(self._place(name), keys, extra_info)
         held = [False] * len(keys)
         if query is not None:
@@ -226,7 +226,7 @@ class TierStoreHiCache(HiCacheStorage):
         return held
 
     def _find(self, place: _BufferPlace, keys: Sequence[str], extra_info: Any) -> Query | None:
-        """None where there is nothing, and while the daemon does not answer."""
+        """Look up pages. Return None if there are none, or while the daemon does not answer."""
         with self._lock:
             if not keys or not self._breaker.allows(time.monotonic()):
                 return None
@@ -249,17 +249,17 @@ class TierStoreHiCache(HiCacheStorage):
 
     @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Read pages into the KV pool: which of them have come."""
+        """Read pages into the KV pool. Return which of them arrived."""
         return self._load(_KV, keys, host_indices, extra_info)
 
     @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Save pages of the KV pool: which of them are stored."""
+        """Save pages of the KV pool. Return which of them are stored."""
         return self._save(_KV, keys, host_indices, extra_info)
 
     @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """:meth:`batch_get_v1` for several pools."""
+        """Read like :meth:`batch_get_v1`, for several pools."""
         return {
             each.name: self._load(str(each.name), each.keys or [], each.host_indices, extra_info)
             for each in transfers
@@ -267,7 +267,7 @@ class TierStoreHiCache(HiCacheStorage):
 
     @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """:meth:`batch_set_v1` for several pools."""
+        """Save like :meth:`batch_set_v1`, for several pools."""
         return {
             each.name: self._save(str(each.name), each.keys or [], each.host_indices, extra_info)
             for each in transfers
@@ -288,7 +288,8 @@ class TierStoreHiCache(HiCacheStorage):
     def _load_held(
         self, place: _BufferPlace, query: Query, first: int, keys: Sequence[str], indices: Any
     ) -> set[int]:
-        """Load what the query holds of ``keys``, which are its pages ``first …``. Which of them came."""
+        """Load the pages ``keys``, which are pages ``first …`` of the query, as far as it holds them. Return
+        the indices of those that arrived."""
         wanted = query.held(first, len(keys))
         if not wanted:
             return set()
@@ -314,8 +315,8 @@ class TierStoreHiCache(HiCacheStorage):
         if not self._weights.may_save():
             self.errors.warn(
                 "weights",
-                "pages from before an update of the weights are not stored; if this goes on, the engine has "
-                "not flushed its cache since (POST /flush_cache)",
+                "pages from before an update of the weights are not stored; if this continues, the engine "
+                "has not flushed its cache since the update (POST /flush_cache)",
             )
             return [False] * len(keys)
         began = time.monotonic()
@@ -323,7 +324,7 @@ class TierStoreHiCache(HiCacheStorage):
         transfer = place.store.save_from(place.prompt(keys, extra_info), source, len(keys))
         with contextlib.suppress(TimeoutError):
             transfer.wait(self._settings.save_s)
-        transfer.cancel()  # what is left of it: SGLang is going to write to these slots
+        transfer.cancel()  # ends the rest: SGLang will overwrite these slots
         pages = transfer.wait() // place.pool.chunk_tokens
         self._stats.saved(pages, place.pool.page_bytes, time.monotonic() - began)
         return [at < pages for at in range(len(keys))]
@@ -332,18 +333,19 @@ class TierStoreHiCache(HiCacheStorage):
 
     @guarded(lambda self, key, target_location=None, target_sizes=None: None)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Pages go straight to and from the host pool: this way in is not used (``interface_v1``)."""
+        """Warn about ``interface_v1``: this method is not supported. Pages go directly to and from the host
+        pool."""
         self._say_v1()
 
     @guarded(lambda self, keys, target_locations=None, target_sizes=None: [])
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """See :meth:`get`."""
+        """Warn about ``interface_v1``; see :meth:`get`."""
         self._say_v1()
         return [None] * len(keys)
 
     @guarded(lambda self, key, value=None, target_location=None, target_sizes=None: False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """See :meth:`get`."""
+        """Warn about ``interface_v1``; see :meth:`get`."""
         self._say_v1()
         return False
 
@@ -351,37 +353,37 @@ class TierStoreHiCache(HiCacheStorage):
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """See :meth:`get`."""
+        """Warn about ``interface_v1``; see :meth:`get`."""
         self._say_v1()
         return False
 
     @guarded(lambda self, key: False)
     def exists(self, key: str) -> bool:
-        """Whether the daemon has a page of the KV pool."""
+        """Return whether the daemon has a page of the KV pool."""
         return self._held(_KV, [key]) == [True]
 
     def _say_v1(self) -> None:
         self.errors.warn(
-            "interface_v1", 'nothing is kept: set "interface_v1": 1 in hicache-storage-backend-extra-config'
+            "interface_v1", 'no page is stored: set "interface_v1": 1 in hicache-storage-backend-extra-config'
         )
 
     @guarded(lambda self: None)
     def clear(self) -> None:
-        """Find nothing of before any more: the weights may be others now. (The daemon's policy frees the
-        pages.)"""
+        """Make earlier pages unfindable, because the weights may have changed. The daemon's policy frees the
+        pages."""
         self._weights.begin_epoch()
         self._queries.clear()
 
     @guarded(lambda self: None)
     def get_stats(self) -> Any:
-        """What has come and gone since the last call, for SGLang's metrics."""
+        """Return the transfers since the last call, for SGLang's metrics."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         return self._stats.take(StorageMetrics())
 
     @guarded(lambda self: None)
     def close(self) -> None:
-        """SGLang detaches the storage."""
+        """Close the stores when SGLang detaches the storage."""
         self._queries.clear()
         with self._lock:
             stores, self._stores = list(self._stores.values()), {}
@@ -392,21 +394,21 @@ class TierStoreHiCache(HiCacheStorage):
 
 @dataclass(frozen=True, slots=True)
 class _BufferPlace:
-    """Where the pages of a pool are kept."""
+    """The place of a pool's pages: its store and identity."""
 
     pool: HostPool
     store: Store
     identity: Identity
 
     def prompt(self, keys: Sequence[str], extra_info: Any) -> Prompt:
-        """The pages ``keys``. SGLang may say what comes before them
+        """Return a prompt for the pages ``keys``. SGLang may pass the keys before them
         (``hicache_storage_pass_prefix_keys``)."""
         before = len(extra_info.prefix_keys or ()) if extra_info is not None else 0
         return pages_named(self.identity, keys, self.pool.chunk_tokens, before)
 
 
 class _Transfers:
-    """Pages and bandwidths (GB/s) of batches, as SGLang's metrics want them."""
+    """Pages and rates (GB/s) of batches, in the form of SGLang's metrics."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -421,7 +423,7 @@ class _Transfers:
 
     def _note(self, batches: list[tuple[int, float]], pages: int, page_bytes: int, seconds: float) -> None:
         with self._lock:
-            if len(batches) < 10_000:  # nobody takes them
+            if len(batches) < 10_000:  # the list would grow if SGLang never took it
                 batches.append((pages, pages * page_bytes / max(seconds, 1e-9) / 1e9))
 
     def take(self, metrics: Any) -> Any:
@@ -436,23 +438,25 @@ class _Transfers:
 
 
 def _arguments() -> dict[str, Any]:
-    """SGLang's arguments as it has resolved them: what a user left out is what was chosen for it."""
+    """Return SGLang's arguments after it has filled in defaults."""
     known = runtime_context.get_server_args()
-    resolved = getattr(known, "resolved_dict", None)  # from 0.5.22 on; before, it changed the object itself
+    # from 0.5.22 on; earlier versions change the object itself
+    resolved = getattr(known, "resolved_dict", None)
     return dict(resolved() if resolved is not None else vars(known))
 
 
 def _forget_what_did_not_come() -> None:
-    """Have SGLang save pages again that a query found and a read did not.
+    """Have SGLang save pages again that a query found and a read missed.
 
-    With a staging area only, SGLang remembers which pages are stored and saves these no more. Of a model with
-    one pool it does not forget those that a read has missed: they left, or were damaged, after the query.
-    Every rank does this at the same step, with the number of pages that all of them have."""
+    With only a staging area, SGLang remembers which pages are stored and does not save them again. For a
+    model with one pool it keeps remembering pages that a read missed because they were evicted or damaged
+    after the query. Every rank does this at the same step, with the number of pages that all of them have.
+    """
     from sglang.srt.mem_cache.buffer_mode.pipeline import BufferModePipeline
 
     stage = BufferModePipeline.stage_completed_prefetch
     if hasattr(stage, "__wrapped__"):
-        return  # done before, in this process
+        return  # done before in this process
 
     @functools.wraps(stage)
     def staging(self: Any, request: Any, num_tokens: int, hash_value: list[str]) -> Any:
@@ -468,10 +472,11 @@ def _forget_what_did_not_come() -> None:
 
 
 def _watch_adapters(*, server: str) -> None:
-    """Tell adapters apart by their files; ``server`` stands for this server alone."""
+    """Identify adapters by their files. ``server`` identifies this server."""
     from tierstore_connectors.sglang.adapters import ADAPTERS  # imports SGLang's LoRA, which is large
 
-    # Where this storage is attached to a server that runs, its adapters' files may be others by now.
+    # If this storage is attached to a running server, adapters' files may have changed since they were
+    # loaded.
     at_start = runtime_context.get_server_args().hicache_storage_backend is not None
     ADAPTERS.watch((runtime_context.get_lora().lora_paths or ()) if at_start else (), server=server)
 
@@ -481,13 +486,13 @@ def _weight_version() -> str:
 
 
 def _leading(held: Sequence[bool]) -> int:
-    """How many pages there are before the first that is missing."""
+    """Return how many pages come before the first missing one."""
     return next((at for at, here in enumerate(held) if not here), len(held))
 
 
 def _rule(transfer: Any) -> GroupRule | None:
-    """What a hit needs of a pool, in pages; None for a policy that is not known. SGLang says how long a
-    window is by the number of pages that it would read; of states it is one."""
+    """Return the rule of a pool, in pages; None for an unknown policy. SGLang gives a window's length as the
+    number of pages to read; for states this is one."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return GroupRule.all()
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:

@@ -1,4 +1,4 @@
-"""What a user can set in SGLang's ``--hicache-storage-backend-extra-config``."""
+"""The user's settings in SGLang's ``--hicache-storage-backend-extra-config``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 from tierstore_connectors.common.options import checked_options
 
-# SGLang's own keys, which a backend is given, too.
+# SGLang's own keys, which it also passes to a backend.
 _OF_SGLANG = frozenset(
     {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size"}
     | {"prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"}
@@ -23,13 +23,15 @@ WHOLE, SAMPLE = "whole", "sample"
 
 @dataclass(frozen=True, slots=True)
 class SglangSettings:
-    """``store`` is the daemon's address, ``keys`` and ``server_key`` are the files for ``tcp://``.
-    ``namespace`` keeps engines apart that nothing else tells apart, and names weights that nothing else
-    identifies.
+    """The settings of an engine's storage backend.
 
-    ``lookup_s`` is the longest that a query waits for the daemon, ``load_s`` a read and ``save_s`` a write:
-    then it has what has come by then. ``threads`` copy. ``hash_weights`` is ``whole`` or ``sample``: how much
-    of the model's large files tells weights apart.
+    - ``store``: the daemon's address. ``keys``, ``server_key``: key files for ``tcp://``.
+    - ``namespace``: separates engines that nothing else separates, and names the version of weights that have
+      neither local files nor a commit.
+    - ``lookup_s``, ``load_s``, ``save_s``: the longest duration of a query, a read and a write. A read or
+      write then ends with the pages that arrived by then.
+    - ``threads``: copying threads.
+    - ``hash_weights``: ``whole`` hashes all bytes of the model's large files, ``sample`` only a sample.
     """
 
     store: str = field(default_factory=default_listen)
@@ -48,6 +50,7 @@ class SglangSettings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> SglangSettings:
-        """Raises :class:`~tierstore.errors.UsageError` for an unknown key or a wrong value."""
+        """Check the options and return the settings. Raises :class:`~tierstore.errors.UsageError` for an
+        unknown key or an invalid value."""
         ours = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         return cls(**checked_options("hicache-storage-backend-extra-config", cls, ours))

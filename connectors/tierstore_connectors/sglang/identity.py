@@ -1,16 +1,16 @@
-"""What tells SGLang's pages apart: the key of each page, and the identity of a pool's pages.
+"""The identity of SGLang's pages, and the key of each page.
 
 **Keys.** SGLang names a page by SHA-256 over all tokens up to its end, and over the salt and the adapter of
-the request (:mod:`tierstore_connectors.sglang.adapters`). The first 16 bytes find the page. The whole hash
-stands where a page has its tokens, so all of it is compared.
+the request (:mod:`tierstore_connectors.sglang.adapters`). The first 16 bytes find the page. The whole hash is
+stored in place of tokens, so all of it is compared.
 
 **The identity** covers everything else: SGLang's version, every argument of the server, all bytes of the
-model's files, how the pool lies in memory, which part of the model this rank has, and the *epoch*. SGLang
-tells nobody when an engine's weights are replaced, but an update may name a version, and ``clear`` begins a
-new epoch in any case.
+model's files, the pool's layout in memory, this rank's part of the model, and the *epoch*. SGLang does not
+report that an engine's weights are replaced, but an update may name a version, and ``clear`` always begins a
+new epoch.
 
-Every argument counts unless :data:`HARMLESS` lists it, also one that a later SGLang adds. An argument that
-names a file or a folder counts by its contents, not by its path.
+Every argument counts unless :data:`HARMLESS` lists it, including arguments that a later SGLang adds. An
+argument that names a file or a folder counts by its contents, not by its path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _fields(names: str) -> frozenset[str]:
 
 
 HARMLESS: frozenset[str] = frozenset().union(
-    # Where the process runs and listens, who may ask it, and who watches it.
+    # Where the process runs and listens, who may use it, and how it is observed.
     _fields("""
         base_gpu_id gpu_id_step watchdog_timeout soft_watchdog_timeout sleep_on_idle use_ray numa_node
         gc_threshold custom_sigquit_handler nccl_port dist_timeout dist_init_addr gated_launch_port nnodes
@@ -118,7 +118,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         mm_io_worker_num allowed_media_domains media_url_max_file_size_mb limit_mm_data_per_request
         mm_feature_transport enable_broadcast_mm_inputs_process
     """),
-    # How the weights' bytes come here and what is written beside them; the bytes themselves count.
+    # How the weights' bytes arrive, and files written beside them. The bytes themselves count.
     _fields("""
         download_dir weight_loader_disable_mmap weight_loader_prefetch_checkpoints
         weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
@@ -126,38 +126,38 @@ HARMLESS: frozenset[str] = frozenset().union(
         modelopt_checkpoint_save_path modelopt_export_path delete_ckpt_after_loading weight_cache_socket
         weight_cache_timeout
     """),
-    # Adapters are part of the pages' names, by their contents, and so told apart from one another.
+    # Adapters are part of the pages' names, by their contents.
     _fields("""
         lora_paths enable_lora_overlap_loading max_loaded_loras max_loras_per_batch lora_eviction_policy
         lora_drain_wait_threshold
     """),
 )
-"""The fields of SGLang's ``ServerArgs`` that are known not to change what a page holds for given tokens."""
+"""The fields of SGLang's ``ServerArgs`` that are known not to change a page's contents for given tokens."""
 
-# These stand for the weights, which count by their bytes (or by a commit or a namespace, where there are no
-# files here); an update of the weights is watched. The seed fills the weights of a model without any.
+# These identify the weights, which count by their bytes (or by a commit or a namespace if their files are not
+# local). Updates of the weights are watched. The seed fills the weights of dummy models.
 _ELSEWHERE = frozenset({"model_path", "revision", "weight_version", "random_seed"})
 
 
 def page_hash(key: str) -> bytes:
-    """32 bytes for a page's name: SGLang's hash itself, or that of a name of another kind."""
+    """Return 32 bytes for a page's name: SGLang's hash, or the hash of another kind of name."""
     if len(key) == 2 * NAME_BYTES:
         try:
             return bytes.fromhex(key)
         except ValueError:
-            pass  # of another kind, then
+            pass  # another kind of name
     return hashlib.sha256(key.encode()).digest()
 
 
 def pages_named(identity: Identity, keys: Sequence[str], chunk_tokens: int, before: int = 0) -> Prompt:
-    """The pages that SGLang names ``keys``, each by itself. ``before``: how many come before them, as far as
-    SGLang says so."""
+    """Return a prompt that finds each of the pages ``keys`` by its name. ``before``: the number of pages
+    before them, if SGLang gives it."""
     names = [page_hash(key) for key in keys]
     return Prompt.named_pages(identity, names, chunk_tokens=chunk_tokens, pages_before=before)
 
 
 def counting(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are part of the identity, of all that a server has."""
+    """Return the server arguments that are part of the identity."""
     found = {
         name: value
         for name, value in arguments.items()
@@ -169,16 +169,17 @@ def counting(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_digest(version: str, arguments: Mapping[str, Any], namespace: str, *, sampled: bool = False) -> str:
-    """Return a digest of how the model is computed: SGLang's version and all arguments that count.
+    """Return a digest of the model's computation: SGLang's version and all counted arguments.
 
-    Raises :class:`UsageError` for a file that an argument names and that cannot be read."""
+    Raises :class:`UsageError` if an argument names a file that cannot be read.
+    """
     values = {name: _plain(value, sampled) for name, value in counting(arguments).items()}
     return digest([version, sorted(values.items()), namespace])
 
 
 def weights_revision(arguments: Mapping[str, Any], namespace: str, *, sampled: bool = False) -> str:
     """Identify the weights: by all bytes of the model's files, by the hub's commit, or by the ``namespace``.
-    Raises :class:`UsageError` where nothing does."""
+    Raises :class:`UsageError` without any of these."""
     place, revision = str(arguments.get("model_path", "")), str(arguments.get("revision") or "")
     folder = Path(place)
     if folder.is_dir() and any(Path(name).suffix in WEIGHTS for name in files_of(folder)):
@@ -193,27 +194,28 @@ def weights_revision(arguments: Mapping[str, Any], namespace: str, *, sampled: b
 
 
 def contents_of(place: Path, *, sampled: bool = False) -> str:
-    """Return the digest of a file, or of all files in a folder, by all of their bytes. Where it lies and what
-    it is called does not count. Raises :class:`UsageError` for what cannot be read."""
+    """Return the digest of all bytes of a file, or of all files in a folder. Its path does not count. Raises
+    :class:`UsageError` if it cannot be read."""
     try:
         found = contents(files_of(place), remembered=default_cache(), sampled=sampled)
     except OSError as error:
-        raise UsageError(f"{place} cannot be read, so pages cannot be told apart by it: {error}") from error
+        raise UsageError(f"cannot read {place}, which is part of the pages' identity: {error}") from error
     if found.hashed_bytes:
         _log.info("tierstore: %s: %s", place, found)
     return found.digest
 
 
 def files_of(place: Path) -> dict[str, Path]:
-    """A file alone, or every file of a model's folder. Raises :class:`UsageError`."""
+    """Return a single file, or every file of a model's folder. Raises :class:`UsageError`."""
     try:
         return model_files(place) if place.is_dir() else {"": place}
     except OSError as error:
-        raise UsageError(f"{place} cannot be read, so pages cannot be told apart by it: {error}") from error
+        raise UsageError(f"cannot read {place}, which is part of the pages' identity: {error}") from error
 
 
 def _plain(value: Any, sampled: bool) -> object:
-    """``value`` as JSON has it, in a fixed order; the contents of what it names instead of a path."""
+    """Return ``value`` as JSON in a fixed order. Paths of existing files are replaced by the files'
+    contents."""
     if isinstance(value, Mapping):
         return [[str(key), _plain(each, sampled)] for key, each in sorted(value.items(), key=str)]
     if isinstance(value, (set, frozenset)):
@@ -227,17 +229,17 @@ def _plain(value: Any, sampled: bool) -> object:
 
 
 def _is_there(text: str) -> bool:
-    """Whether this is the name of a file or a folder."""
+    """Return whether this is the name of a file or a folder."""
     try:
         place = Path(text)
         return bool(text) and (place.is_file() or place.is_dir())
-    except (OSError, ValueError):  # too long a name, or with a zero byte
+    except (OSError, ValueError):  # the name is too long or contains a zero byte
         return False
 
 
 def pool_identity(
     page_bytes: int, chunk_tokens: int, *, pool: str, layout: str, model: str, revision: str, shard: str
 ) -> Identity:
-    """The identity of the pages of one host pool."""
+    """Return the identity of the pages of one host pool."""
     spec = KVSpec.opaque(page_bytes, chunk_tokens=chunk_tokens, hashed=True)
     return Identity.of(spec, model=model, revision=revision, codec=f"sglang-{pool}-{layout}", shard=shard)

@@ -1,8 +1,9 @@
-"""SGLang's host pools: where in them a page's bytes are, and how pages come and go.
+"""Copies between SGLang's host pools and pages.
 
-A page is one page of one host pool: its runs (K and V, or one for each layer, as the pool's layout has it)
-one after the other, opaque. Pages are found by their own names, whatever they follow: SGLang asks for the end
-of a prompt only where it has the beginning, and some of its pools have no beginning at all."""
+A page is one page of one host pool: its runs (K and V, or one per layer, as in the pool's layout),
+concatenated and opaque. Pages are found by their own names, without the pages before them. SGLang asks for
+the end of a prompt only if it has the beginning. Some of its pools have no beginning at all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Problem = Callable[[str, Exception], None]
 
 
 class SGLangPool(Protocol):
-    """What is used of SGLang's ``HostKVCache``. Indices are of tokens, ``page_size`` for each page."""
+    """The used part of SGLang's ``HostKVCache``. Indices are of tokens, ``page_size`` per page."""
 
     page_size: int
     layout: str
@@ -28,10 +29,10 @@ class SGLangPool(Protocol):
 
 
 class HostPool:
-    """One of SGLang's host pools. Raises what SGLang raises for a layout whose pages have no addresses."""
+    """One of SGLang's host pools. Raises SGLang's errors for a layout whose pages have no addresses."""
 
     def __init__(self, name: str, pool: SGLangPool, first_page: Any) -> None:
-        """``first_page`` are the indices of any page, to learn from how pages lie."""
+        """Read the layout of a page from ``first_page``, the indices of any page."""
         self.name = name
         self.pool = pool
         sizes = [int(size) for size in pool.get_page_buffer_meta(first_page)[1]]
@@ -44,8 +45,8 @@ class HostPool:
         )
 
     def runs(self, indices: Any, pages: int) -> list[list[int]]:
-        """Where the runs of each of ``pages`` pages begin. Raises :class:`ValueError` for indices of another
-        number of pages: a wrong number must not become a wrong address."""
+        """Return the addresses of the runs of each of ``pages`` pages. Raises :class:`ValueError` for indices
+        of another number of pages: a wrong number must not become a wrong address."""
         addresses, sizes = self.pool.get_page_buffer_meta(indices)
         each = len(self.sizes)
         if len(addresses) != pages * each or tuple(sizes) != self.sizes * pages:
@@ -54,10 +55,12 @@ class HostPool:
 
 
 class PageRuns:
-    """``pages`` pages of a host pool, which are at ``indices`` there: source and target of a save or load,
-    whose page ``at`` is the one at ``places[at]`` (the same where that is None). SGLang is asked where they
-    are when the first one is copied, which takes a millisecond for a hundred pages of many runs: a save of
-    pages that are there needs none."""
+    """The source or target of a save or load: ``pages`` pages of a host pool at ``indices``.
+
+    Page ``at`` of the save or load is the pool's page ``places[at]``, or ``at`` if ``places`` is None. SGLang
+    is asked for addresses when the first page is copied: this takes a millisecond for a hundred pages of many
+    runs, and a save of pages that are already stored needs none.
+    """
 
     def __init__(
         self,
@@ -84,14 +87,14 @@ class PageRuns:
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
         try:
             return copying.gather_and_hash(self._places(pages), self._pool.sizes)
-        except Exception as error:  # noqa: BLE001  # SGLang's, and must not end the mover's task
+        except Exception as error:  # noqa: BLE001  # SGLang's errors must not end the mover's task
             self._problem("reading a host pool", error)
             return [None] * len(pages)
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
         try:
             copying.scatter(self._places(pages), self._pool.sizes)
-        except Exception as error:  # noqa: BLE001  # SGLang's, and must not end the mover's task
+        except Exception as error:  # noqa: BLE001  # SGLang's errors must not end the mover's task
             self.failed = True
             self._problem("writing to a host pool", error)
 

@@ -1,6 +1,9 @@
-"""What was asked about a while ago, under the lease of then: SGLang reads in batches of 128 pages what it has
-asked about at once, and may begin behind the first of it. A page that left in between would cost the rest of
-the prompt, and asking again for each batch takes a message with all of its names."""
+"""Recent lookups with their leases.
+
+SGLang looks up pages at once but reads them in batches of 128, and may skip the first pages. Without a lease
+a page could be evicted in between, which would lose the rest of the prompt. A new lookup for each batch would
+need a message with all of its names.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _MOST = 256
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """Pages by name, of which ``hit`` holds those at its ``positions``."""
+    """A lookup of pages by name. ``hit`` holds those at its ``positions``."""
 
     store: Store
     identity: Identity
@@ -25,12 +28,12 @@ class Query:
     hit: Hit
 
     def held(self, at: int, count: int) -> range:
-        """Those pages of the hit that are among the pages ``at … at + count`` of the query."""
+        """Return the indices of the hit's pages that are among pages ``at … at + count`` of the query."""
         held = self.hit.positions
         return range(bisect.bisect_left(held, at), bisect.bisect_left(held, at + count))
 
     def find(self, keys: Sequence[str]) -> int | None:
-        """Where in the query these pages are; None if they are not part of it."""
+        """Return the position of these pages in the query; None if they are not part of it."""
         try:
             at = self.keys.index(keys[0])
         except ValueError:
@@ -39,7 +42,7 @@ class Query:
 
 
 class Queries:
-    """The latest ones. Thread-safe."""
+    """The latest queries. Thread-safe."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._lock = threading.Lock()
@@ -50,7 +53,7 @@ class Queries:
         return len(self._queries)
 
     def add(self, query: Query) -> None:
-        """Keep a query. The oldest goes, and gives its lease back."""
+        """Keep a query. The oldest is dropped, and its lease released."""
         with self._lock:
             self._queries.append(query)
             gone = self._queries[: -self._most]
@@ -59,7 +62,7 @@ class Queries:
             each.hit.release()
 
     def find(self, identity: Identity, keys: Sequence[str]) -> tuple[Query, int] | None:
-        """The newest query about these pages, and where in it they are."""
+        """Return the newest query with these pages, and their position in it."""
         with self._lock:
             queries = self._queries[::-1]
         for query in queries:
@@ -68,13 +71,13 @@ class Queries:
         return None
 
     def drop(self, query: Query) -> None:
-        """All of it has been read."""
+        """Drop a query whose pages were all read."""
         with self._lock:
             self._queries = [each for each in self._queries if each is not query]
         query.hit.release()
 
     def clear(self) -> None:
-        """Give all leases back."""
+        """Release all leases."""
         with self._lock:
             queries, self._queries = self._queries, []
         for query in queries:

@@ -1,10 +1,9 @@
-"""Which weights an engine computes with, as far as SGLang says it.
+"""Track changes of the weights, as far as SGLang reports them.
 
-SGLang flushes its own caches after an update of the weights and tells a storage backend nothing. Where the
-update names a version, that is found in SGLang's configuration, and looked at in every call. A page that was
-computed before the update may still wait to be saved then. SGLang flushes by ending its storage threads and
-starting new ones, so threads that were there before the new version have pages of the old one: they save
-nothing any more.
+SGLang flushes its own caches after an update of the weights, and does not report the update to a storage
+backend. If the update names a version, the version appears in SGLang's configuration, which every call reads.
+Pages computed before the update may still wait to be saved then. SGLang's flush ends its storage threads and
+starts new ones. So threads from before the new version have pages of the old one, and may no longer save.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from pathlib import Path
 
 
 class WeightsWatch:
-    """Which weights the engine computes with: the version that updates have named, and the epoch that
-    :meth:`begin_epoch` began. ``version`` reads the first from SGLang. Thread-safe."""
+    """The weights that the engine computes with: the version named by updates, and the epoch started by
+    :meth:`begin_epoch`. ``version`` reads the version from SGLang. Thread-safe."""
 
     def __init__(self, version: Callable[[], str], epoch: Callable[[int], str]) -> None:
         self._read = version
@@ -32,23 +31,24 @@ class WeightsWatch:
         self._behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def look(self) -> str:
-        """What stands for the weights of this moment in an identity."""
+        """Return the current weights' part of an identity."""
         version = self._read()
         with self._lock:
             if version != self._version:
                 self._version = version
-                self._behind = self._alive  # those that had work of the version before
+                self._behind = self._alive  # they had work of the earlier version
             else:
                 self._alive = _alive()
             return f"{self._version}/{self._epoch}"
 
     def may_save(self) -> bool:
-        """Whether this thread's pages were computed with the weights of this moment. After :meth:`look`."""
+        """Return whether this thread's pages were computed with the current weights. Call it after
+        :meth:`look`."""
         with self._lock:
             return threading.current_thread() not in self._behind
 
     def begin_epoch(self) -> None:
-        """Nothing that was saved so far is to be found any more."""
+        """Make all pages saved so far unfindable."""
         with self._lock:
             self._epochs += 1
             self._epoch = self._make_epoch(self._epochs)
@@ -59,8 +59,11 @@ def _alive() -> weakref.WeakSet[threading.Thread]:
 
 
 def epoch_of(number: int, *, shared: bool, seed: object) -> str:
-    """A name for an epoch that no other has. Ranks that share pages come to the same one: it is made from
-    what they have in common, the process that started them. (On several hosts they do not, and miss.)"""
+    """Return a unique name for an epoch.
+
+    Ranks that share pages compute the same name: it is made from the process that started them. On several
+    hosts their names differ, and they miss.
+    """
     if not shared:
         return os.urandom(8).hex()
     parent = os.getppid()

@@ -386,7 +386,7 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
         for each in value:
             yield from _pieces(each)
     elif value is None:
-        raise UnsupportedError("the scheduler lacks part of an image, so its request is not cached")
+        raise UnsupportedError("the scheduler does not see all of an image, so its request is not cached")
     else:
         yield repr(value).encode()
 
