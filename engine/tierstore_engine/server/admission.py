@@ -1,4 +1,4 @@
-"""How many requests are worked on at a time, and how many tokens wait: what is too much is sent away."""
+"""Limit the running and waiting requests and their prompt tokens. Requests beyond the limits are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RETRY_S = 1
 
 
 class AdmissionLimits(Protocol):
-    """How many requests, and prompt tokens of these (a single one may have more)."""
+    """The limits on requests and on their prompt tokens. A single request may have more tokens."""
 
     @property
     def max_requests(self) -> int: ...
@@ -23,20 +23,21 @@ class AdmissionLimits(Protocol):
 
 
 class AdmissionPlace:
-    """One request's. ``tokens`` are what its prompts hold of the queue."""
+    """The place of one request. ``tokens`` is the number of its prompt tokens."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self.tokens = 0
 
     def take(self, tokens: int) -> None:
-        """Raises :class:`ApiError` (429) when there are too many with these, beside other requests'."""
+        """Add prompt tokens. Raises :class:`ApiError` (429) if other requests' tokens and these exceed the
+        limit."""
         admission = self._admission
         if admission.tokens and admission.tokens + tokens > admission.settings.max_queued_tokens:
             raise ApiError(
                 429,
-                f"{admission.tokens} prompt tokens are being worked on, and with the {tokens} of this "
-                f"request there would be more than {admission.settings.max_queued_tokens}: try again in a "
+                f"running and waiting requests have {admission.tokens} prompt tokens, and with {tokens} more "
+                f"there would be more than {admission.settings.max_queued_tokens}: try again in a "
                 "moment",
                 retry_after_s=_RETRY_S,
             )
@@ -45,7 +46,7 @@ class AdmissionPlace:
 
 
 class Admission:
-    """Counts requests and tokens. Used on one event loop."""
+    """Count requests and their tokens. Used on one event loop."""
 
     def __init__(self, settings: AdmissionLimits) -> None:
         self.settings = settings
@@ -58,16 +59,14 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator[AdmissionPlace]:
-        """Hold a place. Raises :class:`ApiError`: 503 when the server is about to end, 429 when all are
-        taken."""
+        """Hold a place. Raises :class:`ApiError`: 503 during shutdown, 429 if all places are taken."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=_RETRY_S)
         if self.requests >= self.settings.max_requests:
             self.refused += 1
             raise ApiError(
                 429,
-                f"{self.requests} requests are being worked on, which is as many as there may be: "
-                "try again in a moment",
+                f"{self.requests} requests are running or waiting, which is the limit: try again in a moment",
                 retry_after_s=_RETRY_S,
             )
         place = AdmissionPlace(self)
@@ -82,7 +81,7 @@ class Admission:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Let nobody in any more and wait for the others. False when some are left after ``timeout_s``."""
+        """Refuse new requests and wait for the others. Return False if some are left after ``timeout_s``."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)

@@ -1,12 +1,12 @@
-"""The HTTP server's own part: from a request's bytes to an answer's, and everything that can end it early.
+"""The API server: from a request's bytes to its answer, and everything that can end a request early.
 
-A generation request goes like this, and whatever happens its place and its sequences are given back::
+A generation request passes these stations. Its place and its sequences are freed on every path::
 
-    body ─ place ─ parse ─ prompts (on another thread) ─ tokens of the queue ─ engine ─ answer
-    429/503 413/408  400     400                          429                  400       200, or events
+    body ─ place ─ parse ─ prompts (on another thread) ─ queued tokens ─ engine ─ answer
+    429/503 413/408  400     400                          429             400       200, or events
 
-While the engine works a task listens for the client's end, and a timer runs. Both end the same way: the
-engine's requests are cancelled, and their completions come out as all others do.
+While the engine works, a task listens for the client's disconnect, and a timer runs. Both end a request in
+the same way: the engine's requests are cancelled and return completions like all others.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ from tierstore_engine.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
 
-_POOL_S = 5.0  # for the engine to say between two steps how large its pool is
+_POOL_S = 5.0  # how long the engine may take to answer between two steps
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """A request whose prompts are token ids: what the engine is going to be asked."""
+    """A request whose prompts are token ids, ready for the engine."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -87,7 +87,7 @@ class PlannedRequest:
         return sum(map(len, self.prompts))
 
     def add(self, engine: Engine) -> list[RequestId]:
-        """Queue it all, or nothing. On the engine's thread."""
+        """Add all prompts to the engine, or none. Runs on the engine's thread."""
         ids: list[RequestId] = []
         try:
             for number, prompt in enumerate(self.prompts):
@@ -119,14 +119,14 @@ class PlannedRequest:
 
 @dataclass
 class _EngineWatch:
-    """Why a request may end before it is done."""
+    """The reasons for ending a request early."""
 
     gone: bool = False
     expired: bool = False
     job: StepJob | None = None
 
     def begin(self, job: StepJob) -> None:
-        """The engine works on it, and may have to be stopped at once."""
+        """Take the engine's job. It is cancelled at once if the request has already ended."""
         self.job = job
         if self.gone or self.expired:
             self.end()
@@ -138,7 +138,7 @@ class _EngineWatch:
 
 @dataclass
 class _Choices:
-    """The outputs of a job, sorted out: which continuation is which, and what has ended."""
+    """The outputs of a job, by continuation."""
 
     ids: list[RequestId]
     samples: int
@@ -153,7 +153,7 @@ class _Choices:
 
     @property
     def firsts(self) -> list[Completion]:
-        """One continuation of each prompt: the one that computed it."""
+        """Return one continuation of each prompt: the one that computed the prompt."""
         return [self.completions[request_id] for request_id in self.ids[:: self.samples]]
 
     def usage(self) -> Json:
@@ -161,7 +161,8 @@ class _Choices:
         return usage((completion.metrics for completion in self.firsts), generated)
 
     def best(self, n: int) -> list[Completion]:
-        """The ``n`` likeliest continuations (by token) of each prompt, in the order of the prompts."""
+        """Return the ``n`` likeliest continuations (per token) of each prompt, in the order of the
+        prompts."""
         found = []
         for start in range(0, len(self.ids), self.samples):
             group = [self.completions[request_id] for request_id in self.ids[start : start + self.samples]]
@@ -170,7 +171,7 @@ class _Choices:
 
 
 class ApiServer:
-    """The API over ``engine``, which is this object's until :meth:`close`. On one event loop."""
+    """The API over ``engine``, which this object owns until :meth:`close`. Used on one event loop."""
 
     def __init__(
         self,
@@ -201,11 +202,11 @@ class ApiServer:
 
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> MeteredRoute:
             key = None if public else settings.api_key
-            # A web page elsewhere has no key, and a server with one may have a name of its own.
+            # A foreign web page has no key, and a server with a key may have its own host name.
             host = settings.host if settings.api_key is None and handler != self._dashboard else None
             return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
 
-        page = endpoint("dashboard", self._dashboard, public=True)  # the site asks for the key itself
+        page = endpoint("dashboard", self._dashboard, public=True)  # the site checks the key itself
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", endpoint("completions", self._completions), methods=["POST"]),
@@ -224,7 +225,7 @@ class ApiServer:
         )
 
     async def drain(self) -> bool:
-        """Answer 503 from now on and wait for what is under way. False when it has to be cut off."""
+        """Answer 503 from now on, and wait for running requests. Return False if some had to be cancelled."""
         done = await self.admission.drain(self.settings.drain_s)
         await self._feed.close()
         if not done:
@@ -233,11 +234,11 @@ class ApiServer:
         return done
 
     def close(self) -> None:
-        """End the engine's thread; the engine is the caller's again."""
+        """End the engine's thread and return the engine to the caller."""
         self._feed.stop()
         self.engine.close()
 
-    # -- small answers -------------------------------------------------------------------------------
+    # -- small endpoints -----------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange) -> None:
         await exchange.reply(200, {"object": "list", "data": [self._model_object()]})
@@ -256,7 +257,7 @@ class ApiServer:
             await exchange.reply(200, document)
 
     async def _pool(self, exchange: Exchange) -> None:
-        """How much memory the pages have, and with POST how much they are to have."""
+        """Answer with the size of the page pool. POST sets it."""
         request = exchange.request
         self._require_pool_key(request)
         asked = WebRequest(request.method, request.url.path, dict(request.headers))
@@ -270,7 +271,7 @@ class ApiServer:
             try:
                 size = await asyncio.wait_for(self.engine.call(lambda engine: engine.pool_size()), _POOL_S)
             except asyncio.TimeoutError:
-                why = f"the engine has been at one step for more than {_POOL_S:g} s: ask again"
+                why = f"the engine's current step takes more than {_POOL_S:g} s: try again"
                 raise ApiError(503, why, retry_after_s=1) from None
         document = {
             "bytes": size.nbytes,
@@ -280,7 +281,7 @@ class ApiServer:
         await exchange.reply(200, document)
 
     def _require_pool_key(self, request: Request) -> None:
-        """Looking is for clients; what changes the server for all of them is the operator's. Raises
+        """Check the key: clients may read the pool's size, only the operator may set it. Raises
         :class:`ApiError` (401, 403)."""
         api_key, operator_key = self.settings.api_key, self.settings.operator_key
         if operator_key is not None and has_key(request, operator_key):
@@ -290,9 +291,7 @@ class ApiServer:
         if request.method == "GET":
             return
         if operator_key is None and api_key is not None:
-            raise ApiError(
-                403, "nobody may resize the pool: start the server with an --operator-key for that"
-            )
+            raise ApiError(403, "resizing the pool is disabled: start the server with --operator-key")
         if operator_key is not None:
             raise ApiError(
                 403, "only the operator may resize the pool: send Authorization: Bearer OPERATOR_KEY"
@@ -307,7 +306,8 @@ class ApiServer:
             await exchange.reply(200, {"status": "ok"})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        """The engine's numbers are from before the step that it computes: a scrape waits for no step."""
+        """Answer with metrics. The engine's values are from before its current step, so that a scrape does
+        not wait for it."""
         store = await asyncio.to_thread(self._store.stats)
         snapshot = Snapshot(
             self.engine.stats, store, self.admission.requests, self.admission.tokens, self.engine.errors
@@ -321,14 +321,14 @@ class ApiServer:
         target = f"{request.url.path}?{query}" if query else request.url.path
         body = await exchange.any_body(MOST_BODY_BYTES)
         answer = self._site.answer(WebRequest(request.method, target, dict(request.headers), body))
-        assert answer is not None, "all of these routes are the page's"
+        assert answer is not None, "all of these routes belong to the dashboard"
         if answer.follows:
             await self._follow(exchange, answer)
         else:
             await exchange.send(Response(answer.body, answer.status, dict(answer.headers)))
 
     async def _follow(self, exchange: Exchange, answer: WebAnswer) -> None:
-        """Send the feed until the client leaves, or does not read."""
+        """Send the feed until the client disconnects or stops reading."""
         try:
             with self._feed.place():
                 headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
@@ -359,7 +359,7 @@ class ApiServer:
         if name != self.settings.model_name:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; {self.settings.model_name!r} is",
+                f"model {name!r} is not served here; {self.settings.model_name!r} is",
                 param="model",
             )
 
@@ -413,7 +413,7 @@ class ApiServer:
                 self.metrics.served(exchange.seconds, choices.firsts)
                 self._page.lately.ended(choices.firsts)
 
-    # These two run on threads of their own: tokenizing a long text takes seconds.
+    # These two run on other threads: tokenizing a long text takes seconds.
 
     def _text_plan(self, request: CompletionRequest, session: str | None) -> PlannedRequest:
         asked = request.prompts
@@ -476,7 +476,8 @@ class ApiServer:
         return self._tokenizer.encode(text, begin=False)
 
     def _room(self, prompts: list[list[int]]) -> int:
-        """The new tokens that fit behind all of them. Raises :class:`RequestError` if none do."""
+        """Return how many new tokens fit after the longest prompt. Raises :class:`RequestError` if none
+        do."""
         for prompt in prompts:
             check_tokens(prompt, vocab_size=self._config.vocab_size, limit=self._positions)
         return self._positions - max(map(len, prompts))
@@ -484,13 +485,15 @@ class ApiServer:
     def _check_choices(self, count: int) -> None:
         most = self.settings.max_choices
         if count > most:
-            raise bad_request(f"{count} continuations are more than the {most} of one request", param="n")
+            raise bad_request(
+                f"{count} continuations are too many: the limit is {most} per request", param="n"
+            )
 
     def _new_tokens(self, asked: int, room: int) -> int:
-        """Raises :class:`ApiError` for more than one request may have."""
+        """Return the number of new tokens. Raises :class:`ApiError` above the limit."""
         if asked > self.settings.max_new_tokens:
             raise bad_request(
-                f"max_tokens ({asked}) is more than the {self.settings.max_new_tokens} of one request",
+                f"max_tokens must be at most {self.settings.max_new_tokens}, got {asked}",
                 param="max_tokens",
             )
         return min(asked, room)
@@ -498,7 +501,7 @@ class ApiServer:
     async def _submit(self, plan: PlannedRequest, place: AdmissionPlace) -> StepJob:
         place.take(plan.tokens)
         if self.engine.failed is not None:
-            raise ApiError(503, "the engine has failed and does not go on: the server must be restarted")
+            raise ApiError(503, "the engine has failed: restart the server")
         return await self.engine.submit(plan.add)
 
     async def _whole(
@@ -540,20 +543,20 @@ class ApiServer:
             if not watch.gone:
                 self._check_ended(choices, watch)
                 await exchange.event(answer.closing(choices.usage()))
-        except Exception as error:  # noqa: BLE001  # the status has been sent: an event says what happened
+        except Exception as error:  # noqa: BLE001  # the status has been sent: report the error as an event
             await exchange.event(_api_error(error).body)
         await exchange.end_events()
 
     def _check_ended(self, choices: _Choices, watch: _EngineWatch) -> None:
-        """Raises :class:`ApiError` for requests that were cut off."""
+        """Raise :class:`ApiError` if a request was cut off."""
         if watch.expired:
-            raise ApiError(504, f"this took longer than the {self.settings.request_s:g} s of one request")
+            raise ApiError(504, f"the request took longer than the limit of {self.settings.request_s:g} s")
         if any(_cut_off(completion) for completion in choices.completions.values()):
             raise ApiError(503, "the server is shutting down", retry_after_s=1)
 
     @asynccontextmanager
     async def _watched(self, exchange: Exchange) -> AsyncIterator[_EngineWatch]:
-        """Ends the watch's job when the client leaves, or takes too long."""
+        """Cancel the watch's job if the client disconnects or the time is over."""
         watch = _EngineWatch()
 
         def expire() -> None:
@@ -593,11 +596,11 @@ def _api_error(error: Exception) -> ApiError:
         case TierStoreError():
             return ApiError(500, str(error))
     _log.error("a request failed", exc_info=error)
-    return ApiError(500, "the server made a mistake; its log says more")
+    return ApiError(500, "internal server error: see the server's log")
 
 
 def _session(http: Request, request: GenerationRequest) -> str | None:
-    """The conversation that a request is part of. Raises :class:`UsageError` for a name that is too long."""
+    """Return the conversation of a request. Raises :class:`UsageError` for a name that is too long."""
     return checked_session(http.headers.get(SESSION_HEADER) or request.user or None)
 
 

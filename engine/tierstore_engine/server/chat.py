@@ -1,8 +1,8 @@
-"""Messages to a prompt, by the template that came with the model.
+"""Turn messages into a prompt, with the model's chat template.
 
-Templates are Jinja, as Hugging Face wrote down how they are called. They come with models from anywhere, so
-they run in Jinja's sandbox. (transformers has the same on board and takes seconds and hundreds of megabytes
-to import; Jinja is there already, with torch.)
+Templates are written in Jinja, with the interface that Hugging Face defines. They come with models from any
+source, so they run in Jinja's sandbox. (transformers has the same function, but takes seconds and hundreds of
+megabytes to import. Jinja is installed with torch.)
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""For models with random weights, which have no template and understand none."""
+"""The template for models with random weights, which have none."""
 
 
 class ChatTemplate:
-    """A model's template. Raises :class:`ModelError` for one that is no Jinja."""
+    """A model's template. Raises :class:`ModelError` for invalid Jinja."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -48,8 +48,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
 
     def render(self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None = None) -> str:
-        """The prompt, up to where the answer begins. Raises :class:`ApiError` (400) when the template refuses
-        the messages: roles that do not alternate, for example."""
+        """Return the prompt, up to where the answer begins. Raises :class:`ApiError` (400) if the template
+        refuses the messages, for example because roles do not alternate."""
         try:
             text = self._template.render(
                 self._special_tokens,
@@ -61,14 +61,17 @@ class ChatTemplate:
             raise bad_request(f"the model's chat template says: {error}", param="messages") from None
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise bad_request(
-                f"the model's chat template cannot write these messages: {error}", param="messages"
+                f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
         return text
 
 
 def load_template(folder: Path | None, file: Path | None = None) -> ChatTemplate | None:
-    """The template in ``file``, or the one in a model's folder; a plain one for a model without a folder,
-    None for a folder without a template. Raises :class:`ModelError` for one that cannot be read."""
+    """Return the template in ``file``, or else the template in the model's folder.
+
+    Returns a plain template for a model without a folder, and None for a folder without a template. Raises
+    :class:`ModelError` for a file that cannot be read.
+    """
     if file is not None:
         return ChatTemplate(_read(file), _special_tokens(folder))
     if folder is None:
@@ -82,7 +85,7 @@ def load_template(folder: Path | None, file: Path | None = None) -> ChatTemplate
 
 
 class _RefusedError(Exception):
-    """The template's own ``raise_exception``."""
+    """An error from the template's own ``raise_exception``."""
 
 
 def _refuse(message: str) -> NoReturn:
@@ -94,7 +97,7 @@ def _now(format: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes for HTML
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own filter escapes HTML
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:
@@ -107,7 +110,7 @@ def _plain(message: ChatMessage) -> dict[str, str]:
 
 
 def _special_tokens(folder: Path | None) -> dict[str, str]:
-    """``bos_token`` and its like, as templates write them."""
+    """Return ``bos_token`` and similar tokens, by the names that templates use."""
     found = {}
     for name, value in (_tokenizer_config(folder) if folder is not None else {}).items():
         text = value.get("content") if isinstance(value, dict) else value

@@ -1,8 +1,8 @@
-"""HTTP connections of uvicorn under the rule of :mod:`tierstore.wire.listener`.
+"""Limit HTTP connections of uvicorn, by the rule of :mod:`tierstore.wire.listener`.
 
-uvicorn takes any number of connections, and lets one be silent for ever. So connections are accepted here,
-and uvicorn is given each with a place: it waits until a whole request has come, body included, and again
-behind the answer.
+uvicorn takes any number of connections and lets a connection stay silent forever. So connections are accepted
+here, and each is given to uvicorn with a place. The place is waiting until a whole request has arrived,
+including its body, and again after the answer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from tierstore.descriptors import limit
 from tierstore.wire.listener import Listener, ListenerPlace, Places
 from tierstore_engine.server.errors import ApiError
 
-BODY_S = 30.0  # for a body to arrive
-PROBES = frozenset({"/health", "/metrics"})  # they are answered however many requests there are
+BODY_S = 30.0  # time limit for a body
+PROBES = frozenset({"/health", "/metrics"})  # answered regardless of the number of requests
 _MOST_SERVED = 1024
-_OTHERS = 128  # descriptors, of everything that is no connection
+_OTHERS = 128  # descriptors of everything except connections
 _MOST_HEAD_BYTES = 64 << 10
 _RETRY_S = 1
 
 
 def most_served(descriptors: int) -> int:
-    """Return how many connections may be served, where each takes so many descriptors."""
+    """Return how many connections may be served if each takes ``descriptors`` file descriptors."""
     return max(min(_MOST_SERVED, (limit() - _OTHERS) // descriptors), 1)
 
 
 class BoundedServer(uvicorn.Server):
-    """uvicorn, for connections that are accepted here. ``served`` is how many there may be with a request."""
+    """uvicorn for connections that are accepted here. ``served`` is how many may have a request at once."""
 
     def __init__(self, config: uvicorn.Config, listening: Sequence[socket.socket], served: int) -> None:
         super().__init__(config)
@@ -72,7 +72,7 @@ class BoundedServer(uvicorn.Server):
 
 
 def _with_place(base: type[Any]) -> type[Any]:
-    """uvicorn's protocol class, which is one of two, for a connection that has a place."""
+    """Return uvicorn's protocol class (one of two) for a connection with a place."""
 
     class WithPlace(base):  # type: ignore[misc]
         def __init__(self, place: ListenerPlace, **options: Any) -> None:
@@ -102,7 +102,7 @@ def _with_place(base: type[Any]) -> type[Any]:
                 if not self._place.served and not self._place.serve(probe=probe):
                     raise ApiError(
                         503,
-                        "as many connections are served as may be: try again in a moment",
+                        "the limit of served connections is reached: try again in a moment",
                         retry_after_s=_RETRY_S,
                     )
 

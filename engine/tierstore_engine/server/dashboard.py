@@ -1,7 +1,7 @@
-"""What the page says of an engine: its queue, batch, latencies, drafts and cache, once a second.
+"""The engine's data for the dashboard: queue, batch, latencies, drafts and cache, once per second.
 
-Latencies and cached tokens are those of requests that ended in the last minute: a request's are known when it
-has ended.
+Latencies and cached tokens are those of requests that ended in the last minute, because they are known only
+at a request's end.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tierstore_engine.server.admission import Admission
 from tierstore_engine.stepping import EngineThread
 
 _LATELY_S = 60.0
-_MOST_REQUESTS = 4096  # of the last minute, that are kept
-_MOST_GAPS = 16384  # between tokens
+_MOST_REQUESTS = 4096  # kept requests of the last minute
+_MOST_GAPS = 16384  # kept gaps between tokens
 _LONG_STEP_S = 5.0
 _TIERS = ("hbm", "host", "disk")
 _PLOTS = (
     Plot("queue", "Requests", Unit.COUNT, ("waiting", "running")),
     Plot("tokens", "Tokens", Unit.PER_SECOND, ("computed", "generated")),
     Plot("ttft", "Time to first token", Unit.SECONDS, ("half within", "99 of 100 within")),
-    Plot("itl", "Between two tokens", Unit.SECONDS, ("half within", "99 of 100 within")),
+    Plot("itl", "Time between tokens", Unit.SECONDS, ("half within", "99 of 100 within")),
     Plot("cached", "Prompt tokens", Unit.PER_SECOND, ("asked for", *(f"from {tier}" for tier in _TIERS))),
 )
 _DRAFTS = Plot("drafts", "Drafted tokens accepted", Unit.PERCENT, ("of those drafted",))
@@ -41,7 +41,7 @@ Timed: TypeAlias = tuple[float, float]
 
 
 class Lately:
-    """What requests that have ended tell, for the last minute. Used on the event loop."""
+    """Results of the requests that ended in the last minute. Used on the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prompt_tokens = 0
@@ -51,7 +51,7 @@ class Lately:
         self._itl_s: deque[Timed] = deque(maxlen=_MOST_GAPS)
 
     def ended(self, completions: Iterable[Completion]) -> None:
-        """One continuation of each prompt."""
+        """Add one continuation of each prompt."""
         now = self._clock()
         for completion in completions:
             metrics = completion.metrics
@@ -87,7 +87,7 @@ class _ServerMoment:
 
 
 class EnginePage:
-    """Makes one sample after the other, on the event loop; ``store`` is called on a thread."""
+    """Make one sample after the other, on the event loop. ``store`` is called on another thread."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class EnginePage:
         self._moments: deque[_ServerMoment] = deque()
 
     async def look(self) -> Sample:
-        """Return what is true now, of the engine from before the step that it computes."""
+        """Return the current state; of the engine, the state before its current step."""
         store = await asyncio.to_thread(self._store)
         lately = self.lately
         now = _ServerMoment(
@@ -127,12 +127,12 @@ class EnginePage:
         return await asyncio.to_thread(self._sample, now, before, self._moments[0])
 
     def _trouble(self) -> ConditionRow | None:
-        """Return what is wrong with the engine, or None."""
+        """Return a problem of the engine, or None."""
         if self._engine.failed is not None:
-            return ConditionRow("engine", ViewState.BAD, "has failed and does not go on: restart the server")
+            return ConditionRow("engine", ViewState.BAD, "has failed: restart the server")
         since = self._engine.stepping_since
         if since is not None and time.monotonic() > since + _LONG_STEP_S:
-            text = f"has been at one step for more than {_LONG_STEP_S:g} s"
+            text = f"its current step takes more than {_LONG_STEP_S:g} s"
             return ConditionRow("engine", ViewState.WARNING, text)
         return None
 
@@ -156,15 +156,17 @@ class EnginePage:
     def _conditions(self, now: _ServerMoment) -> list[ConditionRow]:
         found = [now.trouble or ConditionRow("engine", ViewState.GOOD, "serves")]
         if self._admission.draining:
-            found.append(ConditionRow("server", ViewState.WARNING, "is about to end: no new requests"))
+            found.append(ConditionRow("server", ViewState.WARNING, "is shutting down: no new requests"))
         if self._engine.errors:
-            text = f"{self._engine.errors:,} steps failed since the start, and their requests: see the log"
+            text = f"{self._engine.errors:,} steps and their requests failed since the start: see the log"
             found.append(ConditionRow("steps", ViewState.WARNING, text))
         if now.store is None:
             return found
         if not now.store.tiers.keys() - {"hbm"}:
-            why = now.store.health_line or "holds nothing but the page pool"
-            found.append(ConditionRow("store", ViewState.WARNING, f"{why}: prompts are computed"))
+            why = now.store.health_line or "has only the page pool"
+            found.append(
+                ConditionRow("store", ViewState.WARNING, f"{why}: prompts are not loaded, but computed")
+            )
         return [*found, *of_store.conditions(now.store)]
 
     def _tiles(self, now: _ServerMoment, ago: _ServerMoment) -> tuple[Tile, ...]:
@@ -181,15 +183,15 @@ class EnginePage:
                 f"{engine.waiting:,} / {engine.admitted:,}",
                 f"{self._admission.tokens:,} prompt tokens, {engine.preemptions:,} preemptions",
             ),
-            Tile("Tokens generated a second", short(generated), f"computed {short(computed / seconds)}"),
+            Tile("Generated tokens per second", short(generated), f"computed {short(computed / seconds)}"),
             Tile("Tokens a step", short(computed / steps) if steps else "–", f"{engine.steps:,} steps"),
             Tile(
-                "To the first token",
+                "Time to first token",
                 _time(_quantile(now.ttft_s, 0.5)),
                 f"99 of 100 within {_time(_quantile(now.ttft_s, 0.99))}",
             ),
             Tile(
-                "Between two tokens",
+                "Time between tokens",
                 _time(_quantile(now.itl_s, 0.5)),
                 f"99 of 100 within {_time(_quantile(now.itl_s, 0.99))}",
             ),
@@ -198,7 +200,7 @@ class EnginePage:
             Tile(
                 "Refused",
                 f"{self._admission.refused + engine.late_requests:,}",
-                f"{engine.late_requests:,} for their deadline",
+                f"{engine.late_requests:,} because of their deadline",
             ),
         )
 
@@ -206,8 +208,8 @@ class EnginePage:
 def _pool(engine: EngineStats) -> Meter:
     used = engine.total_pages - engine.available_pages
     share = used / max(engine.total_pages, 1)
-    shared = f"{engine.shared_pages:,} spared by sharing"
-    text = f"{used:,} of {engine.total_pages:,} pages in use by requests, {shared}"
+    shared = f"{engine.shared_pages:,} saved by sharing"
+    text = f"{used:,} of {engine.total_pages:,} pages used by requests, {shared}"
     return Meter(f"batch {percent(share)}", share, text)
 
 
@@ -238,7 +240,7 @@ def _accepted(now: _ServerMoment, before: _ServerMoment) -> float | None:
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """The least of ``values`` that ``share`` of them do not exceed."""
+    """Return the smallest of ``values`` that at least the fraction ``share`` of them do not exceed."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else None
 
 

@@ -1,4 +1,4 @@
-"""Sampling fields of a request, and their values where a request leaves them out."""
+"""Sampling fields of a request, and their defaults."""
 
 from __future__ import annotations
 

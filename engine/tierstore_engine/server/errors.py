@@ -1,4 +1,4 @@
-"""What a client is told when its request is not served: a status, one sentence, and OpenAI's error object."""
+"""Errors for clients: a status, one sentence, and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES: Mapping[int, str] = {
 
 
 class ApiError(TierStoreError):
-    """A request that is answered with ``status``. ``param`` names the field that is wrong."""
+    """An error that is answered with ``status``. ``param`` names the invalid field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None

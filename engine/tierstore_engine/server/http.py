@@ -1,6 +1,6 @@
-"""HTTP without an engine: one request and its answer, errors as OpenAI has them, listening, ending in order.
+"""HTTP without an engine: a request and its answer, OpenAI's error format, listening, and orderly shutdown.
 
-The engine's server and ``tierstore-proxy`` stand on it. It imports neither torch nor the engine.
+The engine's server and ``tierstore-proxy`` use this module. It imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JSON = "application/json"
 
 T = TypeVar("T")
 
-_DISCARDED_BODIES = 32  # of a body that is too large, read so that its sender can hear the answer
+_DISCARDED_BODIES = 32  # how much of a too large body is read, so that its sender receives the answer
 
 
 class Exchange:
@@ -40,8 +40,8 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request = Request(scope, receive)
-        self.status = 0  # once it has been sent
-        self.ended = False  # once the last part has
+        self.status = 0  # 0 until it was sent
+        self.ended = False  # whether the last part was sent
         self._receive = receive
         self._asgi_send = send
         self._scope = scope
@@ -52,7 +52,8 @@ class Exchange:
         return time.monotonic() - self._started
 
     async def body(self, limit: int) -> bytes:
-        """Raises :class:`ApiError` for a body that is too large (413), too slow (408) or no JSON (415)."""
+        """Return the body. Raises :class:`ApiError` for a body that is too large (413), too slow (408) or not
+        JSON (415)."""
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         body = await self.any_body(limit)
         if kind != JSON:
@@ -72,17 +73,18 @@ class Exchange:
         return b"".join(parts) if total <= limit else None
 
     async def any_body(self, limit: int) -> bytes:
-        """Of any kind. Raises :class:`ApiError` for a body that is too large (413) or too slow (408)."""
+        """Return a body of any type. Raises :class:`ApiError` for a body that is too large (413) or too slow
+        (408)."""
         try:
             body = await asyncio.wait_for(self._read(limit), BODY_S)
         except asyncio.TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
         if body is None:
-            raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
+            raise ApiError(413, f"the body is larger than the {limit} bytes that are allowed")
         return body
 
     async def hang_up(self) -> None:
-        """Returns when the client has left."""
+        """Wait until the client has disconnected."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -96,12 +98,15 @@ class Exchange:
         if error.status == 401:
             headers["www-authenticate"] = "Bearer"
         if error.status in (408, 413):
-            headers["connection"] = "close"  # what is left of the body is not read
+            headers["connection"] = "close"  # the rest of the body is not read
         await self.reply(error.status, error.body, headers)
 
     async def _send(self, message: Message) -> None:
-        """Raises :class:`ClientDisconnect`. An ASGI server may raise :class:`OSError` here once the client
-        has left; an ``OSError`` from anywhere else is an error of the handler."""
+        """Send an ASGI message. Raises :class:`ClientDisconnect`.
+
+        An ASGI server may raise :class:`OSError` here once the client has left. An ``OSError`` from anywhere
+        else is an error of the handler.
+        """
         try:
             await self._asgi_send(message)
         except OSError as error:
@@ -112,12 +117,12 @@ class Exchange:
         await response(self._scope, self._receive, self._send)
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Begin an answer of several parts; the names of headers in lower case."""
+        """Start an answer of several parts. Names of headers must be in lower case."""
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def part(self, data: bytes, *, more: bool) -> None:
-        """Send on; without ``more`` that was all."""
+        """Send a part. ``more`` is False for the last part."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self.ended = not more
 
@@ -138,18 +143,18 @@ Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
 class Counts(Protocol):
-    """What is counted of exchanges: ``requests`` by endpoint and status."""
+    """Counters of exchanges: ``requests`` by endpoint and status, ``hang_ups`` of clients."""
 
     requests: Counter
     hang_ups: Counter
 
 
 class MeteredRoute:
-    """An ASGI application for one route: every error is an answer, and every answer is counted.
+    """An ASGI application for one route: it answers every error, and counts every answer.
 
-    With ``api_key`` a request must carry it. With ``host``, the address that the server listens at, a request
-    that names another host gets 421 (:func:`~tierstore.wire.local_address.foreign_host`). ``error_of`` turns
-    what ``handler`` raises into an answer.
+    With ``api_key`` a request must carry the key. With ``host``, the address that the server listens at, a
+    request for another host gets 421 (:func:`~tierstore.wire.local_address.foreign_host`). ``error_of`` turns
+    an exception of ``handler`` into an answer.
     """
 
     def __init__(
@@ -179,34 +184,34 @@ class MeteredRoute:
             await self._handler(exchange)
         except ClientDisconnect:
             self._counts.hang_ups.inc()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+        except Exception as error:  # noqa: BLE001  # every error must be answered
             if not exchange.status:
                 await exchange.fail(self._error_of(error))
         self._counts.requests.labels(self._name, str(exchange.status or 499)).inc()
 
 
 def has_key(request: Request, api_key: str) -> bool:
-    """Whether it has the right key."""
+    """Return whether the request has the right key."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), api_key.encode())
 
 
 def require_key(request: Request, api_key: str) -> None:
-    """Raises :class:`ApiError` (401) without the right key."""
+    """Raise :class:`ApiError` (401) without the right key."""
     if not has_key(request, api_key):
-        raise ApiError(401, "this server wants an API key: send Authorization: Bearer KEY")
+        raise ApiError(401, "this server needs an API key: send Authorization: Bearer KEY")
 
 
 def require_host(request: Request, served_at: str) -> None:
-    """Raises :class:`ApiError` (421) for a request that names another host than this one."""
+    """Raise :class:`ApiError` (421) for a request to another host."""
     for host in request.headers.getlist("host"):
         name = foreign_host(served_at, host)
         if name is not None:
-            raise ApiError(421, f"this is not {name}: ask for localhost or 127.0.0.1")
+            raise ApiError(421, f"this server is not {name}: send requests to localhost or 127.0.0.1")
 
 
 def decode_json(body: bytes, kind: type[T]) -> T:
-    """Return ``body`` as a ``kind``. Raises :class:`ApiError` (400) for what is no JSON in UTF-8, and
+    """Return ``body`` as a ``kind``. Raises :class:`ApiError` (400) if it is not JSON in UTF-8, and
     :class:`msgspec.ValidationError` for JSON of another type."""
     try:
         return msgspec.json.decode(body, type=kind)
@@ -225,8 +230,8 @@ async def not_routed(request: Request, error: Exception) -> Response:
 
 @contextmanager
 def listening_at(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets bound before anything else is done: an address in use is said at once. Port 0 is any free one.
-    Raises :class:`UsageError`."""
+    """Bind the sockets before anything else is done, so that an address in use is reported at once. Port 0 is
+    any free port. Raises :class:`UsageError`."""
     sockets = tcp_sockets(host, port)
     try:
         yield sockets
@@ -244,9 +249,11 @@ async def serve_app(
     err: TextIO,
     descriptors: int = 1,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, and then until ``drain`` is through; a second signal ends at once. A
-    line that begins with ``announce`` says on ``err`` where it listens. A request takes so many
-    ``descriptors``, its connection's included."""
+    """Serve until SIGTERM or SIGINT, then wait for ``drain``; a second signal ends at once.
+
+    A line on ``err`` that begins with ``announce`` has the address. A request takes ``descriptors`` file
+    descriptors, including its connection's.
+    """
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
     )
@@ -259,7 +266,7 @@ async def serve_app(
 
     def on_signal() -> None:
         if ending:
-            http.should_exit = http.force_exit = True  # the second time: at once
+            http.should_exit = http.force_exit = True  # the second signal ends at once
         else:
             ending.append(asyncio.create_task(end()))
 
@@ -268,7 +275,7 @@ async def serve_app(
             await asyncio.sleep(0.01)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)  # in place of uvicorn's, which would not drain
+            loop.add_signal_handler(number, on_signal)  # replaces uvicorn's handler, which does not drain
         freeze_heap()
         host, port = listening[0].getsockname()[:2]
         name = f"[{host}]" if ":" in host else host

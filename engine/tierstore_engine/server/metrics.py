@@ -1,4 +1,4 @@
-"""``/metrics``: what the server counts, and one snapshot of the engine and its store."""
+"""``/metrics``: the server's counters, and a snapshot of the engine and its store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = "tierstore_engine"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is true at one moment. ``store`` is None without a store, or where it did not answer."""
+    """The state at one moment. ``store`` is None without a store, or if it did not answer."""
 
     engine: EngineStats
     store: StoreStats | None
@@ -28,7 +28,7 @@ class Snapshot:
 
 
 class ServerMetrics:
-    """Used on the event loop; :meth:`text` on any thread."""
+    """The server's counters. Used on the event loop; :meth:`text` runs on any thread."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -37,24 +37,26 @@ class ServerMetrics:
             f"{_PREFIX}_requests", "HTTP requests answered", ["endpoint", "status"], registry=registry
         )
         self.refused = Counter(
-            f"{_PREFIX}_refused_requests", "Sent away because of too many", registry=registry
+            f"{_PREFIX}_refused_requests", "HTTP requests refused because of their number", registry=registry
         )
         self.hang_ups = Counter(f"{_PREFIX}_hang_ups", "Clients that left before the end", registry=registry)
         self._seconds = Histogram(
-            f"{_PREFIX}_request_seconds", "Of requests served", buckets=_SECONDS, registry=registry
+            f"{_PREFIX}_request_seconds", "Duration of answered requests", buckets=_SECONDS, registry=registry
         )
         self._ttft = Histogram(
-            f"{_PREFIX}_ttft_seconds", "To the first token", buckets=_SECONDS, registry=registry
+            f"{_PREFIX}_ttft_seconds", "Time to first token", buckets=_SECONDS, registry=registry
         )
-        self._prompt_tokens = Counter(f"{_PREFIX}_prompt_tokens", "In prompts", registry=registry)
+        self._prompt_tokens = Counter(f"{_PREFIX}_prompt_tokens", "Prompt tokens", registry=registry)
         self._cached = Counter(
-            f"{_PREFIX}_cached_tokens", "Of prompts, not computed", ["tier"], registry=registry
+            f"{_PREFIX}_cached_tokens", "Prompt tokens that came from the cache", ["tier"], registry=registry
         )
-        self._started = Gauge(f"{_PREFIX}_start_time_seconds", "Since the epoch", registry=registry)
+        self._started = Gauge(
+            f"{_PREFIX}_start_time_seconds", "Start of the server, since the epoch", registry=registry
+        )
         self._started.set_to_current_time()
 
     def served(self, seconds: float, first: list[Completion]) -> None:
-        """A request has its answer; ``first`` are one continuation of each of its prompts."""
+        """Count an answered request; ``first`` has one continuation of each of its prompts."""
         self._seconds.observe(seconds)
         for completion in first:
             metrics = completion.metrics
@@ -65,7 +67,7 @@ class ServerMetrics:
                 self._cached.labels(tier).inc(tokens)
 
     def text(self, snapshot: Snapshot) -> bytes:
-        """In Prometheus's format."""
+        """Return all metrics in Prometheus's format."""
         current = CollectorRegistry(auto_describe=False)
         current.register(_SnapshotCollector(snapshot))
         return generate_latest(self._registry) + generate_latest(current)
@@ -79,24 +81,28 @@ class _SnapshotCollector(Collector):
         snapshot, engine = self._snapshot, self._snapshot.engine
         for name, help, count in (
             ("steps", "Batches computed", engine.steps),
-            ("computed_tokens", "Computed, drafts included", engine.computed_tokens),
-            ("generated_tokens", "Chosen", engine.generated_tokens),
-            ("drafted_tokens", "Guessed ahead", engine.drafted_tokens),
-            ("accepted_tokens", "Guessed rightly", engine.accepted_tokens),
-            ("preemptions", "Sequences that gave their pages away for a while", engine.preemptions),
-            ("late_requests", "Refused because of their deadlines", engine.late_requests),
+            ("computed_tokens", "Tokens computed, drafts included", engine.computed_tokens),
+            ("generated_tokens", "Tokens generated", engine.generated_tokens),
+            ("drafted_tokens", "Tokens drafted", engine.drafted_tokens),
+            ("accepted_tokens", "Drafted tokens that were accepted", engine.accepted_tokens),
+            ("preemptions", "Sequences preempted to free their pages", engine.preemptions),
+            ("late_requests", "Requests refused because of their deadlines", engine.late_requests),
             ("step_errors", "Steps that failed", snapshot.step_errors),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", help, value=count)
         for name, help, value in (
-            ("http_requests_in_progress", "HTTP requests being worked on", snapshot.requests),
-            ("queued_tokens", "Prompt tokens of those", snapshot.queued_tokens),
-            ("waiting_sequences", "Without pages", engine.waiting),
-            ("running_sequences", "With pages", engine.admitted),
-            ("pages", "Of the page pool", engine.total_pages),
-            ("available_pages", "Free, or cached and unused", engine.available_pages),
-            ("shared_pages", "Saved by sharing among forks", engine.shared_pages),
-            ("longest_overtaken_seconds", "Of a request, by others' prompts", engine.longest_overtaken_s),
+            ("http_requests_in_progress", "HTTP requests running or waiting", snapshot.requests),
+            ("queued_tokens", "Prompt tokens of these requests", snapshot.queued_tokens),
+            ("waiting_sequences", "Sequences without pages", engine.waiting),
+            ("running_sequences", "Sequences with pages", engine.admitted),
+            ("pages", "Pages of the pool", engine.total_pages),
+            ("available_pages", "Pages that are free, or cached and unused", engine.available_pages),
+            ("shared_pages", "Pages saved by sharing among forks", engine.shared_pages),
+            (
+                "longest_overtaken_seconds",
+                "Longest time for which a request was overtaken",
+                engine.longest_overtaken_s,
+            ),
         ):
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", help, value=value)
         if snapshot.store is not None:
@@ -112,8 +118,10 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
     yield pages
     yield used
     pending = stats.pending_saves + stats.pending_writes
-    yield GaugeMetricFamily(f"{_PREFIX}_store_pending_pages", "On their way into the store", value=pending)
+    yield GaugeMetricFamily(f"{_PREFIX}_store_pending_pages", "Pages being saved", value=pending)
     for name in ("saved_pages", "not_stored_pages", "disk_written_pages", "disk_dropped_pages"):
         value = stats.counters.get(name)
         if isinstance(value, int | float):
-            yield CounterMetricFamily(f"{_PREFIX}_store_{name}", "Since the store was opened", value=value)
+            yield CounterMetricFamily(
+                f"{_PREFIX}_store_{name}", f"{name} since the store was opened", value=value
+            )

@@ -1,5 +1,8 @@
-"""What a client may ask, as types. A field that is not here is refused by name, and so is a value out of
-range: a client that asks for something learns that it does not get it."""
+"""Requests as types.
+
+Unknown fields and values out of range are refused with the field's name, so that a client learns that it does
+not get what it asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ T = TypeVar("T", int, float)
 R = TypeVar("R", bound="GenerationRequest")
 P = TypeVar("P", bound="GenerationRequest | TokenizeRequest | PoolRequest")
 
-# Every string, list and map has a bound. A prompt of a million tokens stays below.
+# Every string, list and map has a limit. A prompt of a million tokens fits.
 Name: TypeAlias = Annotated[str, Meta(max_length=1 << 12)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 26)]
 TemplateArguments: TypeAlias = Annotated[dict[Name, Name | bool | int | float | None], Meta(max_length=256)]
@@ -41,15 +44,17 @@ Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """``include_usage``: a last chunk with the usage of the whole request."""
+    """``include_usage`` asks for a last chunk with the usage of the whole request."""
 
     include_usage: bool | None = None
 
 
 class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
-    """What the caller knows of the future of this prompt's pages (:class:`tierstore.types.Hint`), and whether
-    what is computed may be saved. ``tokens`` and ``until_s`` are another engine's
-    :class:`~tierstore.types.Promise`."""
+    """Hints about the future of this prompt's pages (:class:`tierstore.types.Hint`).
+
+    ``no_save`` stores nothing that this request computes. ``tokens`` and ``until_s`` are another engine's
+    :class:`~tierstore.types.Promise`.
+    """
 
     ttl_s: Annotated[float, Meta(ge=0)] | None = None
     reuse: Reuse | None = None
@@ -65,8 +70,8 @@ class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class KVTransferParams(Struct, forbid_unknown_fields=True):
-    """As with vLLM: ``{"tierstore": {…}}``, and the two sides of a hand-over
-    (:mod:`tierstore_connectors.common.handover`). What vLLM's other connectors are told is null here."""
+    """vLLM's parameters: ``{"tierstore": {…}}``, and the two sides of a hand-over
+    (:mod:`tierstore_connectors.common.handover`). Fields of vLLM's other connectors must be null."""
 
     tierstore: CacheHints = CacheHints()
     do_remote_decode: bool = False
@@ -78,17 +83,18 @@ class KVTransferParams(Struct, forbid_unknown_fields=True):
     remote_request_id: None = None
 
     def check(self, *, whole: bool) -> None:
-        """Raises :class:`ApiError`. ``whole``: the answer comes in one piece, about one continuation."""
+        """Check the combination of fields. Raises :class:`ApiError`. ``whole``: the answer is not streamed
+        and has one choice."""
         ours = self.tierstore
         if self.do_remote_decode and (self.do_remote_prefill or not whole):
             what = "do_remote_prefill" if self.do_remote_prefill else "stream, n or best_of"
-            raise _no_handover(f"do_remote_decode does not go with {what}")
+            raise _no_handover(f"do_remote_decode cannot be combined with {what}")
         if not self.do_remote_prefill and (ours.tokens is not None or ours.until_s is not None):
             raise _no_handover("tierstore.tokens and until_s need do_remote_prefill: true")
 
     @property
     def promise(self) -> Promise | None:
-        """What another engine has computed."""
+        """Return the promise of the engine that has computed the prompt."""
         ours = self.tierstore
         if not self.do_remote_prefill or not ours.tokens:
             return None
@@ -131,16 +137,16 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def hands_over(self) -> bool:
-        """Whether another engine goes on with the prompt."""
+        """Return whether another engine continues the prompt."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode
 
     def promise(self, prompts: Sequence[Sequence[int]]) -> Promise | None:
-        """What another engine has promised of the request's prompt. Raises :class:`ApiError` for what none
-        can promise, and for a hand-over of several prompts."""
+        """Return another engine's promise for the request's prompt. Raises :class:`ApiError` for a promise of
+        more tokens than the prompt has, and for a hand-over of several prompts."""
         params = self.kv_transfer_params
         promise = params.promise if params is not None else None
         if len(prompts) > 1 and (promise is not None or self.hands_over):
-            raise _no_handover(f"a hand-over is of one prompt, not of {len(prompts)}")
+            raise _no_handover(f"a hand-over needs exactly one prompt, got {len(prompts)}")
         if promise is not None and promise.tokens > len(prompts[0]):
             raise _no_handover(
                 f"tierstore.tokens is {promise.tokens}, but the prompt has {len(prompts[0])} tokens"
@@ -166,9 +172,9 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Raises :class:`ApiError` for fields that do not go together."""
+        """Check the combination of fields. Raises :class:`ApiError`."""
         if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options are for stream: true", param="stream_options")
+            raise bad_request("stream_options needs stream: true", param="stream_options")
         if self.kv_transfer_params is not None:
             self.kv_transfer_params.check(whole=not self.stream and self.samples == 1)
 
@@ -225,7 +231,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
             )
         if self.echo and self.logprobs is not None:
             raise bad_request(
-                "echo does not go with logprobs: only generated tokens have them. Leave out one of them",
+                "echo cannot be combined with logprobs: only generated tokens have log probabilities",
                 param="echo",
             )
         if self.stream and self.samples > self.choices:
@@ -233,27 +239,31 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, text or token ids. Raises :class:`ApiError` for ids beside other prompts."""
+        """Return the prompts, each as text or token ids. Raises :class:`ApiError` if token ids and prompts
+        are mixed."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         several = [each for each in self.prompt if not isinstance(each, int)]
         if not several and self.prompt:
             return [[each for each in self.prompt if isinstance(each, int)]]
         if len(several) < len(self.prompt):
-            raise bad_request("prompt: a list is of token ids or of prompts, not of both", param="prompt")
+            raise bad_request(
+                "prompt must be a list of token ids or a list of prompts, not both", param="prompt"
+            )
         if not several:
             raise bad_request("prompt is empty: give text or token ids", param="prompt")
         return several
 
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """The one kind of content that a text model reads."""
+    """Text content, the only kind that this server accepts."""
 
     text: Text
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One turn. What OpenAI's client sends back of an answer is taken, as far as it is text."""
+    """One turn of a conversation. It accepts an earlier answer in the form in which OpenAI's client sends it
+    back, if that is text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Meta(max_length=1 << 16)] | None = None
@@ -280,7 +290,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """``POST /v1/chat/completions``. Fields of type None are OpenAI's that this server does not support: its
+    """``POST /v1/chat/completions``. OpenAI's fields that this server does not support have type None:
     clients may send them as ``null``."""
 
     messages: Messages
@@ -319,7 +329,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """``POST /tokenize``, as with vLLM: the token ids that a prompt, or a chat, would have."""
+    """``POST /tokenize``, as in vLLM: returns the token ids of a prompt or a chat."""
 
     model: Name
     prompt: Text | None = None
@@ -332,16 +342,16 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PoolRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """``POST /pool``: how much memory the pages are to have, such as ``{"bytes": 8589934592}``."""
+    """``POST /pool``: sets the memory for pages, such as ``{"bytes": 8589934592}``."""
 
     bytes: Annotated[int, Meta(ge=1)]
 
     def check(self) -> None:
-        """The engine knows what can be."""
+        """Accept any size: the engine checks it."""
 
 
 def parse(body: bytes, kind: type[P]) -> P:
-    """Raises :class:`ApiError` (400) with one sentence that names the field."""
+    """Parse a request. Raises :class:`ApiError` (400) with one sentence that names the field."""
     try:
         request = decode_json(body, kind)
     except msgspec.ValidationError as error:
@@ -366,11 +376,11 @@ def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in biases.items()}
     except ValueError:
-        raise bad_request("logit_bias: its keys are token ids", param="logit_bias") from None
+        raise bad_request("logit_bias: keys must be token ids", param="logit_bias") from None
 
 
 def checked_hint(request: GenerationRequest) -> Hint | None:
-    """Raises :class:`ApiError` for a hint that cannot be."""
+    """Return the request's hint. Raises :class:`ApiError` for an invalid hint."""
     try:
         return request.cache.hint(elsewhere=request.hands_over)
     except UsageError as error:

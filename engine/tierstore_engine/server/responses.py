@@ -1,4 +1,4 @@
-"""What a client is answered: OpenAI's objects, whole or in pieces."""
+"""Answers to clients: OpenAI's objects, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Json = dict[str, Any]
 
 
 def usage(prompts: Iterable[RequestMetrics], generated: int) -> Json:
-    """``prompts``: of one continuation of each. Cached tokens are those whose KV came out of the cache, here
-    also by the tier that held them."""
+    """Return OpenAI's usage object. ``prompts`` has the metrics of one continuation of each prompt.
+
+    Cached tokens are those whose KV came from the cache; here they are also counted by tier.
+    """
     by_tier: Counter[str] = Counter()
     prompt_tokens = 0
     for metrics in prompts:
@@ -74,17 +76,17 @@ class Answer(ABC):
         return {**self._head, "object": self.whole_kind, "choices": choices, "usage": spent}
 
     def opening(self, index: int) -> Json | None:
-        """What comes before a choice's first token, if anything does."""
+        """Return the chunk before a choice's first token; None if there is none."""
         return None
 
     def chunk(self, index: int, output: StepOutput) -> Json | None:
-        """What a step added to a choice; None where that cannot be seen."""
+        """Return the chunk for a step's output; None if the step added nothing visible."""
         if not (output.text or output.finished or (self._logprobs and output.logprobs)):
             return None
         return self._chunk([self._piece(index, output)])
 
     def closing(self, spent: Json) -> Json | None:
-        """The last chunk, where the client asked for it."""
+        """Return the last chunk if the client asked for the usage."""
         return {**self._chunk([]), "usage": spent} if self._include_usage else None
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -92,8 +94,8 @@ class Answer(ABC):
         return {**chunk, "usage": None} if self._include_usage else chunk
 
     def _names(self, tokens: Sequence[TokenLogprob]) -> list[str]:
-        """Name each token by its text. Of several tokens with one text, such as parts of characters, the
-        first has it. The others are named by their bytes, or by their ids."""
+        """Name each token by its text. If several tokens have one text, such as parts of characters, the
+        first gets it. The others are named by their bytes or ids."""
         names: list[str] = []
         for each in tokens:
             data = self._tokenizer.token_bytes(each.token)
@@ -111,7 +113,8 @@ class Answer(ABC):
 
 @dataclass
 class _Offsets:
-    """Where the tokens of one choice begin in its text. ``waiting`` are those that are not told yet."""
+    """The offsets of a choice's tokens in its text. ``waiting`` are tokens not reported yet, ``told`` counts
+    the reported ones."""
 
     detokenizer: Detokenizer
     waiting: list[StepLogprobs] = field(default_factory=list)
@@ -121,8 +124,11 @@ class _Offsets:
     def take(
         self, text: str, entries: Sequence[StepLogprobs], *, ended: bool
     ) -> list[tuple[StepLogprobs, int]]:
-        """Take in what a step has added; the tokens that begin within the text so far, and where. At the end
-        it is all of them: what a stop string cut off begins at the end of the text."""
+        """Add a step's output. Return the tokens that begin within the text so far, with their offsets.
+
+        At the end all remaining tokens are returned. Tokens cut off by a stop string begin at the end of the
+        text.
+        """
         self.shown += len(text)
         for entry in entries:
             self.detokenizer.push(entry.chosen.token)
@@ -138,7 +144,7 @@ class _Offsets:
 
 
 class TextAnswer(Answer):
-    """To ``/v1/completions``."""
+    """The answer to ``/v1/completions``."""
 
     prefix = "cmpl"
     whole_kind = chunk_kind = "text_completion"
@@ -196,7 +202,7 @@ class TextAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """To ``/v1/chat/completions``."""
+    """The answer to ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
     whole_kind = "chat.completion"

@@ -1,4 +1,4 @@
-"""``tierstore-engine serve``: builds everything, runs uvicorn, and ends in order."""
+"""``tierstore-engine serve``: build the engine, run uvicorn, and shut down in order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tierstore_engine.settings import EngineSettings
 
 PROMPT_LOOKUP = "prompt-lookup"
 
-_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, whose memory is not the pool's alone
+_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with everything else
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _log = logging.getLogger(__name__)
@@ -45,9 +45,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The command's options. Sizes in bytes; ``hbm_bytes`` None for what a GPU has free, and on a CPU for
-    pages of 65,536 tokens, ``most_hbm_bytes`` what the pool may be resized to. ``draft`` is
-    ``prompt-lookup``, a model, or None."""
+    """The options of ``serve``. Sizes are in bytes.
+
+    ``hbm_bytes`` None takes a GPU's free memory, and on a CPU pages for 65,536 tokens. ``most_hbm_bytes`` is
+    the largest size that the pool may be resized to. ``draft`` is ``prompt-lookup``, a model, or None.
+    """
 
     model: str
     server: ServerSettings
@@ -69,8 +71,11 @@ class ServeOptions:
 
 
 def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.TierStoreError` with one line to show;
-    what can be refused is, before weights are read and before a store is opened."""
+    """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.TierStoreError` with a one-line
+    message.
+
+    Everything that can be checked first is checked before weights are read and before a store is opened.
+    """
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
     raise_limit()
@@ -120,11 +125,11 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None, draft: O
 
 
 def _open_draft(options: ServeOptions, pages: int | None) -> OpenModel | None:
-    """The draft model, if the drafter is one."""
+    """Return the draft model, if the drafter is a model."""
     if options.draft is None or options.draft == PROMPT_LOOKUP:
         return None
     if pages is None:
-        raise UsageError("a draft model needs room beside the model's pages: give --hbm-bytes")
+        raise UsageError("a draft model needs memory beside the model's pages: give --hbm-bytes")
     return open_model(options.draft, device=options.device, dtype=options.dtype)
 
 
@@ -172,7 +177,7 @@ async def _serve(
 
 
 def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:
-    """None for a GPU's whole memory."""
+    """Return the size of the pool in pages; None for a GPU's whole free memory."""
     if options.hbm_bytes is None and opened.device != "cpu":
         return None
     pages = _DEFAULT_POOL_TOKENS // spec.chunk_tokens
@@ -183,8 +188,8 @@ def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int |
     if most is not None:
         if most < nbytes:
             raise UsageError(
-                f"--most-hbm-bytes is {format_size(most)}, and the page pool begins with "
-                f"{format_size(nbytes)}: give more, or less as --hbm-bytes"
+                f"--most-hbm-bytes ({format_size(most)}) is less than the initial page pool "
+                f"({format_size(nbytes)}): raise it, or lower --hbm-bytes"
             )
         check_pool(spec, pages, opened.device, nbytes=most)
     _log.info("page pool of %s", format_size(nbytes))

@@ -1,4 +1,4 @@
-"""The server's settings: few, frozen, checked when made."""
+"""The server's settings, checked when they are made."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where to listen, whom to serve and how much of it at a time. Raises :class:`UsageError`.
+    """The settings of ``tierstore-engine serve``. Raises :class:`UsageError` for invalid values.
 
-    ``model_name`` is what clients call the model. ``generation_config`` ``auto`` takes sampling defaults from
-    the model's ``generation_config.json``; ``none`` takes OpenAI's. With ``api_key`` everything under ``/v1``
-    wants it; without one only loopback addresses are served. ``operator_key`` is wanted for what changes the
-    server for all (``POST /pool``): where clients have a key, it is another one, and without it nobody may.
-    ``max_requests`` HTTP requests are worked on or wait at a time, with ``max_queued_tokens`` prompt tokens
-    among them (a single one may have more); beyond that clients are told to come back. A request may have a
-    body of ``max_body_bytes``, ``max_choices`` continuations (prompts times ``n`` or ``best_of``) of
-    ``max_new_tokens`` tokens each, and take ``request_s`` seconds. One whose first token cannot be there
-    within ``ttft_slo_s`` seconds, or its own, is refused at once. SIGTERM waits ``drain_s`` seconds for what
-    is under way. An engine that goes on with a prompt of this one may wait ``handover_s`` seconds for its
-    pages.
+    - ``model_name``: the model's name in the API.
+    - ``api_key``: the key that clients need for everything under ``/v1``. Without a key only loopback
+      addresses are served.
+    - ``operator_key``: the key for changes to the whole server (``POST /pool``). It must differ from
+      ``api_key``. If only ``api_key`` is set, such changes are refused.
+    - ``generation_config``: ``auto`` takes sampling defaults from the model's ``generation_config.json``,
+      ``none`` takes OpenAI's.
+    - ``max_requests``, ``max_queued_tokens``: limits on running and waiting HTTP requests and on their prompt
+      tokens. A single request may have more tokens. Further requests get 429.
+    - ``max_body_bytes``, ``max_choices``, ``max_new_tokens``, ``request_s``: limits of one request: its body,
+      its continuations (prompts times ``n`` or ``best_of``), the tokens of each, and its duration.
+    - ``ttft_slo_s``: a request whose first token cannot be ready within this time, or its own, is refused at
+      once.
+    - ``drain_s``: how long SIGTERM waits for running requests.
+    - ``handover_s``: how long an engine that continues a prompt of this engine may wait for its pages.
     """
 
     model_name: str
@@ -49,29 +53,29 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
-            raise UsageError(f"port must lie between 0 (any free one) and 65535, not {self.port}")
+            raise UsageError(f"port must be between 0 (any free port) and 65535, got {self.port}")
         if self.generation_config not in (AUTO, NONE):
             raise UsageError(f"generation_config must be auto or none, got {self.generation_config!r}")
         if self.api_key == "":
-            raise UsageError("an api key must not be empty; leave it out to serve without one")
+            raise UsageError("api_key must not be empty; leave it out to serve without a key")
         if self.operator_key == "":
-            raise UsageError("an operator key must not be empty; leave it out to have none")
+            raise UsageError("operator_key must not be empty; leave it out to disable it")
         if self.operator_key is not None and self.operator_key == self.api_key:
-            raise UsageError("the operator key is the clients' api key: give another one")
+            raise UsageError("operator_key must differ from api_key")
         if self.api_key is None and not is_loopback(self.host):
             raise UsageError(
-                f"{self.host} is reached from other machines: give an --api-key, or listen at 127.0.0.1"
+                f"other machines can reach {self.host}: give an --api-key, or listen at 127.0.0.1"
             )
         if self.max_body_bytes < KIB:
-            raise UsageError(f"max_body_bytes must be at least 1 KiB, not {self.max_body_bytes} bytes")
+            raise UsageError(f"max_body_bytes must be at least 1 KiB, got {self.max_body_bytes} bytes")
         for name in ("max_requests", "max_queued_tokens", "max_choices", "max_new_tokens"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.ttft_slo_s is not None and not self.ttft_slo_s > 0:
-            raise UsageError(f"ttft_slo_s must be positive, not {self.ttft_slo_s}; leave it out for none")
+            raise UsageError(f"ttft_slo_s must be positive, got {self.ttft_slo_s}; leave it out for no limit")
         if self.request_s <= 0 or self.drain_s < 0:
             raise UsageError("request_s must be positive, and drain_s must not be negative")
         if not 0 <= self.handover_s <= MOST_HANDOVER_S:
             raise UsageError(
-                f"handover_s must lie between 0 and {MOST_HANDOVER_S:g} seconds, not {self.handover_s:g}"
+                f"handover_s must be between 0 and {MOST_HANDOVER_S:g} seconds, got {self.handover_s:g}"
             )

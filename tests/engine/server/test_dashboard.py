@@ -47,7 +47,7 @@ def test_it_shows_the_queue_the_latencies_and_the_cache(
     complete(live)
     complete(live)  # its prompt is in HBM now
     tiles.filter(has_text="Prompts from the cache").filter(has_text="hbm").wait_for()
-    for label in ("To the first token", "Between two tokens"):
+    for label in ("Time to first token", "Time between tokens"):
         tiles.filter(has_text=label).filter(has_text="within").filter(has_not_text="–").wait_for()
     stats = live.stats()
     assert stats.drafted_tokens
