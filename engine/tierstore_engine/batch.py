@@ -1,4 +1,4 @@
-"""From planned work to one step."""
+"""Build one step from planned work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tierstore_engine.step import Step
 
 
 def finishing(work: Ints[Work]) -> list[Work]:
-    """The work that ends at its sequence's newest token, and so yields the next one."""
+    """Return the work that ends at its sequence's newest token, and so yields the next one."""
     return [item for item in work if item.stop == len(item.sequence.tokens)]
 
 
 def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
-    """The batch of ``work`` (not empty) over pages of ``pools``, one for each layer group, flattened in its
-    order; logits for each of :func:`finishing`, of its newest token and of each token of its draft."""
+    """Return the batch of ``work`` (not empty) over pages of ``pools``, one for each layer group, flattened
+    in order. Logits are computed for each of :func:`finishing`: for its newest token and each token of its
+    draft."""
     arriving = [_tables(item.sequence) for item in work if item.sequence.arriving]
     ends = accumulate(item.tokens for item in work)
     rows = [
@@ -42,5 +43,5 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
 
 
 def _tables(sequence: Sequence) -> tuple[Ints[int], ...]:
-    """A sequence's pages by layer group."""
+    """Return a sequence's pages by layer group."""
     return tuple(table.pages for table in sequence.tables)

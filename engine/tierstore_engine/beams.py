@@ -1,17 +1,17 @@
-"""Beam search: the likeliest continuations as a whole, not token by token.
+"""Beam search: find the likeliest whole continuations instead of the likeliest next tokens.
 
-``width`` *beams*, sequences that share the pages of what they have in common, go on side by side. At each
-step every beam offers its likeliest next tokens; those with the best sums of log probabilities are the next
-beams. So one beam may be continued twice (it is forked) and another not at all (it leaves). A continuation
-that ends is a *hypothesis*, scored by::
+``width`` *beams*, sequences that share the pages of their common beginning, continue side by side. In each
+step every beam offers its likeliest next tokens. The candidates with the best sums of log probabilities are
+the next beams. So one beam may be continued twice (it is forked) and another not at all (it is dropped). A
+continuation that ends is a *hypothesis*, scored by::
 
     sum of log probabilities / generated tokens ** length_penalty
 
-The rules (how many candidates are looked at, which of them may end, when nothing better can come) are those
-of Hugging Face transformers, so that results can be compared.
+The rules (how many candidates are considered, which of them may end, when the search is done) are those of
+Hugging Face transformers, so that results can be compared.
 
-:class:`BeamSearch` decides and knows no page, sequence or model. :class:`BeamGroup` says which sequences of
-an engine its beams are. :class:`Beams` forks and drops them.
+:class:`BeamSearch` decides, without pages, sequences or a model. :class:`BeamGroup` maps beams to sequences
+of an engine. :class:`Beams` forks and drops the sequences.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ EarlyStopping: TypeAlias = Literal["never"] | bool
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """How a beam search goes. Raises :class:`RequestError` for values that cannot work.
+    """The parameters of a beam search. Raises :class:`RequestError` for invalid values.
 
-    ``length_penalty`` above 0 favors long hypotheses, below 0 short ones. ``early_stopping``: True ends with
-    the first ``width`` hypotheses; False when none of the beams would be better if it ended now; ``"never"``
-    when none can become better at any length. Without ``ignore_eos`` the model's end-of-sequence ids end a
-    hypothesis, and are its last token.
+    ``length_penalty`` above 0 favors long hypotheses, below 0 short ones. ``early_stopping`` True ends the
+    search with the first ``width`` hypotheses. False ends it when no beam would be better if it ended now.
+    ``"never"`` ends it when no beam can become better at any length. Without ``ignore_eos`` the model's
+    end-of-sequence ids end a hypothesis, and are its last token.
     """
 
     width: int = 4
@@ -50,16 +50,16 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         if self.width < 1:
-            raise RequestError(f"a beam search has a width of at least 1, not {self.width}")
+            raise RequestError(f"the width of a beam search must be at least 1, got {self.width}")
         if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+            raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.early_stopping not in (True, False, "never"):
-            raise RequestError(f"early_stopping is true, false or 'never', not {self.early_stopping!r}")
+            raise RequestError(f"early_stopping must be true, false or 'never', got {self.early_stopping!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class BeamHypothesis:
-    """One result: the generated tokens (an end-of-sequence token included), their text and score."""
+    """One result: the generated tokens (including an end-of-sequence token), their text and score."""
 
     text: str
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ class BeamHypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Beam number ``parent``, as they were numbered before the step, goes on with ``token``."""
+    """Beam number ``parent``, numbered as before the step, continues with ``token``."""
 
     parent: int
     token: int
@@ -81,9 +81,9 @@ class _Beam:
 
 
 class BeamSearch:
-    """The state of one search. Begins with one beam, the prompt itself; pure.
+    """The state of one search, which begins with one beam, the prompt itself. Pure.
 
-    ``max_tokens`` is the most that a hypothesis may have.
+    ``max_tokens`` is the largest number of tokens of a hypothesis.
     """
 
     def __init__(self, params: BeamParams, *, eos_ids: Ints[int], max_tokens: int) -> None:
@@ -100,18 +100,21 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """How many of its likeliest next tokens each beam is to offer: with as many, ``width`` of them go on
+        """Return how many likeliest next tokens each beam must offer, so that ``width`` candidates continue
         even if all others end."""
         return max(2, 1 + len(self._eos_ids)) * self._params.width
 
     @property
     def hypotheses(self) -> list[tuple[float, tuple[int, ...]]]:
-        """Scores and tokens, best first; all of them once ``done``."""
+        """Return scores and tokens, best first; complete once ``done`` is set."""
         return list(self._ended)
 
     def advance(self, offers: Ints[Ints[TokenLogprob]]) -> list[Continuation]:
-        """One step: for each beam its likeliest tokens, likeliest first. Returns the next beams, best first;
-        sets ``done`` (and returns none) when nothing better can come."""
+        """Do one step with the likeliest tokens of each beam, likeliest first. Return the next beams, best
+        first.
+
+        Sets ``done``, and returns none, if no better hypothesis can follow.
+        """
         ranked = sorted(
             (
                 (beam.logprob + offer.logprob, parent, offer.token)
@@ -141,7 +144,7 @@ class BeamSearch:
         return logprob / penalty
 
     def _settled(self, best: _Beam) -> bool:
-        """Whether there are as many hypotheses as were asked for, and ``best`` is not going to be better."""
+        """Return whether there are enough hypotheses, and ``best`` cannot improve on them."""
         params = self._params
         if len(self._ended) < params.width:
             return False
@@ -154,8 +157,8 @@ class BeamSearch:
 
 @dataclass(slots=True)
 class BeamGroup:
-    """A search, and which sequence each of its beams is. ``offers`` are those of the step under way: the
-    group goes on when all of its members have made theirs."""
+    """A search with the sequence of each beam. ``offers`` are those of the current step: the group advances
+    when all members have offered."""
 
     search: BeamSearch
     members: list[Sequence]
@@ -166,14 +169,14 @@ class BeamGroup:
         return all(member.request_id in self.offers for member in self.members)
 
     def advance(self) -> list[Continuation]:
-        """The next beams; :class:`BeamSearch` has more."""
+        """Return the next beams; see :class:`BeamSearch`."""
         moves = self.search.advance([self.offers[member.request_id] for member in self.members])
         self.offers.clear()
         return moves
 
 
 class Beams:
-    """The beam searches of an engine that are under way."""
+    """The running beam searches of an engine."""
 
     def __init__(self, roster: Roster, limits: Limits, max_sequences: int) -> None:
         self._roster = roster
@@ -182,11 +185,11 @@ class Beams:
         self._groups: dict[RequestId, BeamGroup] = {}  # by each of their members
 
     def of(self, sequence: Sequence) -> BeamGroup | None:
-        """The search that ``sequence`` is a beam of."""
+        """Return the search that has ``sequence`` as a beam, or None."""
         return self._groups.get(sequence.request_id)
 
     def begin(self, tokens: list[int], params: BeamParams, session: str | None) -> BeamGroup:
-        """Queue the first beam of a search. Raises :class:`RequestError` where there is no room for it."""
+        """Queue the first beam of a search. Raises :class:`RequestError` without room for it."""
         started = time.monotonic()
         limits, new_tokens = self._limits, params.max_new_tokens
         most = limits.max_tokens(len(tokens), new_tokens) - len(tokens)
@@ -202,7 +205,7 @@ class Beams:
         return group
 
     def advance(self) -> None:
-        """Let the searches go on whose beams have all made their offers."""
+        """Advance the searches whose beams have all offered."""
         for group in {id(group): group for group in self._groups.values()}.values():
             if group.complete:
                 self._advance(group)
@@ -225,7 +228,7 @@ class Beams:
                 self._drop(parent)
         for move in moves:
             beam = parents[move.parent]
-            if beam in group.members:  # it goes on in two ways
+            if beam in group.members:  # it continues in two ways
                 beam = self._fork(beam, group)
             group.members.append(beam)
         for beam, move in zip(group.members, moves, strict=True):
@@ -237,7 +240,7 @@ class Beams:
         if parent.held:
             self._roster.share(parent, child)
         else:
-            self._roster.queue(child)  # its parent has been parked since: it comes back like that one
+            self._roster.queue(child)  # its parent was parked meanwhile: the child waits like it
         return child
 
     def _drop(self, beam: Sequence) -> None:

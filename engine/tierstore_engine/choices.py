@@ -1,8 +1,8 @@
-"""What was measured once on a device, kept for the processes that come after.
+"""Keep measured choices of a device for later processes.
 
-A choice between two ways of computing may change the last bits of a result, so every process on a machine
-must make the same: the first one measures, and the others read. The file's name says all that the choice
-depends on; deleting it measures again.
+A choice between two ways to compute may change the last bits of a result. So every process on a machine must
+make the same choice: the first process measures, and the others read its result. The file's name covers
+everything that the choice depends on. Deleting the file makes the next process measure again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 def kept_choice(
     name: str, facts: Mapping[str, Any], measure: Callable[[], Any], *, folder: Path | None = None
 ) -> Any:
-    """The outcome (JSON) of ``measure()`` under these facts, from now or from before. Raises what ``measure``
-    raises; a folder that cannot be written costs a measurement each time, and is logged."""
+    """Return the outcome (JSON) of ``measure()`` under these facts, measured now or earlier.
+
+    Raises the errors of ``measure``. If the folder cannot be written, that is logged, and every process
+    measures.
+    """
     folder = folder or default_folder()
     described = {"name": name, **facts}
     digest = xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
@@ -33,7 +36,7 @@ def kept_choice(
     except FileNotFoundError:
         pass
     except OSError as error:
-        log.warning("%s cannot be read (%s): measuring again", file, error)
+        log.warning("cannot read %s (%s): measuring again", file, error)
     except (ValueError, KeyError, TypeError) as error:
         log.warning("%s is damaged (%s): measuring again", file, error)
         file.unlink(missing_ok=True)
@@ -45,7 +48,7 @@ def default_folder() -> Path:
 
 
 def _keep(file: Path, document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Write the document, whole. Returns another process's, if that was first."""
+    """Write the document atomically. Return another process's document if that was first."""
     scratch = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -58,5 +61,5 @@ def _keep(file: Path, document: Mapping[str, Any]) -> Mapping[str, Any]:
         finally:
             scratch.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be written (%s): it will be measured again", file, error)
+        log.warning("cannot write %s (%s): the next process will measure again", file, error)
     return document

@@ -1,7 +1,7 @@
-"""The bundled engine: requests in, text out, over paged KV that a connector keeps.
+"""The bundled engine: it turns requests into text, over paged KV that a connector stores.
 
-One step computes one mixed batch. Everything that changes a sequence happens in :meth:`Engine.step`, on the
-caller's thread; nothing in it waits for the store while there is something to compute.
+Each step computes one mixed batch. All changes of a sequence happen in :meth:`Engine.step`, on the caller's
+thread. A step does not wait for the store while there is something to compute.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ from tierstore_engine.stepping import EngineThread
 from tierstore_engine.tokenizer import Tokenizer
 
 PromptInput: TypeAlias = str | Ints[int]
-"""Text, or token ids as they are (nothing is prepended)."""
+"""Text, or token ids that are used as they are (nothing is prepended)."""
 
 _STALLED_S = 60.0
 
 
 class EngineStalledError(TierStoreError):
-    """Nothing could be computed for a long time: pages that the engine needs are held by somebody else."""
+    """Nothing could be computed for a long time, because leases or pins from elsewhere hold the needed
+    pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pick:
-    """Whose next token is due: its choice is made from this row of the logits, and from those behind it for
-    each token of the draft."""
+    """A sequence whose next token is due. The token is chosen from ``row`` of the logits, and further tokens
+    from the rows after it, one for each token of the draft."""
 
     sequence: Sequence
     row: int
@@ -69,9 +70,9 @@ class _Pick:
 class Engine:
     """Continuous batching over one model and one connector. Not thread-safe.
 
-    Either step it yourself (``add``, then ``step`` until ``has_work`` is false), or iterate ``stream`` or
-    ``generate``, which step it for you, and may be mixed and nested; or use ``astream`` from one event loop,
-    and then nothing else at the same time.
+    There are three ways to use it. Call ``add``, then ``step`` until ``has_work`` is False. Or iterate
+    ``stream`` or call ``generate``; these step the engine, and may be mixed and nested. Or use ``astream``
+    from one event loop, and nothing else at the same time.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Engine:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` is what requests are scheduled by; deadlines count from what it says in :meth:`add`."""
+        """``clock`` is the clock of the scheduler. Deadlines count from its value in :meth:`add`."""
         self.model = model
         self.tokenizer = tokenizer
         self.connector = connector
@@ -96,7 +97,7 @@ class Engine:
             checkpoint_tokens=self._checkpoint_tokens(),
         )
         if drafter is not None and any(rule.past is Past.STATE for rule in connector.rules):
-            raise UsageError("a model with recurrent states cannot go back to before a draft: use no drafter")
+            raise UsageError("models with recurrent states cannot reject a draft: use no drafter")
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)
         self._clock = clock
@@ -128,12 +129,19 @@ class Engine:
         ttft_slo_s: float | None = None,
         promise: Promise | None = None,
     ) -> RequestId:
-        """Queue a request. ``session`` is any name of the conversation that it is part of, see
-        :meth:`finish`; ``hint`` is what is known of its future; without ``save`` its pages are not kept.
-        Lower priorities come first. ``promise``: another engine has computed the prompt, and its pages are
-        waited for. Raises :class:`RequestError` when it can never be served, and
-        :class:`DeadlineError` when its first token cannot be there within ``ttft_slo_s`` seconds, by what
-        waits, what of it is held, and how fast prompts are computed."""
+        """Queue a request.
+
+        - ``session``: a name of the conversation, see :meth:`finish`.
+        - ``hint``: what is known of the future of its pages.
+        - ``save``: False stores none of its pages.
+        - ``priority``: requests with lower values come first.
+        - ``ttft_slo_s``: the time limit for its first token, in seconds.
+        - ``promise``: another engine has computed the prompt; the request waits for its pages.
+
+        Raises :class:`RequestError` if the request can never be served. Raises :class:`DeadlineError` if its
+        first token is not expected within ``ttft_slo_s``, given the waiting requests, the cached part of its
+        prompt, and the measured speed.
+        """
         started = time.monotonic()
         params = params or SamplingParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
@@ -154,12 +162,12 @@ class Engine:
         return sequence.request_id
 
     def fork(self, request_id: RequestId, *, seed: int | None = None) -> RequestId:
-        """Another continuation of a request: a new one that has its prompt and its generated tokens, shares
-        their pages, and from the next token on draws for itself, from ``seed``.
+        """Add another continuation of a request. It has the request's prompt and generated tokens, shares
+        their pages, and draws from ``seed`` from the next token on.
 
-        Nothing is computed twice: the new request waits until the old one's next token is due and then goes
-        on beside it. Its completion has the tokens and the text from before the fork, too, and its outputs
-        those from then on. Raises :class:`RequestError` for a request that has ended.
+        Nothing is computed twice: the new request waits until the old one's next token is due, then both
+        continue side by side. Its completion includes the tokens and text from before the fork, its outputs
+        do not. Raises :class:`RequestError` for a request that has ended.
 
             >>> first = engine.add("Two ways to say it:", SamplingParams(temperature=1, seed=0))
             >>> others = [engine.fork(first, seed=seed) for seed in (1, 2, 3)]
@@ -170,11 +178,11 @@ class Engine:
         return self._roster.follow(parent, seed=seed).request_id
 
     def finish(self, session: str) -> None:
-        """This conversation is over: its pages that no other one uses need not be kept."""
+        """End a conversation: pages that only it uses need not be kept."""
         self.connector.finish(session)
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request now; the next step returns its completion. False when it had already ended."""
+        """End a request now; the next step returns its completion. Return False if it had already ended."""
         sequence = self._roster.get(request_id)
         if sequence is None:
             return False
@@ -183,55 +191,58 @@ class Engine:
         return True
 
     def pool_size(self) -> PoolSize:
-        """How much memory the pages have."""
+        """Return the size of the page pool."""
         pool = self.connector.pool
         pool.settle()
         return pool.large_pages.size
 
     def resize_pool(self, nbytes: int) -> PoolSize:
-        """Have ``nbytes`` of memory for pages from now on, such as to make room for another model, or to take
-        it back. More is had at once; less as pages become free: those that are cached leave now, those of
-        requests when they end or give way. Every request goes on. Raises :class:`UsageError` for a size that
-        cannot be, or that one of the requests might not fit."""
+        """Set the memory for pages to ``nbytes``, for example to make room for another model.
+
+        Growing takes effect at once. Shrinking continues as pages become free: cached pages leave now, pages
+        of requests when these end or are preempted. Every request continues. Raises :class:`UsageError` for
+        an impossible size, or one that a current request might not fit.
+        """
         for sequence in self._roster:
             group = self._beams.of(sequence)
             self._limits.check_resize(nbytes, sequence, group.search.width if group is not None else 1)
         size = self.connector.resize(nbytes)
-        self._scheduler.room_grew()  # or not: then they wait on
+        self._scheduler.room_grew()  # may be False: then they continue to wait
         return size
 
     def discard(self, *request_ids: RequestId) -> None:
-        """End requests that nobody listens to any more, as far as they have not. No step tells of it."""
+        """End requests that nothing listens to, if they have not ended. No step returns their completions."""
         cancelled = {request_id for request_id in request_ids if self.cancel(request_id)}
         self._cancelled = [output for output in self._cancelled if output.request_id not in cancelled]
 
     def cancel_all(self) -> None:
-        """End every request now, and every beam search."""
+        """End all requests and beam searches now."""
         self._beams.end_all()
         for sequence in list(self._roster):
             self.cancel(sequence.request_id)
 
     def computed_tokens(self, request_id: RequestId) -> int:
-        """How many of a request's tokens have their KV in pages, loaded or computed; 0 once it has ended."""
+        """Return how many of a request's tokens have their KV in pages, loaded or computed; 0 after its
+        end."""
         sequence = self._roster.get(request_id)
         return sequence.computed if sequence is not None else 0
 
     def _check_deadline(self, sequence: Sequence, slo_s: float) -> None:
-        """Take a request out again that would be late. Raises :class:`DeadlineError`."""
+        """Drop a new request that would miss its deadline. Raises :class:`DeadlineError`."""
         expected = self._scheduler.expect(sequence)
         if expected is None or expected.seconds <= slo_s:
             return
         self._roster.drop(sequence)
         self._late_requests += 1
-        about = f"its first token is wanted within {slo_s:g} s"
+        about = f"the first token is due within {slo_s:g} s"
         if expected.alone_s > slo_s:
             raise DeadlineError(
                 f"{about}, but at {expected.tokens_per_s:.0f} tokens/s the prompt alone takes "
-                f"{expected.alone_s:.3g} s: ask with a longer deadline or a shorter prompt",
+                f"{expected.alone_s:.3g} s: use a longer deadline or a shorter prompt",
                 None,
             )
         raise DeadlineError(
-            f"{about}, but with what waits before it, it is to be expected in {expected.seconds:.3g} s: try "
+            f"{about}, but with the requests before it, it is expected in {expected.seconds:.3g} s: try "
             "again later",
             expected.seconds - slo_s,
         )
@@ -243,8 +254,8 @@ class Engine:
         return self._scheduler.has_work or bool(self._cancelled)
 
     def step(self) -> list[StepOutput]:
-        """Compute one batch and return what it added to each request. When everything waits for loads it
-        waits for them a few milliseconds and returns nothing."""
+        """Compute one batch, and return what it added to each request. If everything waits for loads, wait a
+        few milliseconds and return nothing."""
         outputs, self._cancelled = self._cancelled, []
         plan = self._scheduler.plan()
         if plan.batch:
@@ -262,7 +273,7 @@ class Engine:
     def generate(
         self, prompts: Iterable[PromptInput], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """The completions of ``prompts``, in their order, computed together."""
+        """Compute ``prompts`` together, and return their completions in the same order."""
         ids: list[RequestId] = []
         try:
             for prompt in prompts:
@@ -274,8 +285,8 @@ class Engine:
     def sample(
         self, prompt: PromptInput, params: SamplingParams | None = None, *, n: int
     ) -> list[Completion]:
-        """``n`` completions of one prompt, which is computed and kept once. With a seed they take it, the
-        next one, and so on."""
+        """Return ``n`` completions of one prompt, which is computed and kept once. With a seed the first
+        completion uses it, the second the next number, and so on."""
         params = params or SamplingParams()
         ids: list[RequestId] = []
         try:
@@ -290,10 +301,12 @@ class Engine:
     def beam_search(
         self, prompt: PromptInput, params: BeamParams | None = None, *, session: str | None = None
     ) -> list[BeamHypothesis]:
-        """The likeliest continuations of ``prompt``, best first; steps the engine, others' requests go on.
+        """Return the likeliest continuations of ``prompt``, best first. This steps the engine; other requests
+        continue.
 
-        Each beam may have to be brought back by itself when pages run out, so the pool must hold them all
-        unshared. Raises :class:`RequestError` when it does not, and for more beams than ``max_sequences``.
+        If pages run out, each beam may have to be loaded back separately. So the pool must be able to hold
+        all beams unshared. Raises :class:`RequestError` if it cannot, and for more beams than
+        ``max_sequences``.
         """
         params = params or BeamParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
@@ -311,13 +324,15 @@ class Engine:
         ]
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Iterator[StepOutput]:
-        """Add a request and yield its outputs, stepping the engine as needed. Closing it early cancels."""
+        """Add a request and yield its outputs, stepping the engine as needed. Closing the iterator early
+        cancels the request."""
         request_id = self.add(prompt, params)
         mailbox = self._mailboxes[request_id] = deque()
         return self._outputs(request_id, mailbox)
 
     def astream(self, prompt: PromptInput, params: SamplingParams | None = None) -> AsyncIterator[StepOutput]:
-        """The same for asyncio: any number at a time; the steps run on one thread beside the event loop."""
+        """Stream like :meth:`stream`, for asyncio. Any number may run at once; the steps run on one thread
+        beside the event loop."""
         if self._thread is None:
             self._thread = EngineThread(self)
         return self._thread.stream(lambda engine: engine.add(prompt, params))
@@ -343,7 +358,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Cancel what is under way and close the connector."""
+        """Cancel all requests, and close the connector."""
         if self._thread is not None:
             self._thread.close()
         self.cancel_all()
@@ -354,7 +369,7 @@ class Engine:
     # -- inside --------------------------------------------------------------------------------------
 
     def _finish(self, ids: list[RequestId]) -> list[Completion]:
-        """Step until all of these have ended."""
+        """Step until these requests have ended."""
         completions: dict[RequestId, Completion] = {}
         while not all(request_id in completions for request_id in ids):
             done = [output.completion for output in self.step() if output.completion]
@@ -369,8 +384,8 @@ class Engine:
         return self._computed(work, self.model.compute(build_step(work, self.connector.pools)))
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
-        """Take a sequence whose pages are arriving through the layers that are there, or with ``wait``
-        through all, each when it is."""
+        """Compute the next layers of a sequence whose pages are arriving: those that have arrived, or all of
+        them with ``wait``."""
         self._prefills.forget()
         sequence, layers = item.sequence, self.model.config.layers
         partial = sequence.partial
@@ -389,7 +404,7 @@ class Engine:
         return self._computed([item], logits)
 
     def _computed(self, work: list[Work], logits: torch.Tensor) -> list[StepOutput]:
-        """What the end of a step changes: pages are saved, and tokens chosen."""
+        """Save pages and choose tokens, at the end of a step."""
         self._steps += 1
         self._computed_tokens += sum(item.tokens for item in work)
         self._last_progress = time.monotonic()
@@ -399,7 +414,7 @@ class Engine:
         picks = self._picks(finishing(work))
         if not picks:
             self._prefills.queued()
-            return []  # and no need to wait
+            return []  # nothing to wait for
         draws = [pick.sequence.draws(pick.draft) for pick in picks]
         rows = [pick.row + place for pick in picks for place in range(len(pick.draft) + 1)]
         choices = iter(self.model.sample(logits, [draw for some in draws for draw in some], rows))
@@ -416,7 +431,7 @@ class Engine:
         return outputs
 
     def _with_drafts(self, work: list[Work]) -> list[Work]:
-        """``work`` with guesses behind the newest tokens, as far as the step's budget and the pages go."""
+        """Add drafted tokens after the newest tokens, as far as the step's budget and the pages allow."""
         if self._drafter is None:
             return work
         budget = self.settings.batch_tokens - sum(item.tokens for item in work)
@@ -439,8 +454,8 @@ class Engine:
         return decodes and not self._roster.followed(sequence) and self._beams.of(sequence) is None
 
     def _picks(self, ending: list[Work]) -> list[_Pick]:
-        """Whose next token is due, and from which row of the logits. Who follows one of these shares its
-        pages from here on, and chooses from the same row."""
+        """Return the sequences whose next token is due, with their rows of the logits. Forks that follow one
+        of them share its pages from here on, and choose from the same row."""
         picks, row = [], 0
         for item in ending:
             sequence = item.sequence
@@ -450,7 +465,7 @@ class Engine:
         return picks
 
     def _accept(self, pick: _Pick, choices: list[Choice]) -> StepOutput:
-        """Append what was chosen, as long as the draft had foreseen it."""
+        """Append the chosen tokens up to the first that the draft did not predict."""
         sequence, draft = pick.sequence, pick.draft
         text, newest = "", []
         for place, choice in enumerate(choices):
@@ -486,7 +501,7 @@ class Engine:
             stats = self.stats()
             raise EngineStalledError(
                 f"{stats.waiting} requests wait for pages, but only {stats.available_pages} of "
-                f"{stats.total_pages} are available: somebody else holds leases or pins on the rest"
+                f"{stats.total_pages} are available: leases or pins from elsewhere hold the rest"
             )
         self._scheduler.wait()
 

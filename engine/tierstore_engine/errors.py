@@ -1,4 +1,4 @@
-"""What the engine raises at its boundary: one line that says what is wrong and what to do about it."""
+"""The engine's errors. Each message says in one line what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from tierstore.errors import TierStoreError, UsageError
 
 
 class ModelError(TierStoreError):
-    """A model folder that cannot be run: something is missing, unsupported or of the wrong shape."""
+    """A model folder that cannot be used: something is missing, unsupported or of the wrong shape."""
 
 
 class RequestError(UsageError):
-    """A request that can never be served: too long for the model or the pool, impossible parameters."""
+    """A request that can never be served: it is too long for the model or the pool, or has invalid
+    parameters."""
 
 
 class DeadlineError(TierStoreError):
-    """A request whose first token cannot be there in time. ``retry_after_s`` is when what waits now will have
-    been computed; None where the prompt alone takes too long."""
+    """A request whose first token would be late. ``retry_after_s`` is when the waiting requests are expected
+    to be computed; None if the prompt alone takes too long."""
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)

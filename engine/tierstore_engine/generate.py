@@ -1,4 +1,4 @@
-"""One prompt from text to text: what ``tierstore-engine generate`` does."""
+"""``tierstore-engine generate``: continue one prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 
-# Random weights (and some models) produce control characters that would rearrange a terminal.
+# Random weights (and some models) produce control characters, which would disturb a terminal.
 _UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in range(32) if chr(code) not in "\n\t"} | {
     127: "\N{REPLACEMENT CHARACTER}"
 }
@@ -34,7 +34,8 @@ _UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in range(32) if chr(c
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """The command's options; sizes in bytes, ``hbm_bytes`` None for a pool that just holds the request."""
+    """The options of ``generate``. Sizes are in bytes. ``hbm_bytes`` None makes a pool that just holds the
+    request."""
 
     model: str
     prompt: str
@@ -55,8 +56,10 @@ class GenerateRequest:
 
 
 def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | None = None) -> Completion:
-    """Generate and print. Everything about the request is checked before weights are read and before the
-    store is opened. Raises :class:`~tierstore.errors.TierStoreError` with one line to show."""
+    """Generate and print. Raises :class:`~tierstore.errors.TierStoreError` with a one-line message.
+
+    The whole request is checked before weights are read and before the store is opened.
+    """
     out, err = out or sys.stdout, err or sys.stderr
     settings = EngineSettings(prefill_chunk=request.prefill_chunk, plan=request.plan)
     opened = open_model(
@@ -92,7 +95,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
 
 
 def summary(completion: Completion) -> str:
-    """The run in one line: prompt tokens, tokens from each tier, TTFT, tokens per second."""
+    """Return the run as one line: prompt tokens, tokens from each tier, TTFT, tokens per second."""
     metrics = completion.metrics
     tiers = {"hbm": 0, "host": 0, "disk": 0} | dict(metrics.reused_by_tier)
     reused = ", ".join(f"{count} from {tier}" for tier, count in tiers.items())
@@ -103,7 +106,7 @@ def summary(completion: Completion) -> str:
 
 
 def report(completion: Completion) -> dict[str, Any]:
-    """The run for machines; units are in the field names."""
+    """Return the run as JSON values; units are in the field names."""
     metrics = completion.metrics
     return {
         "text": completion.text,
@@ -121,7 +124,7 @@ def report(completion: Completion) -> dict[str, Any]:
 
 
 class _Screen:
-    """Where text and progress go; progress only to a terminal, and never between pieces of text."""
+    """The output of text and progress. Progress goes only to a terminal, and never between pieces of text."""
 
     def __init__(self, out: TextIO, err: TextIO, *, text: bool) -> None:
         self._out = out if text else None
@@ -167,7 +170,7 @@ def _generate(engine: Engine, tokens: list[int], request: GenerateRequest, scree
 def _pool_pages(
     request: GenerateRequest, model: OpenModel, spec: KVSpec, settings: EngineSettings, tokens: list[int]
 ) -> int:
-    """The size of the pool, after checking that the request can run in it."""
+    """Return the size of the pool, after checking that the request fits."""
     config = model.config
     check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
     needed = pages_for_tokens(spec, min(len(tokens) + request.params.max_new_tokens, config.max_positions))

@@ -1,5 +1,5 @@
-"""The pages of a sequence in all layer groups: admission, loads, saves and leaving. What each of these means
-for one group is in :mod:`tierstore_engine.tables`."""
+"""The pages of a sequence in all layer groups: admission, loads, saves and leaving.
+:mod:`tierstore_engine.tables` does the work for one group."""
 
 from __future__ import annotations
 
@@ -21,99 +21,103 @@ from tierstore_engine.tables import GroupTable, SavePoint, empty_tables
 T = TypeVar("T")
 
 _ELSEWHERE = Hint(elsewhere=True)
-_UNKNOWN_S = 30.0  # for a load of which no plan says how long it may take
+_UNKNOWN_S = 30.0  # deadline of a load without a plan
 
 
 class PageKeeper:
-    """Moves sequences between *waiting* (no page), *loading* and *running*, as far as pages decide it.
+    """Move sequences between *waiting* (no page), *loading* and *running*, as far as pages decide it.
 
-    A sequence that has to give way is *parked*: its pages are saved and released, and it is admitted again
-    later like a new sequence whose prompt happens to be in the store.
+    A preempted sequence is *parked*: its pages are saved and released. Later it is admitted like a new
+    sequence whose prompt happens to be in the store.
     """
 
     def __init__(
         self, connector: Connector, *, plan: str = "load", prefill_chunk: int = 0, checkpoint_tokens: int = 0
     ) -> None:
-        """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`, ``checkpoint_tokens`` how far save
-        points are apart at most in a model of several layer groups (0: none but those that requests make)."""
+        """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`. ``checkpoint_tokens`` is the largest
+        distance of save points in a model with several layer groups (0: only those that requests make)."""
         self.connector = connector
         self.chunk_tokens = connector.pool.spec.chunk_tokens
-        self.keeps = connector.keeps  # whether pages that one sequence has computed can be had by others
+        self.keeps = connector.keeps  # whether other sequences can find saved pages
         self._plan = plan
         self._prefill_chunk = prefill_chunk
-        self._parking: deque[Transfer[int]] = deque()  # saves whose end may make pages available
+        self._parking: deque[Transfer[int]] = deque()  # saves whose end may free pages
         self._empty = empty_tables(connector)
         self._has_named = not all(rule.chained for rule in connector.rules)
         self._checkpoint = checkpoint_tokens if self._has_named else 0
 
     def evict_idle(self) -> None:
-        """Let all that nobody uses leave HBM: where groups share a memory, pages that are used in place may
-        lie so that no large page is free, however few they are."""
+        """Evict all unused pages from HBM. If groups share memory, a few pages that are cached in place can
+        keep every large page occupied."""
         for group, pool in enumerate(self.connector.pools):
             self.connector.evict(pool.num_pages, group=group)
 
     def room(self) -> tuple[int, ...]:
-        """Pages of each layer group that could be had now."""
+        """Return how many pages of each layer group are available now."""
         return tuple(self.connector.available(group=group) for group in range(len(self.connector.pools)))
 
     @property
     def parking(self) -> bool:
-        """Whether pages of sequences that have left are still being copied, and come free after that."""
+        """Return whether pages of sequences that have left are still being copied, and will be free
+        afterwards."""
         while self._parking and self._parking[0].done:
             self._parking.popleft()
         return bool(self._parking)
 
     @property
     def shared_pages(self) -> int:
-        """Pages that are saved by sharing: those that all sequences would have, less those there are."""
+        """Return how many pages sharing saves: the pages of all sequences, minus the pages in use."""
         return sum(table.group.shared_pages for table in self._empty)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold the KV of ``tokens`` tokens."""
+        """Return how many pages hold the KV of ``tokens`` tokens."""
         return -(-tokens // self.chunk_tokens)
 
     def peaks(self, tokens: int) -> list[int]:
-        """By layer group: the most pages that a sequence of ``tokens`` tokens has at a time."""
+        """Return, by layer group, the most pages that a sequence of ``tokens`` tokens has at once."""
         return [table.peak(tokens, self._prefill_chunk) for table in self._empty]
 
     def step_end(self, sequence: Sequence, stop: int) -> int:
-        """Where a step that could compute up to ``stop`` has to end: at the next save point, if there is one
-        before."""
+        """Return where a step that could compute up to ``stop`` must end: at the next save point, if that is
+        earlier."""
         points = [point for point in sequence.save_points if point > sequence.computed]
         if self._checkpoint:
             points.append((sequence.computed // self._checkpoint + 1) * self._checkpoint)
         return min([stop, *points])
 
     def add_save_point(self, sequence: Sequence, tokens: int, *, parts: bool = False) -> None:
-        """Save what a hit of the first ``tokens`` tokens of a sequence needs; ``parts``: since others go on
-        from there, so that it stays when the sequence's session has come further."""
+        """Add a save point: save the pages for a hit of the first ``tokens`` tokens. With ``parts`` other
+        prompts continue from there, so the pages stay when the sequence's session continues."""
         if self._has_named:
             point = tokens // self.chunk_tokens * self.chunk_tokens
             sequence.save_points[point] = parts or sequence.save_points.get(point, False)
 
     def arriving(self, sequence: Sequence) -> bool:
-        """Whether bytes of the sequence's pages are still on their way, although its load was taken over.
+        """Return whether bytes of the sequence's pages are still arriving after its load was taken over.
 
-        Once they are there that is so for good, and the pool is not asked again: while a load goes on it
-        would look for every page of everybody who decodes, at every step."""
+        Once this is False it stays False, and the pool is not asked again. During loads the pool would
+        otherwise check every page of every decoding sequence in every step.
+        """
         if sequence.arriving:
             pages = [table.pages for table in sequence.tables]
             sequence.arriving = arrivals_of(self.connector.pools, pages).pending
         return sequence.arriving
 
     def look_up(self, sequence: Sequence, *, admitting: bool = False) -> ConnectorHit:
-        """Return what the store holds of a waiting sequence, under a lease: admit with it, or release it.
+        """Return what the store holds of a waiting sequence, under a lease. The caller admits with it, or
+        releases it.
 
-        A request is looked up often while it waits. The statistics count its first lookup for admission."""
+        A waiting request is looked up often. The statistics count its first lookup for admission.
+        """
         most = 0 if sequence.no_load else len(sequence.tokens) - 1
         counted, sequence.counted = admitting and not sequence.counted, sequence.counted or admitting
         return self.connector.lookup(sequence.prompt, max_tokens=most, counted=counted)
 
     def lacking(self, admitted: Iterable[Sequence]) -> list[int]:
-        """Return how many pages of each group the ``admitted`` sequences still have to take for their tokens.
+        """Return how many pages of each group the ``admitted`` sequences still need for their tokens.
 
-        A prefill step may take pages that it gives back at once, so only the largest step counts: where there
-        is room for one, the prompts can be computed one after the other.
+        A prefill step may take pages that it releases at once, so only the largest step counts: if there is
+        room for one, the prompts can be computed one after the other.
         """
         counts, steps = [0] * len(self._empty), [0] * len(self._empty)
         for sequence in admitted:
@@ -127,9 +131,12 @@ class PageKeeper:
         return [count + step for count, step in zip(counts, steps, strict=True)]
 
     def admit(self, sequence: Sequence, hit: ConnectorHit, *, beside: Iterable[Sequence] = ()) -> bool:
-        """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
-        *running* then. False, and nothing changed but that the hit is released, when the pages that it needs
-        and those that the sequences ``beside`` it still lack cannot be had together."""
+        """Give a waiting sequence its pages and start to load its hit: it is *loading* or *running*
+        afterwards.
+
+        Return False, and change nothing except releasing the hit, if its pages and those that the sequences
+        ``beside`` it still lack are not available together.
+        """
         plan = self.planned(sequence, hit)
         in_hbm = hit.by_tier.get("hbm", 0)
         both = plan.meeting_point > in_hbm
@@ -163,23 +170,23 @@ class PageKeeper:
         return True
 
     def planned(self, sequence: Sequence, hit: ConnectorHit) -> Plan:
-        """How much of a hit is going to be used."""
+        """Return how much of a hit will be used."""
         in_hbm = hit.by_tier.get("hbm", 0)
         if self._plan == "load" or hit.tokens == in_hbm:
             return Plan(hit.tokens, 0, 0.0, 0.0, None)
         if self._plan == "compute":
             return Plan(0 if self._has_named else in_hbm, 0, 0.0, 0.0, None)
-        if self._has_named:  # a part of the hit would be none: other pages belong to it
+        if self._has_named:  # a shorter hit would need other pages
             plan = self.connector.plan(hit, len(sequence.tokens), block=0)
             return plan if plan.tokens in (0, hit.tokens) else Plan(hit.tokens, 0, 0.0, 0.0, None)
         block = self._prefill_chunk if self._plan == "both-ends" else 0
         return self.connector.plan(hit, len(sequence.tokens), block=block)
 
     def _load_from_both_ends(self, sequence: Sequence, hit: ConnectorHit, plan: Plan) -> bool:
-        """Begin to compute a sequence from the front and to load it from the back: *running*. False where
-        what was in HBM has gone."""
+        """Start to compute a sequence from its front while its hit is loaded from its back: *running*. Return
+        False if pages that were in HBM are gone."""
         in_hbm = hit.by_tier.get("hbm", 0)
-        here = self.connector.load_part(hit, 0, in_hbm // self.chunk_tokens).wait()  # shared, nothing moves
+        here = self.connector.load_part(hit, 0, in_hbm // self.chunk_tokens).wait()  # shared, no copy
         if here.tokens < in_hbm:
             _release(sequence.tables, here.groups)
             self._drop(sequence)
@@ -195,13 +202,14 @@ class PageKeeper:
         return True
 
     def may_compute(self, sequence: Sequence, stop: int) -> bool:
-        """Whether the next chunk, up to ``stop``, is to be computed now, rather than waited for."""
+        """Return whether the next chunk, up to ``stop``, should be computed now instead of waiting for its
+        pages."""
         meeting = sequence.meeting
         return meeting is None or meeting.may_compute(sequence.computed, stop)
 
     def poll(self, sequence: Sequence) -> None:
-        """Take over what has come of a sequence that is loaded from its back. *Waiting* afterwards if there
-        are no pages to compute in what did not come."""
+        """Take over the loaded pages of a sequence that is loaded from its back. The sequence is *waiting*
+        afterwards if there are no pages for computing what was not loaded."""
         meeting = sequence.meeting
         if meeting is None:
             return
@@ -228,8 +236,8 @@ class PageKeeper:
         table.saved_at = max(table.saved_at, meeting.tokens)
 
     def settle(self, sequence: Sequence) -> None:
-        """Take over a load that has ended: *running*, or *waiting* again if it came short and there are no
-        pages to compute the rest in. A load still under way is left alone."""
+        """Take over a load that has ended: the sequence is *running*, or *waiting* again if the load was
+        incomplete and there are no pages for computing the rest. A load in flight is left alone."""
         loading = sequence.loading
         if loading is None or not loading.transfer.done:
             return
@@ -246,8 +254,8 @@ class PageKeeper:
         sequence.restore(loaded.tokens)
 
     def share(self, parent: Sequence, child: Sequence) -> bool:
-        """Give ``child``, which has the same tokens, the pages of ``parent``, all of whose KV is computed. No
-        byte moves but those of states. False, and nothing changed, where there is no room for these."""
+        """Give ``child``, which has the same tokens, the pages of the completely computed ``parent``. Only
+        states are copied. Return False, and change nothing, if there is no room for these copies."""
         assert parent.computed == len(parent.tokens) == len(child.tokens)
         for table in parent.tables:
             twin = table.fork()
@@ -261,18 +269,18 @@ class PageKeeper:
         return True
 
     def grow(self, sequence: Sequence, stop: int) -> bool:
-        """See to it that the tokens from the first that is not computed up to ``stop`` have pages that nobody
-        else writes to. False when there is no room; what was had by then stays in its table."""
+        """Ensure that the tokens from the first uncomputed one up to ``stop`` have pages that no other
+        sequence writes to. Return False without room; pages allocated by then stay in the table."""
         return all(table.grow(sequence.computed, stop) for table in sequence.tables)
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back the pages behind the sequence's newest token: what was drafted there was not accepted."""
+        """Release the pages after the sequence's newest token, whose draft was rejected."""
         for table in sequence.tables:
             table.trim(len(sequence.tokens))
 
     def save(self, sequence: Sequence) -> None:
-        """Publish the pages that have become full since the last call, and at a save point what goes with
-        them. Pages that no later token needs are given back."""
+        """Publish the pages that became full since the last call, and at a save point the pages for hits
+        there. Release pages that no later token needs."""
         computed = sequence.computed
         for table in sequence.tables:
             table.passed(computed)
@@ -288,15 +296,15 @@ class PageKeeper:
                 if whole > table.saved_at:
                     table.save(point)
             elif here:
-                # Pages that a window gives back meanwhile stay where they are until these end.
+                # Pages that a window releases meanwhile stay in place until these saves end.
                 self._park(table.save(replace(point, session=None if parts else sequence.session)))
 
     def leave(self, sequence: Sequence, *, save: bool = True) -> None:
-        """Save what has been computed (or not), the partial last page too unless it is shared, and give all
-        pages back: *waiting*."""
+        """Let a sequence leave: it is *waiting* afterwards. Save what was computed unless ``save`` is False,
+        including the partial last page unless it is shared, and release all pages."""
         if sequence.loading is not None:
             sequence.loading.transfer.cancel()
-            # It may have ended before it could be cancelled.
+            # The load may have ended before the cancel.
             _release(sequence.tables, sequence.loading.transfer.wait().groups)
             sequence.loading = None
         if sequence.meeting is not None:
@@ -306,7 +314,7 @@ class PageKeeper:
         submitted = whole = computed - computed % self.chunk_tokens
         if save and not sequence.no_save:
             inside = self._ends_inside(sequence)
-            # The next turn after an answer may have other last tokens. A parked sequence goes on as it is.
+            # The next turn after an answer may have other last tokens. A parked sequence continues unchanged.
             ends = [whole] if not inside or sequence.finish_reason is not None else []
             ends += [computed] * inside
             live = None if sequence.in_step else computed
@@ -314,7 +322,7 @@ class PageKeeper:
             for table in sequence.tables:
                 self._park(table.save(point))
         for table in sequence.tables:
-            submitted = table.saved(submitted)  # where nobody can go on, it is not to be waited for
+            submitted = table.saved(submitted)  # tokens from which no hit can begin are not to be waited for
         sequence.submitted_tokens = submitted if self.connector.shared else 0
         self._drop(sequence)
         sequence.arriving = False
@@ -324,10 +332,13 @@ class PageKeeper:
         sequence.state = SequenceState.WAITING
 
     def _ends_inside(self, sequence: Sequence) -> bool:
-        """Whether a sequence that leaves has a partial page that can be saved: as the end of its prompt, and
-        where nobody else is going to write to it. A prefill that is cut short ends at a page's end, or within
-        a page that was loaded and is in the store already. A step that has not ended has left KV behind the
-        sequence's end, where nobody looks, but in a live state it is for good."""
+        """Return whether a leaving sequence has a partial page that can be saved: the end of its prompt,
+        which no other sequence will write to.
+
+        A prefill that is cut short ends at a page's end, or within a loaded page that is stored already. An
+        unfinished step leaves KV after the sequence's end, which does no harm, but in a live state its effect
+        is permanent.
+        """
         computed = sequence.computed
         if not computed % self.chunk_tokens or computed < len(sequence.prompt):
             return False
@@ -336,15 +347,15 @@ class PageKeeper:
         return not (self._has_named and sequence.in_step)
 
     def wait_for_room(self, timeout_s: float) -> None:
-        """Wait, briefly, for something that may make pages available."""
+        """Wait shortly for something that may free pages."""
         if self.parking:
             wait_briefly(self._parking[0], timeout_s)
         else:
             time.sleep(timeout_s)
 
     def _begin(self, sequence: Sequence, loaded: Loaded) -> bool:
-        """Take over what was loaded: *running*. *Waiting*, and all pages given back, where a table has no
-        room."""
+        """Take over loaded pages: the sequence is *running*. It is *waiting*, without pages, if a table has
+        no room."""
         for number, table in enumerate(sequence.tables):
             held = loaded.groups[number] if loaded.groups else GroupPages()
             if not table.begin(held, loaded.tokens, len(sequence.tokens)):
@@ -365,13 +376,13 @@ class PageKeeper:
 
 
 def _release(tables: Iterable[GroupTable], held: Iterable[GroupPages]) -> None:
-    """Give back what a load has brought (nothing, if it was cancelled) and ``tables`` have not taken over."""
+    """Release the loaded pages (none after a cancel) that ``tables`` did not take over."""
     for table, unused in zip(tables, held, strict=False):
         table.group.release(unused.pages)
 
 
 def _hint(sequence: Sequence) -> Hint | None:
-    """What is known of the future of a sequence's pages when it leaves."""
+    """Return a hint about the future of a leaving sequence's pages."""
     hint, reason = sequence.hint, sequence.finish_reason
     if hint is not None and hint.for_policy and reason is not None:
         return hint
@@ -380,7 +391,7 @@ def _hint(sequence: Sequence) -> Hint | None:
 
 
 def clip_tiers(by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """``by_tier`` (fastest tier first, which also is the order along the prompt) cut to ``tokens`` in all."""
+    """Cut ``by_tier`` (fastest tier first, as along the prompt) to ``tokens`` in total."""
     clipped = {}
     for tier, count in by_tier.items():
         clipped[tier] = min(count, tokens)
@@ -389,7 +400,7 @@ def clip_tiers(by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
 
 
 def wait_briefly(transfer: Transfer[T], timeout_s: float) -> None:
-    """Wait for the end of ``transfer``, at most ``timeout_s``."""
+    """Wait for the end of ``transfer``, for at most ``timeout_s`` seconds."""
     try:
         transfer.wait(timeout_s)
     except TimeoutError:

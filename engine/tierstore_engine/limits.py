@@ -1,4 +1,4 @@
-"""What a model over a pool of pages can serve at all."""
+"""The limits of a model over a pool of pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore_engine.sequence import Sequence
 
 
 class Limits:
-    """Checks requests against the model ``config`` and the pools of ``keeper``. Changes nothing."""
+    """Check requests against the model ``config`` and the pools of ``keeper``. Nothing is changed."""
 
     def __init__(self, config: ModelConfig, keeper: PageKeeper) -> None:
         self.config = config
@@ -23,20 +23,20 @@ class Limits:
         self._connector = keeper.connector
 
     def max_tokens(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Return how many tokens a sequence may come to."""
+        """Return the largest number of tokens that a sequence may reach."""
         return min(prompt_tokens + new_tokens, self.config.max_positions)
 
     def check_prompt(self, tokens: Ints[int], params: SamplingParams) -> None:
-        """Raises :class:`RequestError` for a prompt that this model or this pool can never serve."""
+        """Raise :class:`RequestError` for a prompt that this model or this pool can never serve."""
         check_tokens(tokens, vocab_size=self.config.vocab_size, limit=self.config.max_positions)
         unknown = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
         if unknown:
             raise RequestError(
-                f"logit_bias names token {unknown[0]}, but the model's ids lie between 0 and "
+                f"logit_bias names token {unknown[0]}, but the model's ids are between 0 and "
                 f"{self.config.vocab_size - 1}"
             )
         pool = self._connector.pool
-        # The newest token's KV is not computed before it has a successor.
+        # The newest token's KV is computed only for its successor.
         most = self.max_tokens(len(tokens), params.max_new_tokens) - 1
         pages = self._keeper.pages_for(most)
         if pages > pool.target:
@@ -47,10 +47,10 @@ class Limits:
         self._check_groups(most)
 
     def check_beams(self, tokens: int, new_tokens: int, *, width: int, max_sequences: int) -> None:
-        """Raises :class:`RequestError` for a search of ``width`` beams that there is no room for."""
+        """Raise :class:`RequestError` if there is no room for a search of ``width`` beams."""
         if width > max_sequences:
             raise RequestError(
-                f"a beam search of width {width} needs as many sequences at a time, but max_sequences "
+                f"a beam search of width {width} needs as many sequences at once, but max_sequences "
                 f"is {max_sequences}"
             )
         most = self.max_tokens(tokens, new_tokens)
@@ -63,34 +63,37 @@ class Limits:
         self._check_groups(most, sequences=width)
 
     def check_resize(self, nbytes: int, sequence: Sequence, count: int) -> None:
-        """Raises :class:`UsageError` where a pool of ``nbytes`` might not fit ``count`` of ``sequence``."""
+        """Raise :class:`UsageError` if a pool of ``nbytes`` might not hold ``count`` sequences like
+        ``sequence``."""
         counts = [count * each for each in self._keeper.peaks(sequence.max_tokens - 1)]
         large_pages = nbytes // self._connector.pool.large_pages.large_bytes
         if not fits(self._connector.pools, counts, large_pages=large_pages):
             raise UsageError(
-                f"request {sequence.request_id} may come to {sequence.max_tokens} tokens, and a pool of "
+                f"request {sequence.request_id} may reach {sequence.max_tokens} tokens, and a pool of "
                 f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"
             )
 
     def _check_groups(self, tokens: int, *, sequences: int = 1) -> None:
-        """Raises :class:`RequestError` where the pools have no room for so many, in all layer groups."""
+        """Raise :class:`RequestError` if the pools cannot hold this many sequences, in all layer groups at
+        once."""
         counts, pools = self._keeper.peaks(tokens), self._connector.pools
         if len(counts) > 1 and not fits(pools, [sequences * count for count in counts]):
             kinds = [pool.spec.groups[0].kind.value for pool in pools]
             needed = ", ".join(f"{sequences * n} of {kind}" for n, kind in zip(counts, kinds, strict=True))
             raise RequestError(
-                f"{tokens} tokens need pages of every kind at a time ({needed}), and the pool has no "
+                f"{tokens} tokens need pages of every kind at once ({needed}), and the pool has no "
                 "room for them"
             )
 
 
 def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
-    """Raises :class:`RequestError` for an empty prompt, unknown ids, or a prompt that leaves no position."""
+    """Raise :class:`RequestError` for an empty prompt, unknown ids, or a prompt that leaves no position
+    free."""
     if not tokens:
         raise RequestError("the prompt is empty: it needs at least one token")
     if len(tokens) >= limit:
         raise RequestError(
-            f"the prompt has {len(tokens)} tokens, but the model allows {limit} with at least one new one"
+            f"the prompt has {len(tokens)} tokens, but the model allows {limit} including the answer"
         )
     if min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise RequestError(f"token ids must lie between 0 and {vocab_size - 1} for this model")
+        raise RequestError(f"token ids must be between 0 and {vocab_size - 1} for this model")

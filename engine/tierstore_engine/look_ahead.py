@@ -1,5 +1,5 @@
-"""What waits is looked up and prepared: its pages on disk come to host memory before it is admitted. Those
-that another engine has promised are waited for."""
+"""Prepare waiting requests: read their pages from disk to host memory before admission, and wait for pages
+that other engines have promised."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence
 
-_AHEAD_BYTES = 256 << 20  # on their way or held, for requests that wait
-_AHEAD_REQUESTS = 16  # that are prepared; those behind them are not
+_AHEAD_BYTES = 256 << 20  # in flight or held, for waiting requests
+_AHEAD_REQUESTS = 16  # requests that are prepared; later ones are not
 
 
 @dataclass(slots=True)
 class _Ahead:
-    """``hit`` holds what was prefetched until the request is admitted."""
+    """The preparation of a request. ``hit`` holds the prefetched pages until the request is admitted."""
 
     hit: ConnectorHit
     transfer: Transfer[int] | None
@@ -27,8 +27,8 @@ class _Ahead:
 
 
 class LookAhead:
-    """Prefetches what is on disk for the first requests that wait, once each, in their order, as far as that
-    is worth loading. Belongs to the engine's thread."""
+    """Prefetch pages on disk for the first waiting requests, once each, in their order, as far as that is
+    worthwhile. Belongs to the engine's thread."""
 
     def __init__(self, keeper: PageKeeper) -> None:
         self._keeper = keeper
@@ -42,7 +42,7 @@ class LookAhead:
         return len(self._ahead)
 
     def look(self, waiting: Iterable[Sequence]) -> None:
-        """Prepare those of ``waiting``, first ones first, that there is room for."""
+        """Prepare the first requests of ``waiting``, as far as the limits allow."""
         if not self._connector.keeps:
             return
         for sequence in waiting:
@@ -53,9 +53,9 @@ class LookAhead:
             self._begin(sequence)
 
     def promised(self, sequence: Sequence) -> bool:
-        """Whether pages of it are on their way that another engine has promised: it is not admitted before
-        they have come, or the promise's time is over. That is waited for once. To be asked before it is
-        admitted."""
+        """Return whether pages that another engine has promised are still awaited. The sequence is not
+        admitted before they have arrived or the promise's time is over. Each promise is waited for once. Call
+        it before admission."""
         promise = sequence.promise
         if promise is None:
             return False
@@ -70,12 +70,12 @@ class LookAhead:
         return False
 
     def awaited(self) -> Transfer[None] | None:
-        """One of the things that are waited for."""
+        """Return one of the awaited transfers."""
         return next(iter(self._promised.values()), None)
 
     def fetching(self, sequence: Sequence) -> bool:
-        """Whether pages of other hosts are on their way for it: it is better admitted when they have come. To
-        be asked before it is admitted; where there are no other hosts this is free."""
+        """Return whether pages of other hosts are being fetched for the sequence, so that it should be
+        admitted later. Call it before admission. Without other hosts this is free."""
         if not self._connector.remote or not self._connector.keeps:
             return False
         if sequence.request_id not in self._ahead:
@@ -84,8 +84,8 @@ class LookAhead:
         return fetching is not None and not fetching.done
 
     def give_up(self) -> bool:
-        """Give up what is prefetched for those that wait, since the pages that it holds are wanted. Whether
-        there was anything."""
+        """Drop prefetched pages of waiting requests, because the memory is needed. Return whether there were
+        any."""
         held = [ahead for ahead in self._ahead.values() if ahead.transfer is not None]
         for ahead in held:
             self._drop(ahead)
@@ -112,7 +112,8 @@ class LookAhead:
         self._bytes += nbytes
 
     def forget(self, sequence: Sequence) -> None:
-        """It has been admitted, or has gone: what has not come by now is not brought for its sake."""
+        """Drop the preparation of a sequence that was admitted or has left. Pages that have not arrived are
+        not fetched for it."""
         promised = self._promised.pop(sequence.request_id, None)
         if promised is not None:
             promised.cancel()

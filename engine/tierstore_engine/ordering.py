@@ -1,23 +1,23 @@
-"""Whose prompt is computed next. Pure: nothing here reads a clock, moves a page or asks a store.
+"""Decide whose prompt is computed next. Pure: nothing here reads a clock, moves a page or asks a store.
 
-First come, first served lets a question of 50 tokens wait behind a document of 100,000. The mean time to the
-first token is least when what is quickest to finish comes first, and what the cache holds decides how quick
-that is. So prompts are ordered by **what is left to compute**, not by how much of them is held: a long match
-may have a long rest.
+With first come, first served a question of 50 tokens waits behind a document of 100,000. The mean time to the
+first token is smallest if the quickest request comes first. How quick a request is depends on the cache. So
+prompts are ordered by **what is left to compute**, not by how much of them is held: a long match may have a
+long rest.
 
-**Groups.** Prompts that share a beginning which nobody has computed yet share its cost: ten questions about
-one document are one document's work and ten answers. The waiting prompts are a tree of beginnings, each node
-so many seconds of computing, and a node comes after its parent. Which order has the least mean is a solved
-problem (W. A. Horn, 1972): the subtree that ends most requests a second comes first, then the best of what is
-left. A node absorbs its best child for as long as that makes it better.
+**Groups.** Prompts that share a beginning that is not computed yet share its cost: ten questions about one
+document cost one document and ten answers. The waiting prompts form a tree of beginnings. Each node takes
+some seconds to compute, and comes after its parent. The order with the smallest mean is known (W. A. Horn,
+1972): first the subtree that ends most requests per second, then the best of the rest. A node absorbs its
+best child as long as that improves it.
 
 **Ageing.** A request is *overtaken* while something is computed that first come, first served would have put
-behind it (:mod:`tierstore_engine.overtaking` counts the seconds), and nothing overtakes it that takes longer
-than what is left of ``bound_s``. Whatever else is computed before it, first come, first served computes
-before it as well: so no request waits more than ``bound_s`` longer than it would have (beside what more
-urgent requests take that come meanwhile). A deadline lowers what is left. That is so while there is room for
-all that wait. Where there is not, when those before a request end decides when it begins: so those up to the
-last whose time is used up come strictly by their places.
+behind it (:mod:`tierstore_engine.overtaking` counts the seconds). Work that takes longer than the rest of its
+``bound_s`` may not overtake it. Everything else computed before it would also come before it with first come,
+first served. So no request waits more than ``bound_s`` longer than it would have, except for more urgent
+requests that arrive meanwhile. A deadline lowers the rest. This holds while there is room for all waiting
+requests. Otherwise a request can begin only when those before it end. Then all requests up to the last one
+whose time is used up come strictly by their places.
 
 **Priorities** are classes: a lower number comes first, and "first come" is by class and then by age.
 """
@@ -36,13 +36,13 @@ from tierstore.keys import PageKey
 from tierstore.planner import Prefill
 
 Place: TypeAlias = tuple[int, int, int]
-"""Where first come, first served has a request: its priority, its age, and its number."""
+"""The position of a request by first come, first served: its priority, its age, and its number."""
 
 
 @dataclass(slots=True)
 class WaitingEntry:
-    """A prompt that is not computed yet. ``keys`` are of its full chunks (none where others cannot have its
-    pages), ``held`` leading tokens need no computing. ``deadline_s`` is when its first token is due."""
+    """A prompt that is not computed yet. ``keys`` are those of its full chunks (empty if others cannot use
+    its pages). ``held`` leading tokens need no computing. ``deadline_s`` is when its first token is due."""
 
     place: Place
     keys: list[PageKey]
@@ -54,7 +54,7 @@ class WaitingEntry:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """``entry`` is next, and takes ``seconds`` beyond what those before it have computed."""
+    """``entry`` is next, and takes ``seconds`` more than the turns before it have computed."""
 
     entry: WaitingEntry
     seconds: float
@@ -62,8 +62,8 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """The tokens ``start … stop`` that some prompts share. With its absorbed children: ``entries`` end in
-    ``seconds``, in that order, and ``heap`` has what follows."""
+    """The tokens ``start … stop`` that some prompts share, with absorbed children: ``entries`` end in this
+    order within ``seconds``, and ``heap`` has the children that follow."""
 
     stop: int
     parent: _Node | None
@@ -76,7 +76,7 @@ class _Node:
 
     @property
     def rate(self) -> float:
-        """Requests that end a second."""
+        """Return how many requests end per second."""
         if self.seconds:
             return len(self.entries) / self.seconds
         return math.inf if self.entries else 0.0
@@ -85,7 +85,7 @@ class _Node:
         heapq.heappush(self.heap, (-child.rate, min(entry.place for entry in child.entries), child))
 
     def absorb(self) -> None:
-        """Take in children for as long as that makes the rate no worse."""
+        """Absorb children as long as that does not lower the rate."""
         while self.heap and -self.heap[0][0] >= self.rate:
             _, _, child = heapq.heappop(self.heap)
             self.entries += child.entries
@@ -103,8 +103,9 @@ def turns(
     now_s: float,
     strict_prefix: Place | None = None,
 ) -> Iterator[Turn]:
-    """``entries`` in the order to compute them; those up to ``strict_prefix`` keep their places. Lazy: the
-    first costs a sort, each a pass over the rest.
+    """Yield ``entries`` in the order to compute them; those up to ``strict_prefix`` keep their places.
+
+    This is lazy: the first turn costs a sort, each turn a pass over the rest.
 
     >>> short, long = Entry((0, 1, 1), [], 100), Entry((0, 0, 0), [], 9000)
     >>> order = turns([long, short], Prefill(0.001), chunk_tokens=64, bound_s=1.0, now_s=0.0)
@@ -118,17 +119,17 @@ def turns(
         ranked += _ranked(list(some), prefill, chunk_tokens, leaves)
     slack = _slack(waiting, leaves, bound_s, now_s)
     if strict_prefix is not None:
-        # Nor by what takes no time: it would still take their room.
+        # Requests without work may not overtake either: they would still take a slot.
         slack.update((place, -math.inf) for place in slack if place <= strict_prefix)
     while ranked:
-        # What may still overtake whoever is before a place, in the order of places.
+        # How long a turn may be to overtake the requests before a place, in the order of places.
         least, limits = math.inf, {}
         for entry in waiting:
             limits[entry.place] = least
             least = min(least, slack[entry.place])
         turn = next(
             Turn(entry, seconds)
-            for entry in ranked  # the first of all in line always passes
+            for entry in ranked  # the first request by place always passes
             if (seconds := _path_s(leaves[entry.place])) <= limits[entry.place]
         )
         ranked.remove(turn.entry)
@@ -141,7 +142,7 @@ def turns(
 
 
 def common_chunks(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
-    """How many leading chunks have equal keys: a key stands for all tokens up to its end."""
+    """Return how many leading chunks have equal keys. A key stands for all tokens up to its chunk's end."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -155,7 +156,7 @@ def common_chunks(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 def _ranked(
     entries: Sequence[WaitingEntry], prefill: Prefill, chunk_tokens: int, leaves: dict[Place, _Node]
 ) -> list[WaitingEntry]:
-    """``entries`` in the order of the least mean, and the node at which each one ends."""
+    """Return ``entries`` in the order with the smallest mean, and set the node at which each one ends."""
     root, nodes = _tree(entries, chunk_tokens, leaves)
     for node in reversed(nodes):  # children before their parents
         parent = node.parent
@@ -179,8 +180,8 @@ def _ranked(
 def _tree(
     entries: Sequence[WaitingEntry], chunk_tokens: int, leaves: dict[Place, _Node]
 ) -> tuple[_Node, list[_Node]]:
-    """The tree of shared beginnings, and its nodes with parents first. Neighbours in the order of keys share
-    most, so one stack of open nodes is enough."""
+    """Return the tree of shared beginnings: its root, and its other nodes with parents first. Neighbours in
+    the order of keys share most, so one stack of open nodes is enough."""
     root = _Node(0, None)
     stack, before, inner = [root], None, []
     for entry in sorted(entries, key=lambda entry: (entry.keys, entry.tokens, entry.place)):
@@ -208,7 +209,7 @@ def _tree(
 
 
 def _path_s(leaf: _Node) -> float:
-    """What is left to compute up to here."""
+    """Return the seconds that are left to compute up to this node."""
     seconds, node = 0.0, leaf
     while node.parent is not None and not node.done:
         seconds += node.own_s
@@ -226,8 +227,8 @@ def _finish(leaf: _Node) -> None:
 def _slack(
     waiting: Sequence[WaitingEntry], leaves: dict[Place, _Node], bound_s: float, now_s: float
 ) -> dict[Place, float]:
-    """How long each may still be overtaken. A deadline that first come, first served would miss counts no
-    more."""
+    """Return how long each request may still be overtaken. A deadline that first come, first served would
+    also miss is ignored."""
     slack = {entry.place: bound_s - entry.overtaken_s for entry in waiting}
     if any(entry.deadline_s < math.inf for entry in waiting):
         at = now_s

@@ -1,4 +1,4 @@
-"""What the engine gives back: a piece of text per step, and the whole completion at the end."""
+"""The engine's outputs: a piece of text per step, and the whole completion at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """One generated token's log probability, and the likeliest tokens' at that step."""
+    """The log probabilities of one generated token and of the likeliest tokens at that step."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -35,14 +35,15 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """What one request cost and what the store saved it. Seconds are wall-clock.
+    """The cost of one request, and its savings through the store. Seconds are wall-clock.
 
-    ``reused_by_tier`` counts prompt tokens by the tier that held them, fastest first, and only those that
-    arrived. ``loaded_bytes`` and ``load_s`` cover all loads, those after a preemption too (on a GPU only
-    until computing could begin, which may be before the last bytes are there); ``ttft_s`` runs from ``add``
-    to the first token (0 when there was none), ``itl_s`` has one entry per further token.
-    ``recomputed_tokens`` were computed once more because a preemption had lost them. Of ``drafted_tokens``
-    (guessed, and computed beside others) ``accepted_tokens`` were what the model chose itself.
+    - ``reused_by_tier``: loaded prompt tokens by the tier that held them, fastest first.
+    - ``loaded_bytes``, ``load_s``: all loads, including those after preemptions. On a GPU ``load_s`` ends
+      when computing can begin, which may be before the last byte has arrived.
+    - ``ttft_s``: from ``add`` to the first token, 0 without a token. ``itl_s``: one entry per further token.
+    - ``recomputed_tokens``: computed again after preemptions.
+    - ``drafted_tokens``: guessed and computed beside others. ``accepted_tokens``: those of them that the
+      model chose itself.
     """
 
     prompt_tokens: int = 0
@@ -63,17 +64,18 @@ class RequestMetrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode speed after the first token; 0 when there was no second one."""
+        """Return the decode speed after the first token; 0 without a second token."""
         spent = sum(self.itl_s)
         return len(self.itl_s) / spent if spent else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. ``tokens`` has all generated ids, also those of a stop that ``text`` leaves out.
-    ``submitted_tokens`` of the prompt, in whole chunks, are in the store or on their way to it.
+    """A finished request.
 
-    ``logits`` is float32 ``[generated, vocab_size]`` when asked for; ``logprobs`` has one entry per token.
+    ``tokens`` has all generated ids, including those of a stop string that ``text`` leaves out. ``logits`` is
+    float32 ``[generated, vocab_size]`` if it was asked for. ``logprobs`` has one entry per token.
+    ``submitted_tokens`` of the prompt, in whole chunks, are in the store or being saved.
     """
 
     request_id: RequestId
@@ -88,14 +90,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one request: its tokens (one, or more where a draft was accepted), and the text
-    that is certain now (it may be empty, and may hold text of earlier tokens). The last one carries the
-    completion."""
+    """The output of one step for one request.
+
+    ``tokens`` has one token, or more if a draft was accepted. ``text`` is the text that became certain; it
+    may be empty, and may include text of earlier tokens. The last output has the completion.
+    """
 
     request_id: RequestId
     text: str
     tokens: tuple[int, ...]
-    logprobs: tuple[StepLogprobs, ...] = ()  # of each token, where they were asked for
+    logprobs: tuple[StepLogprobs, ...] = ()  # one per token, if they were asked for
     completion: Completion | None = None
 
     @property
@@ -105,11 +109,11 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the start, and how many requests are where now.
+    """Counters since the start, and the current state.
 
-    Of ``drafted_tokens`` (guessed by a drafter) ``accepted_tokens`` were right. ``shared_pages`` is how many
-    pages more there would be without sharing among forked requests. ``late_requests`` were refused because
-    of their deadlines. ``longest_overtaken_s`` is for how long a request was overtaken, at most
+    ``accepted_tokens`` is how many of the ``drafted_tokens`` were right. ``shared_pages`` is how many pages
+    sharing among forked requests saves. ``late_requests`` were refused because of their deadlines.
+    ``longest_overtaken_s`` is the longest time for which a request was overtaken
     (:mod:`tierstore_engine.overtaking`).
     """
 

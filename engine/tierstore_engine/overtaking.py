@@ -1,14 +1,13 @@
-"""For how long each request has been overtaken. Pure: the scheduler says what a step was spent on.
+"""Count for how long each request has been overtaken. Pure: the scheduler reports what a step was spent on.
 
-A request is *overtaken* by what first come, first served would have put behind it. While there is room for
-all that wait, that is what is computed for later requests. Where slots or pages are short, a request also
-waits for those before it to end, and these wait for one another: so whatever is computed out of turn counts
-against everyone who has no room yet, and so does a step through which somebody later holds the room of
-somebody before.
+A request is *overtaken* by work that first come, first served would have put behind it. While there is room
+for all waiting requests, that is the work for later requests. If slots or pages are short, a request also
+waits for those before it to end, and these wait for one another. Then all work out of turn counts against
+every request without room. So does a step in which a later request holds room that an earlier one needs.
 
-What this cannot see is how the steps would have been packed by first come, first served: where several
-prompts share a step, or answers run out of pages, an order that does as much work may end it otherwise, by
-as much as the longest request takes.
+The count does not show how first come, first served would have packed the steps. If several prompts share a
+step, or answers run out of pages, another order of the same work may end differently, by up to the time of
+the longest request.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ from tierstore_engine.ordering import Place, WaitingEntry
 
 @dataclass(slots=True)
 class Spent:
-    """What a step is spent on: tokens of ``prompts``, by the request for whose sake. ``short`` says that
-    slots or pages do not hold all that waits, ``first`` is the first in line of those whose prompts are not
-    computed, and ``kept_out`` the first that found no room while somebody later has some."""
+    """The work of one step, by the requests that it is done for.
+
+    ``prompts`` has tokens by the request that they are computed for. ``short``: slots or pages do not hold
+    all waiting requests. ``first`` is the earliest request whose prompt is not computed. ``kept_out`` is the
+    earliest request without room while a later one has some.
+    """
 
     prompts: dict[Place, int] = field(default_factory=dict)
     short: bool = False
@@ -31,7 +33,7 @@ class Spent:
     kept_out: Place | None = None
 
     def overtakes(self, place: Place, *, admitted: bool = True) -> float:
-        """The share of the step for which it counts against the request at ``place``.
+        """Return the share of the step that counts against the request at ``place``.
 
         >>> Spent({(0, 1, 1): 40}).overtakes((0, 0, 0))
         1.0
@@ -40,7 +42,7 @@ class Spent:
         """
         later = sum(tokens for other, tokens in self.prompts.items() if other > place)
         if later and place not in self.prompts:
-            return 1.0  # the room that it takes could have been this one's
+            return 1.0  # this request could have had that room
         if not admitted:
             out_of_turn = self.first is not None and any(other > self.first for other in self.prompts)
             if self.short and out_of_turn:
@@ -51,6 +53,6 @@ class Spent:
 
 
 def passed(entries: Iterable[WaitingEntry], spent: Spent, seconds: float, *, admitted: bool = True) -> None:
-    """A step took so many seconds, and all of ``entries`` have room, or none of them has."""
+    """Charge a step of ``seconds`` to ``entries``. Either all of them have room, or none."""
     for entry in entries:
         entry.overtaken_s += seconds * spent.overtakes(entry.place, admitted=admitted)

@@ -1,4 +1,4 @@
-"""How fast prompts are computed, as the planner and the scheduler are told it."""
+"""Measure the speed of prefill for the planner and the scheduler."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from tierstore_engine.scheduler import Work
 
 
 class PrefillTimer:
-    """Times prefill steps of one sequence alone: what is decoded beside it would count as slowness.
+    """Time prefill steps of one sequence alone. Sequences decoded beside it would make it look slow.
 
-    On a GPU a step is queued when it returns, and its end is known where a token is waited for. So steps are
-    timed together from there to there, and only where they are one sequence's."""
+    On a GPU a step is only queued when it returns, and its end is known when a token is waited for. So steps
+    of one sequence are timed together, from one such point to the next.
+    """
 
     def __init__(self, connector: Connector) -> None:
-        self.prefill: Prefill | None = None  # the speed so far
+        self.prefill: Prefill | None = None  # None before a measurement
         self._connector = connector
         self._estimate = PrefillEstimate()
         self._waits = connector.pool.overlaps
         self._began = 0.0
-        self._first = self._stop = 0  # tokens of the steps that are under way
-        self._sequence: object = None  # whose they are; None where they cannot be told
+        self._first = self._stop = 0  # tokens of the steps in flight
+        self._sequence: object = None  # the sequence of these steps; None if they cannot be attributed
 
     def began(self, work: Sequence[Work]) -> None:
-        """A step is about to be computed."""
+        """Note that a step begins."""
         item = work[0]
         alone = len(work) == 1 and item.tokens > 1 and not item.draft and not item.sequence.arriving
         if not alone:
@@ -38,16 +39,16 @@ class PrefillTimer:
             self._began = time.monotonic()
 
     def forget(self) -> None:
-        """Something else is computed."""
+        """Note that something else is computed."""
         self._sequence = None
 
     def queued(self) -> None:
-        """It returned, and nothing of it was waited for."""
+        """Note that a step has returned without a wait."""
         if not self._waits:
             self.ended()
 
     def ended(self) -> None:
-        """All that was put to work has ended."""
+        """Note that all queued work has ended."""
         if self._sequence is not None:
             seconds = time.monotonic() - self._began
             self._connector.computed(self._stop - self._first, self._first, seconds)

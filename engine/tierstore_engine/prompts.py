@@ -1,5 +1,5 @@
-"""Prompts that are not computed yet: what is held of each one, how fast prompts are computed, and so whose
-turn is next. The scheduler decides who is admitted."""
+"""Prompts that are not computed yet: how much of each is held, how fast prompts are computed, and whose turn
+is next. The scheduler decides which of them to admit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tierstore_engine.overtaking import Spent, passed
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
-_ORDERED = 128  # requests that are put in order; those behind them wait
-_LOOKUPS = 8  # of requests that wait, at a step
-_STALE_S = 1.0  # after that one is looked up again
+_ORDERED = 128  # requests that are ordered; later ones wait
+_LOOKUPS = 8  # lookups of waiting requests per step
+_STALE_S = 1.0  # older results are looked up again
 _PACE_STEPS = 64
-_ANY_SPEED = Prefill(1e-4)  # as long as none was measured: what counts is the order
+_ANY_SPEED = Prefill(1e-4)  # before the first measurement: only the order matters
 
 
 @dataclass(slots=True, eq=False)
 class PendingPrompt:
-    """A sequence whose prompt is not computed yet, and what the last lookup found: a load of ``load_s``
-    seconds, and ``shared_pages`` that are in HBM and need no room."""
+    """A sequence whose prompt is not computed yet, with the result of its last lookup: a load takes
+    ``load_s`` seconds, and ``shared_pages`` are in HBM and need no room."""
 
     sequence: Sequence
     entry: WaitingEntry
@@ -39,19 +39,19 @@ class PendingPrompt:
 
     @property
     def waits(self) -> bool:
-        """Whether it has no page yet."""
+        """Return whether it has no page yet."""
         return self.sequence.state is SequenceState.WAITING
 
     @property
     def promised(self) -> bool:
-        """Whether another engine's pages are waited for."""
+        """Return whether another engine's pages are awaited."""
         return self.sequence.promise is not None
 
 
 @dataclass(slots=True)
 class _PromptStep:
-    """The last step: when it was planned, what it computed of prompts (``tokens`` after ``behind`` others),
-    and what it was spent on as others see it."""
+    """The last step: when it was planned, how many prompt ``tokens`` it computed after ``behind`` others on
+    average, and what it was spent on."""
 
     at: float
     busy: bool
@@ -61,7 +61,7 @@ class _PromptStep:
 
 
 class PendingPrompts:
-    """The prompts of all sequences that wait, or whose prompts are being computed."""
+    """The prompts of all sequences that wait or whose prompts are being computed."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class PendingPrompts:
         prefill: Callable[[], Prefill | None],
         clock: Callable[[], float],
     ) -> None:
-        self.longest_overtaken_s = 0.0  # of those that have their first token
-        self.short_of_room = False  # whether slots or pages do not hold all that waits
+        self.longest_overtaken_s = 0.0  # of requests with their first token
+        self.short_of_room = False  # whether slots or pages do not hold all waiting requests
         self._keeper = keeper
         self._ahead = ahead
         self._settings = settings
@@ -80,8 +80,8 @@ class PendingPrompts:
         self._prefill = prefill
         self._clock = clock
         self._prompts: dict[RequestId, PendingPrompt] = {}
-        self._overdue: frozenset[Place] = frozenset()  # those that may not be overtaken any more
-        self._strict_prefix: Place | None = None  # up to here everyone comes by place
+        self._overdue: frozenset[Place] = frozenset()  # places that may no longer be overtaken
+        self._strict_prefix: Place | None = None  # up to this place requests are served by place
         self._step: _PromptStep | None = None
         self._pace: deque[tuple[int, float, float]] = deque(maxlen=_PACE_STEPS)
         self._steps_s: deque[float] = deque(maxlen=_PACE_STEPS)
@@ -96,7 +96,7 @@ class PendingPrompts:
         return self._prompts[sequence.request_id]
 
     def add(self, sequence: Sequence) -> None:
-        """It waits for its prompt to be computed, or to be had again."""
+        """Note a sequence that waits for its prompt to be computed or loaded again."""
         if sequence in self:
             return
         keys = sequence.prompt.keys if self._keeper.keeps and not sequence.no_save else []
@@ -108,7 +108,8 @@ class PendingPrompts:
         self._prompts[sequence.request_id] = PendingPrompt(sequence, entry)
 
     def forget(self, sequence: Sequence) -> None:
-        """Its prompt is computed, or it goes. What it has computed is held for the others."""
+        """Drop a sequence whose prompt is computed, or that leaves. Other prompts then hold what it has
+        computed."""
         prompt = self._prompts.pop(sequence.request_id, None)
         if prompt is None:
             return
@@ -120,14 +121,14 @@ class PendingPrompts:
             other.entry.held = max(other.entry.held, common)
 
     def common(self, one: Sequence, other: Sequence) -> int:
-        """Leading tokens that both have, in full chunks."""
+        """Return how many leading tokens both sequences share, in full chunks."""
         return common_chunks(one.prompt.keys, other.prompt.keys) * self._keeper.chunk_tokens
 
     # -- what is held --------------------------------------------------------------------------------
 
     def look_up(self, prompt: PendingPrompt, hit: ConnectorHit | None = None) -> int:
-        """Note what is held of a prompt now, by ``hit`` or a lookup of its own. Return how many tokens fewer
-        that is than was known."""
+        """Record how much of a prompt is held now, from ``hit`` or from a new lookup. Return how many tokens
+        fewer that is than recorded before."""
         found = self._keeper.look_up(prompt.sequence) if hit is None else hit
         plan = self._keeper.planned(prompt.sequence, found)
         in_hbm = min(found.by_tier.get("hbm", 0), plan.tokens)
@@ -139,7 +140,7 @@ class PendingPrompts:
         return gone
 
     def refresh(self, prompts: Iterable[PendingPrompt]) -> None:
-        """Look up those that are new, and those of which it was long ago, a few at a time."""
+        """Look up prompts that are new or whose last lookup is old, a few at a time."""
         now = self._clock()
         stale = [prompt for prompt in prompts if prompt.waits and now - prompt.looked_at > _STALE_S]
         stale.sort(key=lambda prompt: prompt.looked_at)
@@ -149,7 +150,8 @@ class PendingPrompts:
     # -- whose turn is next --------------------------------------------------------------------------
 
     def listed(self, admitted: Items[Sequence], waiting: Items[Sequence]) -> list[PendingPrompt]:
-        """Those that are looked at: all that are admitted, and the first that wait, for nothing promised."""
+        """Return the prompts to order: all admitted ones, and the first waiting ones that wait for no
+        promise."""
         first = [s for s in waiting[:_ORDERED] if not self._ahead.promised(s)]
         prompts = [self.of(s) for s in (*(s for s in admitted if s in self), *first)]
         for prompt in prompts:
@@ -157,7 +159,7 @@ class PendingPrompts:
         return prompts
 
     def order(self, prompts: Iterable[PendingPrompt]) -> Iterator[Turn]:
-        """Whose turn is next; see :func:`~tierstore_engine.ordering.turns`."""
+        """Yield whose turn is next; see :func:`~tierstore_engine.ordering.turns`."""
         return turns(
             [prompt.entry for prompt in prompts],
             self.speed(),
@@ -168,7 +170,7 @@ class PendingPrompts:
         )
 
     def form_line(self, sequences: Items[Sequence]) -> None:
-        """Say who of all ``sequences`` is in line."""
+        """Decide which of all ``sequences`` are in the strict prefix."""
         pages = sum(self._keeper.pages_for(sequence.max_tokens) for sequence in sequences)
         self.short_of_room = (
             len(sequences) > self._settings.max_sequences or pages > self._keeper.connector.pool.target
@@ -179,20 +181,20 @@ class PendingPrompts:
         self._strict_prefix = max(overdue, default=None) if self.short_of_room else None
 
     def in_strict_prefix(self, place: Place) -> bool:
-        """Whether the request at ``place`` is served by its place."""
+        """Return whether the request at ``place`` is served by its place."""
         return place in self._overdue or (self._strict_prefix is not None and place <= self._strict_prefix)
 
     # -- time ----------------------------------------------------------------------------------------
 
     def step_begins(self, spent: Spent, behind: float, *, busy: bool) -> None:
-        """A step is about to be computed. ``behind`` is the sum, over its prompt tokens, of those before
-        them; ``busy``: it computes anything."""
+        """Note that a step begins. ``behind`` is the sum, over its prompt tokens, of the tokens before them;
+        ``busy``: it computes something."""
         spent.first = min((prompt.entry.place for prompt in self if not prompt.promised), default=None)
         tokens = sum(spent.prompts.values())
         self._step = _PromptStep(self._clock(), busy, tokens, behind / max(tokens, 1), spent)
 
     def step_ended(self, admitted: Iterable[Sequence]) -> None:
-        """The last step has ended, if that was not said before."""
+        """Note that the last step has ended, unless that was noted before."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -212,17 +214,17 @@ class PendingPrompts:
 
     @property
     def measured(self) -> bool:
-        """Whether it is known how fast prompts are computed."""
+        """Return whether the speed of prefill was measured."""
         return bool(self._pace)
 
     @property
     def step_s(self) -> float:
-        """How long a step takes; 0 as long as none was measured."""
+        """Return how long a step takes; 0 before a measurement."""
         return sum(self._steps_s) / max(len(self._steps_s), 1)
 
     def speed(self) -> Prefill:
-        """How fast prompts are computed beside everything else: the shape is measured on lone steps, the pace
-        on all."""
+        """Return the speed of prefill beside everything else. Its shape is measured on steps that run alone,
+        its pace on all steps."""
         shape = self._prefill() or _ANY_SPEED
         expected_s = sum(shape.seconds(tokens, behind) for tokens, behind, _ in self._pace)
         if not expected_s:

@@ -15,8 +15,11 @@ from tierstore_engine.tokenizer import Tokenizer
 
 
 class Roster:
-    """Makes sequences, forks them and drops them. A fork has a place in the scheduler's queues, or it
-    *follows* the sequence whose next token it waits for, to share its pages then."""
+    """Create sequences, fork them and drop them.
+
+    A fork is either in the scheduler's queues, or *follows* another sequence: it waits for that sequence's
+    next token, to share its pages then.
+    """
 
     def __init__(
         self,
@@ -32,9 +35,9 @@ class Roster:
         self._tokenizer = tokenizer
         self._drafter = drafter
         self._sequences: dict[RequestId, Sequence] = {}
-        self._followers: dict[RequestId, list[Sequence]] = {}  # by what they are going to share with
+        self._followers: dict[RequestId, list[Sequence]] = {}  # by the sequence that they will share with
         self._next_id = 0
-        self._preemptions = 0  # of those that have ended
+        self._preemptions = 0  # of ended sequences
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
@@ -44,19 +47,19 @@ class Roster:
 
     @property
     def preemptions(self) -> int:
-        """How often sequences gave way, those that have ended included."""
+        """Return the number of preemptions, including those of ended sequences."""
         return self._preemptions + sum(sequence.tally.preemptions for sequence in self)
 
     @property
     def following(self) -> int:
-        """How many sequences follow others."""
+        """Return how many sequences follow others."""
         return sum(map(len, self._followers.values()))
 
     def followed(self, sequence: Sequence) -> bool:
         return sequence.request_id in self._followers
 
     def new(self, tokens: list[int], params: SamplingParams, added: float) -> Sequence:
-        """A sequence of a new request. It is in no queue yet."""
+        """Create a sequence for a new request. It is in no queue yet."""
         config = self._limits.config
         eos = () if params.ignore_eos else config.eos_ids
         sequence = Sequence(
@@ -73,49 +76,50 @@ class Roster:
         return sequence
 
     def queue(self, sequence: Sequence) -> None:
-        """The sequence waits for its turn."""
+        """Let the sequence wait for its turn."""
         self._scheduler.add(sequence)
 
     def fork(self, parent: Sequence, *, seed: int | None) -> Sequence:
-        """A fork of ``parent`` that has neither pages nor a place in a queue yet."""
+        """Fork ``parent``. The fork has no pages and is in no queue yet."""
         child = parent.fork(self._new_id(), seed=seed)
         self._sequences[child.request_id] = child
         return child
 
     def follow(self, parent: Sequence, *, seed: int | None) -> Sequence:
-        """A fork that follows ``parent``, or the one that ``parent`` follows itself."""
+        """Fork ``parent``. The fork follows ``parent``, or the sequence that ``parent`` itself follows."""
         child = self.fork(parent, seed=seed)
         leaders = (leader for leader, followers in self._followers.items() if parent in followers)
         self._followers.setdefault(next(leaders, parent.request_id), []).append(child)
         return child
 
     def share_with_followers(self, sequence: Sequence) -> list[Sequence]:
-        """All of ``sequence`` is computed: its followers go on beside it, with its pages."""
+        """Let the followers of a completely computed ``sequence`` continue beside it, with its pages. Return
+        them."""
         followers = self._followers.pop(sequence.request_id, [])
         for child in followers:
             self.share(sequence, child)
         return followers
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Let a fork go on beside its parent, or wait until there is room, like one that was parked."""
+        """Let a fork continue beside its parent, or wait for room like a parked sequence."""
         if self._keeper.share(parent, child):
             self._scheduler.adopt(child)
         else:
             self._scheduler.add(child)
 
     def drop(self, sequence: Sequence, *, save: bool = True) -> None:
-        """A sequence has ended: its pages are saved (or not) and given back."""
+        """Drop a sequence that has ended: save its pages unless ``save`` is False, and release them."""
         del self._sequences[sequence.request_id]
         self._preemptions += sequence.tally.preemptions
         if self._drafter is not None:
             self._drafter.forget(sequence)
         for following in self._followers.values():
             if sequence in following:
-                following.remove(sequence)  # it had no page yet, and no place in a queue
+                following.remove(sequence)  # it had no page yet and was in no queue
                 sequence.state = SequenceState.FINISHED
                 return
         self._scheduler.remove(sequence, save=save)
-        # Who waited for its pages computes by itself, and the others wait for that one.
+        # One follower computes by itself, and the others follow it.
         followers = self._followers.pop(sequence.request_id, [])
         if followers:
             self._scheduler.add(followers[0])

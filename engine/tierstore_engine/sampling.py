@@ -1,7 +1,8 @@
-"""Which tokens come next: the parameters of a request, and the choice from each row of a step's logits.
+"""Sampling: the parameters of a request, and the choice of tokens from a step's logits.
 
-A choice is made by inverting the cumulative distribution at one uniform number per token. A request draws
-those from its own generator, so its tokens depend on its seed and its logits, never on its batch mates.
+A choice inverts the cumulative distribution at one uniform number per token. Each request draws these numbers
+from its own generator. So its tokens depend on its seed and its logits, and never on other requests of the
+batch.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from tierstore_engine.moving import to_device, to_host
 from tierstore_engine.outputs import StepLogprobs, TokenLogprob
 
 _ROWS_AT_ONCE = 16
-"""Sampled together: each takes some fifty bytes for every token of the vocabulary while it lasts."""
+"""Rows sampled together. Each row temporarily takes about 50 bytes per token of the vocabulary."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is continued. Raises :class:`RequestError` for values that cannot work.
+    """The parameters of one request. Raises :class:`RequestError` for invalid values.
 
-    ``temperature`` 0 is greedy and ignores the filters. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off;
-    they apply in that order, after the temperature. ``stop`` ends the text before the first of its strings;
-    ``stop_token_ids`` end it like the model's own end-of-sequence ids, which ``ignore_eos`` switches off.
-    ``logprobs`` asks for that many most likely tokens beside the chosen one, from the model's own
+    ``temperature`` 0 is greedy and ignores the filters. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off; the
+    filters apply in this order, after the temperature. ``stop`` ends the text before the first of its
+    strings. ``stop_token_ids`` end it like the model's own end-of-sequence ids, which ``ignore_eos`` switches
+    off. ``logprobs`` asks for this many most likely tokens beside the chosen one, from the model's own
     distribution (before penalties, temperature and filters). ``keep_logits`` keeps each step's float32
     logits.
 
@@ -57,29 +58,37 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        _require(0 <= self.temperature < float("inf"), f"temperature cannot be {self.temperature}")
-        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
-        _require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], not {self.top_p}")
-        _require(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], not {self.min_p}")
-        _require(self.logprobs is None or self.logprobs >= 0, f"logprobs cannot be {self.logprobs}")
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        _require(
+            0 <= self.temperature < float("inf"),
+            f"temperature must be 0 or more and finite, got {self.temperature}",
+        )
+        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, got {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
+        _require(
+            self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, got {self.logprobs}"
+        )
         _require(all(self.stop), "a stop string must not be empty")
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(math.isfinite(getattr(self, name)), f"{name} cannot be {getattr(self, name)}")
+            _require(math.isfinite(getattr(self, name)), f"{name} must be finite, got {getattr(self, name)}")
         _require(
             0 < self.repetition_penalty < float("inf"),
             f"repetition_penalty must be more than 0 (1 is off), got {self.repetition_penalty}",
         )
-        _require(all(map(math.isfinite, self.logit_bias.values())), "a logit_bias must be a finite number")
+        _require(
+            all(map(math.isfinite, self.logit_bias.values())),
+            "the values of logit_bias must be finite numbers",
+        )
 
     @property
     def biased(self) -> bool:
-        """Whether logits are changed before anything is chosen."""
+        """Return whether logits are changed before a choice."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalties or self.logit_bias)
 
     def bias(self, counts: Mapping[int, int]) -> dict[int, float]:
-        """What is added to the logits of which tokens after those in ``counts`` have been generated."""
+        """Return the values to add to logits, by token, after the generated tokens in ``counts``."""
         bias = dict(self.logit_bias)
         for token, count in counts.items():
             penalty = self.presence_penalty + self.frequency_penalty * count
@@ -105,7 +114,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence's next token. ``logits`` (float32 ``[vocab_size]``, in host memory) are its own."""
+    """One sequence's next token. ``logits`` (float32 ``[vocab_size]``, in host memory) is a copy."""
 
     token: int
     logprobs: StepLogprobs | None = None
@@ -114,15 +123,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The choices of one step, as tensors: ``tokens`` (int64) for all rows; for rows that asked, the log
-    probability of the chosen token (float32 ``[1]``), the likeliest tokens and theirs; and rows of logits."""
+    """The choices of one step, as tensors.
+
+    ``tokens`` (int64) has all rows. ``logprobs`` has, for rows that asked, the log probability of the chosen
+    token (float32 ``[1]``), the likeliest tokens and their log probabilities. ``logits`` has rows of logits.
+    """
 
     tokens: torch.Tensor
     logprobs: Mapping[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     logits: Mapping[int, torch.Tensor]
 
     def to_host(self) -> Sampled:
-        """The same in host memory. Waits for nothing: whoever looks at it has to."""
+        """Copy the choices to host memory without waiting. The caller must wait before it reads them."""
         return Sampled(
             to_host(self.tokens),
             {row: (to_host(a), to_host(b), to_host(c)) for row, (a, b, c) in self.logprobs.items()},
@@ -130,7 +142,7 @@ class Sampled:
         )
 
     def choices(self) -> list[Choice]:
-        """By row. Everything has arrived; nothing of it is used again."""
+        """Return the choices by row. All copies must have arrived."""
         kept = {row: logits.clone() for row, logits in self.logits.items()}
         tokens = enumerate(self.tokens.tolist())
         return [Choice(token, self._logprobs(row, token), kept.get(row)) for row, token in tokens]
@@ -145,12 +157,12 @@ class Sampled:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None) -> Sampled:
-    """A token for each draw from ``logits`` (float32 ``[rows, vocab_size]``), on their device: from the row
-    that ``rows`` names for it (None: the first draw from the first row, and so on).
+    """Choose a token for each draw from ``logits`` (float32 ``[rows, vocab_size]``), on their device.
 
-    Nothing here looks at a number that is on the device, so nothing waits for it: no shape depends on the
-    logits, filtered tokens are not taken out but have no weight. A row's choice is a matter of that row
-    alone."""
+    Each draw uses the row that ``rows`` names for it. None means the first draw from the first row, and so
+    on. No operation reads a number on the device, so none waits for it: no shape depends on the logits, and
+    filtered tokens get weight 0 instead of being removed. A row's choice depends on that row alone.
+    """
     if rows is not None and list(rows) != list(range(len(logits))):
         logits = logits[to_device(torch.tensor(rows), logits.device)]
     biased = _biased(penalized(logits, draws), draws)
@@ -170,18 +182,21 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | No
 
 
 def weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of logits the tokens, likeliest first, and their probabilities (float64): after the
-    temperature and ``top_k`` these sum to 1, and those that the other filters take out are 0 instead."""
+    """Return, for each row of logits, the tokens by falling probability, and their probabilities (float64).
+
+    The probabilities sum to 1 after the temperature and ``top_k``. Tokens that the other filters remove then
+    get 0.
+    """
     vocab_size = logits.shape[1]
     numbers = [(p.temperature, p.top_k or vocab_size, p.top_p, p.min_p) for p in params]
     on_device = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
     temperature, top_k, top_p, min_p = torch.split(on_device, 1, dim=1)
-    # By the logits themselves: less the largest of them, two that differ may be equal.
+    # Sorted by the logits themselves: after subtraction of the largest, different logits may be equal.
     ranked = logits.sort(dim=-1, descending=True, stable=True)
     scaled = (ranked.values.double() - ranked.values[:, :1]) / temperature
     among = torch.arange(vocab_size, device=logits.device) < top_k
     probabilities = scaled.masked_fill(~among, -torch.inf).softmax(-1)
-    # A token stays while those before it have not filled top_p: the likeliest always does.
+    # A token stays if the tokens before it sum to less than top_p. The likeliest token always stays.
     before = probabilities.cumsum(-1) - probabilities
     kept = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
     kept[:, 0] = True
@@ -189,11 +204,11 @@ def weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[tor
 
 
 def _invert(tokens: torch.Tensor, weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """The token of each row at which the weights that came before first exceed that share of all weights."""
+    """Return each row's token at which the cumulative weight first exceeds that share of the row's total."""
     shares = to_device(torch.tensor(uniforms, dtype=torch.float64), tokens.device).unsqueeze(1)
     cumulative = weights.cumsum(-1)
     rank = (cumulative <= shares * cumulative[:, -1:]).sum(-1, keepdim=True)
-    # A share of almost 1 may be rounded to all of it, behind the last token that has a weight.
+    # A share close to 1 may be rounded to 1, behind the last token with a weight.
     places = torch.arange(weights.shape[1], device=weights.device)
     last = (places * (weights > 0)).amax(-1, keepdim=True)
     return tokens.gather(1, torch.minimum(rank, last)).squeeze(1)
@@ -215,14 +230,14 @@ def penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     )
     factors = to_device(torch.tensor(penalties, dtype=logits.dtype).repeat_interleave(counts), logits.device)
     found = logits[where[0], where[1]]
-    # A tiny penalty must not make a logit infinite: the difference of two such logits is no number.
+    # A tiny penalty must not make logits infinite: the difference of two infinite logits is not a number.
     most = torch.finfo(logits.dtype).max
     changed = torch.where(found > 0, found / factors, found * factors).clamp(-most, most)
     return logits.index_put((where[0], where[1]), changed)
 
 
 def _biased(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """``logits`` with each draw's bias; the very tensor where there is none."""
+    """Return ``logits`` with each draw's bias added; the same tensor if no draw has one."""
     added = [(row, token, value) for row, draw in enumerate(draws) for token, value in draw.bias.items()]
     if not added:
         return logits
@@ -235,7 +250,8 @@ def _biased(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 def _logprobs(
     logits: torch.Tensor, token: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The log probability of ``token``, the ``top`` likeliest tokens and theirs, under the raw ``logits``."""
+    """Return the log probability of ``token``, the ``top`` likeliest tokens and their log probabilities, from
+    the raw ``logits``."""
     logs = logits.log_softmax(-1)
     best = logs.topk(min(top, len(logs)))
     return logs.gather(0, token.unsqueeze(0)), best.indices, best.values

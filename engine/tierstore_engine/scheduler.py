@@ -1,41 +1,42 @@
-"""Who computes what in the next step: continuous batching with chunked prefill, under a token budget.
+"""Decide what the next step computes: continuous batching with chunked prefill, under a token budget.
 
-Decoding comes first, one token per sequence, then prefill chunks as far as the budget goes. With ``fcfs`` the
-oldest request is first in both, with ``cache`` prefills go by what is left to compute
-(:mod:`tierstore_engine.ordering`). Of requests with a common beginning that nobody has computed yet, one
-computes it and the others wait for its pages. When decoding runs out of pages the youngest admitted sequence
-gives way. "Old" and "young" are by priority, and then by age.
+Decoding comes first, with one token per sequence. Prefill chunks fill the rest of the budget. With ``fcfs``
+the oldest request is first in both. With ``cache`` prefills are ordered by what is left to compute
+(:mod:`tierstore_engine.ordering`). If waiting requests share a beginning that is not computed yet, one of
+them computes it and the others wait for its pages. If decoding runs out of pages, the youngest admitted
+sequence is preempted. "Old" and "young" are by priority, and then by age.
 
 **The rule of progress.** Every request that was accepted ends, however few pages there are:
 
-1. A request is admitted only where its pages and those that the admitted requests still lack can be had
-   together. While an admitted request waits for pages, no request is admitted.
-2. A request that lacks pages for a prefill step waits while others compute. If nobody can compute, or if it
-   lacks the page of its next token, the *youngest* admitted request is preempted. So the oldest admitted
-   request is never preempted for another one, and it ends.
+1. A request is admitted only where its pages and those that the admitted requests still lack are
+   available together. While an admitted request waits for pages, no request is admitted.
+2. A request that lacks pages for a prefill step waits while others compute. If no request can compute, or if
+   a request lacks the page of its next token, the *youngest* admitted request is preempted. So the oldest
+   admitted request is never preempted for another one, and it ends.
 3. A preempted request is admitted again only after an admitted request has ended. Until then it would take
    the pages that it was preempted for. There are two exceptions: a younger request is admitted (that one is
-   preempted first), or no admitted request can go on without it.
+   preempted first), or no admitted request can continue without it.
 4. If the only admitted request lacks pages, cached pages are in its way, or its own pages are scattered over
    too many large pages. It is preempted, all cached pages leave HBM, and it starts again alone: no other
    request is admitted until it ends. If it lacks pages once more, it starts again without the store, so no
    page is kept beside those in use. The engine accepts only requests whose pages fit an empty pool.
 
-Until a request ends, the number of preemptions is bounded by the requests that are admitted meanwhile for the
-first time, times those that wait.
+Until a request ends, the number of preemptions is bounded: it is at most the number of requests admitted for
+the first time meanwhile, times the number of waiting requests.
 
-With ``cache`` a request is admitted shortly before its turn and not as soon as there is a place: what it is
-overtaken by is decided late, and its pages are the cache's until then. A request whose pages do not fit
-stands in nobody's way, as long as it may be overtaken; after that whatever is younger waits, and the youngest
-gives its pages away. Where slots or pages do not hold all that waits, that goes for everyone before it, too:
-those up to the youngest whose time is used up are *in line*, and get slots, pages and turns as with ``fcfs``.
+**Admission with** ``cache``. Admission is late on purpose: shortly before a request's turn instead of as soon
+as there is a place. Until then the order can change and the pages stay evictable. A request whose pages do
+not fit blocks no other request while it may be overtaken. After that all younger requests wait, and the
+youngest one is preempted. When slots or pages run short, every request up to the youngest overdue one gets
+slots, pages and turns in arrival order, as with ``fcfs``. These requests form the *strict prefix*.
 
-On a GPU a load is taken over while its bytes are on their way, layer by layer. A sequence whose pages are
-still *arriving* is computed beside the batch of the others, never in it, so nobody waits for its pages: each
-step takes it through those layers that have arrived since the last one (``Sequence.partial`` is how far it
-has come, and its activations). It begins where the batch leaves room for its tokens, and goes on whatever the
-batch is; it never takes pages from others. Where nobody else has anything to compute it is a batch, too, and
-the device waits for each layer. Once its pages are there and no partial step is left it is like the others.
+**Loads on a GPU.** A load is taken over while its bytes are still being copied, layer by layer. A sequence
+whose pages are still *arriving* is computed beside the batch of the others, never in it, so that the batch
+does not wait for these pages. Each step takes such a sequence through the layers that have arrived since the
+last step (``Sequence.partial`` has its progress and activations). It starts when the batch leaves room for
+its tokens, then continues beside any batch, and never takes pages from others. If no other sequence has work,
+it is computed as a batch, and the device waits for each layer. After its pages have arrived and its partial
+step is done, it is like the others.
 """
 
 from __future__ import annotations
@@ -60,17 +61,17 @@ from tierstore_engine.settings import EngineSettings
 
 _LOAD_POLL_S = 0.005
 _ROOM_POLL_S = 0.001
-_LOADS = 4  # admitted and on their way from the store, beside what is computed
-_LOOKED_AT = 16  # requests that wait for their turn, or have no room, until no more are looked at
-_ANSWERS = 64  # that have ended: how long others may be expected to get
+_LOADS = 4  # admitted requests that are loading, beside those that are computed
+_LOOKED_AT = 16  # waiting requests per step that are considered
+_ANSWERS = 64  # ended answers, for the expected length of others
 Room: TypeAlias = tuple[tuple[int, ...], list[int]]
-"""Pages of each layer group that can be had, and those that the admitted sequences lack."""
+"""Available pages of each layer group, and pages that the admitted sequences lack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute the tokens ``start … stop`` of ``sequence``, and behind its newest one those of ``draft``: a
-    guess at what follows, of which as much counts as the model would have chosen itself."""
+    """Compute the tokens ``start … stop`` of ``sequence``, and the tokens of ``draft`` after its newest one.
+    Only drafted tokens that the model chooses itself are accepted."""
 
     sequence: Sequence
     start: int
@@ -79,14 +80,14 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Rows of the batch that this takes."""
+        """Return how many rows of the batch this takes."""
         return self.stop - self.start + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step: one ``batch``, and ``beside`` it the work of each sequence whose pages are arriving, by itself
-    and as far as their layers are there. Without a batch all layers of it."""
+    """One step: a ``batch``, and ``beside`` it the separate work of each sequence whose pages are arriving,
+    for the layers that have arrived. Without a batch all layers are computed."""
 
     batch: list[Work]
     beside: list[Work]
@@ -97,8 +98,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """When the first token of a request is to be expected: ``seconds`` from now, of which ``alone_s`` are its
-    own. ``tokens_per_s`` is the speed that prompts are computed at."""
+    """When the first token of a request is expected: in ``seconds`` from now. ``alone_s`` is the part for its
+    own prompt, ``tokens_per_s`` the speed of prefill."""
 
     seconds: float
     alone_s: float
@@ -106,7 +107,8 @@ class Expectation:
 
 
 class Scheduler:
-    """Two queues by place: *waiting* sequences hold no pages, *admitted* ones are loading or running."""
+    """Two queues in order of place: *waiting* sequences hold no pages, *admitted* ones are loading or
+    running."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Scheduler:
         prefill: Callable[[], Prefill | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``prefill`` is how fast prompts are computed, as far as it was measured."""
+        """``prefill`` returns the measured speed of prefill, None before a measurement."""
         self.waiting: list[Sequence] = []
         self.admitted: list[Sequence] = []
         self._keeper = keeper
@@ -124,16 +126,18 @@ class Scheduler:
         self._by_cache = settings.schedule == "cache"
         self._ahead = LookAhead(keeper)
         self._prompts = PendingPrompts(keeper, self._ahead, settings, prefill, clock)
-        self._refused_at: Room | None = None  # when the oldest waiting one was refused
+        self._refused_at: Room | None = None  # the room at which the oldest waiting request was refused
         # The rule of progress.
-        self._short = False  # whether a sequence found no pages at the last step
-        self._stuck = False  # whether nothing is admitted for want of room: cached pages are in the way
-        self._preempted: set[RequestId] = set()  # since an admitted request ended
-        self._only: RequestId | None = None  # the root of the request beside which nobody is admitted
-        self._turns: dict[RequestId, int] = {}  # of admitted prompts, as they were ordered last
-        self._sakes: dict[RequestId, Place] = {}  # whom an admitted prompt is computed for, if not itself
-        self._blocked: set[Place] = set()  # those that had no room
-        self._answers: deque[int] = deque(maxlen=_ANSWERS)  # tokens of those that have ended
+        self._short = False  # whether a sequence found no pages in the last step
+        # whether no request is admitted for lack of room, so that cached pages are in the way
+        self._stuck = False
+        self._preempted: set[RequestId] = set()  # preempted since an admitted request ended
+        self._only: RequestId | None = None  # root of the request that must run alone
+        self._turns: dict[RequestId, int] = {}  # turns of admitted prompts, as last ordered
+        # the oldest request that an admitted prompt is computed for, if not itself
+        self._sakes: dict[RequestId, Place] = {}
+        self._blocked: set[Place] = set()  # places of requests that found no room
+        self._answers: deque[int] = deque(maxlen=_ANSWERS)  # answer lengths of ended requests
 
     @property
     def has_work(self) -> bool:
@@ -141,7 +145,7 @@ class Scheduler:
 
     @property
     def longest_overtaken_s(self) -> float:
-        """Of those that have their first token."""
+        """Return the longest time for which a request with its first token was overtaken."""
         return self._prompts.longest_overtaken_s
 
     def add(self, sequence: Sequence) -> None:
@@ -149,8 +153,8 @@ class Scheduler:
         self._prompts.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Take in a sequence that shares another one's pages. Where all places are taken it gives them back
-        and waits."""
+        """Take in a sequence that shares another one's pages. If all slots are taken, it releases them and
+        waits."""
         if len(self.admitted) < self._settings.max_sequences:
             insort(self.admitted, sequence, key=_place)
         else:
@@ -158,7 +162,7 @@ class Scheduler:
             self.add(sequence)
 
     def remove(self, sequence: Sequence, *, save: bool = True) -> None:
-        """Take a sequence out for good, saving what it has (or not) and giving its pages back."""
+        """Remove a sequence for good: save its pages unless ``save`` is False, and release them."""
         self._prompts.forget(sequence)
         if len(sequence.tokens) > sequence.prompt_tokens:
             self._answers.append(len(sequence.tokens) - sequence.prompt_tokens)
@@ -176,13 +180,17 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def room_grew(self) -> None:
-        """Ask again whether those that wait have room: a request has ended, or the pool has become larger."""
+        """Check again whether waiting requests have room, because a request has ended or the pool has
+        grown."""
         self._preempted.clear()
         self._refused_at = None
 
     def expect(self, sequence: Sequence) -> Expectation | None:
-        """When a waiting sequence would have its first token if nobody came after it; None as long as nothing
-        was measured. Where all slots are taken, answers are expected to be as long as those before."""
+        """Return when a waiting sequence is expected to have its first token, if no other request arrives.
+        None until prefill was measured.
+
+        If all slots are taken, answers are expected to be as long as earlier ones.
+        """
         if not self._prompts.measured:
             return None
         prompts = self._prompts.listed(self.admitted, self.waiting)
@@ -205,18 +213,18 @@ class Scheduler:
         return Expectation(seconds, alone_s, entry.tokens / speed.seconds(entry.tokens))
 
     def _until_free_s(self, slots: int, place: Place) -> float:
-        """When so many slots are free for the request at ``place`` and those before it."""
+        """Return when ``slots`` slots will be free for the request at ``place`` and those before it."""
         missing = slots - (self._settings.max_sequences - len(self.admitted))
         answering = [s for s in self.admitted if s not in self._prompts]
         if missing <= 0 or not answering:
             return 0.0
         left = sorted(map(self._answer_left, answering))[min(missing, len(answering)) - 1]
         seconds = left * self._prompts.step_s
-        later = self.admitted[-1].place > place  # and gives way
+        later = self.admitted[-1].place > place  # a later one is preempted
         return min(seconds, self._settings.overtake_s) if later and self._by_cache else seconds
 
     def _answer_left(self, sequence: Sequence) -> int:
-        """How many tokens an answer is expected to get yet."""
+        """Return how many more tokens an answer is expected to get."""
         most = sequence.max_tokens - len(sequence.tokens)
         if not self._answers:
             return most
@@ -224,22 +232,23 @@ class Scheduler:
         return max(min(most, usual - (len(sequence.tokens) - sequence.prompt_tokens)), 1)
 
     def plan(self) -> StepPlan:
-        """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
+        """Return the next step's work. Every token of it has a page. This also admits and preempts sequences,
+        and takes over loads."""
         self.ended()
         self._settle()
         if self._cleared():
             self._admit_all()
-        self._settle()  # what was in HBM has loaded at once
+        self._settle()  # pages in HBM have loaded at once
         self._short = False
         arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
         plan = StepPlan(self._work([s for s in self.admitted if s not in arriving]), [])
-        arriving = [s for s in arriving if s in self.admitted]  # the others may have parked some
+        arriving = [s for s in arriving if s in self.admitted]  # the batch may have parked some
         if plan.batch or any(s.partial is not None for s in arriving):
             plan.beside.extend(self._beside(arriving, sum(item.tokens for item in plan.batch)))
         else:
             plan.batch.extend(self._work(arriving))
         if not plan and self.waiting and self.admitted and all(s.held for s in self.admitted):
-            self._preempt()  # they wait for one another, and for the pages that they hold
+            self._preempt()  # they wait for one another and for the pages that they hold
         elif not plan and self._short and not self._keeper.parking and not self._ahead.give_up():
             self._preempt()
         self._begin(plan)
@@ -249,7 +258,8 @@ class Scheduler:
         if self._by_cache:
             self._prompts.form_line([*self.admitted, *self.waiting])
             self._admit_by_cache()
-            parked: set[RequestId] = set()  # once each: who gets its room back at once keeps it for this step
+            # once each: a sequence that gets its room back at once keeps it for this step
+            parked: set[RequestId] = set()
             while self._relieve(parked):
                 self._admit_by_cache()
         else:
@@ -257,8 +267,11 @@ class Scheduler:
         self._stuck = bool(self._blocked or self._refused_at) and not self.admitted
 
     def _cleared(self) -> bool:
-        """Whether sequences may be admitted. Where nothing is admitted for want of room, the cached pages
-        leave HBM first. A request loads its own again, into pages that lie together."""
+        """Return whether sequences may be admitted.
+
+        If no request is admitted for lack of room, the cached pages leave HBM first. A request then loads its
+        own pages again, into pages that lie together.
+        """
         if self._stuck and not self.admitted:
             if self._keeper.parking:
                 return False  # pages that are being saved cannot leave yet
@@ -269,7 +282,7 @@ class Scheduler:
         return True
 
     def wait(self) -> None:
-        """Nothing can be computed now: wait briefly for a load or for room instead of spinning."""
+        """Wait shortly for a load or for room, because nothing can be computed now."""
         for sequence in self.admitted:
             load = sequence.loading or sequence.meeting
             if load is not None and load.transfer is not None:
@@ -285,18 +298,19 @@ class Scheduler:
         for sequence in [s for s in self.admitted if s.state is SequenceState.LOADING or s.meeting]:
             self._keeper.settle(sequence)
             self._keeper.poll(sequence)
-            if sequence.state is SequenceState.WAITING:  # a load came short, and the rest has no page
+            # a load was incomplete, and there are no pages to compute the rest
+            if sequence.state is SequenceState.WAITING:
                 alone = len(self.admitted) == 1
                 self._requeue(sequence)
                 if alone:
                     self._start_over(sequence)
 
     def _is_kept_out(self, sequence: Sequence) -> bool:
-        """Whether another request has to run alone."""
+        """Return whether another request must run alone."""
         return self._only is not None and sequence.root != self._only
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether the rule of progress keeps a request from being admitted now."""
+        """Return whether the rule of progress forbids to admit a request now."""
         if self._is_kept_out(sequence):
             return True
         if self._only is not None or not self.admitted:
@@ -318,7 +332,7 @@ class Scheduler:
                 break
             room = self._keeper.room(), self._keeper.lacking(self.admitted)
             if self.admitted and room == self._refused_at:
-                break  # nothing has changed: do not ask the store again at every step
+                break  # nothing has changed: do not ask the store in every step
             if not self._keeper.admit(
                 sequence, self._keeper.look_up(sequence, admitting=True), beside=self.admitted
             ):
@@ -334,15 +348,15 @@ class Scheduler:
         insort(self.admitted, sequence, key=_place)
 
     def _waits(self, sequence: Sequence) -> bool:
-        """Whether pages of it come sooner from somewhere else: it is admitted when it can have them, and has
-        no part in the same work until then."""
+        """Return whether pages of the sequence arrive sooner from elsewhere: promised, fetched, or computed
+        by another request. It is admitted when they have arrived."""
         promised = self._ahead.promised(sequence)
         return promised or self._computing_for(sequence) is not None or self._ahead.fetching(sequence)
 
     # -- by cache ------------------------------------------------------------------------------------
 
     def _admit_by_cache(self) -> None:
-        """Admit those that are next, as far as the next two steps go."""
+        """Admit the next requests in order, for about two steps of work."""
         prompts = self._prompts.listed(self.admitted, self.waiting)
         self._prompts.refresh(prompts)
         self._turns.clear()
@@ -370,7 +384,7 @@ class Scheduler:
                     continue
                 elif place in self._blocked and self._prompts.in_strict_prefix(place):
                     refused = True
-                    break  # nobody takes what it waits for
+                    break  # no later request may take what it waits for
             waiting.append(sequence)
             if len(waiting) >= _LOOKED_AT:
                 break
@@ -381,8 +395,8 @@ class Scheduler:
         self._ahead.look(waiting)
 
     def _admit_computed(self, prompts: Iterable[PendingPrompt]) -> None:
-        """Admit those of which one token is left to compute, as far as there is room for everyone in line:
-        they are decoded beside whatever is computed, and take nobody's turn."""
+        """Admit requests with one token left to compute, if there is room for the strict prefix. They are
+        decoded beside other work and take no prompt's turn."""
         waiting = sorted((p for p in prompts if p.waits), key=lambda prompt: prompt.entry.place)
         if self._prompts.short_of_room and waiting and self._prompts.in_strict_prefix(waiting[0].entry.place):
             return
@@ -397,8 +411,9 @@ class Scheduler:
         return sum(sequence.state is SequenceState.LOADING for sequence in self.admitted)
 
     def _take_turn(self, sequence: Sequence, sake: Place) -> int:
-        """Its prompt is computed next, for the sake of the request at a place; the tokens that takes in two
-        steps, a chunk in each. Those of a load under way are none yet: others are computed meanwhile."""
+        """Note that a sequence's prompt is computed next, for the request at place ``sake``. Return how many
+        tokens that takes in two steps, with a chunk in each. A sequence that is loading takes none: others
+        are computed meanwhile."""
         if sequence.request_id in self._turns:
             self._sakes[sequence.request_id] = min(sake, self._sakes[sequence.request_id])
             return 0
@@ -409,7 +424,7 @@ class Scheduler:
         return min(sequence.remaining, 2 * self._settings.prefill_chunk)
 
     def _computing_for(self, sequence: Sequence) -> Sequence | None:
-        """Who is just computing, or loading, how this one's prompt begins."""
+        """Return the sequence that is now computing or loading the beginning of this one's prompt."""
         if not self._keeper.keeps:
             return None
         for other in self.admitted:
@@ -421,7 +436,7 @@ class Scheduler:
         return None
 
     def _took_room(self, prompt: PendingPrompt) -> bool:
-        """Admit it if there is a place and pages; note it as blocked otherwise."""
+        """Admit a request if there is a slot and pages. Otherwise note it as blocked."""
         sequence, entry = prompt.sequence, prompt.entry
         pages = self._keeper.pages_for(entry.tokens) - prompt.shared_pages
         full = len(self.admitted) >= self._settings.max_sequences
@@ -429,7 +444,7 @@ class Scheduler:
             hit = self._keeper.look_up(sequence, admitting=True)
             if self._prompts.look_up(prompt, hit) > self._keeper.chunk_tokens:
                 hit.release()
-                return False  # its turn is another one: at the next step
+                return False  # its turn has changed: try again in the next step
             if self._keeper.admit(sequence, hit, beside=self.admitted):
                 self._admitted(sequence)
                 return True
@@ -437,14 +452,14 @@ class Scheduler:
         return False
 
     def _relieve(self, parked: set[RequestId]) -> bool:
-        """Take the pages of the youngest, if it is none of ``parked``, where somebody older in line waits for
-        them. Whether there was such a one."""
+        """Preempt the youngest sequence, unless it is in ``parked``, if an older request of the strict prefix
+        needs its pages. Return whether one was preempted."""
         if not self.admitted or self._keeper.parking or self.admitted[-1].request_id in parked:
             return False
         youngest = self.admitted[-1].place
         older = (prompt for prompt in self._prompts if prompt.entry.place in self._blocked)
         if not any(
-            # Who waits for pages that somebody else brings would not be admitted: its room would go back.
+            # A request that waits for pages from elsewhere would not be admitted: the room would go back.
             prompt.entry.place < youngest
             and self._prompts.in_strict_prefix(prompt.entry.place)
             and not self._must_wait(prompt.sequence)
@@ -456,12 +471,12 @@ class Scheduler:
         return True
 
     def ended(self) -> None:
-        """The last step has ended, if that was not said before: those that were overtaken by it are told how
-        long, and how fast it was is noted."""
+        """Note that the last step has ended, unless that was noted before. Overtaken requests are charged
+        with its time, and its speed is recorded."""
         self._prompts.step_ended(self.admitted)
 
     def _begin(self, plan: StepPlan) -> None:
-        """A step is about to be computed."""
+        """Note what the next step is spent on."""
         spent, behind = Spent(short=self._prompts.short_of_room), 0.0
         if self._blocked and self.admitted and min(self._blocked) < self.admitted[-1].place:
             spent.kept_out = min(self._blocked)
@@ -476,12 +491,13 @@ class Scheduler:
     # -- the step's work -----------------------------------------------------------------------------
 
     def _work(self, sequences: list[Sequence]) -> list[Work]:
-        """One step of ``sequences``, by age."""
+        """Return one step's work for ``sequences``, oldest first."""
         decodes = self._decodes(sequences)
         return decodes + self._prefills(sequences, self._settings.prompt_tokens)
 
     def _beside(self, arriving: list[Sequence], taken: int) -> list[Work]:
-        """What has begun goes on, and the oldest others begin while the step has room for their tokens."""
+        """Return the work beside the batch: sequences that have begun continue, and the oldest others begin
+        while the step has room for their tokens."""
         begun = [self._next(s) for s in arriving if s.partial is not None]
         room = self._settings.batch_tokens - taken - sum(item.tokens for item in begun)
         work = []
@@ -499,7 +515,7 @@ class Scheduler:
         return work
 
     def _next(self, sequence: Sequence) -> Work:
-        """The next chunk of a sequence, or its newest token."""
+        """Return the next chunk of a sequence, or its newest token."""
         chunk = self._settings.prefill_chunk
         stop = min((sequence.computed // chunk + 1) * chunk, len(sequence.tokens))
         return Work(sequence, sequence.computed, self._keeper.step_end(sequence, stop))
@@ -513,9 +529,11 @@ class Scheduler:
         return work
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """A page for the sequence's next token, parking the youngest until there is one. False when it was
-        itself the youngest, or when pages are still being saved and come free in a moment. Nothing older is
-        touched, so work planned before stays valid."""
+        """Get a page for the sequence's next token, by parking the youngest sequences until there is one.
+
+        Return False if the sequence itself was the youngest, or if pages that are still being saved will soon
+        be free. Older sequences are not touched, so work planned before stays valid.
+        """
         while not self._keeper.grow(sequence, len(sequence.tokens)):
             if self._keeper.parking:
                 self._short = True
@@ -525,7 +543,7 @@ class Scheduler:
         return True
 
     def _preempt(self) -> Sequence:
-        """Take its pages from the youngest, for want of pages. If nobody else is admitted, it starts again
+        """Preempt the youngest sequence for lack of pages. If it is the only one admitted, it starts again
         alone."""
         alone = len(self.admitted) == 1
         youngest = self._park()
@@ -534,14 +552,15 @@ class Scheduler:
         return youngest
 
     def _start_over(self, sequence: Sequence) -> None:
-        """The only admitted request lacked pages. The second time the store is left out, too."""
+        """Restart the only admitted request, which lacked pages. The second time it also runs without the
+        store."""
         self._stuck = True
         if self._only == sequence.root:
             sequence.no_save = sequence.no_load = True
         self._only = sequence.root
 
     def _park(self) -> Sequence:
-        """Take its pages from the youngest."""
+        """Take the pages of the youngest sequence, and let it wait."""
         youngest = self.admitted[-1]
         self._keeper.leave(youngest)
         youngest.tally.preemptions += 1
@@ -559,12 +578,12 @@ class Scheduler:
             item = self._next(sequence)
             if not self._keeper.may_compute(sequence, item.stop):
                 continue
-            # All of the chunk or nothing: a chunk cut to fit would change the shapes, and so the bits.
+            # The whole chunk or nothing: a smaller chunk would change the shapes, and thereby the last bits.
             if item.tokens > budget:
                 break
             if not self._keeper.grow(sequence, item.stop):
                 self._short = True
-                break  # until others give pages back, which nobody younger takes
+                break  # until others release pages, which no younger sequence takes
             work.append(item)
             budget -= item.tokens
         return work

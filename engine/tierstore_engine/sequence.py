@@ -1,4 +1,4 @@
-"""One request on its way: its tokens, the tables of pages that hold their KV, and how far each has come.
+"""One request while it is served: its tokens, the page tables with their KV, and its progress.
 
 ::
 
@@ -41,14 +41,14 @@ from tierstore_engine.tokenizer import Detokenizer
 
 class SequenceState(str, enum.Enum):
     WAITING = "waiting"  # holds no page: new, or parked
-    LOADING = "loading"  # its pages are on their way from the store
+    LOADING = "loading"  # its pages are being loaded from the store
     RUNNING = "running"
     FINISHED = "finished"
 
 
 @dataclass(slots=True)
 class Loading:
-    """A load that has not been taken over yet."""
+    """A load that was not taken over yet."""
 
     transfer: Transfer[Loaded]
     by_tier: dict[str, int]
@@ -56,7 +56,7 @@ class Loading:
 
     @property
     def lacking(self) -> int:
-        """Return how many pages, of all groups together, the load has not brought yet."""
+        """Return how many pages, of all groups together, have not been loaded yet."""
         progress = self.transfer.progress
         return 0 if self.transfer.done else progress.pages - progress.pages_done
 
@@ -77,7 +77,7 @@ class Tally:
 
 
 class Sequence:
-    """The state of one request. Mutated by the engine's thread only."""
+    """The state of one request. Changed by the engine's thread only."""
 
     def __init__(
         self,
@@ -92,38 +92,38 @@ class Sequence:
         added: float,
     ) -> None:
         self.request_id = request_id
-        self.priority = 0  # lower ones come first
+        self.priority = 0  # lower values come first
         self.deadline_s = math.inf  # when its first token is due, by the monotonic clock
-        self.root = request_id  # of the request that it was forked from, or its own
-        self.session: str | None = None  # what the request is part of, if that is known
+        self.root = request_id  # the request that it was forked from, or itself
+        self.session: str | None = None  # the conversation, if known
         self.hint: Hint | None = None  # what the caller knows of its pages' future
-        self.promise: Promise | None = None  # of another engine, until it was waited for
-        self.submitted_tokens = 0  # in whole chunks, that were given to the store when it left
+        self.promise: Promise | None = None  # of another engine; None once it was waited for
+        self.submitted_tokens = 0  # tokens, in whole chunks, that were given to the store when it left
         self.no_save = False  # whether its pages are kept out of the store
         self.counted = False  # whether its lookup is in the store's statistics
-        self.no_load = False  # whether it is computed from its beginning, whatever the store holds
-        self.prompt = prompt  # of all tokens whose KV is computed, and at least of the request's own
+        self.no_load = False  # whether it is computed from its beginning without lookup
+        self.prompt = prompt  # all tokens whose KV is computed, and at least the request's own prompt
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)
         self.max_tokens = max_tokens
         self.params = params
         self.state = SequenceState.WAITING
-        self.tables: list[GroupTable] = []  # its pages, by layer group; empty while it waits
-        # Ends of chunks where all groups are saved, and whether others go on from there.
+        self.tables: list[GroupTable] = []  # by layer group; empty while it waits
+        # Ends of chunks where all groups are saved, and whether other prompts continue from there.
         self.save_points: dict[int, bool] = {}
         self.computed = 0
         self.loading: Loading | None = None
         self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
-        self.arriving = False  # whether pages that were loaded may still be on their way
-        self.partial: PartialStep | None = None  # its next tokens, computed while pages arrive
-        self.in_step = False  # whether its pages may hold some of a step that has not ended
+        self.arriving = False  # whether loaded pages may still be arriving
+        self.partial: PartialStep | None = None  # the computation of its next tokens while pages arrive
+        self.in_step = False  # whether its pages may hold KV of an unfinished step
         self.tally = Tally(added)
         self.finish_reason: FinishReason | None = None
         self._most_computed = 0
         self._stop_ids = stop_ids
         self._random = random.Random(params.seed)
-        self._uniforms: deque[float] = deque()  # drawn, and not used up yet
-        self._counts: Counter[int] = Counter()  # of the tokens generated, where penalties ask
+        self._uniforms: deque[float] = deque()  # drawn, not used yet
+        self._counts: Counter[int] = Counter()  # generated tokens, counted only for penalties
         self._prompt_ids: torch.Tensor | None = None  # None until a repetition penalty needs them
         self._detokenizer = detokenizer
         self._stops = StopMatcher(params.stop)
@@ -139,49 +139,49 @@ class Sequence:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Where first come, first served has it. What was forked is as old as what it was forked from."""
+        """Return its position by first come, first served. A fork is as old as its original."""
         return self.priority, self.root, self.request_id
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while decoding."""
+        """Return how many tokens' KV must still be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
 
     @property
     def coming(self) -> int:
-        """How many pages, of all groups together, the loads under way have not brought yet."""
+        """Return how many pages, of all groups together, the loads in flight have not loaded yet."""
         load = self.loading or self.meeting
         return load.lacking if load is not None else 0
 
     @property
     def held(self) -> bool:
-        """Whether everything is computed, and somebody else decides how it goes on."""
+        """Return whether everything is computed, and a beam search decides how it continues."""
         return self.state is SequenceState.RUNNING and self.remaining == 0
 
     @property
     def started(self) -> bool:
-        """Whether anything has been computed for it yet."""
+        """Return whether any of its tokens was computed yet."""
         return self._most_computed > 0
 
     def repeats(self, stop: int) -> int:
-        """How many of the next tokens up to ``stop`` were computed before."""
+        """Return how many of the next tokens up to ``stop`` were computed before."""
         return max(min(stop, self._most_computed) - self.computed, 0)
 
     def advance(self, computed: int) -> None:
-        """The KV of the first ``computed`` tokens is in the pages now."""
+        """Note that a step has computed the KV of the first ``computed`` tokens."""
         self.tally.recomputed_tokens += self.repeats(computed)
         self._most_computed = max(self._most_computed, computed)
         self.in_step = False
         self.restore(computed)
 
     def restore(self, computed: int) -> None:
-        """The KV of the first ``computed`` tokens has come from the store, or from another sequence."""
+        """Note that the KV of the first ``computed`` tokens came from the store or from another sequence."""
         self.computed = computed
         if computed > len(self.prompt):
             self.prompt.extend(self.tokens[len(self.prompt) : computed])
 
     def fork(self, request_id: RequestId, *, seed: int | None) -> Sequence:
-        """A sequence that has come as far and goes on by itself. It has no page yet."""
+        """Return a sequence with the same tokens that continues independently. It has no page yet."""
         twin = copy.copy(self)
         twin.request_id = request_id
         twin.params = replace(self.params, seed=seed)
@@ -209,8 +209,10 @@ class Sequence:
         return twin
 
     def draws(self, draft: Ints[int] = ()) -> list[Draw]:
-        """What the next token is to be chosen by, and the one behind each token of ``draft``. The request's
-        own generator goes on with :meth:`append`: what is not appended draws the same numbers again."""
+        """Return the draw for the next token, and one for the token after each token of ``draft``.
+
+        :meth:`append` consumes the random numbers: tokens that are not appended draw the same numbers again.
+        """
         while len(self._uniforms) <= len(draft):
             self._uniforms.append(self._random.random())
         uniforms = islice(self._uniforms, len(draft) + 1)
@@ -235,7 +237,7 @@ class Sequence:
         return torch.cat((self._prompt_ids, torch.tensor(generated, dtype=torch.int64)))
 
     def append(self, choice: Choice) -> str:
-        """Go on with the next token; the text that became certain. May finish."""
+        """Append the next token, which may finish the sequence. Return the text that became certain."""
         token = choice.token
         self._note(choice)
         self.tokens.append(token)
@@ -255,11 +257,11 @@ class Sequence:
         return text
 
     def extend(self, token: int) -> None:
-        """Go on with a token that somebody else has chosen, and who sees to text and end as well."""
+        """Append a token that a beam search has chosen, which also handles text and end."""
         self.tokens.append(token)
 
     def finish(self, reason: FinishReason) -> str:
-        """End here; the text that was still held back."""
+        """Finish the sequence. Return the text that was held back."""
         self.finish_reason = reason
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         self._text.append(text)

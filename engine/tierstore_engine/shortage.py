@@ -1,8 +1,8 @@
-"""What to say when a device's memory runs out while something is computed.
+"""Explain that a device's memory ran out during a step.
 
-The pool has taken its part when the engine was made. What is computed shares the rest, with the weights and
-the captured steps, so the answer is a smaller pool or smaller steps. Nothing has changed for a sequence whose
-step failed: the engine can go on with other requests.
+The pool took its part when the engine was made. Computing shares the rest with the weights and the captured
+steps. So the remedy is a smaller pool or smaller steps. A failed step changes nothing for its sequences, and
+the engine can continue with other requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierstore_engine.settings import EngineSettings
 
 @contextmanager
 def shortage_explained(pool: DevicePool, settings: EngineSettings) -> Iterator[None]:
-    """Turns torch's out-of-memory into a :class:`DeviceMemoryError` with the numbers that matter here."""
+    """Turn torch's out-of-memory error into a :class:`DeviceMemoryError` with the relevant numbers."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -28,7 +28,7 @@ def shortage_explained(pool: DevicePool, settings: EngineSettings) -> Iterator[N
         raise DeviceMemoryError(
             f"{pool.device} has no memory left to compute a step of up to {settings.batch_tokens} tokens: "
             f"{format_size(memory.free)} of its {format_size(memory.total)} are free, and the page pool has "
-            f"{format_size(pool.large_pages.nbytes)}; give it fewer pages, or a smaller "
+            f"{format_size(pool.large_pages.nbytes)}. Give it fewer pages, or a smaller "
             f"prefill_chunk ({settings.prefill_chunk}) or max_sequences ({settings.max_sequences}), or take "
-            "prefill_backend kernels, which gathers nothing"
+            "prefill_backend kernels, which needs no gathered copy"
         ) from error

@@ -1,13 +1,13 @@
-"""Recurrent states in pages. What takes them through tokens is in :mod:`tierstore_engine.delta` (the gated
-delta rule) and :mod:`tierstore_engine.mamba2`.
+"""Recurrent states in pages. :mod:`tierstore_engine.delta` (the gated delta rule) and
+:mod:`tierstore_engine.mamba2` compute with them.
 
-A sequence has one page of a layer group with states, whatever its length: for each layer the last inputs of
-its convolution, then its matrices. A step reads what the tokens before left there (nothing, where its span
-begins with token 0), and writes what its own tokens leave. A copy of the page is a snapshot.
+A sequence has one page of a layer group with states, independent of its length. For each layer the page has
+the last inputs of its convolution, then its matrices. A step reads the state after the earlier tokens (zeros
+if its span begins with token 0), and writes the state after its own tokens. A copy of the page is a snapshot.
 
-On the CPU tokens are taken ``BLOCK`` at a time: within a block all of these depend on one another linearly.
-Blocks begin at multiples of ``BLOCK`` tokens of the sequence, wherever spans begin: the same tokens are
-computed in the same shapes, unless a span ends within a block.
+On the CPU ``BLOCK`` tokens are computed at a time: within a block their states depend on one another
+linearly. Blocks begin at multiples of ``BLOCK`` tokens of the sequence, independent of where spans begin. So
+the same tokens are computed in the same shapes, unless a span ends within a block.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class StatePages:
             self._matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
 
     def state(self, layer: int, page: int) -> LayerState:
-        """What is in a page."""
+        """Return the state in a page."""
         return LayerState(self._inputs[layer][page], self._matrices[layer][page])
 
     def before(self, span: Span, layer: int, page: int) -> LayerState:
-        """Of the tokens before ``span``: nothing, before token 0."""
+        """Return the state before ``span``: zeros before token 0."""
         state = self.state(layer, page)
         if span.start == 0:
             state.inputs.zero_()
@@ -56,7 +56,7 @@ class StatePages:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One layer's state of a sequence: views of its page."""
+    """One layer's state of a sequence, as views of its page."""
 
     inputs: torch.Tensor
     """``[channels, conv_width - 1]``, the newest last."""
@@ -66,15 +66,15 @@ class LayerState:
     def convolve(
         self, channels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """The causal convolution of the next tokens' ``channels [tokens, channels]``, through SiLU; the same
-        shape. Keeps the last of them."""
+        """Return the causal convolution of the next tokens' ``channels [tokens, channels]``, through SiLU, in
+        the same shape. The last tokens are kept for the next call."""
         series = torch.cat((self.inputs, channels.T), dim=1)
         self.inputs.copy_(series[:, series.shape[1] - self.inputs.shape[1] :])
         return silu(conv1d(series.unsqueeze(0), weight, bias, groups=len(series))).squeeze(0).T
 
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """One tensor of every page: ``shape`` of ``dtype``, from byte ``start`` on."""
+    """Return a view of every page: ``shape`` of ``dtype``, from byte ``start`` on."""
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
@@ -83,9 +83,12 @@ def _view(memory: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int
 
 @dataclass(frozen=True, slots=True)
 class BlockDecays:
-    """What decays leave within a block of tokens: after each of what was before the block ``[heads, tokens,
-    1]``, after token i of what token j adds ``[heads, i, j]``, and behind the block of what each adds
-    ``[heads, tokens, 1]``."""
+    """Decay factors within a block of tokens.
+
+    ``since_start [heads, tokens, 1]`` is the decay of the state before the block up to each token. ``between
+    [heads, i, j]`` is the decay up to token i of what token j adds. ``until_end [heads, tokens, 1]`` is the
+    decay of each token's addition up to the block's end.
+    """
 
     since_start: torch.Tensor
     between: torch.Tensor
@@ -93,7 +96,7 @@ class BlockDecays:
 
     @staticmethod
     def of(decays: torch.Tensor) -> BlockDecays:
-        """Of each token's decay, as logarithms ``[heads, tokens]``."""
+        """Return the factors from each token's decay, as logarithms ``[heads, tokens]``."""
         total = decays.cumsum(-1)
         between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
         until_end = (total[:, -1:] - total).exp().unsqueeze(-1)
@@ -107,9 +110,12 @@ def read_and_add(
     added: torch.Tensor,
     left: BlockDecays,
 ) -> torch.Tensor:
-    """What a block of tokens reads of a state to which each token adds ``key ⊗ added``, ``[heads, tokens,
-    value_dim]``. ``state [heads, key_dim, value_dim]`` is that before them, and behind them afterwards;
-    ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``. All are float32."""
+    """Return what a block of tokens reads of a state, ``[heads, tokens, value_dim]``. Each token adds ``key ⊗
+    added``.
+
+    ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated to the state after it.
+    ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``. All are float32.
+    """
     before = left.since_start * (queries @ state)
     out: torch.Tensor = before + (queries @ keys.mT * left.between) @ added
     state.mul_(left.since_start[:, -1:]).add_((keys * left.until_end).mT @ added)
@@ -117,7 +123,7 @@ def read_and_add(
 
 
 def sequences(layout: BatchLayout) -> Iterator[tuple[Span, int, slice]]:
-    """Each span of a layer group with states, its page, and its rows in the step."""
+    """Yield each span of a layer group with states, its page, and its rows in the step."""
     row = 0
     for span, table in zip(layout.spans, layout.block_tables, strict=True):
         yield span, int(table[0]), slice(row, row + span.tokens)
@@ -125,7 +131,7 @@ def sequences(layout: BatchLayout) -> Iterator[tuple[Span, int, slice]]:
 
 
 def blocks(span: Span) -> Iterator[slice]:
-    """The rows of a span, cut where a block of the sequence begins."""
+    """Yield the rows of a span, cut where a block of the sequence begins."""
     start = span.start
     while start < span.stop:
         stop = min((start // BLOCK + 1) * BLOCK, span.stop)

@@ -1,8 +1,8 @@
-"""An engine on a thread of its own: asyncio code hands requests in, and outputs come back to its event loop.
+"""An engine on its own thread: asyncio code adds requests, and outputs return to its event loop.
 
-Nothing of the engine is touched by any other thread. What the others want is a function that the thread calls
-between two steps; what a step gives is handed to each event loop in one call. So the loop never waits for a
-step, and a step never for the loop.
+No other thread touches the engine. Other threads post functions, which the engine's thread calls between two
+steps. The outputs of a step are passed to each event loop in one call. So the loop never waits for a step,
+and a step never for the loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierstore_engine.outputs import EngineStats, RequestId, StepOutput
 
 
 class Stepped(Protocol):
-    """What the thread needs of an engine: see :class:`tierstore_engine.engine.Engine`."""
+    """The part of an engine that the thread uses: see :class:`tierstore_engine.engine.Engine`."""
 
     @property
     def has_work(self) -> bool: ...
@@ -45,13 +45,13 @@ _log = logging.getLogger(__name__)
 
 
 class EngineClosedError(TierStoreError):
-    """The engine's thread has ended: nothing can be asked of it any more."""
+    """The engine's thread has ended and accepts no calls."""
 
 
 class StepJob:
-    """The requests that were submitted together. ``ids`` are in the order in which they were added.
+    """Requests that were submitted together. ``ids`` are in the order in which they were added.
 
-    Iterate it for their outputs, as they come, until all have ended. Belongs to one event loop.
+    Iterate it for their outputs as they arrive, until all requests have ended. Belongs to one event loop.
     """
 
     def __init__(self, thread: EngineThread[Any]) -> None:
@@ -62,8 +62,8 @@ class StepJob:
         self._open: set[RequestId] = set()
 
     def cancel(self) -> None:
-        """End what has not ended; completions with what there is by then come out of the iteration. From any
-        thread; repeating it is harmless."""
+        """End the requests that have not ended. Their completions, with the tokens so far, then come out of
+        the iteration. Can be called from any thread, and repeatedly."""
         self._thread.post(lambda engine: [engine.cancel(request_id) for request_id in self.ids])
 
     async def __aiter__(self) -> AsyncIterator[StepOutput]:
@@ -85,18 +85,18 @@ class StepJob:
         return self._loop
 
     def deliver(self, delivery: Delivery) -> None:
-        """On the event loop."""
+        """Deliver on the event loop."""
         self._arrived.put_nowait(delivery)
 
 
 class EngineThread(Generic[E]):
-    """Runs ``engine`` until :meth:`close`. All methods may be called from any thread.
+    """Run ``engine`` until :meth:`close`. All methods may be called from any thread.
 
-    An error in a step ends all requests with it, and is counted in ``errors``; the next ones may succeed (a
-    device that ran out of memory has it again). ``failed`` is set where not even ending them worked.
+    An error in a step ends all requests, and is counted in ``errors``. Later requests may succeed, for
+    example after a device ran out of memory. ``failed`` is set if even ending them failed.
 
-    ``stats`` are the engine's, from before the step that it computes now: reading them waits for nothing.
-    ``stepping_since`` is when that step began, by the monotonic clock; None between two steps.
+    ``stats`` are the engine's statistics from before its current step, so that reading them waits for
+    nothing. ``stepping_since`` is when that step began, by the monotonic clock; None between two steps.
     """
 
     def __init__(self, engine: E) -> None:
@@ -105,17 +105,17 @@ class EngineThread(Generic[E]):
         self.stats: EngineStats = engine.stats()
         self.stepping_since: float | None = None
         self._engine = engine
-        self._jobs: dict[RequestId, StepJob] = {}  # the thread's own
+        self._jobs: dict[RequestId, StepJob] = {}  # used by the thread only
         self._changed = threading.Condition()
-        # Guarded by _changed: both below.
+        # Both of these are guarded by _changed.
         self._calls: deque[Callable[[E], object]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tierstore-engine", daemon=True)
         self._thread.start()
 
     def post(self, call: Callable[[E], object]) -> bool:
-        """Have the thread call ``call(engine)`` before its next step, without waiting for it. False when it
-        has ended."""
+        """Call ``call(engine)`` on the thread before its next step, without waiting for it. Return False if
+        the thread has ended."""
         with self._changed:
             if self._closing:
                 return False
@@ -124,18 +124,18 @@ class EngineThread(Generic[E]):
             return True
 
     async def call(self, call: Callable[[E], T]) -> T:
-        """The result of ``call(engine)``, or what it raised. Raises :class:`EngineClosedError`."""
+        """Return the result of ``call(engine)``, or raise its error. Raises :class:`EngineClosedError`."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
         def answer(set_it: Callable[[], None]) -> None:
-            if not result.done():  # nobody waits any more
+            if not result.done():  # the caller no longer waits
                 set_it()
 
         def run(engine: E) -> None:
             try:
                 value = call(engine)
-            except Exception as error:  # noqa: BLE001  # it is the caller's
+            except Exception as error:  # noqa: BLE001  # raised at the caller
                 _call_soon(loop, answer, lambda error=error: result.set_exception(error))
             else:
                 _call_soon(loop, answer, lambda: result.set_result(value))
@@ -145,7 +145,7 @@ class EngineThread(Generic[E]):
         return await result
 
     async def submit(self, add: Callable[[E], list[RequestId]]) -> StepJob:
-        """Add requests: ``add(engine)`` does, and returns their ids. Raises what it raises."""
+        """Add requests through ``add(engine)``, which returns their ids. Raises its errors."""
         job = StepJob(self)
 
         def begin(engine: E) -> None:
@@ -155,12 +155,13 @@ class EngineThread(Generic[E]):
         try:
             await self.call(begin)
         except asyncio.CancelledError:
-            job.cancel()  # it may have been added by now, or be about to be
+            job.cancel()  # its requests may have been added by now, or be added soon
             raise
         return job
 
     async def stream(self, add: Callable[[E], RequestId]) -> AsyncIterator[StepOutput]:
-        """The outputs of the request that ``add(engine)`` adds. Closing the iterator early cancels it."""
+        """Yield the outputs of the request that ``add(engine)`` adds. Closing the iterator early cancels the
+        request."""
         job = await self.submit(lambda engine: [add(engine)])
         try:
             async for output in job:
@@ -170,7 +171,7 @@ class EngineThread(Generic[E]):
                 await self.call(lambda engine: engine.discard(*job.ids))
 
     def close(self) -> None:
-        """End the thread, after what it is in the midst of. The engine is the caller's again."""
+        """End the thread after its current step, and return the engine to the caller."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -196,12 +197,12 @@ class EngineThread(Generic[E]):
                     self.stepping_since = time.monotonic()
                     outputs = self._engine.step()
                     self.stepping_since = None
-                    self.stats = self._engine.stats()  # before anybody hears of what is counted in them
+                    self.stats = self._engine.stats()  # before callers see the outputs that are counted
                     self._deliver([(output.request_id, output) for output in outputs])
-            except Exception as error:  # noqa: BLE001  # whatever it is, those who wait must hear of it
+            except Exception as error:  # noqa: BLE001  # waiting callers must learn of every error
                 self.stepping_since = None
                 self.errors += 1
-                _log.error("a step failed, and its requests end", exc_info=error)
+                _log.error("a step failed and its requests were ended", exc_info=error)
                 self._end_all(error)
                 self._recover()
         self._end_all(EngineClosedError("the engine was closed before this was done"))
@@ -212,8 +213,8 @@ class EngineThread(Generic[E]):
             self._engine.cancel_all()
             while self._engine.has_work:
                 self._engine.step()
-        except Exception as error:  # noqa: BLE001  # kept, and said by whoever asks
-            _log.error("the engine cannot go on", exc_info=error)
+        except Exception as error:  # noqa: BLE001  # kept, and reported to callers
+            _log.error("the engine has failed and stops", exc_info=error)
             self.failed = error
             with self._changed:
                 self._closing = True
@@ -232,7 +233,7 @@ class EngineThread(Generic[E]):
                     del self._jobs[request_id]
         for loop, some in by_loop.items():
             if not _call_soon(loop, _hand_out, some):
-                for job, _ in some:  # its event loop has ended: nobody listens
+                for job, _ in some:  # its event loop has ended
                     for request_id in job.ids:
                         self._engine.cancel(request_id)
 
@@ -243,7 +244,7 @@ def _hand_out(deliveries: list[tuple[StepJob, Delivery]]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> bool:
-    """False when the loop is closed."""
+    """Schedule a call on the loop. Return False if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *arguments)
         return True

@@ -1,26 +1,25 @@
 """The pages of one sequence in one layer group, for each rule of what the next token needs.
 
 ``Sequence.tables`` has a :class:`GroupTable` for each layer group of the model. A table takes, shares,
-publishes and gives back the pages of its group; :mod:`tierstore_engine.keeper` does so for all groups at
-once::
+publishes and releases the pages of its group. :mod:`tierstore_engine.keeper` does so for all groups at once::
 
     FullTable    [ all of the past ...................... | rest of the prompt ]   a page for each chunk
-    WindowTable  [ given back ... | what the next token attends ]                  a page for each chunk
+    WindowTable  [ released ... | what the next token attends ]                    a page for each chunk
     StateTable   [ live page ]  [ snapshot at the last chunk's end ]               at most two pages
 
 A sequence is admitted with pages of full tables for all of its tokens, so only decoding can run out of them.
-The other tables take pages for the next step, and give back what no later token needs. A window table serves
-attention chunks, too: the two differ in their :class:`~tierstore.groups.GroupRule` only.
+The other tables take pages for the next step, and release pages that no later token needs. A window table
+also serves attention chunks: the two differ only in their :class:`~tierstore.groups.GroupRule`.
 
-A full table publishes each page when it is complete. Of the other groups a hit needs little, and that exists
-only where it was saved, at *save points*: the end of the prompt, the place where other prompts diverge from
-it, and every ``checkpoint_tokens``. All of these are ends of chunks. A step ends at each save point, because
-a state exists only for its last token. A sequence may leave, finished or parked, inside of a chunk. Then its
-partial pages and its live state are published.
+A full table publishes each page when it is complete. A hit needs few pages of the other groups, and these
+exist only at *save points*: the end of the prompt, the place where other prompts diverge from it, and every
+``checkpoint_tokens``. All of these are ends of chunks. A step ends at each save point, because a state exists
+only for its last token. A sequence may leave, finished or parked, inside a chunk. Then its partial pages and
+its live state are published.
 
-A load brings shared pages. A sequence copies the page that a hit ends inside of, or the state, before it
-writes to it. (A full group's load makes that copy itself.) Forked sequences share pages by reference: the
-first that writes to a page copies it, and the last that has it gives it back.
+A load returns shared pages. The sequence copies the page that a hit ends inside, and the state, before it
+writes to them. (A full group's load makes that copy itself.) Forked sequences share pages by reference: the
+first sequence that writes to a page copies it, and the last one that has the page releases it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from tierstore_engine.attention.base import NO_PAGE
 @dataclass(frozen=True, slots=True)
 class SavePoint:
     """Lengths at which hits may begin later, ascending: ends of chunks, and at last the length of a sequence
-    that leaves inside of a chunk. ``live`` is the length that live states belong to if they are to be
-    published, which only :meth:`GroupTable.drop` may follow."""
+    that leaves inside a chunk. ``live`` is the length of the live states if they are published; only
+    :meth:`GroupTable.drop` may follow then."""
 
     prompt: Prompt
     ends: Ints[int]
@@ -53,7 +52,7 @@ class SavePoint:
 
 
 class PageGroup:
-    """The pages of one layer group, as the tables of all sequences use them: what the connector does for this
+    """The pages of one layer group, shared by the tables of all sequences: the connector's methods for this
     group, and how many sequences share each page. Belongs to the engine's thread."""
 
     def __init__(self, connector: Connector, number: int) -> None:
@@ -62,29 +61,30 @@ class PageGroup:
         self.keeps = connector.keeps  # whether pages can be found again
         self._connector = connector
         self._number = number
-        self._shares: Counter[int] = Counter()  # by page: the sequences that have it beside the first
+        # by page: the number of sequences beside the first that have it
+        self._shares: Counter[int] = Counter()
 
     @property
     def shared_pages(self) -> int:
-        """Pages that sharing saves."""
+        """Return how many pages sharing saves."""
         return self._shares.total()
 
     def count(self, tokens: int) -> int:
-        """Return how many chunks ``tokens`` tokens lie in, the incomplete one included."""
+        """Return how many chunks hold ``tokens`` tokens, including the incomplete one."""
         return -(-tokens // self.chunk_tokens)
 
     def is_shared(self, page: int) -> bool:
         return bool(self._shares[page])
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more sequence has these pages."""
+        """Count one more sequence for each of these pages."""
         self._shares.update(pages)
 
     def allocate(self, count: int, *, near: Ints[int] = ()) -> list[int] | None:
         return self._connector.allocate(count, group=self._number, near=near)
 
     def release(self, pages: Ints[int]) -> None:
-        """A sequence is done with these pages. Those that no other sequence has go back to the pool."""
+        """Release one sequence's share of these pages. Pages of no other sequence return to the pool."""
         owned = []
         for page in pages:
             if self._shares[page]:
@@ -96,7 +96,7 @@ class PageGroup:
             self._connector.release(owned, group=self._number)
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy whole pages: ``(to, from)`` each."""
+        """Copy whole pages, each pair is ``(to, from)``."""
         self._connector.pools[self._number].copy_pages(copies)
 
     def publish(self, point: SavePoint, pages: Ints[int], first: int, hint: Hint | None) -> Transfer[int]:
@@ -107,18 +107,18 @@ class PageGroup:
 
 
 class GroupTable(ABC):
-    """What a sequence has in one layer group. Without an override, that is one page for each chunk.
+    """The pages of a sequence in one layer group. By default this is one page for each chunk.
 
-    ``pages`` is what attention, or a recurrent layer, is given. A chunk whose page was given back has
-    :data:`NO_PAGE`. The list object is replaced where an entry changes or goes, unless the entry becomes
+    ``pages`` is passed to attention or to a recurrent layer. A chunk whose page was released has
+    :data:`NO_PAGE`. The list object is replaced when an entry changes or disappears, unless the entry becomes
     :data:`NO_PAGE`: a captured step recognises a list that only grows.
     """
 
     def __init__(self, group: PageGroup) -> None:
         self.group = group
         self.pages: list[int] = []
-        self.saved_at = 0  # the last hit or end of a chunk whose pages are published
-        self.expected = 0  # pages that a load under way takes from the pool
+        self.saved_at = 0  # length of the last hit, or the last chunk's end whose pages are published
+        self.expected = 0  # pages that a load in flight takes from the pool
 
     def another(self) -> GroupTable:
         """Return an empty table of the same group."""
@@ -128,8 +128,8 @@ class GroupTable(ABC):
 
     @abstractmethod
     def peak(self, tokens: int, step: int) -> int:
-        """Return the most pages that a sequence of ``tokens`` tokens has at a time, in steps of ``step`` at
-        most."""
+        """Return the most pages that a sequence of ``tokens`` tokens has at once, with steps of at most
+        ``step`` tokens."""
 
     @abstractmethod
     def kept(self, tokens: int) -> int:
@@ -138,29 +138,30 @@ class GroupTable(ABC):
 
     @property
     def held(self) -> int:
-        """How many pages the table has."""
+        """Return how many pages the table has."""
         return len(self.pages) - self.pages.count(NO_PAGE)
 
     @abstractmethod
     def lacking(self, tokens: int, coming: int) -> int:
-        """Return how many pages a sequence of ``tokens`` tokens still takes between two steps, if ``coming``
-        pages of a load, of all groups together, have not come yet."""
+        """Return how many more pages a sequence of ``tokens`` tokens takes between two steps, if ``coming``
+        pages of a load, of all groups together, have not arrived yet."""
 
-    # -- a sequence's way ----------------------------------------------------------------------------
+    # -- the life of a sequence ----------------------------------------------------------------------
 
     @abstractmethod
     def reserve(self, loaded: int, stop: int, shared: int) -> bool:
-        """Prepare for a load of ``loaded`` tokens (0: for none) into a sequence of ``stop``. ``shared`` whole
-        pages of group 0 are in HBM already. False without room: then :meth:`drop` follows."""
+        """Prepare for a load of ``loaded`` tokens (0 for none) into a sequence of ``stop`` tokens. ``shared``
+        whole pages of group 0 are already in HBM. Return False without room; :meth:`drop` must follow
+        then."""
 
     @abstractmethod
     def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
-        """Take over the pages of a hit of ``tokens`` tokens (0: of none), for a sequence of ``stop``. False,
-        and nothing taken over or changed, where a page is missing that the sequence needs to go on."""
+        """Take over the pages of a hit of ``tokens`` tokens (0 for none), for a sequence of ``stop`` tokens.
+        Return False, and change nothing, if a page is missing that the sequence needs to continue."""
 
     def grow(self, start: int, stop: int) -> bool:
-        """Ensure that the tokens ``start … stop`` have pages that no other sequence writes to. False without
-        room; nothing has changed then."""
+        """Ensure that the tokens ``start … stop`` have pages that no other sequence writes to. Return False
+        without room; nothing has changed then."""
         group, pages, end = self.group, self.pages, self.group.count(stop)
         places = range(start // group.chunk_tokens, min(len(pages), end))
         shared = [place for place in places if group.is_shared(pages[place])]
@@ -181,7 +182,7 @@ class GroupTable(ABC):
         return True
 
     def trim(self, tokens: int) -> None:
-        """Give back the pages behind the first ``tokens`` tokens."""
+        """Release the pages after the first ``tokens`` tokens."""
         keep = self.group.count(tokens)
         if len(self.pages) > keep:
             self.group.release(self.pages[keep:])
@@ -189,8 +190,8 @@ class GroupTable(ABC):
 
     @abstractmethod
     def passed(self, tokens: int) -> None:
-        """The first ``tokens`` tokens are computed: give back what no later token needs, nor a hit at the
-        last chunk's end."""
+        """Release pages after the first ``tokens`` tokens were computed: those that neither a later token nor
+        a hit at the last chunk's end needs."""
 
     def is_shared(self, tokens: int) -> bool:
         """Return whether another sequence may write to the page of token ``tokens``."""
@@ -198,14 +199,14 @@ class GroupTable(ABC):
         return last < len(self.pages) and self.group.is_shared(self.pages[last])
 
     def fork(self) -> GroupTable | None:
-        """Return a table for another sequence that goes on beside this one; None without room."""
+        """Return a table for another sequence that continues beside this one; None without room."""
         twin = self.another()
         self.group.share(page for page in self.pages if page != NO_PAGE)
         twin.pages, twin.saved_at = list(self.pages), self.saved_at
         return twin
 
     def drop(self) -> None:
-        """The sequence is done with all of its pages. The table is empty then."""
+        """Release all of the sequence's pages. The table is empty afterwards."""
         self.group.release([page for page in self.pages if page != NO_PAGE])
         self.pages = []
         self.saved_at = self.expected = 0
@@ -214,16 +215,17 @@ class GroupTable(ABC):
 
     @abstractmethod
     def save(self, point: SavePoint) -> list[Transfer[int]]:
-        """Publish what hits at the ends of ``point`` need, as far as the table has it and it is not published
-        yet. Return the copies to colder tiers."""
+        """Publish the pages for hits at the ends of ``point``, as far as the table has them and they are not
+        published yet. Return the copies to colder tiers."""
 
     @abstractmethod
     def saved(self, tokens: int) -> int:
-        """Return ``tokens``, an end of a chunk, or fewer if what was published serves a shorter hit only."""
+        """Return ``tokens``, an end of a chunk, or fewer if the published pages support only a shorter
+        hit."""
 
 
 class FullTable(GroupTable):
-    """Full attention and latents: every page of the past is needed."""
+    """Full attention and latents, which need every page of the past."""
 
     def peak(self, tokens: int, step: int) -> int:
         return self.group.count(tokens)
@@ -251,10 +253,11 @@ class FullTable(GroupTable):
         return True
 
     def passed(self, tokens: int) -> None:
-        """All pages stay."""
+        """Keep all pages."""
 
     def save(self, point: SavePoint) -> list[Transfer[int]]:
-        # All pages in one save. A hint is also published without pages: it is about those before, too.
+        # All pages in one save. A hint is also published without pages, because it covers earlier ones as
+        # well.
         first, stop = self.saved_at // self.group.chunk_tokens, self.group.count(point.ends[-1])
         if stop <= first and (point.hint is None or not first):
             return []
@@ -266,8 +269,8 @@ class FullTable(GroupTable):
 
 
 class NamedTable(GroupTable):
-    """A table of a group whose pages are found by name. It takes pages as it goes, and publishes them at save
-    points only."""
+    """A table of a group whose pages are found by name. It takes pages as it grows, and publishes them only
+    at save points."""
 
     def lacking(self, tokens: int, coming: int) -> int:
         arrived = self.expected - min(self.expected, coming)
@@ -293,7 +296,7 @@ class NamedTable(GroupTable):
 
     @abstractmethod
     def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
-        """Publish what a hit of ``end`` tokens needs; None if the table does not have it."""
+        """Publish the pages for a hit of ``end`` tokens; None if the table does not have them."""
 
     def _publish(self, point: SavePoint, end: int, pages: Ints[int], first: int) -> Transfer[int]:
         hint = point.hint
@@ -303,16 +306,16 @@ class NamedTable(GroupTable):
 
 
 class WindowTable(NamedTable):
-    """Sliding windows and attention chunks: the pages that the next token attends are needed."""
+    """Sliding windows and attention chunks, which need the pages that the next token attends."""
 
     def peak(self, tokens: int, step: int) -> int:
-        # One more than it keeps: the page that a hit ends inside of is copied.
+        # One more than it keeps, because the page that a hit ends inside is copied.
         group = self.group
         pages = group.count(group.rule.tokens) + group.count(group.chunk_tokens - 1 + step)
         return min(group.count(tokens), pages) + 1
 
     def kept(self, tokens: int) -> int:
-        # What a hit at the last chunk's end needs, and the page of the next token.
+        # The pages for a hit at the last chunk's end, and the page of the next token.
         return min(self.group.count(tokens), self.group.count(self.group.rule.tokens) + 1)
 
     def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
@@ -320,8 +323,8 @@ class WindowTable(NamedTable):
         needed = group.rule.pages(tokens, group.chunk_tokens)
         if needed and not pages:
             return False
-        assert range(held.first, held.first + len(pages)) == needed, "a hit has what it needs"
-        if pages and tokens % group.chunk_tokens:  # the last page is going to be written
+        assert range(held.first, held.first + len(pages)) == needed, "a hit has all pages that it needs"
+        if pages and tokens % group.chunk_tokens:  # the last page will be written
             own = group.allocate(1, near=pages)
             if own is None:
                 return False
@@ -353,8 +356,8 @@ class WindowTable(NamedTable):
 
 
 class StateTable(NamedTable):
-    """Recurrent states: only the last one is needed. ``pages`` has the live page, ``snapshot`` no page or a
-    copy of the state behind ``snapshot_at`` tokens."""
+    """Recurrent states, which need only the last one. ``pages`` has the live page. ``snapshot`` is empty, or
+    has a copy of the state after ``snapshot_at`` tokens."""
 
     def __init__(self, group: PageGroup) -> None:
         super().__init__(group)
@@ -393,12 +396,12 @@ class StateTable(NamedTable):
         if tokens % group.chunk_tokens or tokens <= self.snapshot_at or not group.keeps:
             return
         self.snapshot = self.snapshot or group.allocate(1) or []
-        if self.snapshot:  # else a later hit begins earlier
+        if self.snapshot:  # otherwise a later hit begins earlier
             group.copy([(self.snapshot[0], self.pages[0])])
             self.snapshot_at = tokens
 
     def is_shared(self, tokens: int) -> bool:
-        return False  # each sequence has a state of its own
+        return False  # each sequence has its own state
 
     def fork(self) -> GroupTable | None:
         twin = self.another()
@@ -418,7 +421,7 @@ class StateTable(NamedTable):
         if self.snapshot and self.snapshot_at == end:
             saving = self._publish(point, end, self.snapshot, end // self.group.chunk_tokens - 1)
             self.group.release(self.snapshot)
-            self.snapshot = []  # it is published, and must not be written again
+            self.snapshot = []  # published, so it must not be written again
             return saving
         if end == point.live:
             return self._publish(point, end, self.pages, (end - 1) // self.group.chunk_tokens)

@@ -177,7 +177,7 @@ def test_over_a_store(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 0}, "width of at least 1"),
+        ({"width": 0}, "must be at least 1, got 0"),
         ({"max_new_tokens": 0}, "at least 1"),
         ({"early_stopping": "soon"}, "true, false or 'never'"),
         ({"width": 9}, "max_sequences is 8"),

@@ -99,7 +99,11 @@ def test_pages_of_another_size_are_other_pages(run: Run, tmp_path: Path, chunk: 
         (("--model", "tiny"), 2, "no prompt: give --prompt-file"),
         (("--model", "tiny", "--prompt-file", "gone.txt"), 2, "cannot read the prompt from gone.txt"),
         (("--model", "tiny", "--prompt", "x" * 8192), 2, "has 8193 tokens, but the model allows 8192"),
-        (("--model", "tiny", "--prompt", "x", "--temperature", "-1"), 2, "temperature cannot be -1.0"),
+        (
+            ("--model", "tiny", "--prompt", "x", "--temperature", "-1"),
+            2,
+            "temperature must be 0 or more and finite, got -1.0",
+        ),
         (("--model", "tiny", "--prompt", "x", "--hbm-bytes", "1KiB"), 2, "at least one page of 32 KiB"),
         (("--model", "tiny", "--prompt", "x", "--hbm-bytes", "lots"), 2, "not a size: 'lots'"),
         (("--model", "tiny", "--prompt", "x" * 500, "--hbm-bytes", "64KiB"), 2, "need 10 pages (320 KiB)"),

@@ -189,9 +189,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
     engine = open_engine("tiny", tmp_path)
     page = engine.connector.pool.spec.page_bytes
     request = engine.add([5] * 100, SamplingParams(max_new_tokens=60, ignore_eos=True))
-    with pytest.raises(
-        UsageError, match=r"request 0 may come to 160 tokens, and a pool of .* cancel it first"
-    ):
+    with pytest.raises(UsageError, match=r"request 0 may reach 160 tokens, and a pool of .* cancel it first"):
         engine.resize_pool(9 * page)
     with pytest.raises(UsageError, match=r"the pool's size must be .* to .*, got"):
         engine.resize_pool(49 * page)

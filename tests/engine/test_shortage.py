@@ -22,7 +22,7 @@ def test_it_says_what_to_change() -> None:
     settings = EngineSettings(prefill_chunk=256, max_sequences=8)
     numbers = (  # the driver's total counts what earlier tests have left
         r"up to 263 tokens: 896 KiB of its [\d.]+ MiB are free, "
-        r"and the page pool has 128 KiB; give it fewer pages"
+        r"and the page pool has 128 KiB\. Give it fewer pages"
     )
     with (
         pytest.raises(DeviceMemoryError, match=f"cuda:0 .*{numbers}") as caught,
