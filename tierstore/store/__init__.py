@@ -1,5 +1,5 @@
-"""What an engine talks to: one :class:`Store`, its own HBM pages over one backend, for all layer groups of a
-model.
+"""The store of an engine: one :class:`Store` over one backend, with the engine's own HBM pages, for all layer
+groups of a model.
 
 How a page travels, and which file moves it::
 
@@ -8,15 +8,15 @@ How a page travels, and which file moves it::
     load   disk ──mover──▶ host slot ──mover──▶ HBM page or caller's buffer
            core/loads.py              load.py, destinations.py
 
-``lookup.py`` finds the longest hit that all groups can serve, ``hit.py`` is that hit. ``hbm.py`` is what the
-store decides itself: which pages of the engine's pools are found, who holds them, and who leaves. Everything
-below it is a :class:`~tierstore.backend.Backend`'s.
+``lookup.py`` finds the longest hit that all groups support, and ``hit.py`` is that hit. ``hbm.py`` manages
+the engine's pools: which of their pages can be found, who holds them, and which are evicted. Everything below
+HBM belongs to a :class:`~tierstore.backend.Backend`.
 
-Three rules keep bytes and bookkeeping together:
+Three rules keep bytes and bookkeeping consistent:
 
-* a copy is ``ready`` only after its last byte is in place, and only ready copies are matched;
-* whoever reads or fills a copy holds a lease on it, and a leased copy's place is never reused;
-* a disk copy is ready only after its commit, and its place is reused only after the commit that removed it.
+* A copy becomes ``ready`` only after its last byte is in place, and only ready copies are matched.
+* A reader or writer of a copy holds a lease on it, and the place of a leased copy is never reused.
+* A disk copy becomes ready only after its commit. Its place is reused only after the commit that removed it.
 """
 
 from tierstore.store.hit import Hit

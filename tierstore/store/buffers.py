@@ -1,5 +1,5 @@
-"""Where the pages of a save come from, and those of a load go to: an engine's pool, a caller's buffers, or
-whatever else reads and takes pages."""
+"""Sources of pages to save and targets of loaded pages: an engine's pool, a caller's buffers, or any object
+that reads or takes pages."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from tierstore.tiers.hbm import PagePool
 
 
 class PageSource(Protocol):
-    """Pages to save. Called on mover threads, by several at once."""
+    """A source of pages to save. Mover threads call it, several at the same time."""
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
-        """Copy pages to host memory, (position, address), and return the XXH3-64 of each; None for one that
-        could not be copied, and is not to be stored."""
+        """Copy pages, given as (position, address), to host memory. Return the XXH3-64 of each; None for a
+        page that could not be copied and must not be stored."""
 
     def frames(
         self, positions: Sequence[int], page_bytes: int
     ) -> tuple[list[memoryview], Sequence[int | None]]:
-        """Pages as frames of a message, whose memory lasts for as long as they do, and their XXH3-64
-        likewise. What is in them may change once the save has ended."""
+        """Return pages as frames of a message, and their XXH3-64 as :meth:`copy` does. The frames keep their
+        memory alive. Its content may change after the save has ended."""
 
 
 class PageTarget(Protocol):
-    """Where a load ends that is neither the pool nor a buffer for each page."""
+    """A target of loads that is neither the pool nor one buffer per page."""
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Take pages from host memory: (position, address). Runs on a mover thread, must not raise, and has
-        taken all of them when it returns."""
+        """Take pages, given as (position, address), from host memory. Runs on a mover thread and must not
+        raise. All pages have been taken when it returns."""
 
 
 def copied_frames(
     source: PageSource, positions: Sequence[int], page_bytes: int
 ) -> tuple[list[memoryview], Sequence[int | None]]:
-    """:meth:`PageSource.frames` where pages have to be copied: one piece of memory for a message, which the
-    allocator has again for the next."""
+    """Implement :meth:`PageSource.frames` by copying. All pages of a message share one piece of memory, which
+    the allocator can reuse for the next message."""
     memory = np.empty(len(positions) * page_bytes, np.uint8)
     starts = range(0, memory.nbytes, page_bytes)
     address = memory.ctypes.data
@@ -49,19 +49,19 @@ def copied_frames(
 
 
 class Buffers:
-    """Caller's memory, one contiguous buffer of ``page_bytes`` for each page: a source of pages, or where
-    they go. They must not move or be reused until the transfer has ended. Raises :class:`UsageError` for
-    buffers of another size or kind."""
+    """A caller's memory, one contiguous buffer of ``page_bytes`` for each page, as the source of a save or
+    the target of a load. The buffers must not move or be reused before the transfer has ended. The
+    constructor raises :class:`UsageError` for buffers of another size or kind."""
 
     def __init__(
         self, buffers: Sequence[memoryview | bytearray | bytes], page_bytes: int, *, writable: bool
     ) -> None:
         if not isinstance(buffers, Iterable):
-            raise UsageError(f"pages are a sequence of buffers, not {type(buffers).__name__}")
+            raise UsageError(f"pages must be a sequence of buffers, got {type(buffers).__name__}")
         self.views = [_bytes_of(position, buffer) for position, buffer in enumerate(buffers)]
         for position, view in enumerate(self.views):
             if view.nbytes != page_bytes:
-                raise UsageError(f"page buffer {position} has {view.nbytes} bytes, a page has {page_bytes}")
+                raise UsageError(f"page buffer {position} must have {page_bytes} bytes, got {view.nbytes}")
         self.addresses = [memory.address_of(view, writable=writable) for view in self.views]
 
     def __len__(self) -> int:
@@ -80,17 +80,17 @@ def _bytes_of(position: int, buffer: memoryview | bytearray | bytes) -> memoryvi
     try:
         return memoryview(buffer).cast("B")
     except (TypeError, ValueError, BufferError) as error:
-        raise UsageError(f"page buffer {position} is no contiguous memory: {error}") from error
+        raise UsageError(f"page buffer {position} is not contiguous memory: {error}") from error
 
 
 class HbmPages:
-    """The engine's pool as a source: position ``i`` is whatever pool page the index has for it. What the
-    processor cannot read is copied by the pool, and hashed where it has come to."""
+    """The engine's pool as a source: position ``i`` is the pool page ``hbm_pages[i]``. If the processor
+    cannot read the pool, the pool copies the pages, and their copies are hashed."""
 
     def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
         self.hbm_pages = list(hbm_pages)
         self._pool = pool
-        self._computed = pool.computed()  # now: what is computed from here on need not be waited for
+        self._computed = pool.computed()  # taken now: later computation need not be waited for
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int]:
         if self._pool.overlaps:

@@ -1,4 +1,4 @@
-"""Where the pages of a load go: the engine's pools, buffers of the caller's, or a target of its own."""
+"""Destinations of a load: the engine's pools, the caller's buffers, or the caller's own target."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tierstore.tiers.hbm import COMPLETED, PendingCopy
 
 
 class IntoBuffers(PartLoad):
-    """Into memory of the caller's."""
+    """A load of one part into the caller's buffers."""
 
     def __init__(self, load: Load, part: HitPart, positions: range, buffers: Buffers) -> None:
         super().__init__(load, part, positions)
-        self._buffers = buffers  # keeps them alive: a caller may let go of what he has given
+        self._buffers = buffers  # keeps them alive: the caller may drop its references
         self._place = _places(part)
 
     def _take_local(self) -> list[HbmCopy]:
         local = []
         for position, page in enumerate(self.part.local[: self.pages]):
             if page.copies[Tier.HBM] is None:
-                break  # the lease has ended, and it has gone since
+                break  # the lease has ended, and the page was evicted
             self.hbm.index.lease(page, Tier.HBM)
             local.append(HbmCopy(position, page))
         return local
@@ -42,7 +42,7 @@ class IntoBuffers(PartLoad):
         self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
     ) -> int:
         found = copying.copy_and_hash(zip(targets, addresses, strict=True), self.page_bytes)
-        return leading_equal(found, checksums)  # whatever else was copied has not been loaded
+        return leading_equal(found, checksums)  # pages behind a damaged one do not count as loaded
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         self.hbm.pool(self.part.group).read_pages(zip(places, targets, strict=True))
@@ -52,8 +52,8 @@ class IntoBuffers(PartLoad):
 
 
 def _places(part: HitPart) -> list[int] | None:
-    """Which buffer is whose, where pages do not follow one another: buffers are in the order of the prompt's
-    chunks, the pages in HBM come first. None where both are the same."""
+    """Return the buffer of each page; None if both have the same order. Buffers are in the order of the
+    prompt's chunks, but named pages in HBM come first."""
     if part.leading:
         return None
     order = sorted(range(part.num_pages), key=part.ends.__getitem__)
@@ -64,7 +64,7 @@ def _places(part: HitPart) -> list[int] | None:
 
 
 class IntoTarget(PartLoad):
-    """Into whatever takes them."""
+    """A load of one part into the caller's own target."""
 
     def __init__(self, load: Load, part: HitPart, positions: range, target: PageTarget) -> None:
         super().__init__(load, part, positions)
@@ -89,8 +89,8 @@ class IntoTarget(PartLoad):
 
 
 class IntoHbm(PartLoad):
-    """Into the group's page pool. Whole pages become cached copies that the caller shares. Where pages are
-    chained, the one that the hit ends inside of is copied to a private page, because the caller is going to
+    """A load of one part into the group's page pool. Whole pages become cached copies that the caller shares.
+    If the hit ends inside a chained page, that page is copied to a private page, because the caller will
     write behind the match."""
 
     def __init__(self, load: Load, part: HitPart, positions: range) -> None:
@@ -100,7 +100,7 @@ class IntoHbm(PartLoad):
         self._hbm_pages = [-1] * self.pages
         self._reserved: dict[int, int] = {}  # position -> page of the pool
         self._pages_of: list[Page] = []  # the whole pages
-        self._kept: list[Page] = []  # … of which these are held, so that all stay in the tree
+        self._kept: list[Page] = []  # those held for the caller, so that none leaves the tree
         self._moved = 0
 
     def _take_local(self) -> list[HbmCopy]:
@@ -125,7 +125,7 @@ class IntoHbm(PartLoad):
         return local
 
     def _share(self, position: int) -> bool:
-        """Take the HBM copy there is, if there is one."""
+        """Share the existing HBM copy, if there is one."""
         page = self._pages_of[position]
         copy = page.copies[Tier.HBM]
         if copy is None or not copy.ready:
@@ -161,22 +161,24 @@ class IntoHbm(PartLoad):
             whole = position < len(self._pages_of)
             if whole and not self.hbm.publish(self._pages_of[position], hbm_page):
                 self._pool.free([hbm_page])
-                self._share(position)  # another load brought it meanwhile
+                self._share(position)  # another load published this page meanwhile
 
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
         return self._pool.start_writing(list(zip(targets, addresses, strict=True)))
 
     def _in_one_go(self, address: int) -> bool:
-        return self._pool.overlaps and self._pool.reaches(address)  # layer 0 of all pages is to come first
+        return self._pool.overlaps and self._pool.reaches(address)  # layer 0 of all pages must arrive first
 
     def _came_late(self, pages: int) -> None:
-        self._pool.invalidate(f"{pages} pages may be others': the lease ended while they were copied")
+        self._pool.invalidate(
+            f"the lease ended during the copy of {pages} pages: they may have wrong content"
+        )
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         self._pool.copy_pages(zip(targets, places, strict=True))
 
     def result(self, kept: Sequence[int]) -> tuple[int, ...]:
-        if isinstance(kept, range):  # the leading ones: those before them are not this load's
+        if isinstance(kept, range):  # leading pages: those before them are not part of this load
             pages = tuple(self._hbm_pages[kept.start : kept.stop])
             left = self._hbm_pages[kept.stop :]
         else:

@@ -1,9 +1,9 @@
-"""The pages of the engine's own pools: which of them the store knows, and who holds them. Pure bookkeeping
-behind one lock; nothing here copies or waits.
+"""Pages of the engine's own pools: which of them the store knows, and who holds them. This is pure
+bookkeeping behind one lock. Nothing here copies or waits.
 
-Each layer group has a pool, and all pools lie in one memory (:mod:`tierstore.tiers.two_level`): where one has
-too few pages, cached pages of the others leave until a large page is empty. One index knows the cached pages
-of all pools, with a queue of those that may leave for each.
+Each layer group has a pool, and all pools share one memory (:mod:`tierstore.tiers.two_level`). If a pool has
+too few pages, cached pages of the other pools are evicted until a large page is empty. One index knows the
+cached pages of all pools and has a queue of evictable pages for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.large_pages import PoolSize
 
 NO_MATCH = Match((), 0, 0)
-_GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
+_GONE_BYTES = 32 << 20  # pages that have left the tree but may still be referenced
 
 _COUNTED_HERE = (
     "lookups",
@@ -46,42 +46,42 @@ _COUNTED_HERE = (
 
 
 class HbmTier:
-    """The hbm tier of one store (without ``pools`` it is empty), and the store's lock and counters.
+    """The hbm tier of one store (empty without ``pools``), and the store's lock and counters.
 
-    A page is *private* while the engine writes it; :meth:`publish` makes it the copy of a chunk, in place.
-    When nobody holds it any more it is cached until its room is needed. Methods and attributes need
-    :attr:`lock`, except where they say that they take it. ``group`` is the number of a layer group, whose
-    pool is ``pools[group]``.
+    A page is *private* while the engine writes it. :meth:`publish` makes it the copy of a chunk, in place.
+    When nothing holds it any more, it stays cached until its space is needed. Methods and attributes need
+    :attr:`lock`, unless their docstring says that they take it. ``group`` is the number of a layer group,
+    whose pool is ``pools[group]``.
     """
 
     def __init__(self, pools: Sequence[PagePool], policy: str, clock: Callable[[], float]) -> None:
         self.pools = tuple(pools)
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)  # copies have ended, or a save has
+        self.changed = threading.Condition(self.lock)  # notified when copies or saves end
         self.clock = clock
         self.counters = Counters()
         policies = [POLICIES[policy]() for _ in Tier]
         self.index = Index(policies, more_pools=[POLICIES[policy]() for _ in pools[1:]])
         self.leases = Leases(self.index, clock, self._drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
-        self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # by pool, those in the index
+        self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
         self.pending_saves = 0  # pages
         self.closed = False
         self._leaving = Leaving([Tier.HBM], self._leave)
         self._pid = os.getpid()
-        self._forgotten_bytes = 0  # of the index, at the last _forget_gone()
+        self._forgotten_bytes = 0  # the index's count at the last _forget_gone()
 
     @property
     def forked(self) -> bool:
-        """Whether this is the copy in a forked child: it has none of the threads, and a lock may be held for
-        good. To be asked without the lock, before anything takes it."""
+        """Whether this is the copy in a forked child. A child has none of the threads, and locks may never be
+        released in it. Check this without the lock, before anything takes it."""
         return os.getpid() != self._pid
 
     def require_process(self) -> None:
-        """Raises :class:`StoreClosedError` in a forked child. Without the lock."""
+        """Raise :class:`StoreClosedError` in a forked child. Needs no lock."""
         if self.forked:
             raise StoreClosedError(
-                "this store was opened by another process: open or connect one here after fork"
+                "this store was opened by another process: open or connect a new one after fork"
             )
 
     def require_open(self) -> None:
@@ -91,7 +91,7 @@ class HbmTier:
     # -- finding -------------------------------------------------------------------------------------
 
     def pool(self, group: int) -> PagePool:
-        """The pool of a layer group. Raises :class:`UsageError` for a store without pools."""
+        """Return the pool of a layer group. Raise :class:`UsageError` for a store without pools."""
         if not self.pools:
             raise UsageError("this store has no page pool: give it one, or use buffers")
         return self.pools[group]
@@ -100,7 +100,7 @@ class HbmTier:
         return self.index.tree.root(request.identity.digest, request.page_bytes, group)
 
     def match(self, request: LookupRequest, group: int) -> Match:
-        """The leading pages of a prompt that are in HBM. Takes the lock."""
+        """Return the leading pages of a prompt that are in HBM. Takes the lock."""
         if not self.pools:
             return NO_MATCH
         tokens = request.tokens_from(0)
@@ -115,7 +115,7 @@ class HbmTier:
             )
 
     def match_named(self, request: LookupRequest, group: int) -> dict[int, Page]:
-        """Those of a request's named pages that are in HBM, by their positions. Takes the lock."""
+        """Return the named pages of a request that are in HBM, by position. Takes the lock."""
         if not self.pools:
             return {}
         with self.lock:
@@ -123,7 +123,7 @@ class HbmTier:
             return {at: page for at, page in pages if page is not None and page.ready_tier() is Tier.HBM}
 
     def has_all(self, request: LookupRequest, group: int) -> bool:
-        """Whether all whole chunks of a request are in HBM. Takes the lock."""
+        """Return whether all whole chunks of a request are in HBM. Takes the lock."""
         if not self.pools:
             return False
         child = self.index.tree.child
@@ -137,7 +137,7 @@ class HbmTier:
         return True
 
     def _named(self, request: LookupRequest, group: int) -> list[Page | None]:
-        """Each named page, as far as it is known here."""
+        """Return each named page, or None where the index does not know it."""
         root, child = self.root(request, group), self.index.tree.child
         return [child(root, key, request.chunk(at)) for at, key in enumerate(request.keys)]
 
@@ -149,7 +149,7 @@ class HbmTier:
         *,
         positions: Iterable[int] = (),
     ) -> PageLease:
-        """A lookup has found these pages of a request: lease them. ``positions`` are those of named pages."""
+        """Lease pages that a lookup has found and note their use. ``positions`` are those of named pages."""
         if not pages:
             return PageLease()
         lease = self.hold(pages, lease_s)
@@ -157,7 +157,7 @@ class HbmTier:
         return lease
 
     def hold(self, pages: Iterable[Page], lease_s: float) -> PageLease:
-        """Lease pages for the time of one operation, without counting that as a use."""
+        """Lease pages for one operation, without counting this as a use."""
         self.leases.expire()
         held = [(page, Tier.HBM) for page in pages if page.copies[Tier.HBM] is not None]
         return self.leases.take(held, lease_s)
@@ -173,9 +173,10 @@ class HbmTier:
         first: int,
         hints: SaveHints,
     ) -> dict[int, Page]:
-        """Make the pages of ``source`` the HBM copies of chunks ``first …``, or have it read those there are.
-        Returns the pages by position, each under a lease for whoever copies it; fewer when one cannot be
-        held, and then nothing behind it either. ``tail_key`` is that of the partial tail. Takes the lock."""
+        """Make the pages of ``source`` the HBM copies of chunks ``first …``, or make ``source`` read the
+        copies that already exist. Return the pages by position, each with a lease for the copy. The result is
+        shorter if a page cannot be held: then no page behind it is held either. ``tail_key`` is the key of
+        the partial tail. Takes the lock."""
         held: dict[int, Page] = {}
         tracker = HintTracker(self.sessions, hints.hint, hints.session, named=request.named)
         with self.lock, self._released_on_error(held):
@@ -183,7 +184,7 @@ class HbmTier:
             root = page = self.root(request, group)
             for chunk in range(request.saved_from(first), first + len(source.hbm_pages)):
                 if chunk >= len(request.keys) and request.identity.whole_pages:
-                    break  # it could never be found
+                    break  # a lookup could never find it
                 key = request.keys[chunk] if chunk < len(request.keys) else tail_key
                 assert key is not None, "a prompt with a partial tail has a key for it"
                 if chunk == first:
@@ -201,8 +202,8 @@ class HbmTier:
         return held
 
     def supersede(self, request: LookupRequest, group: int, hints: SaveHints) -> None:
-        """Pass a hint on to a request's named pages, and let those leave that are done by it, as soon as
-        nothing holds them. Takes the lock."""
+        """Apply a hint to a request's named pages. Evict those that it marks as superseded as soon as nothing
+        holds them. Takes the lock."""
         tracker = HintTracker(self.sessions, hints.hint, hints.session, named=True)
         with self.lock:
             self.require_open()
@@ -213,7 +214,7 @@ class HbmTier:
 
     @contextmanager
     def _released_on_error(self, held: dict[int, Page]) -> Iterator[None]:
-        """Give the leases on the HBM copies of ``held`` back if anything is raised."""
+        """Release the leases on the HBM copies of ``held`` if an exception is raised."""
         try:
             yield
         except BaseException:
@@ -221,7 +222,8 @@ class HbmTier:
             raise
 
     def _forget_gone(self) -> None:
-        """Let go of pages that have left the tree, where they are still remembered: now and then."""
+        """Drop remaining references to pages that have left the tree, once their memory is worth the
+        effort."""
         if self.index.forgotten_bytes - self._forgotten_bytes > _GONE_BYTES:
             self._forgotten_bytes = self.index.forgotten_bytes
             self.sessions.forget_gone()
@@ -237,8 +239,8 @@ class HbmTier:
         return True
 
     def publish(self, page: Page, hbm_page: int) -> bool:
-        """Make an engine's private HBM page the copy of ``page``, leased to the engine. False when the tier
-        has one already: the engine's stays private."""
+        """Make an engine's private HBM page the copy of ``page``, leased to the engine. Return False if the
+        tier already has a copy: then the engine's page stays private."""
         published = self.published[page.pool]
         if hbm_page in published or page.copies[Tier.HBM] is not None:
             return False
@@ -249,9 +251,9 @@ class HbmTier:
     # -- room ----------------------------------------------------------------------------------------
 
     def allocate(self, count: int, group: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """``count`` pages of a group's pool, evicting cached ones; None when that many cannot be had.
-        ``near``: see :meth:`PagePool.allocate <tierstore.tiers.hbm.PagePool.allocate>`."""
-        for _ in self.pools[:2]:  # after the first try nothing of its own is idle: then the others' is used
+        """Return ``count`` pages of a group's pool, evicting cached ones if needed; None if there are not
+        enough. ``near``: see :meth:`PagePool.allocate <tierstore.tiers.hbm.PagePool.allocate>`."""
+        for _ in self.pools[:2]:  # the second try evicts from other pools: this one has no idle pages then
             self.make_room(count, group)
             pages = self.allocate_own(count, group, near=near)
             if pages is not None:
@@ -259,15 +261,15 @@ class HbmTier:
         return None
 
     def allocate_own(self, count: int, group: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """:meth:`allocate`, evicting pages of this pool only."""
+        """Like :meth:`allocate`, but evict only pages of this pool."""
         pool = self.pools[group]
         if count > pool.free_pages:
             self.evict(count - pool.free_pages, group)
         return pool.allocate(count, near=near)
 
     def make_room(self, count: int, group: int) -> None:
-        """Have the other pools give large pages back, as long as one of them has more idle bytes than
-        ``group`` has, or ``group`` has too few pages for ``count`` more."""
+        """Make other pools return large pages while one of them has more idle bytes than ``group``, or while
+        ``group`` has fewer than ``count`` pages to offer."""
         if len(self.pools) == 1:
             return
         pool = self.pools[group]
@@ -280,11 +282,11 @@ class HbmTier:
                 break
 
     def _idle_pages(self, group: int) -> int:
-        """Cached pages of a pool that could be evicted, one after the other."""
+        """Return how many cached pages of a pool could be evicted, one after the other."""
         cached = self.index.unleased(group)
         if self.pending_saves:
-            # A save holds single pages, and what is before them cannot leave either. (All other leases are on
-            # whole prefixes.)
+            # A save holds single pages, and the pages before them cannot be evicted either. (All other leases
+            # cover whole prefixes.)
             cached -= self._before_held(group)
         return max(cached - self.pools[group].excess, 0)
 
@@ -292,7 +294,7 @@ class HbmTier:
         return self._idle_pages(group) * self.pools[group].spec.page_bytes
 
     def _before_held(self, group: int) -> int:
-        """Cached pages that nobody holds, but that have a held page behind them."""
+        """Return how many cached pages are not held themselves but have a held page behind them."""
         seen: set[Page] = set()
         for page in self.published[group].values():
             if self.index.copy(page, Tier.HBM).leases:
@@ -303,8 +305,8 @@ class HbmTier:
         return sum(not self.index.copy(page, Tier.HBM).leases for page in seen)
 
     def available(self, group: int) -> int:
-        """Pages of a pool that :meth:`allocate` could find: free ones and cached ones that may leave; of the
-        other pools as far as they make up whole large pages."""
+        """Return how many pages of a pool :meth:`allocate` could return: free pages, evictable cached pages,
+        and whole large pages of the other pools."""
         own = self.pool(group)
         available = own.free_pages + self._idle_pages(group)
         for other, pool in enumerate(self.pools):
@@ -315,7 +317,7 @@ class HbmTier:
         return available
 
     def has_room(self, counts: Sequence[int]) -> bool:
-        """Return whether :meth:`allocate` could find so many pages of each pool together."""
+        """Return whether :meth:`allocate` could return these numbers of pages for all pools together."""
         if len(self.pools) == 1:
             return counts[0] <= self.available(0)
 
@@ -326,8 +328,8 @@ class HbmTier:
         return room_for(self.pools, counts, idle, idle_large)
 
     def evict(self, count: int, group: int) -> int:
-        """Let up to ``count`` cached pages of a pool leave, the policy's worst first. Returns how many
-        left."""
+        """Evict up to ``count`` cached pages of a pool in the policy's order. Return how many were
+        evicted."""
         self.leases.expire()
         self.index.hints.expire(self.clock())
         evicted = 0
@@ -338,8 +340,8 @@ class HbmTier:
         return evicted
 
     def evict_from(self, groups: Iterable[int], count: int | None) -> int:
-        """:meth:`evict` up to ``count`` pages (None: all) of these pools, one after the other. Takes the
-        lock."""
+        """Call :meth:`evict` for these pools one after the other, up to ``count`` pages (None: all). Takes
+        the lock."""
         evicted = 0
         with self.lock:
             for group in groups:
@@ -348,15 +350,15 @@ class HbmTier:
         return evicted
 
     def _empty_any(self, groups: Iterable[int]) -> bool:
-        """:meth:`_empty_one` of the pool with most idle bytes, or of the next that can."""
+        """Call :meth:`_empty_one` for the pools in order of their idle bytes, until one succeeds."""
         return any(self._empty_one(each) for each in sorted(groups, key=self._idle_bytes, reverse=True))
 
     def _empty_one(self, group: int) -> bool:
-        """Let cached pages of a pool leave until a large page of it is empty, or given back."""
+        """Evict cached pages of a pool until one of its large pages is empty or returned."""
         books = self.pools[group].books
         self.leases.expire()
         if not books.emptied_by(self.idle(group)):
-            return False  # what is in use lies everywhere
+            return False  # every large page has a page in use
         before = books.taken
         while self.evict(books.per_large, group):
             if books.taken < before:
@@ -364,12 +366,12 @@ class HbmTier:
         return False
 
     def idle(self, group: int) -> list[int]:
-        """The cached pages of a pool that nobody uses."""
+        """Return the cached pages of a pool that have no lease."""
         copies = ((place, page.copies[Tier.HBM]) for place, page in self.published[group].items())
         return [place for place, copy in copies if copy is not None and not copy.leases]
 
     def drop(self, page: Page) -> None:
-        """Let a cached page that may leave do so."""
+        """Evict a cached page that may leave."""
         hbm_page = self.index.drop_copy(page, Tier.HBM)
         del self.published[page.pool][hbm_page]
         self.pools[page.pool].free([hbm_page])
@@ -382,7 +384,7 @@ class HbmTier:
         raise AssertionError("pages in HBM are not checked, and never found damaged")
 
     def release(self, hbm_pages: Iterable[int], group: int) -> None:
-        """An engine is done with these pages: published ones stay cached, private ones are free."""
+        """Release pages of an engine: published ones stay cached, private ones become free."""
         pool, published = self.pools[group], self.published[group]
         for hbm_page in hbm_pages:
             page = published.get(hbm_page)
@@ -394,20 +396,20 @@ class HbmTier:
         self.shrink()
 
     def release_copy(self, page: Page) -> None:
-        """Give up a hold that is no part of a lookup's lease."""
+        """Release a hold that is not part of a lookup's lease."""
         self.leases.release_copy(page, Tier.HBM)
         self._leaving.leave()
         self.shrink()
 
     def resize(self, nbytes: int) -> PoolSize:
-        """Have ``nbytes`` for all pools from now on; see :meth:`Store.resize_hbm`."""
+        """Change the memory of all pools to ``nbytes``; see :meth:`Store.resize_hbm`."""
         pool = self.pool(0)
         pool.resize(nbytes)
         self.shrink()
         return pool.large_pages.size
 
     def shrink(self) -> None:
-        """As long as the pools have more memory than they should, cached pages leave them."""
+        """Evict cached pages while the pools have more memory than their size allows."""
         if not self.pools or not self.pools[0].excess:
             return
         if len(self.pools) == 1:
@@ -418,20 +420,20 @@ class HbmTier:
                 pass
 
     def wait_saved(self, timeout: float | None) -> bool:
-        """Wait until no save is under way; False when ``timeout`` seconds pass. Takes the lock."""
+        """Wait until no save is running. Return False after ``timeout`` seconds. Takes the lock."""
         with self.lock:
             return self.changed.wait_for(lambda: not self.pending_saves, timeout)
 
     def declined(self, tokens: Mapping[str, int]) -> None:
-        """Count what was found and not loaded, by tier and reason. Takes the lock."""
+        """Count tokens that were found and not loaded, by tier and reason. Takes the lock."""
         with self.lock:
             self.counters.decline(tokens)
 
     # -- seeing --------------------------------------------------------------------------------------
 
     def stats_over(self, below: StoreStats, *, failed_tasks: int) -> StoreStats:
-        """A snapshot of a store: HBM and what is asked of the store are counted here, everything below HBM by
-        the backend. Takes the lock."""
+        """Return a snapshot of a store. HBM and requests to the store are counted here, everything below HBM
+        by the backend. Takes the lock."""
         with self.lock:
             own = asdict(self.counters)
             tiers = self.tier_stats()

@@ -1,4 +1,5 @@
-"""The answer to a lookup: what a hit needs of each layer group, where it lies, and a lease on it."""
+"""The result of a lookup: the pages that a hit needs of each layer group, their tiers, and a lease on
+them."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from tierstore.transfer import Transfer, TransferState, joined
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a part's pages come from: the engine's HBM, under ``hbm_lease``, and the backend, under ``lease``
-    (None: nothing does). A lease that has ended is asked for again, for ``patience_s`` seconds."""
+    """Where a part's pages come from: the engine's HBM under ``hbm_lease``, and the backend under ``lease``
+    (None: no page is there). An expired lease is requested again, for at most ``patience_s`` seconds."""
 
     hbm: HbmTier
     backend: Backend
@@ -36,11 +37,12 @@ class Source:
 
 
 class HitPart(ABC):
-    """What a hit has of one layer group: pages at positions 0, 1, …, the leading ones in the engine's HBM,
-    the rest the backend's. They stay where they are until :meth:`release`, or the end of the leases."""
+    """The pages of one layer group that a hit needs, at positions 0, 1, …. The leading ones are in the
+    engine's HBM, the others in the backend. They stay where they are until :meth:`release` or the end of the
+    leases."""
 
     leading: ClassVar[bool] = True
-    """Whether the pages follow one another: a hit has as many tokens as its leading pages."""
+    """Whether the pages follow one another. Then the number of leading pages decides the hit's length."""
     of_caller: ClassVar[bool] = False
     """Whether the caller has named the pages."""
 
@@ -62,33 +64,34 @@ class HitPart(ABC):
         self._hbm_lease = source.hbm_lease
         self._lease = source.lease  # guarded by the store's lock
         self.rule = GroupRule.all()
-        """What a hit needs of these pages."""
+        """The rule that says which pages a hit needs."""
         self.tokens = tokens
         self.local = tuple(local)
-        """The leading pages that are in HBM, under a lease of this process's own."""
+        """The leading pages that are in HBM, under this process's own lease."""
         self.leased_from = leased_from
-        """The first page that the backend's lease is on."""
+        """The first page that the backend's lease covers."""
         self.positions: Sequence[int] = ()
-        """Of named pages: which of those asked for the part's pages are, those in HBM first."""
+        """For named pages: the positions of the part's pages among the requested ones, those in HBM first."""
 
     # -- by the kind of its pages ----------------------------------------------------------------------
 
     @property
     @abstractmethod
     def request(self) -> LookupRequest:
-        """What was found. Made when it is wanted: most hits are loaded, or released, without."""
+        """The request for the found pages. Made on demand, because most hits are loaded or released without
+        it."""
 
     @abstractmethod
     def _below(self) -> LookupRequest | None:
-        """What the backend's lease is on; None where all of it is in HBM."""
+        """Return the request that the backend's lease covers; None if all pages are in HBM."""
 
     @abstractmethod
     def to_tell(self) -> tuple[LookupRequest, int] | None:
-        """What a daemon cannot know to be used by its own lookups: a request, and the first chunk of it that
-        is not. None where it knows."""
+        """Return a request whose use a daemon cannot notice in its own lookups, and its first used chunk.
+        None if the daemon knows already."""
 
     def _covers(self, lease: Lease) -> bool:
-        """Whether a lease that was taken again is on pages at the same places."""
+        """Return whether a renewed lease covers pages at the same places."""
         return True
 
     @property
@@ -97,37 +100,37 @@ class HitPart(ABC):
         return self.rule.ends(self.tokens, self.chunk_tokens)
 
     def fetched(self, first: int, stop: int, *, last: bool) -> range | None:
-        """The pages that a load of chunks ``first … stop`` brings; None for none. It is the ``last`` of the
-        hit's loads."""
+        """Return the pages that a load of chunks ``first … stop`` brings; None for none. ``last``: it is the
+        last load of the hit."""
         return range(first, stop)
 
     def kept(self, length: int, first: int) -> tuple[int, Sequence[int]]:
-        """What a load of chunks from ``first`` on keeps for a hit of ``length`` tokens: the chunk of its
-        first page, and the positions."""
+        """Return which pages a load of chunks from ``first`` on keeps for a hit of ``length`` tokens: the
+        chunk of its first page, and the positions."""
         return first, range(first, max(-(-length // self.chunk_tokens), first))
 
     def supports(self, above: int, tokens: int) -> int:
-        """How many of the hit's ``tokens`` can be loaded from above the disk, when the first ``above`` of
-        this part can."""
+        """Return how many of the hit's ``tokens`` can be loaded from tiers above the disk, if the first
+        ``above`` tokens of this part can."""
         return min(above, tokens)
 
     # -- of all kinds ----------------------------------------------------------------------------------
 
     @property
     def num_pages(self) -> int:
-        """The one that it ends inside of included."""
+        """The number of pages, including the one that the hit ends inside."""
         return -(-self.tokens // self.chunk_tokens)
 
     def shorten(self, tokens: int) -> None:
-        """Have it be of the first ``tokens`` tokens of a prompt. The lease stays as it is."""
+        """Shorten the part to the first ``tokens`` tokens of a prompt. The lease does not change."""
         if tokens < self.tokens:
             self.tokens = tokens
             self.local = self.local[: self.num_pages]
 
     def by_tier(self) -> dict[str, int]:
-        """Its tokens by tier, fastest first."""
+        """Return its tokens by tier, fastest first."""
         lease = self._lease
-        if lease is not None and len(lease.runs) == 1 and not self.local:  # as nearly always
+        if lease is not None and len(lease.runs) == 1 and not self.local:  # the usual case
             return {lease.runs[0][0]: self.tokens} if self.tokens else {}
         counts = dict.fromkeys(LABELS, 0)
         for tier, tokens in self.by_runs():
@@ -135,7 +138,7 @@ class HitPart(ABC):
         return {tier: count for tier, count in counts.items() if count}
 
     def by_runs(self) -> list[tuple[str, int]]:
-        """Its tokens by tier, run by run along the pages."""
+        """Return its tokens by tier, run by run along the pages."""
         lease = self._lease
         local = len(self.local)
         runs = [(Tier.HBM.label, min(local * self.chunk_tokens, self.tokens))] if local else []
@@ -149,7 +152,7 @@ class HitPart(ABC):
         return runs
 
     def page_runs(self) -> list[tuple[str, int]]:
-        """Its pages by tier, likewise."""
+        """Return its pages by tier, run by run along the pages."""
         left, found = self.num_pages, []
         for tier, tokens in self.by_runs():
             pages = min(-(-tokens // self.chunk_tokens), left)
@@ -158,8 +161,8 @@ class HitPart(ABC):
         return found
 
     def with_lease(self, then: Callable[[Lease | None], None]) -> None:
-        """Call ``then`` with the backend's lease, or with a new one where that has ended; None if there is
-        none to be had."""
+        """Call ``then`` with the backend's lease, with a new lease if that has expired, or with None if there
+        is none."""
         lease = self._lease
         if lease is not None and self.backend.holds(lease):
             then(lease)
@@ -183,9 +186,9 @@ class HitPart(ABC):
         return lease
 
     def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
-        """Bring what is on disk into host memory, in order, and hold it there. The result is how many leading
-        tokens are then above the disk. Pages before ``first`` are not wanted, and count as if they were
-        there."""
+        """Load pages from disk into host memory, in order, and hold them there. The result is the number of
+        leading tokens that are above the disk then. Pages before ``first`` are not loaded and count as
+        present."""
         above = self.tokens - self.by_tier().get(Tier.DISK.label, 0)
 
         def settle(_: TransferState) -> int:
@@ -228,7 +231,7 @@ class HitPart(ABC):
         return transfer
 
     def release(self) -> None:
-        """Give the leases back. Repeating it is harmless."""
+        """Release the leases. Idempotent."""
         with self._hbm.lock:
             self._hbm.leases.release(self._hbm_lease)
             lease, self._lease = self._lease, None
@@ -237,8 +240,8 @@ class HitPart(ABC):
 
 
 class ChainPart(HitPart):
-    """The leading pages of a prompt. ``lease`` is on those from the first one on, whatever ``match`` has of
-    them in HBM."""
+    """The leading pages of a prompt. ``lease`` covers them from the first page on, including those that
+    ``match`` found in HBM."""
 
     def __init__(self, source: Source, request: LookupRequest, match: Match) -> None:
         below = source.lease.tokens if source.lease is not None else 0
@@ -262,8 +265,8 @@ class ChainPart(HitPart):
 
 
 class NamedHitPart(HitPart):
-    """Pages that the caller has named: those ``here`` in HBM, by their positions, and those of ``asked`` that
-    the lease is on."""
+    """Pages that the caller has named. ``here`` has those in HBM, by position. The lease covers some of
+    ``asked``."""
 
     of_caller = True
 
@@ -294,7 +297,7 @@ class NamedHitPart(HitPart):
         return self._request.part(below) if below else None
 
     def _covers(self, lease: Lease) -> bool:
-        # Where some have left, the others are not where the hit's were.
+        # If some pages were evicted, the others have moved to other positions.
         return lease.tokens >= self.tokens - self.leased_from * self.chunk_tokens
 
     def to_tell(self) -> tuple[LookupRequest, int] | None:
@@ -302,7 +305,7 @@ class NamedHitPart(HitPart):
 
 
 class RulePart(NamedHitPart):
-    """Named pages that a group's rule asks for: each ends at one of ``asked_ends`` in the prompt."""
+    """Named pages that a group's rule needs. Each ends at one of ``asked_ends`` in the prompt."""
 
     leading = of_caller = False
 
@@ -333,7 +336,7 @@ class RulePart(NamedHitPart):
         return (ends[kept[0]] - 1) // chunk_tokens if kept else first, kept
 
     def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
-        return super().prefetch(deadline_s=deadline_s)  # all of them, whatever of the prompt is not wanted
+        return super().prefetch(deadline_s=deadline_s)  # all pages: they serve the end of the hit
 
     def supports(self, above: int, tokens: int) -> int:
         if above >= self.tokens:
@@ -343,7 +346,7 @@ class RulePart(NamedHitPart):
 
 @dataclass(frozen=True, slots=True)
 class RemotePages:
-    """Pages of one layer group that other hosts seem to have: chunks ``first …`` of a request, which end at
+    """Pages of one layer group that other hosts probably have: chunks ``first …`` of a request. They end at
     the tokens ``remote_ends``."""
 
     backend: Backend
@@ -353,7 +356,7 @@ class RemotePages:
     remote_ends: Sequence[int]
 
     def fetch_remote(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
-        """Have those come that a hit of ``tokens`` tokens (None: of any length) needs."""
+        """Fetch the pages that a hit of ``tokens`` tokens (None: of any length) needs."""
         count = sum(tokens is None or end <= tokens for end in self.remote_ends)
         if not count:
             return Transfer.completed(0)
@@ -361,14 +364,15 @@ class RemotePages:
 
 
 class Hit:
-    """``tokens`` leading tokens of a prompt can be loaded: all layer groups can serve a hit of that length
-    (:mod:`tierstore.groups`), and ``parts`` are what it needs of each, as far as it needs anything. The pages
-    stay where they are until :meth:`release`, the end of the load, or the end of the leases; a later load
-    brings what is still there.
+    """``tokens`` leading tokens of a prompt can be loaded, because all layer groups support a hit of that
+    length (:mod:`tierstore.groups`). ``parts`` are the pages that the hit needs of each group; a group
+    without needed pages has no part. The pages stay where they are until :meth:`release`, the end of the
+    load, or the end of the leases. A later load returns the pages that are still there.
 
-    ``branch`` is how far the groups go of which every token is needed: at least ``tokens``. ``by_tier``
-    counts the tokens by the slowest tier that a page of theirs which is needed lay in at the lookup, fastest
-    first. Other hosts seem to have what a hit of ``remote_tokens`` more lacks here: in ``others``.
+    ``branch`` is the length that the groups with chained pages have in common: at least ``tokens``.
+    ``by_tier`` counts tokens by tier, fastest first. A token counts for the slowest tier that held one of its
+    needed pages at the lookup. With the pages in ``others``, which other hosts probably have, the hit would
+    be ``remote_tokens`` longer.
     """
 
     def __init__(
@@ -395,14 +399,14 @@ class Hit:
 
     @property
     def simple(self) -> bool:
-        """Whether it has one part, whose pages follow one another."""
+        """Whether the hit has one part, whose pages follow one another."""
         return len(self.parts) == 1 and self.parts[0].leading
 
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
 
     def _slowest(self) -> npt.NDArray[np.uint8]:
-        """For each chunk the slowest tier that a page of it which is needed lies in."""
+        """Return the slowest tier of the needed pages of each chunk."""
         slowest = np.zeros(self.num_pages, np.uint8)
         for part in self.parts:
             start, chunks = 0, (np.asarray(part.ends, np.int64) - 1) // self.chunk_tokens
@@ -414,7 +418,7 @@ class Hit:
 
     def _count(self) -> dict[str, int]:
         tiers = {tier for part in self.parts for tier, _ in part.page_runs()}
-        if len(tiers) == 1 and self.parts[0].leading:  # all of it in one tier, as nearly always
+        if len(tiers) == 1 and self.parts[0].leading:  # the usual case: everything in one tier
             return dict.fromkeys(tiers, self.tokens)
         slowest = self._slowest()
         counts = np.bincount(slowest, minlength=len(LABELS)) * self.chunk_tokens
@@ -425,11 +429,12 @@ class Hit:
 
     @property
     def num_pages(self) -> int:
-        """Chunks of the hit, the one that it ends inside of included."""
+        """The number of chunks of the hit, including the one that it ends inside."""
         return -(-self.tokens // self.chunk_tokens)
 
     def chunks(self, group: int) -> range:
-        """The chunks whose pages a load brings of a group: as many buffers as it takes."""
+        """Return the chunks whose pages a load brings of a group. A load into buffers needs one buffer for
+        each."""
         for part in self.parts:
             if part.group == group:
                 return part.rule.pages(self.tokens, self.chunk_tokens)
@@ -437,7 +442,7 @@ class Hit:
 
     @property
     def hbm_pages(self) -> int:
-        """Whole leading pages of group 0 that are in HBM, however cold those of the others are."""
+        """The number of whole leading pages of group 0 in HBM. The tiers of other groups do not matter."""
         first = self.parts[0] if self.parts else None
         if first is None or first.group or not first.leading:
             return 0
@@ -445,35 +450,37 @@ class Hit:
         in_hbm = runs[0][1] if runs and runs[0][0] == Tier.HBM.label else 0
         return min(in_hbm, self.tokens // self.chunk_tokens)
 
-    # Of pages that the caller has named (`Prompt.named_pages`), and of one group's:
+    # For pages that the caller has named (`Prompt.named_pages`), and for pages of one group:
 
     @property
     def positions(self) -> Sequence[int]:
-        """Of pages that the caller has named: which of those asked for the hit's pages are, those in HBM
-        first. Empty for a prompt's prefix."""
+        """For pages that the caller has named: the positions of the hit's pages among the requested ones,
+        those in HBM first. Empty for a prompt's prefix."""
         return self.parts[0].positions if self.simple else ()
 
     @property
     def remote_positions(self) -> Sequence[int]:
-        """Likewise, those that are not held, and other hosts seem to have. See :meth:`fetch_remote`."""
+        """Likewise, the positions of pages that are not held here but probably on other hosts. See
+        :meth:`fetch_remote`."""
         if not self.simple or not self.parts[0].of_caller:
             return ()
         return [end // self.chunk_tokens - 1 for other in self.others for end in other.remote_ends]
 
     @property
     def whole_chunks(self) -> Sequence[int]:
-        """Which whole chunks of what was asked for the hit has, in order: of a prompt the leading ones."""
+        """The whole chunks of the request that the hit has, in order. For a prompt these are the leading
+        ones."""
         return sorted(self.positions) or range(self.tokens // self.chunk_tokens)
 
     @property
     def request(self) -> LookupRequest:
-        """What was found of a prompt, where the hit has one part."""
+        """The request for the found part of a prompt, for a hit with one part."""
         if len(self.parts) != 1:
-            raise UsageError(f"a hit over {len(self.parts)} layer groups is no single request")
+            raise UsageError(f"a hit over {len(self.parts)} layer groups has no single request")
         return self.parts[0].request
 
     def by_runs(self) -> list[tuple[str, int]]:
-        """The hit's tokens by tier, run by run along the prompt."""
+        """Return the hit's tokens by tier, run by run along the prompt."""
         if self.simple:
             return self.parts[0].by_runs()
         runs, start = [], 0
@@ -483,12 +490,12 @@ class Hit:
             start = end
         return runs
 
-    # -- what is done with it --------------------------------------------------------------------------
+    # -- use -------------------------------------------------------------------------------------------
 
     def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
-        """Bring what is on disk into host memory, in prefix order, and hold it there. The result is the
-        number of leading tokens that are then above the disk; at the deadline it is what has arrived. Pages
-        before ``first`` are not wanted, and count as if they were there."""
+        """Load pages from disk into host memory, in prefix order, and hold them there. The result is the
+        number of leading tokens that are above the disk then, or at the deadline. Pages before ``first`` are
+        not loaded and count as present."""
         self._hbm.require_process()
         deadline_s = optional_seconds("deadline_s", deadline_s)
         if self.simple:
@@ -508,8 +515,8 @@ class Hit:
         )
 
     def fetch_remote(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
-        """:meth:`Store.fetch_remote <tierstore.Store.fetch_remote>` of what other hosts seem to have and this
-        lacks, up to ``tokens`` of its prompt (None: all), whatever it costs. The hit may have been
+        """Fetch the missing pages that other hosts probably have, up to ``tokens`` of the prompt (None: all),
+        at any cost (see :meth:`Store.fetch_remote <tierstore.Store.fetch_remote>`). The hit may have been
         released."""
         if len(self.others) == 1:
             return self.others[0].fetch_remote(deadline_s, tokens=tokens)
@@ -517,15 +524,15 @@ class Hit:
 
         def settle(_: TransferState) -> int:
             for transfer in fetched:
-                transfer.cancel()  # what has not ended by now
+                transfer.cancel()  # ends those that are still running
             return sum(transfer.wait() for transfer in fetched)
 
         return joined(fetched, settle, deadline_s=deadline_s, clock=self._hbm.clock)
 
     def release(self) -> None:
-        """Give the leases back. Repeating it is harmless."""
+        """Release the leases. Idempotent."""
         if self._hbm.forked:
-            return  # the leases are another process's
+            return  # the leases belong to another process
         for part in self.parts:
             part.release()
 
@@ -539,5 +546,5 @@ class Hit:
 
 
 def rank(tier: str) -> int:
-    """Where a tier is, the fastest first."""
+    """Return the rank of a tier, 0 for the fastest."""
     return LABELS.index(tier) if tier in LABELS else len(LABELS) - 1

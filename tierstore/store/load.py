@@ -1,23 +1,23 @@
-"""Loads: leading pages are in HBM already, the others come from the backend.
+"""Loads. The leading pages of a hit are in HBM already, the others come from the backend.
 
-A :class:`Load` is one transfer over the parts of a hit, one for each layer group; a :class:`PartLoad` brings
-one part. At the deadline, what has come in time decides how long the hit is, by the rule that decides it at a
-lookup (:mod:`tierstore.groups`): a group that is late shortens the hit, and pages of different lengths are
-never mixed. Pages that the shorter hit does not need are given back.
+A :class:`Load` is one transfer over the parts of a hit, one part for each layer group. A :class:`PartLoad`
+loads one part. At the deadline, the pages that have arrived decide the length of the hit, by the same rule as
+in a lookup (:mod:`tierstore.groups`). So a late group shortens the hit, and pages of different lengths are
+never mixed. Pages that the shorter hit does not need are released.
 
-The backend is asked where pages are in batches (of what is in host memory, thousands at once; of what is on
-disk, a few MiB), and asked for the next ones while the last are being copied. Copies are tasks of the mover.
+A load asks the backend for the places of pages in batches: thousands of pages that are in host memory, or a
+few MiB of pages on disk. While a batch is copied, it asks for the next ones. Copies are tasks of the mover.
 
-From memory that a pool's device reaches, all pages of a batch are copied by it in one go, layer by layer, and
-the load ends when that has begun. The engine has the pages by then, and its work is ordered behind the
-copies, so what holds their source has to last until they have ended: where that is a lease with an end, it is
-renewed when half of what is left of it has passed.
+If the pool's device can read the host memory, the device copies all pages of a batch together, layer by
+layer. The load ends when these copies have begun: the engine has the pages then, and its work is ordered
+behind the copies. So the lease on the source has to last until the copies have ended. If it expires at some
+time, it is renewed when half of its remaining time has passed.
 
-A load may be of some chunks of a hit, ``first … stop``: an engine computes the others. What it measures, the
-bytes of a tier and the seconds they took, it tells the planner.
+A load may cover only chunks ``first … stop`` of a hit, while an engine computes the others. It reports its
+measurements, the bytes and seconds of each tier, to the planner.
 
-When a page cannot be had the part is *cut* there: later pages would be useless without it. Bytes count only
-if what held them had not ended when they were copied: after that, the place may have been somebody else's.
+If a page is missing, the part is *cut* there, because later pages are useless without it. Copied bytes count
+only if the lease on their source was still valid after the copy: otherwise the place may have been reused.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from tierstore.transfer import Transfer, TransferState
 from tierstore.types import GroupPages, Loaded
 
 _COPY_BYTES = 4 << 20  # one task of the mover
-_BATCHES = 4  # asked for at once
-_WAIT_S = 5.0  # for a batch, where there is no deadline
-_LATE = 0.9  # of the time that it had: a batch that has not come by then is taken for a slow one
+_BATCHES = 4  # requested at the same time
+_WAIT_S = 5.0  # for a batch, without a deadline
+_LATE = 0.9  # share of a batch's time limit; a batch that takes longer is measured as slow
 LEAST_S = 5.0
-"""What must be left of a lease for copies that go on by themselves: of what fits a device they take a few
-seconds."""
+"""Remaining time that a lease needs for copies in the background. Copying all pages that fit a device takes a
+few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class HbmCopy:
-    """A page to be copied out of HBM, under a lease of ours."""
+    """A page to copy out of HBM, under a lease of this load."""
 
     position: int
     page: Page
@@ -60,19 +60,19 @@ class HbmCopy:
 
 @dataclass(slots=True, eq=False)
 class _LoadBatch:
-    """Pages that have been located, until the last of them has been copied."""
+    """Located pages, until the last of them has been copied."""
 
-    located: Located | None  # None once all is copied: tasks outlive their work, and would keep its memory
+    located: Located | None  # None after the copies: tasks live longer and would keep the memory
     in_one_go: bool
     began: float
-    measured_bytes: int  # 0 where the time to copy says nothing
+    measured_bytes: int  # 0 if the time of the copies says nothing about a tier
     tasks: int = field(default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Pages ``first … stop`` of a hit (None: to its end). ``keeps_hit``: the hit is not released with the
-    load, because others are to come."""
+    """Pages ``first … stop`` of a hit (None: to its end). ``keeps_hit``: the load does not release the hit,
+    because other loads follow."""
 
     first: int = 0
     stop: int | None = None
@@ -81,7 +81,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Lower:
-    """What a load works with."""
+    """The parts of a store that a load uses."""
 
     hbm: HbmTier
     backend: Backend
@@ -89,12 +89,12 @@ class Lower:
     planner: Planner
     groups: Sequence[Group]
     named: Sequence[Group]
-    """Those of the groups whose pages are named."""
+    """The groups with named pages."""
 
 
 class Load:
-    """Chunks ``first … stop`` of a hit. Of groups whose pages are named, what the hit needs comes with the
-    load that ends the hit. The store's lock guards what changes."""
+    """A load of chunks ``first … stop`` of a hit. The load that reaches the hit's end also loads the named
+    pages that the hit needs. The store's lock guards the mutable state."""
 
     def __init__(
         self,
@@ -104,16 +104,17 @@ class Load:
         chunks: Range,
         into: Callable[[Load, HitPart, range], PartLoad],
     ) -> None:
-        """``into`` makes the load of one part, of these positions."""
+        """``into`` makes the load of one part for the given positions."""
         self.lower = lower
         self.hbm = lower.hbm
         self.hit = hit
         self.first = chunks.first
-        # A hit of pages that the caller has named, or of one group's, is as long as it has pages.
+        # The length of these hits is a number of pages: pages that the caller has named, or pages of one
+        # group.
         self.stop = hit.num_pages if chunks.stop is None else chunks.stop
         self._keeps_hit = chunks.keeps_hit
         self._ends = self.stop == hit.num_pages
-        self._under_way = 1  # requests and tasks, and start() itself
+        self._under_way = 1  # requests, tasks, and start() itself
         self.parts: list[PartLoad] = []
         for part in hit.parts:
             positions = part.fetched(self.first, self.stop, last=self._ends)
@@ -129,7 +130,7 @@ class Load:
 
     def start(self) -> Transfer[Loaded]:
         parts = self.parts
-        with self.hbm.lock:  # of all parts at once: the load may end as soon as one of them asks for pages
+        with self.hbm.lock:  # for all parts first: the load may end as soon as one of them asks for pages
             for part in parts:
                 part.begin()
         for part in parts:
@@ -138,11 +139,12 @@ class Load:
         return self.transfer
 
     def begun(self, steps: int) -> None:
-        """So many requests or tasks more are under way. Under the lock."""
+        """Count started requests or tasks. Needs the lock."""
         self._under_way += steps
 
     def step_done(self) -> None:
-        """One has ended. Takes the lock."""
+        """Count one request or task that has ended, and finish the load after the last one. Takes the
+        lock."""
         with self.hbm.lock:
             self._under_way -= 1
             last = self._under_way == 0
@@ -156,7 +158,7 @@ class Load:
         with self.hbm.lock:
             for part in self.parts:
                 part.closed = True
-            # Bytes may be on their way into memory that goes back to the caller now.
+            # Running copies may still write to memory that goes back to the caller now.
             self.hbm.changed.wait_for(lambda: not any(part.copying for part in self.parts))
             length = 0 if state is TransferState.CANCELLED else self._length(wanted)
             self.hbm.counters.loads_cut_short += length < wanted
@@ -169,12 +171,12 @@ class Load:
             self.lower.backend.declined(late)
         if not self._keeps_hit:
             self.hit.release()
-        self.parts = []  # they refer to this: so neither waits for the collector
+        self.parts = []  # breaks a reference cycle, so that no garbage collection is needed
         return loaded
 
     def _length(self, wanted: int) -> int:
-        """The longest hit that all groups can serve with what has come. What is before the first chunk is
-        loaded, or computed, by others."""
+        """Return the longest hit that all groups support with the pages that have arrived. Others load or
+        compute the chunks before the first."""
         chunk_tokens = self.hit.chunk_tokens
         front = min(self.first * chunk_tokens, self.hit.tokens)
         if len(self.parts) == 1 and self.parts[0].part.leading:
@@ -186,7 +188,7 @@ class Load:
         return max(longest_of_pages(list(held.values()), wanted, chunk_tokens), front) if held else front
 
     def _loaded(self, length: int) -> Loaded:
-        """The outcome for a hit of ``length``: what else has come is given back. Under the lock."""
+        """Return the result for a hit of ``length`` tokens and release all other pages. Needs the lock."""
         groups = [GroupPages(self.first)] * len(self.lower.groups)
         moved = 0
         for part in self.parts:
@@ -204,7 +206,7 @@ class Load:
 
 
 class PartLoad(ABC):
-    """Pages ``first … pages`` of a hit's part, to wherever a subclass takes them."""
+    """A load of pages ``first … pages`` of a hit's part. Subclasses decide where the pages go."""
 
     def __init__(self, load: Load, part: HitPart, positions: range) -> None:
         self.load = load
@@ -217,94 +219,94 @@ class PartLoad(ABC):
         self.pages = max(positions.stop, positions.start)
         self.page_bytes = part.page_bytes
         self._leased_from = part.leased_from
-        self.closed = False  # settled: nothing that arrives now will be handed out
-        self._arrived = [position < self.first for position in range(self.pages)]  # the others: not wanted
+        self.closed = False  # settled: no page that arrives later is handed out
+        self._arrived = [position < self.first for position in range(self.pages)]  # those are not wanted
         self._cut = self.pages
         self.copying = 0
-        self._asked = 0  # batches that have been asked for and not located yet
-        self._asked_of_disk = 0  # … of these
-        self._batches = 0  # … and those that are being copied
-        self._next = 0  # the first page not asked for yet
-        self._wanted: list[bool] = []  # of the backend
-        self._missing: list[tuple[int, int]] = []  # (first, count): asked for, and there was no room
+        self._asked = 0  # batches that were requested and not located yet
+        self._asked_of_disk = 0  # … those of them on disk
+        self._batches = 0  # batches that are being copied
+        self._next = 0  # the first page not requested yet
+        self._wanted: list[bool] = []  # from the backend
+        self._missing: list[tuple[int, int]] = []  # (first, count): requested, but there was no room
         self._local: list[HbmCopy] = []
         self._here = 0  # pages that need no copy
         self._lease: Lease | None = None
-        self._answers: set[Transfer[Located | None]] = set()  # that are waited for
+        self._answers: set[Transfer[Located | None]] = set()  # requests without an answer yet
 
-    # -- what a destination decides ------------------------------------------------------------------
+    # -- decided by a destination -----------------------------------------------------------------------
 
     @abstractmethod
     def _take_local(self) -> list[HbmCopy]:
-        """Take note of the pages that need no copy, and lease those to be copied within this process. Under
-        the lock, as are the two below."""
+        """Note the pages that need no copy, and lease those that are copied within this process. Needs the
+        lock, as the two methods below."""
 
     @abstractmethod
     def _targets(self, first: int, count: int) -> Sequence[int]:
-        """Where the leading pages among ``first … first + count`` go."""
+        """Return the targets of the leading pages among ``first … first + count``."""
 
     def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
-        """The first ``good`` of these have arrived, the others have not."""
+        """Note that the first ``good`` pages have arrived and the others have not."""
         self._arrived[first : first + good] = [True] * good
 
     @abstractmethod
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
-        """Copy pages from host memory. While that goes on the targets may be handed out."""
+        """Start copying pages from host memory. The targets may be handed out before the copies end."""
 
     def _fill_checked(
         self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
     ) -> int:
-        """Copy pages, and return how many leading ones are what was saved."""
+        """Copy pages, and return the number of leading pages with the expected checksums."""
         found = copying.hash_all(addresses, self.page_bytes)
         good = leading_equal(found, checksums)
         self._fill(targets[:good], addresses[:good]).wait()
         return good
 
     def _in_one_go(self, address: int) -> bool:
-        """Whether pages from ``address`` on are best copied together."""
+        """Return whether pages from ``address`` on should be copied together."""
         return False
 
     def _came_late(self, pages: int) -> None:
-        """Pages that were handed out were copied from what may have been somebody else's by then."""
+        """Handle pages that were handed out although their source may have been reused during the copy."""
         raise AssertionError("copies to host memory have ended when pages are handed out")
 
     @abstractmethod
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
-        """Copy pages of the pool."""
+        """Copy pages out of the pool."""
 
     @abstractmethod
     def result(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """Hand the pages at these positions out, if they are the pool's, and give the others back. Under the
+        """Hand out the pages at these positions if they are the pool's, and release the others. Needs the
         lock."""
 
     def moved_bytes(self, kept: Sequence[int]) -> int:
-        """What was copied for these."""
+        """Return the number of bytes that were copied for these pages."""
         return len(kept) * self.page_bytes
 
-    # -- what has come (under the lock) ------------------------------------------------------------------
+    # -- arrived pages (need the lock) -------------------------------------------------------------------
 
     def leading(self) -> int:
-        """How many pages are there before the first that is not."""
+        """Return the number of pages before the first missing one."""
         return next((at for at, here in enumerate(self._arrived) if not here), self.pages)
 
     def arrived_ends(self) -> list[int]:
-        """Where in the prompt those that are there end."""
+        """Return where in the prompt the arrived pages end."""
         return [end for end, here in zip(self.part.ends, self._arrived, strict=False) if here]
 
     def tier_at(self, position: int) -> str:
-        """Where a page was that has not come."""
+        """Return the tier that had a page that has not arrived."""
         lease = self._lease
         return lease.run_at(max(position - self._leased_from, 0))[0] if lease else Tier.HOST.label
 
     def forget_answers(self) -> None:
-        """The load has ended: what is still asked for is not wanted. Without the lock."""
+        """Cancel open requests after the load has ended. Must be called without the lock."""
         for answer in list(self._answers):
             answer.cancel()
 
-    # -- asking --------------------------------------------------------------------------------------
+    # -- requesting --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take note of what is in HBM. Under the lock."""
+        """Note the pages in HBM. Needs the lock."""
         self._local = local = self._take_local()
         held = {each.position for each in local}
         self._wanted = [not there and i not in held for i, there in enumerate(self._arrived)]
@@ -313,7 +315,7 @@ class PartLoad(ABC):
         self._here = sum(self._arrived[self.first :])
 
     def go_on(self) -> None:
-        """Ask for the rest, and have copied what is to be copied."""
+        """Request the other pages, and start the copies out of HBM."""
         self.load.transfer.advance(self._here, 0)
         local, self._local = self._local, []
         if local:
@@ -322,13 +324,13 @@ class PartLoad(ABC):
             self.part.with_lease(self._leased)
 
     def _next_wanted(self, start: int) -> int:
-        """The first page from ``start`` on that is wanted of the backend."""
+        """Return the first page from ``start`` on that the backend has to provide."""
         return next((at for at in range(start, self.pages) if self._wanted[at]), self.pages)
 
     def _leased(self, lease: Lease | None) -> None:
         self._lease = lease
         chunk_tokens, before = self.part.chunk_tokens, self._leased_from
-        if lease is None or self._next < before:  # a named page has left HBM, and nobody asked for it below
+        if lease is None or self._next < before:  # a named page left HBM and was not requested below it
             self._cut_at(self._next)
         elif before * chunk_tokens + lease.tokens < self.part.tokens:
             self._cut_at(max(before + lease.tokens // chunk_tokens, self._next))
@@ -336,8 +338,9 @@ class PartLoad(ABC):
         self.load.step_done()
 
     def _ask_for_more(self, *, again: bool = False) -> None:
-        """Ask for the next batches; ``again``: also for one that found no room, since now there may be some.
-        One, because an answer may be there at once, and short again: more room comes with the next copy."""
+        """Request the next batches. ``again``: also request one of the batches that found no room, because
+        there may be room now. Only one, because its answer may come immediately and be short again. The next
+        copy frees more room."""
         lease = self._lease
         while lease is not None and not self.load.transfer.stopped:
             with self.hbm.lock:
@@ -365,11 +368,11 @@ class PartLoad(ABC):
                 self.load.begun(1)
             self._ask(lease, start, count, alone=alone)
             if retried and alone:
-                return  # nothing is to take the room that there is
+                return  # no other request may take the available room
 
     def _in_memory(self, lease: Lease, position: int) -> bool:
-        """Whether a page was in host memory when it was looked up. Behind pages that are coming from disk it
-        is not asked for yet: it would be held there, and they may need its room."""
+        """Return whether a page was in host memory at the lookup. Such a page is not requested while pages
+        before it come from disk: it would be held in memory whose room they may need."""
         return lease.run_at(position - self._leased_from)[0] == Tier.HOST.label
 
     def _ask(self, lease: Lease, start: int, count: int, *, alone: bool) -> None:
@@ -392,8 +395,8 @@ class PartLoad(ABC):
     def _measure_batch(
         self, tier: str, asked: float, wait_s: float, located: Located | None, count: int
     ) -> None:
-        """What the backend took to bring a batch from disk. (What is in host memory is measured with its
-        copies.) Of one that did not come in its time it is known that it takes no less."""
+        """Report how long the backend took to load a batch from disk. (The copies measure pages that are in
+        host memory.) A batch that missed its time limit took at least that time."""
         came = len(located.addresses) if located is not None else 0
         now_s = self.hbm.clock()
         late = not came and now_s - asked >= _LATE * wait_s
@@ -403,15 +406,15 @@ class PartLoad(ABC):
             self.planner.moved(tier, came * self.page_bytes, now_s - asked, now_s=now_s)
 
     def _measure_copies(self, batch: _LoadBatch) -> None:
-        """What it took to have a batch from host memory, which may be another host's."""
+        """Report how long a batch from host memory took. It may be another host's memory."""
         if batch.measured_bytes:
             now_s = self.hbm.clock()
             host = Tier.HOST.label
             self.planner.moved(host, batch.measured_bytes, now_s - batch.began, now_s=now_s)
 
     def _located(self, located: Located | None, start: int, count: int, asked: float, *, alone: bool) -> None:
-        """``alone``: nothing else of this load was on its way when it was asked for, and might have taken the
-        room."""
+        """Handle the answer for a batch. ``alone``: at the request, this load had no other batch under way
+        that could have taken the room."""
         again = False
         there = min(len(located.addresses), count) if located is not None else 0
         with self.hbm.lock:
@@ -419,7 +422,7 @@ class PartLoad(ABC):
             if self._lease is not None:
                 self._asked_of_disk -= not self._in_memory(self._lease, start)
             if there < count:
-                # The rest may find room once these, or others, have been copied.
+                # The rest may find room after these or other pages have been copied.
                 self._missing.append((start + there, count - there))
                 self._missing.sort()
             if self._missing and not (there or self._batches or self._asked):
@@ -452,7 +455,7 @@ class PartLoad(ABC):
             self.mover.submit(Priority.LOAD, task)
 
     def _copy(self, batch: _LoadBatch, first: int, start: int, stop: int) -> None:
-        """Pages ``start … stop`` of a batch, the first of which is page ``first`` of the hit."""
+        """Copy pages ``start … stop`` of a batch. Page ``first`` of the hit is the first of these."""
         located = batch.located
         assert located is not None, "a batch lasts until its last task has ended"
         with self.hbm.lock:
@@ -494,7 +497,7 @@ class PartLoad(ABC):
         self.load.step_done()
 
     def _leave_alone(self, filling: PendingCopy, located: Located, in_one_go: bool) -> _Copying | None:
-        """Wait for copies, unless they can go on by themselves."""
+        """Wait for copies, unless they can continue in the background."""
         left_s = located.ends - self.hbm.clock()
         if filling.done or not in_one_go or left_s < LEAST_S:
             filling.wait()
@@ -502,7 +505,7 @@ class PartLoad(ABC):
         return _Copying(located, filling, self.hbm.clock)
 
     def _release_source(self, under_way: _Copying, pages: int, batch: _LoadBatch) -> None:
-        """Give back what holds the source of copies, when they have ended."""
+        """Release the source of copies when they have ended."""
         in_time = under_way.wait()
         self._measure_copies(batch)
         if not in_time:
@@ -534,9 +537,9 @@ class PartLoad(ABC):
 
 
 class _Copying:
-    """Copies that go on after their load has ended. What holds their source is renewed until they have. It
-    can only end before them if the device stands still and the daemon does not answer, both for seconds; then
-    the pool is not to be trusted any more, and says so to whoever goes on computing."""
+    """Copies that continue after their load has ended. The lease on their source is renewed until they end.
+    It can only expire earlier if both the device and the daemon hang for seconds. Then the pool's content is
+    invalid, and the pool reports this to the engine."""
 
     def __init__(self, located: Located, filling: PendingCopy, clock: Callable[[], float]) -> None:
         self._located: Located | None = located
@@ -548,11 +551,11 @@ class _Copying:
         self._renew_later(located.ends)
 
     def wait(self) -> bool:
-        """Block until the copies have ended. False when what held their source had ended before."""
+        """Wait until the copies have ended. Return False if the lease on their source had expired by then."""
         self._filling.wait()
         in_time = self._clock() < self._ends
         with self._lock:
-            located, self._located = self._located, None  # now: this and its timer are a circle
+            located, self._located = self._located, None  # now: this object and its timer refer to each other
             timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -573,6 +576,6 @@ class _Copying:
 
 
 def leading_equal(found: Sequence[int], expected: Sequence[int]) -> int:
-    """How many of them are equal, or not known, before the first that are not."""
+    """Return the number of leading checksums that are equal or unknown."""
     pairs = enumerate(zip(found, expected, strict=True))
     return next((position for position, (one, other) in pairs if other and one != other), len(found))

@@ -1,4 +1,4 @@
-"""What a load is of, and where it goes: checks what a caller has given, and begins the load."""
+"""Start of loads: check the caller's arguments and begin the load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ELSEWHERE = Hint(elsewhere=True)
 
 
 class Loader:
-    """Begins the loads of one store."""
+    """Starts the loads of one store."""
 
     def __init__(self, finder: Finder, mover: Mover, planning: Planning) -> None:
         self._hbm = finder.hbm
@@ -35,7 +35,7 @@ class Loader:
         """See :meth:`Store.load <tierstore.Store.load>`."""
         if into is None:
             if not self._hbm.pools:
-                raise UsageError("this store has no page pool: say which buffers to load into")
+                raise UsageError("this store has no page pool: give buffers to load into")
             chunks, deadline_s = self._planned(hit, deadline_s)
             self._offer(hit)
             return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
@@ -54,7 +54,7 @@ class Loader:
         """See :meth:`Store.load_part <tierstore.Store.load_part>`."""
         self._hbm.pool(0)
         if not 0 <= first <= stop <= hit.num_pages:
-            raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
+            raise UsageError(f"pages {first} … {stop} must lie within the hit's {hit.num_pages} pages")
         if stop == hit.num_pages:
             self._offer(hit)
         return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=not last), IntoHbm).start()
@@ -64,9 +64,7 @@ class Loader:
     ) -> Transfer[Loaded]:
         """See :meth:`Store.load_to <tierstore.Store.load_to>`."""
         if self._hbm.pools or len(hit.parts) > 1 or not 0 <= first <= stop <= hit.num_pages:
-            raise UsageError(
-                f"pages {first} … {stop} of a hit of {hit.num_pages} cannot be loaded into a target"
-            )
+            raise UsageError(f"cannot load pages {first} … {stop} of a hit of {hit.num_pages} into a target")
 
         def make(load: Load, part: HitPart, positions: range) -> IntoTarget:
             return IntoTarget(load, part, positions, target)
@@ -80,7 +78,8 @@ class Loader:
                 self._backend.reserve(*told, 0, hints=SaveHints(_ELSEWHERE))
 
     def _offer(self, hit: Hit) -> None:
-        """The daemon cannot know which of the named pages that it is asked for are used."""
+        """Report the use of named pages, because the daemon cannot know which of the requested ones are
+        used."""
         if self._named:
             self.offer(hit)
 
@@ -90,8 +89,9 @@ class Loader:
         return Lower(self._hbm, self._backend, self._mover, planner, self._groups, self._named)
 
     def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[Range, float | None]:
-        """As much of a hit as is worth loading, and by when, where the caller has set no deadline."""
-        of_caller = any(part.of_caller for part in hit.parts)  # and not planned
+        """Return the chunks of a hit that are worth loading, and the deadline. A deadline from the caller
+        means that the whole hit is loaded."""
+        of_caller = any(part.of_caller for part in hit.parts)  # such hits are not planned
         if deadline_s is not None or of_caller or self._planning.planner.prefill() is None:
             return Range(), deadline_s
         planned = self._planning.plan(hit, None, block=0)
@@ -99,12 +99,12 @@ class Loader:
         return Range(0, min(-(-planned.tokens // hit.chunk_tokens), hit.num_pages)), planned.deadline_s
 
     def _buffers(self, hit: Hit, into: Sequence[Any]) -> dict[int, Buffers]:
-        """Raises :class:`UsageError` for buffers that are not those of the hit's pages."""
+        """Return the buffers by group. Raise :class:`UsageError` if their number does not match the hit."""
         several = len(self._groups) > 1
         if several and len(into) != len(self._groups):
             raise UsageError(
-                f"the model has {len(self._groups)} layer groups, and there are buffers for {len(into)}: "
-                "give a sequence of buffers for each group, as many as hit.chunks(group)"
+                f"the model has {len(self._groups)} layer groups, but there are buffers for {len(into)}: "
+                "give len(hit.chunks(group)) buffers for each group"
             )
         buffers = {}
         for group, each in zip(self._groups, into if several else [into], strict=True):
@@ -113,6 +113,6 @@ class Loader:
             if len(each) != needed:
                 of_group = f" of group {group.number}" if several else ""
                 raise UsageError(
-                    f"the hit has {needed} pages{of_group}, there are {len(each)} buffers to load into"
+                    f"the hit has {needed} pages{of_group}: give as many buffers, not {len(each)}"
                 )
         return buffers

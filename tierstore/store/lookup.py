@@ -1,13 +1,14 @@
-"""Lookups: what is in HBM, what the backend has, and the longest hit that all layer groups support.
+"""Lookups: find the longest hit that all layer groups support, in HBM and in the backend.
 
-HBM is matched here. The backend is told which pages are here and finds the longest hit of all layer groups
-itself (:meth:`Backend.find_hit <tierstore.backend.Backend.find_hit>`): one question, one answer. A hit
-is a whole number of chunks, or it ends inside the chunk that the chains reach, where all groups have a page
-that ends at that token. Pages that the caller has named are found one by one (:meth:`Backend.find
-<tierstore.backend.Backend.find>`).
+HBM is matched here. The request to the backend says which pages are here, and the backend finds the longest
+hit of all layer groups (:meth:`Backend.find_hit <tierstore.backend.Backend.find_hit>`): one request, one
+answer. A hit is a whole number of chunks. Or it ends inside the chunk that the chains reach, if all groups
+have a page that ends at that token. Pages that the caller has named are found individually
+(:meth:`Backend.find <tierstore.backend.Backend.find>`).
 
-Other hosts may have what would make the hit longer. :meth:`Store.fetch_remote <tierstore.Store.fetch_remote>`
-fetches it."""
+Other hosts may have pages that would make the hit longer. :meth:`Store.fetch_remote
+<tierstore.Store.fetch_remote>` fetches them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _NOTHING = GroupLease(Lease(0, 0, 0, (), 0.0))
 
 
 class Finder:
-    """Says what a prompt's pages are in each layer group, as requests to a backend, and begins lookups."""
+    """Translates prompts into requests to a backend, one for each layer group, and begins lookups."""
 
     def __init__(
         self,
@@ -65,38 +66,38 @@ class Finder:
         self.chained, self.named = by_kind(self.groups)
         self.prompts = PromptCache(spec.chunk_tokens)
         self._layout = spec.describe()  # compared at every lookup
-        # An engine's own groups may have one layout, so a prompt of theirs is always one of the model's.
+        # Groups that the engine defines may have equal layouts. Their prompts always cover the whole model.
         single = self.groups if groups is None else ()
         self._by_layout = {group.spec.describe(): group for group in single}
         self._only = self.chained[0] if len(single) == 1 and self.chained else None
 
     def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
-        """A group with named pages, as a model's prompt is asked for. The caller has the pages that end at
-        the tokens ``here``."""
+        """Return the request for a group with named pages of a model's prompt. The caller has the pages that
+        end at the tokens ``here``."""
         identity = prompt.identities[group.number]
         return NamedGroup(Registration(identity, group.page_bytes, self.chunk_tokens), group.rule, here)
 
     def source(self, group: Group, held: PageLease, lease: Lease | None) -> Source:
-        """What the pages of a group come from that a lookup has found."""
+        """Return the source of a group's pages that a lookup has found."""
         return Source(self.hbm, self.backend, group, held, lease, self.lookup_s)
 
     # -- prompts -------------------------------------------------------------------------------------
 
     def prompt(self, prompt: Prompt | TokenIds) -> Prompt:
-        """A prompt of the model's, or pages of one group. Raises :class:`UsageError` for those of another
+        """Return a prompt of the model, or pages of one group. Raise :class:`UsageError` if they have another
         layout."""
         if not isinstance(prompt, Prompt):
             return self.prompts.prompt(self.identity, encode_tokens(prompt))
         layout = prompt.identity.layout
         known = layout == self._layout or layout in self._by_layout
         if prompt.chunk_tokens != self.chunk_tokens or not known:
-            raise UsageError("the prompt was made for another page layout than this store's")
+            raise UsageError("the prompt has another page layout than this store: make it with this store")
         return prompt
 
     def single(self, prompt: Prompt | TokenIds) -> tuple[Group, LookupRequest] | None:
-        """The one request that asks for a prompt: where the model has one group with chained pages, and where
-        the prompt is pages of one group (:meth:`Prompt.pages_of`, :meth:`Prompt.named_pages`). None where
-        what is asked for depends on what is held."""
+        """Return the single request for a prompt: if the model has one group with chained pages, or if the
+        prompt is pages of one group (:meth:`Prompt.pages_of`, :meth:`Prompt.named_pages`). Return None if the
+        needed pages depend on the stored ones."""
         if not isinstance(prompt, Prompt):
             if self._only is None:
                 return None
@@ -109,19 +110,19 @@ class Finder:
         if prompt.named:
             return group, self._named_pages(prompt, group)
         if group.named:
-            raise UsageError("pages of this layer group are found by name: use Prompt.named_pages")
+            raise UsageError("this layer group has named pages: use Prompt.named_pages")
         return group, self.prompts.request(
             prompt.identity, group.page_bytes, prompt.token_bytes, list(prompt.keys)
         )
 
     def chain(self, prompt: Prompt, group: Group) -> LookupRequest:
-        """A model's prompt in a group with chained pages."""
+        """Return the request for a model's prompt in a group with chained pages."""
         identity = prompt.identities[group.number]
         keys = list(prompt.keys_of(group.number))
         return self.prompts.request(identity, group.page_bytes, prompt.token_bytes, keys)
 
     def pages_at(self, prompt: Prompt, group: Group, ends: Sequence[int]) -> NamedRequest:
-        """The pages of a group with named pages that end behind so many of a model's prompt's tokens."""
+        """Return the request for a group's named pages that end at these tokens of a model's prompt."""
         keys, data = named_chunks(prompt.names_at(ends), self.chunk_tokens)
         identity = prompt.identities[group.number]
         return NamedRequest(identity, group.page_bytes, self.chunk_tokens, data, len(data), keys)
@@ -149,9 +150,9 @@ class Finder:
         gain: int = 0,
         counted: bool = True,
     ) -> Lookup:
-        """A lookup, which has not asked yet. It has until ``lookup_s`` after ``began`` (by
-        ``time.monotonic()``), whatever comes before its own request: lookups that began together end
-        together. ``gain`` and ``counted``: see :func:`tierstore.lookup_all`."""
+        """Return a lookup that has not been sent yet. Its time limit is ``lookup_s`` after ``began`` (by
+        ``time.monotonic()``), whenever its own request is sent, so that lookups which began together
+        end together. ``gain`` and ``counted``: see :func:`tierstore.lookup_all`."""
         limit = None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
         return Lookup(self, prompt, limit, began + self.lookup_s, gain, counted=counted)
 
@@ -172,7 +173,7 @@ class Finder:
         return joined(expected, lambda _: None, deadline_s=promise.until_s, clock=self.hbm.clock)
 
     def needed(self, prompt: Prompt, tokens: int) -> list[tuple[Group, LookupRequest]]:
-        """What a hit of so many tokens of a model's prompt needs of each group."""
+        """Return the requests for what a hit of ``tokens`` tokens of a model's prompt needs of each group."""
         if not tokens:
             return []
         ends = [(group, group.rule.ends(tokens, self.chunk_tokens)) for group in self.named]
@@ -188,7 +189,7 @@ class Finder:
 
 
 class Lookup:
-    """One lookup, from the moment that it is asked to its hit. Belongs to one thread (or task)."""
+    """One lookup, from its request to its hit. Used by one thread (or task)."""
 
     def __init__(
         self,
@@ -217,17 +218,17 @@ class Lookup:
             self._request = HitLookup(finder, [single[0]], [single[1]], limit, counted=counted)
 
     def ask(self, *, caller_receives: bool = False) -> None:
-        """Ask, once. ``caller_receives``: this thread waits for the answer."""
+        """Send the request. Call it once. ``caller_receives``: this thread waits for the answer."""
         self._asked = True
         self._request.ask(self._ends - time.monotonic(), caller_receives=caller_receives)
 
     @property
     def answer(self) -> Transfer[Any] | None:
-        """What is waited for; None if nothing is."""
+        """The open request; None if there is none."""
         return self._request.answer
 
     def hit(self) -> Hit:
-        """What was found; asks, if that was not done, and waits for it."""
+        """Wait for the answer and return the hit. Send the request first if :meth:`ask` was not called."""
         if not self._asked:
             self.ask(caller_receives=True)
         found = self._found = self._request.found()
@@ -252,7 +253,7 @@ class Lookup:
         return hit
 
     def give_up(self) -> None:
-        """Give back what is held for the answer, now or when it comes."""
+        """Release the leases of the answer, now or when it arrives."""
         if self._found is None:
             self._request.give_up()
         else:
@@ -262,8 +263,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class FoundHit:
-    """The longest hit that all groups support: ``parts`` are what it needs of each. Together with ``others``,
-    which other hosts seem to have, it would be ``remote_tokens`` longer."""
+    """The longest hit that all groups support. ``parts`` are the pages it needs of each group. With the pages
+    in ``others``, which other hosts probably have, it would be ``remote_tokens`` longer."""
 
     tokens: int
     branch: int
@@ -273,8 +274,8 @@ class FoundHit:
 
 
 class NamedLookup:
-    """The request for pages that the caller has named, from the moment that it is asked to its answer.
-    ``gain``: see :func:`tierstore.lookup_all`."""
+    """The request for pages that the caller has named, and its answer. ``gain``: see
+    :func:`tierstore.lookup_all`."""
 
     def __init__(self, finder: Finder, group: Group, request: NamedRequest, gain: int) -> None:
         self.limit = request.num_tokens
@@ -283,10 +284,10 @@ class NamedLookup:
         self._group = group
         self._request = request
         self._gain = gain
-        self._asked: Sequence[int] = ()  # of the backend
+        self._asked: Sequence[int] = ()  # from the backend
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
-        """Ask for what is below HBM, if there is something to ask for and still time."""
+        """Request the pages that are not in HBM, if there are any and there is time left."""
         finder, request = self._finder, self._request
         here = finder.hbm.match_named(request, self._group.number)
         self._asked = [at for at in range(request.num_chunks) if at not in here]
@@ -298,8 +299,8 @@ class NamedLookup:
         self.answer = finder.backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
     def found(self) -> FoundHit:
-        """What was found; waits for it. HBM is looked at again, because the answer took its time and nothing
-        was held meanwhile."""
+        """Wait for the answer and return the hit. HBM is matched again, because nothing was leased there
+        during the request."""
         finder, request, group = self._finder, self._request, self._group
         hbm, backend = finder.hbm, finder.backend
         answer = self.answer.wait() if self.answer is not None else None
@@ -318,7 +319,7 @@ class NamedLookup:
         return FoundHit(part.tokens, part.tokens, [part], others=others)
 
     def give_up(self) -> None:
-        """Give back what is held for the answer, now or when it comes."""
+        """Release the leases of the answer, now or when it arrives."""
         answer = self.answer
         if answer is not None and not answer.cancel():
             lease = answer.wait()
@@ -327,9 +328,8 @@ class NamedLookup:
 
 
 class HitLookup:
-    """The request for the longest hit of a prompt, from the moment that it is asked to its answer. ``chains``
-    are the prompt in the ``chained`` groups. The model's groups with named pages take part if there is a
-    ``prompt``."""
+    """The request for the longest hit of a prompt, and its answer. ``chains`` are the prompt's pages in the
+    ``chained`` groups. The model's groups with named pages take part only if ``prompt`` is given."""
 
     def __init__(
         self,
@@ -351,20 +351,20 @@ class HitLookup:
         self._named = finder.named if prompt is not None else ()
         self._chains = [chain.cut(self.limit) for chain in chains]
         self._matches: Sequence[Match] = ()
-        self._here: Mapping[int, Mapping[int, Page]] = {}  # by named group: pages in HBM, by where they end
+        self._here: Mapping[int, Mapping[int, Page]] = {}  # by group: its named pages in HBM, by their ends
         self._held = PageLease()  # on all of these, until the hit is known
-        self._local = 0  # tokens of the hit that HBM alone supports
+        self._local = 0  # length of the hit that HBM alone supports
         self._branch = 0
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
-        """Ask for what is below HBM, if there is something to ask for and still time."""
+        """Request the pages that are not in HBM, if there are any and there is time left."""
         finder, hbm = self._finder, self._finder.hbm
         groups = zip(self._chains, self._chained, strict=True)
         self._matches = [hbm.match(chain, group.number) for chain, group in groups]
         self._branch = min([*(match.tokens for match in self._matches), self.limit])
         self._here = {group.number: self._pages_here(group) for group in self._named}
         with hbm.lock:
-            last = (page for match in self._matches for page in match.pages[-1:])  # leaves before the others
+            last = (page for match in self._matches for page in match.pages[-1:])  # keeps those before it
             named = (page for pages in self._here.values() for page in pages.values())
             self._held = hbm.hold([*last, *named], finder.lookup_s)
         self._local = self._longest_here()
@@ -387,8 +387,8 @@ class HitLookup:
         return request
 
     def _pages_here(self, group: Group) -> Mapping[int, Page]:
-        """The pages of a group that are in HBM, by where they end: whole ones, and those that end inside the
-        chunk that the prompt or the chains end in."""
+        """Return the pages of a group that are in HBM, by the token at which they end: whole pages, and pages
+        that end inside the last chunk of the prompt or of the chains."""
         finder, hbm = self._finder, self._finder.hbm
         if not hbm.pools or not hbm.published[group.number]:
             return {}
@@ -401,12 +401,12 @@ class HitLookup:
         return {asked[at]: page for at, page in found.items()}
 
     def _pages_at(self, group: Group, ends: Sequence[int]) -> NamedRequest:
-        """The pages of a group with named pages that end at these tokens."""
+        """Return the request for the pages of a group that end at these tokens."""
         assert self._prompt is not None, "groups with named pages take part for a model's prompt only"
         return self._finder.pages_at(self._prompt, group, ends)
 
     def _longest_here(self) -> int:
-        """The longest hit that the pages in HBM support."""
+        """Return the longest hit that the pages in HBM support."""
         if not self._named:
             return self._branch
         rules = {group.number: group.rule for group in self._named}
@@ -422,7 +422,7 @@ class HitLookup:
             return int(end.value)
 
     def found(self) -> FoundHit:
-        """What was found; waits for it."""
+        """Wait for the answer and return the hit."""
         finder, hbm = self._finder, self._finder.hbm
         found = self.answer.wait() if self.answer is not None else None
         if found is not None:
@@ -453,7 +453,7 @@ class HitLookup:
         return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found))
 
     def _chain_part(self, at: int, tokens: int, lease: Lease) -> HitPart:
-        """What a hit of so many tokens needs of the chain ``at``."""
+        """Return the part of chain ``at`` that a hit of ``tokens`` tokens needs."""
         finder, hbm, match = self._finder, self._finder.hbm, self._matches[at]
         chain, group = self._chains[at], self._chained[at]
         used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
@@ -464,7 +464,7 @@ class HitLookup:
         return part
 
     def _named_part(self, group: Group, ends: Sequence[int], lease: Lease) -> HitPart:
-        """The pages of a group that end at these tokens, which a hit needs."""
+        """Return the part of a group's named pages that end at these tokens."""
         finder, hbm, pages = self._finder, self._finder.hbm, self._here[group.number]
         request = self._pages_at(group, ends)
         here = {at: pages[end] for at, end in enumerate(ends) if end in pages}
@@ -475,7 +475,7 @@ class HitLookup:
         return RulePart(source, request, here, asked, ends)
 
     def _others(self, found: HitLease) -> list[RemotePages]:
-        """What other hosts seem to have of each group."""
+        """Return the pages that other hosts probably have, for each group."""
         finder, others = self._finder, []
         for chain, each in zip(self._chains, found.chains, strict=True):
             if ends := each.remote_ends:
@@ -488,7 +488,7 @@ class HitLookup:
         return others
 
     def give_up(self) -> None:
-        """Give back what is held for the answer, now or when it comes."""
+        """Release the leases of the answer, now or when it arrives."""
         hbm, answer = self._finder.hbm, self.answer
         with hbm.lock:
             hbm.leases.release(self._held)

@@ -1,4 +1,4 @@
-"""Pins over all layer groups: what a hit needs of each is kept, or nothing is."""
+"""Pins over all layer groups: either every page that a hit needs is pinned, or none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierstore.store.lookup import Finder
 
 
 class StorePins:
-    """Pins and unpins prompts for one store. Thread-safe."""
+    """Pins and unpins the prompts of one store. Thread-safe."""
 
     def __init__(self, finder: Finder) -> None:
         self._finder = finder
@@ -31,7 +31,7 @@ class StorePins:
             pinned = [self._backend.pin(each, max_tokens=hit.tokens).wait() for each in chains]
             pinned += [self._backend.pin(each).wait() for each in named]
             needed = [hit.tokens] * len(chains) + [each.num_tokens for each in named]
-            if pinned != needed:  # refused, or a page has left
+            if pinned != needed:  # a pin was refused, or a page was evicted
                 for each, tokens in zip([*chains, *named], pinned, strict=True):
                     if tokens:
                         self._undo(each)
@@ -45,7 +45,7 @@ class StorePins:
         if single is not None:
             return self._undo(single[1])
         prompt = finder.prompt(prompt)
-        if finder.chained:  # the pin of a chain knows how long the hit was
+        if finder.chained:  # the pin of a chain records the length of the hit
             tokens = min(self._undo(each) for each in self._chains(prompt))
             for each in self._named(prompt, tokens):
                 self._undo(each)
@@ -58,7 +58,7 @@ class StorePins:
         return 0
 
     def _whole_hit(self, prompt: Prompt, limit: int) -> Hit:
-        """The longest hit of whole chunks."""
+        """Return the longest hit of whole chunks."""
         finder, chunk_tokens = self._finder, self._finder.chunk_tokens
         whole = limit // chunk_tokens * chunk_tokens
         hit = finder.begin(prompt, max_tokens=whole, began=time.monotonic()).hit()
@@ -68,11 +68,11 @@ class StorePins:
         return hit
 
     def _chains(self, prompt: Prompt) -> list[LookupRequest]:
-        """The prompt in each group with chained pages. A pin is known by its whole prompt."""
+        """Return the request for each group with chained pages. The whole prompt identifies a pin."""
         return [self._finder.chain(prompt, group) for group in self._finder.chained]
 
     def _named(self, prompt: Prompt, tokens: int) -> list[LookupRequest]:
-        """What a hit of so many tokens needs of the groups with named pages."""
+        """Return the requests for the named pages that a hit of ``tokens`` tokens needs."""
         finder = self._finder
         ends = [(group, group.rule.ends(tokens, finder.chunk_tokens)) for group in finder.named]
         return [finder.pages_at(prompt, group, each) for group, each in ends if each]

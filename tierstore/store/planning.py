@@ -1,4 +1,4 @@
-"""How much of a hit to load: what a plan is made of, and what is done about what it does not use."""
+"""Decisions about how much of a hit to load: input of the planner, and handling of the unused rest."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit, HitPart, rank
 from tierstore.transfer import Transfer
 
-_BRING_S = 2.0  # that pages of other hosts are waited for
-_PROBE_BYTES = 8 << 20  # of a declined tier, read to see how fast it is by now
+_BRING_S = 2.0  # limit for a fetch from other hosts
+_PROBE_BYTES = 8 << 20  # read from an unused tier to measure its present speed
 _PROBE_WAIT_S = 20.0
 
 
 class Planning:
-    """The planner of one store, which may be shared with others."""
+    """The planner of one store. Stores may share a planner."""
 
     def __init__(
         self, hbm: HbmTier, backend: Backend, groups: Sequence[Group], chunk_tokens: int, lookup_s: float
@@ -39,8 +39,9 @@ class Planning:
         return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
 
     def _parts(self, hit: Hit) -> list[TierPart]:
-        """What a load brings, in its order. Chained pages count run by run. With named pages it is all or
-        nothing, since these serve the hit's end only: all tokens are the last tier's."""
+        """Return what a load brings, in its order. Chained pages are listed run by run. With named pages the
+        load is all or nothing, since these pages serve only the hit's end: all tokens count for the last
+        tier."""
         if hit.parts and all(part.leading for part in hit.parts):
             return self._run_by_run(hit.by_runs(), sum(part.page_bytes for part in hit.parts))
         nbytes: dict[str, float] = {}
@@ -85,7 +86,7 @@ class Planning:
                 self._probe(chain, tier)
 
     def _probe(self, part: HitPart, tier: str) -> None:
-        """Have the backend bring some pages of a declined tier, and note how long that took."""
+        """Make the backend load some pages of an unused tier, and record how long that took."""
         backend, clock = self._backend, self._hbm.clock
         found = backend.find(part.request, patience_s=self._lookup_s)
 
@@ -139,5 +140,5 @@ class Planning:
 
 
 def _first_chain(hit: Hit) -> HitPart | None:
-    """The part that a load brings from the front on."""
+    """Return the first part whose pages are loaded from the front."""
     return next((part for part in hit.parts if part.leading), None)

@@ -1,9 +1,9 @@
-"""What a store remembers of the prompts it has asked about: their keys, and the backend's handle for them.
+"""A cache of recent prompts of a store: their keys and the backend's handles.
 
-Most prompts begin like an earlier one: the next turn of a conversation, another request about one document.
-Comparing 100K tokens with a remembered prompt takes 20–40 µs, hashing them 500 µs, and sending them and
-having them matched once more takes a daemon milliseconds. So a prompt that begins like a remembered one
-takes its keys from there, and is referred to by its handle for as many chunks as the backend remembers.
+Most prompts begin like an earlier one: the next turn of a conversation, or another request about the same
+document. Comparing 100K tokens with a remembered prompt takes 20–40 µs. Hashing them takes 500 µs. Sending
+and matching them again costs a daemon milliseconds. So a prompt that begins like a remembered one reuses its
+keys. Messages use the remembered prompt's handle for the chunks that the backend remembers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt, 
 
 _MOST_BYTES = 64 << 20  # of tokens
 _MOST_PROMPTS = 1024
-_TRIED = 8  # of the prompts with the same first chunk, the last used first
+_TRIED = 8  # prompts with the same first chunk that are compared, most recent first
 _COMPARED_AT_ONCE = 64 << 10
-_WORTH = 16  # remembered is what has at least 1/16 that is new
+_WORTH = 16  # a prompt is remembered if at least 1/16 of it is new
 _PAIR = np.dtype("<u8")
 
 
 @dataclass(slots=True)
 class PromptCache:
-    """Prompts by their identity and first chunk, the last used last. Thread-safe."""
+    """Prompts by identity and first chunk, least recently used first. Thread-safe."""
 
     chunk_tokens: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -37,16 +37,17 @@ class PromptCache:
     _nbytes: int = 0
 
     def prompt(self, identity: Identity, data: bytes) -> Prompt:
-        """A prompt of these token bytes, hashing only what no remembered one begins with."""
+        """Return a prompt of these token bytes. It hashes only the part that no remembered prompt begins
+        with."""
         known, common = self._recall(self._bucket(identity.chain, data), data)
-        if known is None or identity.chain.whole_pages:  # whose remembered keys stand for more than tokens
+        if known is None or identity.chain.whole_pages:  # then keys cover more than tokens
             return Prompt(identity, np.frombuffer(data, TOKEN_DTYPE), chunk_tokens=self.chunk_tokens)
         prompt = Prompt.with_keys(identity, data, known.keys[:common], chunk_tokens=self.chunk_tokens)
-        prompt.extend(())  # the keys of the chunks behind those
+        prompt.extend(())  # adds the keys of the remaining chunks
         return prompt
 
     def request_of(self, identity: Identity, page_bytes: int, data: bytes) -> LookupRequest:
-        """What :meth:`request` is for :meth:`prompt`, without a prompt in between."""
+        """Return ``request`` of ``prompt(identity, data)``, without making the prompt."""
         known, common = self._recall(self._bucket(identity, data), data)
         width = self.chunk_tokens * TOKEN_BYTES
         keys: list[PageKey] = []
@@ -59,27 +60,27 @@ class PromptCache:
         return LookupRequest(identity, page_bytes, self.chunk_tokens, data, len(data), keys, known, common)
 
     def request(self, identity: Identity, page_bytes: int, data: bytes, keys: list[PageKey]) -> LookupRequest:
-        """The chained pages of these token bytes, whose full chunks have these keys."""
+        """Return the request for the chained pages of these token bytes. ``keys`` are those of the full
+        chunks."""
         known, common = self._recall(self._bucket(identity, data), data)
         if known is not None and identity.whole_pages:
-            # Equal tokens are not enough where keys stand for more than tokens.
+            # Keys may cover more than tokens, so equal tokens are not enough.
             common = common_keys(known.keys, keys[:common])
         return LookupRequest(identity, page_bytes, self.chunk_tokens, data, len(data), keys, known, common)
 
     def remember(self, request: LookupRequest, handle: PrefixHandle | None) -> None:
-        """A request was asked (or its pages were saved), and the daemon calls it ``handle``, if it remembers
-        it."""
+        """Remember a prompt after a lookup or a save. ``handle`` is the daemon's name for it; None if the
+        daemon does not remember it."""
         if not request.keys:
             return
         known = request.known
         with self._lock:
             if known is not None and (len(request.keys) - request.common) * _WORTH < len(request.keys):
-                _renew_handle(
-                    known, handle, request.common
-                )  # little new: not worth 4 bytes a token once more
+                # Not enough is new to store 4 bytes a token again.
+                _renew_handle(known, handle, request.common)
                 return
             if known is not None and request.common == len(known.keys):
-                self._drop(known)  # the new one begins with all of it
+                self._drop(known)  # the new prompt begins with all of it
             bucket = self._bucket(request.identity, request.data)
             new = KnownPrompt(bucket, request.data, request.keys, handle)
             self._buckets.setdefault(bucket, OrderedDict())[id(new)] = new
@@ -92,14 +93,15 @@ class PromptCache:
         return identity.digest + data[: self.chunk_tokens * TOKEN_BYTES]
 
     def _recall(self, bucket: bytes, data: bytes) -> tuple[KnownPrompt | None, int]:
-        """The remembered prompt that shares the most chunks with ``data``, and how many."""
+        """Return the remembered prompt that shares the most chunks with ``data``, and the number of these
+        chunks."""
         width = self.chunk_tokens * TOKEN_BYTES
         with self._lock:
             candidates = list(self._buckets.get(bucket, {}).values())[: -_TRIED - 1 : -1]
         best: KnownPrompt | None = None
         most = 0
         for known in candidates:
-            # One chunk more than the best so far, or it is not worth comparing the rest.
+            # Compare the rest only if one chunk more than the best so far is equal.
             start = most * width
             if known.data[start : start + width] != data[start : start + width]:
                 continue
@@ -127,7 +129,8 @@ class PromptCache:
 
 
 def _renew_handle(known: KnownPrompt, handle: PrefixHandle | None, common: int) -> None:
-    """``known`` shares ``common`` chunks with what the daemon calls ``handle``: use that, if it says more."""
+    """Give ``known`` the new handle if it covers more. The handle covers ``common`` chunks that both
+    share."""
     old = known.handle
     if handle is None:
         return
@@ -137,17 +140,17 @@ def _renew_handle(known: KnownPrompt, handle: PrefixHandle | None, common: int) 
 
 
 def common_keys(a: Sequence[PageKey], b: Sequence[PageKey]) -> int:
-    """How many leading keys two prompts share."""
+    """Return the number of leading keys that two prompts share."""
     shorter = min(len(a), len(b))
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), shorter)
 
 
 def common_bytes(a: bytes, b: bytes) -> int:
-    """How many leading bytes two strings of tokens share."""
+    """Return the number of leading bytes that two token strings share."""
     shorter = min(len(a), len(b))
     if a.startswith(b) or b.startswith(a):
         return shorter
-    pairs = shorter // _PAIR.itemsize  # of tokens: eight bytes are compared as quickly as one
+    pairs = shorter // _PAIR.itemsize  # comparing eight bytes takes as long as comparing one
     x, y = np.frombuffer(a, _PAIR, pairs), np.frombuffer(b, _PAIR, pairs)
     for start in range(0, pairs, _COMPARED_AT_ONCE):
         differ = x[start : start + _COMPARED_AT_ONCE] != y[start : start + _COMPARED_AT_ONCE]

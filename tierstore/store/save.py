@@ -1,15 +1,16 @@
-"""Saves: from HBM pages or a caller's buffers into slots that the backend reserves.
+"""Saves: copy HBM pages or a caller's buffers into slots that the backend reserves.
 
-A save goes by batches, in prefix order: reserve, copy, commit. The first ones are small, so that copying
-begins soon. The next batch is reserved while the last one is copied (one at a time: a daemon may decide a
-short one before a long one that came earlier), and all saves of a store together keep within what it may hold
-in reservations; those that would not, wait their turn. What finds no slot is not stored, at once.
+A save works in batches, in prefix order: reserve, copy, commit. The first batches are small, so that copying
+begins early. The next batch is reserved while the last one is copied. Only one batch is reserved at a time,
+because a daemon may decide a short request before a longer earlier one. All saves of a store together stay
+within the store's limit for reservations. A batch that would exceed the limit waits for its turn. Pages that
+find no slot are not stored, and the save does not wait for one.
 
-Every page is hashed as it is copied, so that its checksum is that of the very bytes the engine had. To
-another host pages are not copied but sent from where they are.
+Every page is hashed during its copy, so that the checksum covers exactly the copied bytes. Pages for another
+host are not copied but sent from their place.
 
-Pages in HBM are published where they are when ``save_hbm`` is called, and held until it is known that they
-need not be copied, or they have been.
+``save_hbm`` publishes pages in HBM immediately, in place. They are held until they have been copied or the
+backend has said that no copy is needed.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from tierstore.tiers.slabs import slot_bytes
 from tierstore.transfer import Transfer, TransferState
 
 _FIRST_BATCH_BYTES = 4 << 20  # each is twice as large as the one before …
-_BATCH_BYTES = 32 << 20  # … up to this
-_BATCHES_AT_ONCE = 4  # what a client may hold in reservations is shared by that many batches
+_BATCH_BYTES = 32 << 20  # … up to this size
+_BATCHES_AT_ONCE = 4  # this many batches share the client's limit for reservations
 _COPY_BYTES = 4 << 20  # one task of the mover
 _WRITE_BYTES = 8 << 20  # one message with pages
-_WRITES = 2  # of them under way in a batch
+_WRITES = 2  # messages under way for one batch
 
 
 @dataclass(slots=True, eq=False)
 class _SaveBatch:
-    """Pages ``first … first + count`` of a save. ``done`` are the checksums of those that have been written,
-    by their positions within it."""
+    """Pages ``first … first + count`` of a save. ``done`` has the checksums of the written pages, by their
+    positions within the batch."""
 
     first: int
     count: int
@@ -53,7 +54,7 @@ class _SaveBatch:
 
 
 class SaveBudget:
-    """Keeps all saves of a store within what it may hold in reservations at once, and in turn."""
+    """Keeps all saves of a store within the limit for reservations, and serves them in order."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -63,7 +64,7 @@ class SaveBudget:
         self._pumping = False
 
     def request(self, save: Save) -> None:
-        """Let ``save`` reserve its next batch, as soon as there is room for one."""
+        """Let ``save`` reserve its next batch as soon as there is room."""
         with self._lock:
             self._waiting.append(save)
         self._pump()
@@ -76,7 +77,7 @@ class SaveBudget:
     def _pump(self) -> None:
         with self._lock:
             if self._pumping:
-                return  # whoever is at it will see what has changed
+                return  # the running pump reads the queue again
             self._pumping = True
         try:
             while (turn := self._next_turn()) is not None:
@@ -84,7 +85,7 @@ class SaveBudget:
                 save.reserve(batch)
         except BaseException:
             with self._lock:
-                self._pumping = False  # the next that comes goes on
+                self._pumping = False  # the next call continues
             raise
 
     def _next_turn(self) -> tuple[Save, _SaveBatch] | None:
@@ -102,9 +103,9 @@ class SaveBudget:
 
 
 class Save:
-    """One save of ``count`` pages, chunks ``first …`` of a prompt. ``held`` are those in HBM, by position,
-    each under a lease. Of named pages the last may be of a chunk that is ``lacking`` so many tokens. The
-    store's lock guards what changes."""
+    """A save of ``count`` pages: chunks ``first …`` of a prompt. ``held`` are the pages in HBM by position,
+    each under a lease. For named pages, the last chunk may be ``lacking`` this many tokens. The store's lock
+    guards the mutable state."""
 
     def __init__(
         self,
@@ -136,11 +137,11 @@ class Save:
         self._page_bytes = request.page_bytes
         self._next = 0
         self._batch_bytes = _FIRST_BATCH_BYTES
-        self._windows = 0  # reserved, and not ended yet
+        self._windows = 0  # batches that are reserved and have not ended
         self._closed = False
         self._copying = 0
         self._stored_tokens = 0
-        self._handle: PrefixHandle | None = None  # of what has been reserved: it need not be said once more
+        self._handle: PrefixHandle | None = None  # covers the reserved pages, which need not be sent again
         self.transfer: Transfer[int] = Transfer(
             self._settle, pages=count, nbytes=count * self._page_bytes, clock=hbm.clock
         )
@@ -157,8 +158,8 @@ class Save:
     # -- reserve -------------------------------------------------------------------------------------
 
     def next_batch(self, room: int) -> _SaveBatch:
-        """What is to be reserved next, of at most ``room`` bytes: all that is left where there is nowhere to
-        put it."""
+        """Return the next batch to reserve, at most ``room`` bytes. Without room, the batch is everything
+        that is left and has no bytes."""
         count = self._count - self._next
         if not room or self._closed:
             return _SaveBatch(self._next, count, 0)
@@ -168,7 +169,7 @@ class Save:
         return _SaveBatch(self._next, count, count * slot)
 
     def reserve(self, batch: _SaveBatch) -> None:
-        """The next batch's turn has come."""
+        """Reserve a batch."""
         nowhere = not batch.nbytes
         with self._hbm.lock:
             self._next += batch.count
@@ -181,7 +182,7 @@ class Save:
         prompt, first = self._request.slice(self._first + batch.first, batch.count)
         try:
             answer = self._backend.reserve(prompt, first, batch.count, hints=self._hints, handle=self._handle)
-        except BaseException:  # what nobody could know to be wrong; the store goes on without this save
+        except BaseException:  # an unknown error: the store continues without this save
             with self._hbm.lock:
                 self._hbm.counters.not_stored_pages += self._count - batch.first
                 self._skip_the_rest()
@@ -203,7 +204,7 @@ class Save:
                 counters.already_stored_pages += batch.count - len(batch.positions)
             else:
                 counters.not_stored_pages += self._count - batch.first - len(batch.positions)
-                self._skip_the_rest()  # what follows a page that is not there could never be found
+                self._skip_the_rest()  # pages behind a missing one could never be found
             more = self._next < self._count
         if more:
             self._budget.request(self)
@@ -259,7 +260,7 @@ class Save:
                 if checksum is not None:
                     done[position] = checksum
             copied = True
-        finally:  # whatever a driver raises: somebody waits for these copies to end
+        finally:  # also after an error of a driver: a caller waits until these copies have ended
             with self._hbm.lock:
                 self._copying -= 1
                 self._hbm.changed.notify_all()
@@ -276,8 +277,8 @@ class Save:
         frames: Sequence[memoryview],
         done: dict[int, int],
     ) -> None:
-        """Send pages from where they are. A caller who cancels the save may write over them before they are
-        sent: the daemon compares checksums."""
+        """Send pages from their place. A caller who cancels the save may overwrite them before they are sent,
+        so the daemon compares checksums."""
         sent = self._backend.write(reservation, run[0], frames)
         sent.on_end(lambda: self._run_ended(batch, reservation, run, done if sent.wait() else {}))
 
@@ -304,7 +305,8 @@ class Save:
                 self._backend.abort(reservation)
             self._committed(batch, 0)
             return
-        # Without an answer they may be there or not: they are not counted, and saved again some day.
+        # Without an answer the pages may be stored or not. They do not count, and a later save may store
+        # them.
         committed = self._backend.commit(reservation, batch.done)
         committed.on_end(lambda: self._committed(batch, committed.wait()))
 
@@ -327,21 +329,21 @@ class Save:
             self._hbm.changed.notify_all()
         self._budget.batch_ended(batch.nbytes)
         if last:
-            if self._handle is not None:  # an engine saves as it computes: what comes next goes on from here
+            if self._handle is not None:  # an engine saves as it computes: the next save continues from here
                 self._prompts.remember(self._request, self._handle)
             self.transfer.finish()
 
-    # -- what both need ------------------------------------------------------------------------------
+    # -- used by both ----------------------------------------------------------------------------------
 
     def _tokens(self, position: int, count: int) -> int:
-        """Tokens in chunks of the prompt, its partial tail included."""
+        """Return the number of tokens in chunks of the prompt, including its partial tail."""
         chunk_tokens = self._request.chunk_tokens
         start = (self._first + position) * chunk_tokens
         tokens = min(start + count * chunk_tokens, self._request.num_tokens) - start
         return tokens - self._lacking * (0 < count == self._count - position)
 
     def _give_back(self, batch: _SaveBatch, *, keep: set[int]) -> None:
-        """Give the leases on HBM pages back that need no copy (any more)."""
+        """Release the leases on HBM pages that need no copy (any more)."""
         with self._hbm.lock:
             for position in range(batch.count):
                 if position not in keep:
@@ -356,6 +358,6 @@ class Save:
     def _settle(self, _: TransferState) -> int:
         with self._hbm.lock:
             self._closed = True
-            # The caller may reuse its pages from now on.
+            # The caller may reuse its pages after this.
             self._hbm.changed.wait_for(lambda: not self._copying)
             return self._stored_tokens

@@ -1,5 +1,5 @@
-"""What a save is of: the pages of one layer group, as a request to HBM and to the backend, and the older save
-points of a session that it supersedes (:mod:`tierstore.retention`)."""
+"""Start of saves: requests for the pages of one layer group, and the older save points of a session that a
+save supersedes (:mod:`tierstore.retention`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _DONE = Hint(reuse="done")
 
 @dataclass(frozen=True, slots=True)
 class _PagesToSave:
-    """Pages to save: of ``request``, from page ``first`` on. Where they are of a group with named pages,
-    ``ends`` says where in ``prompt`` they end, and the last chunk is ``lacking`` so many tokens."""
+    """Pages to save, from page ``first`` of ``request`` on. For a group with named pages, ``ends`` are the
+    tokens of ``prompt`` at which they end, and the last chunk is ``lacking`` this many tokens."""
 
     group: Group
     request: LookupRequest
@@ -38,7 +38,7 @@ class _PagesToSave:
 
 
 class Saver:
-    """Begins the saves of one store. ``checkpoint_tokens`` is how far apart save points are kept."""
+    """Starts the saves of one store. ``checkpoint_tokens`` is the distance between kept save points."""
 
     def __init__(self, finder: Finder, mover: Mover, checkpoint_tokens: int) -> None:
         self.checkpoint_tokens = checkpoint_tokens
@@ -78,7 +78,7 @@ class Saver:
         return self._start(pages, source, held, len(held), hints)
 
     def _pages(self, prompt: Prompt | TokenIds, group: Group, first: int, count: int) -> _PagesToSave:
-        """Raises :class:`UsageError` for chunks that the prompt does not have."""
+        """Return the pages to save. Raise :class:`UsageError` for chunks that the prompt does not have."""
         finder = self._finder
         single = finder.single(prompt)
         if single is not None:
@@ -120,9 +120,9 @@ class Saver:
         return saved
 
     def _note_point(self, prompt: Prompt, group: Group, end: int, session: str) -> None:
-        """A session has been saved to ``end``: let those pages leave that are not worth keeping since. The
-        end of the last whole chunk before it stays: a prompt that differs in its last few tokens goes on from
-        there."""
+        """Note that a session was saved up to ``end``, and drop the save points that are not worth keeping
+        any more. The end of the last whole chunk before ``end`` stays, because a prompt that differs in its
+        last few tokens can continue from there."""
         points = prompt.points.get(group.number, [])
         chunk_tokens = self._finder.chunk_tokens
         whole = end - end % chunk_tokens
@@ -137,7 +137,7 @@ class Saver:
         """See :meth:`Store.supersede <tierstore.Store.supersede>`."""
         single = self._finder.single(pages)
         if single is None or not single[1].named:
-            raise UsageError("pages of a chain leave from its end, as the policy says: give a hint")
+            raise UsageError("only named pages can be superseded: use a hint for pages of a chain")
         self._let_leave(*single, session)
 
     def _let_leave(self, group: Group, request: LookupRequest, session: str) -> None:
@@ -147,16 +147,17 @@ class Saver:
 
 
 def checked_hbm_pages(pool: PagePool, hbm_pages: Sequence[int]) -> list[int]:
-    """Raises :class:`UsageError` for what are no pages of the pool."""
+    """Return the page numbers. Raise :class:`UsageError` for numbers that the pool does not have."""
     numbers = whole_numbers("hbm_pages", hbm_pages)
     if numbers and not 0 <= min(numbers) <= max(numbers) < pool.num_pages:
-        raise UsageError(f"hbm_pages lie between 0 and {pool.num_pages - 1}, those of the pool")
+        raise UsageError(f"hbm_pages must lie between 0 and {pool.num_pages - 1}")
     return numbers
 
 
 def _checked_first(first: int, count: int, chunks: int) -> int:
-    """Raises :class:`UsageError` if chunks ``first … first + count`` are not all within ``chunks``."""
+    """Return ``first``. Raise :class:`UsageError` if chunks ``first … first + count`` are not all within
+    ``chunks``."""
     first = whole_number("first", first)
     if first < 0 or first + count > chunks:
-        raise UsageError(f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks")
+        raise UsageError(f"chunks {first} … {first + count} must lie within the prompt's {chunks} chunks")
     return first

@@ -1,8 +1,8 @@
-"""The store that an engine talks to: its own HBM pages over one backend, for all layer groups of a model.
+"""The store of an engine: its own HBM pages over one backend, for all layer groups of a model.
 
-What is in HBM is known here (``hbm.py``). What is below is asked of the backend, which may be in this process
-or a daemon. While a daemon is away there is only HBM: lookups find what is there, and nothing is stored below
-it.
+The store itself knows the pages in HBM (``hbm.py``). It asks the backend for pages below, which may be in
+this process or in a daemon. While a daemon is unavailable there is only HBM: lookups find the pages there,
+and nothing is stored below it.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 
-_CLOSE_S = 5.0  # for saves that are under way
-_LOOKUPS_AT_ONCE = 32  # on their way to a backend. More gain nothing, and each may have to wait for a disk
+_CLOSE_S = 5.0  # for running saves
+_LOOKUPS_AT_ONCE = 32  # open requests; more gain nothing, and each may wait for a disk
 
 
 class Store:
-    """A stack of tiers that pages are found in, loaded from and saved to. Thread-safe.
+    """A stack of tiers in which pages are found, loaded and saved. Thread-safe.
 
-    Made by :func:`tierstore.open` (host memory and a directory of this process's own) or
-    :func:`tierstore.connect` (a daemon's). Pages are found by a :class:`~tierstore.keys.Prompt` (or bare
-    tokens, under the store's own identity).
+    :func:`tierstore.open` makes a store over host memory and a directory of this process.
+    :func:`tierstore.connect` makes one over a daemon. Pages are found by a :class:`~tierstore.keys.Prompt`,
+    or by tokens under the store's own identity.
 
-    Nothing here raises because a tier is full, slow, broken or away: fewer tokens come back, or fewer are
-    stored. :class:`~tierstore.errors.UsageError` and :class:`~tierstore.errors.StoreClosedError` are for
-    mistakes of the caller.
+    A tier that is full, slow, broken or unavailable never causes an exception: lookups and loads return fewer
+    tokens, and saves store fewer. :class:`~tierstore.errors.UsageError` and
+    :class:`~tierstore.errors.StoreClosedError` are for mistakes of the caller.
 
-    What takes time is a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` for it, or ``await`` it.
+    Operations that take time return a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` for it, or
+    ``await`` it.
 
-    A model whose layers remember the past in different ways has pages of each layer group
-    (:mod:`tierstore.groups`). Group ``i`` is the spec's ``i``-th, its pool ``pools[i]``, its rule
-    ``rules[i]``. Pages are saved group by group; a lookup is of all of them, and so is a load:
+    A model with several kinds of layers has pages of each layer group (:mod:`tierstore.groups`). Group ``i``
+    is the ``i``-th of the spec, with the pool ``pools[i]`` and the rule ``rules[i]``. Pages are saved group
+    by group. Lookups and loads cover all groups:
 
     >>> import tierstore
     >>> from tierstore.spec import LayerGroup, LayerKind
@@ -92,9 +93,9 @@ class Store:
         groups: Sequence[Group] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A store over any ``backend``, which it closes. ``policy`` orders the pages of ``pools``; ``clock``
-        is what the ends of leases are compared with. See :func:`tierstore.open` and
-        :func:`tierstore.connect` for the others."""
+        """Make a store over any ``backend``, which :meth:`close` closes. ``policy`` decides the order in
+        which pages leave ``pools``. ``clock`` is the clock of the ends of leases. For the other arguments see
+        :func:`tierstore.open` and :func:`tierstore.connect`."""
         self.pools = checked_pools(spec, pools)
         self.lookup_s = checked_lookup_s(lookup_s)
         self.spec = spec
@@ -116,17 +117,17 @@ class Store:
 
     @property
     def rules(self) -> tuple[GroupRule, ...]:
-        """What hits need of each layer group."""
+        """The rules that say which pages hits need of each layer group."""
         return self._finder.rules
 
     @property
     def pool(self) -> PagePool | None:
-        """The first group's pool; None for a store without."""
+        """The first group's pool; None for a store without pools."""
         return self.pools[0] if self.pools else None
 
     @property
     def checkpoint_tokens(self) -> int:
-        """How far apart the save points of a conversation are kept that it has gone on from."""
+        """The distance in tokens between the save points that are kept of a continued conversation."""
         return self._saver.checkpoint_tokens
 
     @checkpoint_tokens.setter
@@ -135,7 +136,7 @@ class Store:
 
     @property
     def planner(self) -> Planner:
-        """May be replaced by one that several stores share."""
+        """The planner, which may be replaced by one that several stores share."""
         return self._planning.planner
 
     @planner.setter
@@ -143,8 +144,8 @@ class Store:
         self._planning.planner = planner
 
     def register(self, identity: Identity) -> None:
-        """Have the backend know an identity before its first prompt is saved or looked up, which waits for
-        that (``lookup_s`` at most) otherwise. Costs nothing once it does."""
+        """Register an identity with the backend before its first prompt is saved or looked up. Otherwise that
+        first operation waits for the registration, at most ``lookup_s``. Repeating it costs nothing."""
         self._hbm.require_process()
         for group, each in zip(self.groups, identity.groups, strict=True):
             self.backend.register(Registration(each, group.page_bytes, self.spec.chunk_tokens))
@@ -152,7 +153,7 @@ class Store:
     # -- finding -------------------------------------------------------------------------------------
 
     def prompt(self, tokens: TokenIds) -> Prompt:
-        """``tokens`` under the store's own identity, with what finds their pages."""
+        """Return the prompt of ``tokens`` under the store's own identity, with the keys of its pages."""
         self._hbm.require_process()
         return self._finder.prompt(tokens)
 
@@ -160,13 +161,15 @@ class Store:
         self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, counted: bool = True
     ) -> Hit:
         """Return the longest prefix of ``prompt`` (at most ``max_tokens``) that all layer groups can serve
-        from any tier, leased until the hit is loaded or released, or the lease ends.
+        from any tier. It is leased until the hit is loaded or released, or the lease ends.
 
-        ``counted`` is False for a second look on behalf of one request: the statistics leave it out."""
+        ``counted`` is False for a second lookup for the same request, so that statistics count the request
+        once.
+        """
         return lookup_all([(self, prompt)], max_tokens=max_tokens, counted=counted)[0]
 
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
-        """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves are awaitable.)"""
+        """:meth:`lookup` without blocking the event loop. (Loads and saves are awaitable themselves.)"""
         lookup = self._begin(prompt, max_tokens, time.monotonic())
         try:
             lookup.ask()
@@ -190,10 +193,10 @@ class Store:
         return self._finder.begin(prompt, max_tokens=max_tokens, began=began, gain=gain, counted=counted)
 
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
-        """Wait for pages of ``prompt`` that somebody has promised to save. Ends when all that a hit of the
-        promised whole chunks needs is held, when the daemon goes, or when the promise's time is over; then
-        look the prompt up. Where nobody keeps promises (a store of this process alone) that is at once, or
-        after that time."""
+        """Wait for pages of ``prompt`` that another client has promised to save. The transfer ends when the
+        store holds everything that a hit of the promised whole chunks needs, when the daemon goes away, or
+        when the promise expires. Then look the prompt up. A store without a daemon has no promises: there the
+        transfer ends at once, or when the promise expires."""
         self._require_open()
         return self._finder.expect(prompt, promise)
 
@@ -206,15 +209,17 @@ class Store:
         *,
         deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
-        """Bring a hit's pages into HBM pages (the default, for a store with pools) or ``into`` buffers of
-        ``page_bytes``, one for each page that the hit needs: in the order of ``hit.chunks(group)``, for each
-        layer group a sequence of them; where the model has one group that sequence itself.
+        """Load a hit's pages into HBM pages (the default, for a store with pools) or ``into`` buffers.
+
+        ``into`` has one sequence of buffers for each layer group; for a model with one group, it is that
+        sequence itself. A sequence has one buffer of ``page_bytes`` for each page that the hit needs, in the
+        order of ``hit.chunks(group)``.
 
         At the deadline the transfer ends with the longest hit that all groups can serve with the pages that
-        have arrived; ``cancel()`` gives everything back and ends with none. The hit is released when it ends.
-        Without ``deadline_s`` it is loaded as :meth:`plan` says: as far as that is faster than computing, and
-        until computing would be done. Where no engine has said how fast it computes, all is loaded, however
-        long it takes.
+        have arrived. ``cancel()`` releases everything, and the result is empty. The hit is released when the
+        transfer ends. Without ``deadline_s`` the store follows :meth:`plan`: it loads what is faster to load
+        than to compute, and stops when computing would be done. If no engine has reported how fast it
+        computes, the whole hit is loaded, however long that takes.
         """
         self._check_hit(hit)
         return self._loader.all_of(hit, into, optional_seconds("deadline_s", deadline_s))
@@ -222,11 +227,14 @@ class Store:
     def load_part(
         self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
-        """Bring chunks ``first … stop`` of a hit into HBM pages, of which the result has those that came; its
-        tokens count from the prompt's start. What a hit needs of groups with named pages comes with the part
-        that ends it; if that comes short of what any shorter hit needs, its result has no pages. The hit is
-        released by its ``last`` load, or by the caller. In whatever order parts are loaded, each is found
-        again once all before it are published, too."""
+        """Load chunks ``first … stop`` of a hit into HBM pages. The result has the pages that arrived. Its
+        tokens count from the prompt's start.
+
+        The load that reaches the end of the hit also loads the named pages that the hit needs. If these are
+        too few for any shorter hit, its result has no pages. The ``last`` load releases the hit; without it,
+        the caller does. Parts may be loaded in any order: a part can be found again when all parts before it
+        are published, too.
+        """
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         return self._loader.into_hbm(hit, first, stop, deadline_s=deadline_s, last=last)
@@ -241,10 +249,10 @@ class Store:
         keep: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
-        """Load ``count`` pages of a hit (None: all) from page ``first`` on into a target of the caller's (for
-        a store without pools, and a hit of one group: :meth:`Prompt.pages_of`). When the transfer has ended
-        nothing is written to the target any more; the tokens of the result count from the hit's start.
-        ``keep``: the hit is not released, so that more of it can be loaded."""
+        """Load ``count`` pages of a hit (None: all) from page ``first`` on into the caller's target. This
+        needs a store without pools and a hit of one group (:meth:`Prompt.pages_of`). After the transfer has
+        ended, nothing is written to the target any more. The tokens of the result count from the hit's start.
+        ``keep``: do not release the hit, so that more of it can be loaded."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         stop = hit.num_pages if count is None else first + count
@@ -253,32 +261,35 @@ class Store:
     def _check_hit(self, hit: Hit) -> None:
         self._require_open()
         if not isinstance(hit, Hit) or hit.backend is not self.backend:
-            raise UsageError("the hit is of another store")
+            raise UsageError("the hit belongs to another store")
 
     # -- planning ------------------------------------------------------------------------------------
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """An engine tells how long a prefill step took: of ``tokens`` tokens of one prompt, after ``behind``
+        """Record how long a prefill step of an engine took: ``tokens`` tokens of one prompt, after ``behind``
         others. Plans compare loading with it."""
         self.planner.computed(tokens, behind, seconds)
 
     def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
-        """How much of a hit to load, by what loads and prefill steps have taken lately; see
-        :mod:`tierstore.planner`. ``prompt_tokens`` is the whole prompt's length (None: the hit is all of it
-        but one token); ``block`` is what an engine that can compute the front meanwhile computes at a time.
-        Of a model with named pages it is all of the hit or nothing. Changes nothing, and nothing is counted:
-        see :meth:`decline`."""
+        """Return how much of a hit to load, according to recent loads and prefill steps; see
+        :mod:`tierstore.planner`.
+
+        ``prompt_tokens`` is the length of the whole prompt (None: the hit and one more token). ``block`` is
+        for an engine that can compute the front of the hit during the load: the number of tokens that it
+        computes at a time. For a model with named pages the plan is all of the hit or nothing. A plan changes
+        and counts nothing; see :meth:`decline`.
+        """
         return self._planning.plan(hit, prompt_tokens, block=block)
 
     def meeting_point(self, hit: Hit, front: int, back: int) -> int:
-        """Where an engine that has computed the first ``front`` tokens of a hit would meet a load of those
-        before ``back``, in groups with chained pages; see
+        """Return where an engine that has computed the first ``front`` tokens of a hit would meet a load of
+        those before ``back``, in groups with chained pages; see
         :meth:`~tierstore.planner.Planner.meeting_point`."""
         return self._planning.meeting_point(hit, front, back)
 
     def decline(self, hit: Hit, planned: Plan) -> None:
-        """Count what a plan does not use. A tier that is declined is measured now and then all the same, by a
-        read that nobody waits for."""
+        """Count the tokens that a plan does not load. The speed of an unused tier is still measured now and
+        then, by a read in the background."""
         self._planning.decline(hit, planned)
 
     # -- other hosts ---------------------------------------------------------------------------------
@@ -291,24 +302,27 @@ class Store:
     def fetch_remote(
         self, hit: Hit, *, tokens: int | None = None, deadline_s: float | None = None
     ) -> Transfer[int] | None:
-        """Have pages that other hosts have behind a hit (``hit.remote_tokens``), up to ``tokens`` of its
-        prompt (None: all), come into the daemon's memory; None where there are none, or where computing them
-        is faster, as far as both were measured. The result is how many pages came in time (None: as long as
-        computing takes, 2 s at most); look the prompt up again to have them. The hit is not changed, and
-        still to be released."""
+        """Fetch the pages behind a hit that other hosts have (``hit.remote_tokens``) into the daemon's
+        memory, up to ``tokens`` of the prompt (None: all). Return None if there are none, or if computing
+        them is faster according to the measurements.
+
+        The result is the number of pages that arrived in time: within ``deadline_s``, or by default within
+        the time that computing them takes, at most 2 s. Look the prompt up again to use the pages. The hit
+        does not change, and the caller still has to release it.
+        """
         self._check_hit(hit)
         return self._planning.fetch_remote(hit, tokens, optional_seconds("deadline_s", deadline_s))
 
     def worth_fetching(self, behind: int, tokens: int, nbytes: int) -> float | None:
-        """How long ``nbytes`` of other hosts' pages are best waited for, which spare computing ``tokens``
-        tokens ``behind`` others: as long as that takes, 2 s at most. None where computing them is faster, as
-        far as both were measured."""
+        """Return how long it is worth waiting for ``nbytes`` of other hosts' pages, which save computing
+        ``tokens`` tokens after ``behind`` others: the time that computing takes, at most 2 s. Return None if
+        computing is faster according to the measurements."""
         return self._planning.worth_fetching(behind, tokens, nbytes)
 
     def offer(self, hit: Hit) -> None:
-        """The pages of a hit are in use again: where hosts share pages, those that are held below HBM are
-        given to others. (That a chain is used again the daemon notices when it is asked for it, and it is not
-        where all of it is in HBM.)"""
+        """Report that the pages of a hit are in use again, so that those below HBM are offered to other hosts
+        if hosts share pages. (The daemon notices the use of a chain in its lookups, but there are none if the
+        whole chain is in HBM.)"""
         self._loader.offer(hit)
 
     # -- saving --------------------------------------------------------------------------------------
@@ -323,21 +337,21 @@ class Store:
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Store ``pages`` of a layer group as chunks ``first, first + 1, …`` of ``prompt``; the last may be
-        its partial tail. Where the group's pages are chained, those before ``first`` must have been saved
-        before. Of any other group, any chunks may be saved: those that a hit needs
-        (``store.groups[group].chunks``).
+        """Store ``pages`` of a layer group as chunks ``first, first + 1, …`` of ``prompt``. The last may be
+        its partial tail. If the group's pages are chained, the chunks before ``first`` must have been saved
+        already. For other groups, save the chunks that a hit needs (``store.groups[group].chunks``), in any
+        order.
 
-        Each page is a buffer of ``page_bytes`` that must stay as it is until the transfer ends: its bytes
-        are then in the host tier, and go to disk behind the caller's back (see :meth:`flush`). The result is
-        the number of tokens that are stored; pages that are there already count and are not copied.
+        Each page is a buffer of ``page_bytes`` that must not change before the transfer ends. Then its bytes
+        are in the host tier, and they go to disk in the background (see :meth:`flush`). The result is the
+        number of stored tokens. Pages that were already stored count, but are not copied again.
 
-        ``hint`` is what the caller knows of the pages' future, ``session`` any name of the conversation that
-        they are part of (see :mod:`tierstore.types`, and :meth:`finish`). Neither changes what is found or
-        loaded, only what leaves first when a tier is full. A save of no pages can carry them, too. Where
-        pages are named, the end of the last one is taken for a save point of the session, and what it
-        supersedes leaves (:mod:`tierstore.retention`). Where prompts part, save without a session: such a
-        place is nobody's turn.
+        ``hint`` says what the caller knows about the future use of the pages. ``session`` is any name for
+        their conversation (see :mod:`tierstore.types` and :meth:`finish`). Neither changes what is found or
+        loaded, only what a full tier evicts first. A save without pages can carry them, too. For named pages,
+        the end of the last page is a save point of the session, and the save points that it supersedes are
+        dropped (:mod:`tierstore.retention`). Save without a session where prompts diverge: such a point does
+        not belong to one conversation.
         """
         source = Buffers(pages, self._group(group).page_bytes, writable=False)
         return self.save_from(
@@ -355,8 +369,8 @@ class Store:
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """:meth:`save` of ``count`` pages that are not buffers of ``page_bytes``. After ``cancel()`` the
-        source is not read any more; what it had given by then is stored."""
+        """Like :meth:`save`, for ``count`` pages from a ``source`` instead of buffers. After ``cancel()`` the
+        source is not read any more. Pages that were read before are stored."""
         self._require_open()
         hints = SaveHints(hint, session)
         return self._saver.save(prompt, source, count, first, self._group(group), hints)
@@ -371,8 +385,8 @@ class Store:
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Like :meth:`save`, for pages of the group's pool that the caller owns: they are published where
-        they are, become read-only, and are cached after ``release_hbm``."""
+        """Like :meth:`save`, for pages of the group's pool that the caller owns. They are published in place,
+        become read-only, and stay cached after ``release_hbm``."""
         self._require_open()
         self._pool(group)
         prompt = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
@@ -380,14 +394,15 @@ class Store:
         return self._saver.save_hbm(prompt, hbm_pages, first, self.groups[group], hints)
 
     def supersede(self, pages: Prompt, session: str) -> None:
-        """Named pages of a session are not going to be asked for again: those that nobody else has saved
-        leave every tier, at once where nothing holds them, first of all otherwise."""
+        """Declare that named pages of a session will not be requested again. Pages that no other session has
+        saved leave every tier: at once if nothing holds them, otherwise before all others."""
         self._require_open()
         self._saver.supersede(pages, session)
 
     def finish(self, session: str) -> int:
-        """A session is over: those of its pages that no other session, and nobody without one, has saved or
-        gone on from leave first from now on. Returns how many pages that is. An unknown session has none."""
+        """End a session. From now on its pages are evicted first, unless another session, or a save without a
+        session, has saved them or continued from them. Return the number of these pages, 0 for an unknown
+        session."""
         self._require_open()
         with self._hbm.lock:
             in_hbm = self._hbm.sessions.finish("", session)
@@ -395,7 +410,7 @@ class Store:
         return in_hbm if below is None else below
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was saved is on disk (or was given up); False when ``timeout`` seconds pass."""
+        """Wait until all saved pages are on disk or were given up. Return False after ``timeout`` seconds."""
         self._require_open()
         timeout = optional_seconds("timeout", timeout)
         ends = None if timeout is None else time.monotonic() + timeout
@@ -406,18 +421,18 @@ class Store:
     # -- room in HBM (for the engine that owns the pools) ----------------------------------------------
 
     def allocate_hbm(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
-        """``count`` private pages of a group's pool, evicting cached ones; None when that many cannot be had.
-        The pools share a memory: those leave of whichever group has most that nobody uses. ``near`` are pages
-        of the same sequence: a pool of two levels keeps these together."""
+        """Return ``count`` private pages of a group's pool, evicting cached ones if needed; None if there are
+        not enough. The pools share one memory: pages are evicted from the group with most unused cached
+        pages. ``near`` are pages of the same sequence, which a pool of two levels keeps together."""
         self._pool(group)
         count = whole_number("count", count, least=0)
         with self._hbm.lock:
             return self._hbm.allocate(count, group, near=near)
 
     def resize_hbm(self, nbytes: int) -> PoolSize:
-        """Have ``nbytes`` of memory for the pools of all groups from now on. More is had at once, as far as
-        there is memory. Less: what is free and what is cached goes at once, what is in use when it is
-        released. No page in use moves. Raises :class:`UsageError` for a size that cannot be."""
+        """Change the memory of all groups' pools to ``nbytes``. Growth takes effect at once, as far as there
+        is memory. To shrink, free and cached pages are dropped at once, and pages in use when they are
+        released. Pages in use never move. Raise :class:`UsageError` for an impossible size."""
         self._hbm.require_process()
         pool = self._hbm.pool(0)
         nbytes = whole_number("nbytes", nbytes, least=1)
@@ -427,23 +442,26 @@ class Store:
         return pool.large_pages.size
 
     def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
-        """The caller is done with these pages (once for each time it came to own one)."""
+        """Release pages that the caller owns. Call it once for each time that the caller came to own a
+        page."""
         hbm_pages = checked_hbm_pages(self._pool(group), hbm_pages)
         with self._hbm.lock:
             self._hbm.release(hbm_pages, group)
 
     def available_hbm(self, *, group: int = 0) -> int:
-        """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave, of the other
-        groups as far as they make up whole large pages."""
+        """Return how many pages ``allocate_hbm`` could return: free pages, evictable cached pages, and whole
+        large pages of the other groups."""
         self._pool(group)
         with self._hbm.lock:
             return self._hbm.available(group)
 
     def has_room_hbm(self, counts: Sequence[int]) -> bool:
-        """Return whether ``allocate_hbm`` could find so many pages of each group together."""
+        """Return whether ``allocate_hbm`` could return these numbers of pages for all groups together."""
         self._hbm.require_process()
         if len(counts) != len(self.pools):
-            raise UsageError(f"there are {len(self.pools)} pools, and numbers of pages for {len(counts)}")
+            raise UsageError(
+                f"counts must have one number for each of the {len(self.pools)} pools, got {len(counts)}"
+            )
         with self._hbm.lock:
             self._hbm.leases.expire()
             return self._hbm.has_room(counts)
@@ -451,14 +469,15 @@ class Store:
     # -- keeping and dropping ------------------------------------------------------------------------
 
     def evict(self, tier: str, pages: int | None = None, *, group: int | None = None) -> int:
-        """Let up to ``pages`` pages (None: all that may) leave ``tier`` (``hbm``, ``host`` or ``disk``), the
-        policy's worst first; ``group`` is which pool they leave in HBM (None: any). Returns how many left;
-        leased and pinned ones stay. Raises :class:`UsageError` for a group and a tier that groups share."""
+        """Evict up to ``pages`` pages (None: all that may leave) from ``tier`` (``hbm``, ``host`` or
+        ``disk``) in the policy's order. ``group`` selects the pool in HBM (None: any). Return how many were
+        evicted. Leased and pinned pages stay. Raise :class:`UsageError` for a group with a tier that all
+        groups share."""
         self._require_open()
         if tier not in LABELS:
             raise UsageError(f"unknown tier {tier!r} (known: {', '.join(LABELS)})")
         if group is not None and tier != Tier.HBM.label:
-            raise UsageError(f"the layer groups share the tier {tier!r}: evict from it without a group")
+            raise UsageError(f"all layer groups share the tier {tier!r}: leave group out")
         count = None if pages is None else min(whole_number("pages", pages, least=0), sys.maxsize)
         if tier != Tier.HBM.label:
             return self.backend.evict(tier, count)
@@ -466,46 +485,47 @@ class Store:
         return self._hbm.evict_from(groups if self.pools else (), count)
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
-        """Keep what the longest hit of whole chunks of ``prompt`` needs in the store until :meth:`unpin`;
-        returns its tokens. A pin keeps the coldest copy of a page. Faster copies may be evicted."""
+        """Keep everything that the longest hit of whole chunks of ``prompt`` needs in the store until
+        :meth:`unpin`. Return the tokens of this hit. A pin keeps the coldest copy of a page. Faster copies
+        may be evicted."""
         self._require_open()
         return self._pins.pin(prompt)
 
     def unpin(self, prompt: Prompt | TokenIds) -> int:
-        """Undo the newest :meth:`pin` of exactly this prompt by the same tenant. Returns the tokens that this
-        pin has kept, 0 where there was none. Pins of other prompts on the same pages stay."""
+        """Undo the newest :meth:`pin` of exactly this prompt by the same tenant. Return the tokens that this
+        pin has kept, 0 if there was none. Pins of other prompts on the same pages stay."""
         self._require_open()
         return self._pins.unpin(prompt)
 
     # -- seeing and ending ---------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """A snapshot: HBM and what is asked of this store are counted here, everything below HBM by the
+        """Return a snapshot. HBM and requests to this store are counted here, everything below HBM by the
         backend."""
         self._hbm.require_process()
         return self._hbm.stats_over(self.backend.stats(), failed_tasks=self._mover.failed_tasks)
 
     def check(self) -> None:
-        """Assert that everything that is counted twice agrees. For tests and idle moments."""
+        """Assert that all redundant counts agree. For tests and idle moments."""
         self._hbm.require_process()
         with self._hbm.lock:
             self._hbm.check()
         self.backend.check()
 
     def wait_connected(self, timeout: float | None = None) -> bool:
-        """Wait until the backend answers; False when ``timeout`` seconds pass first. Nobody has to: until a
-        daemon is there, everything is a miss."""
+        """Wait until the backend answers. Return False after ``timeout`` seconds. Calling it is optional:
+        until a daemon answers, every lookup is a miss."""
         self._hbm.require_process()
         return self.backend.wait_connected(optional_seconds("timeout", timeout))
 
     @property
     def connected(self) -> bool:
-        """Whether the backend is there, and answers."""
+        """Whether the backend exists and answers."""
         self._hbm.require_process()
         return self.backend.connected
 
     def wait_ready(self) -> None:
-        """Block until the store is as fast as it gets (it works before that, more slowly)."""
+        """Block until the store has reached its full speed. (It works before that, but more slowly.)"""
         self._hbm.require_process()
         self.backend.wait_ready(self.lookup_s)
 
@@ -515,15 +535,15 @@ class Store:
         return self._hbm.closed
 
     def close(self) -> None:
-        """Finish what is under way and give everything back. Idempotent."""
+        """Finish running operations and release everything. Idempotent."""
         if self._hbm.forked:
-            return  # nothing here is this process's
+            return  # nothing here belongs to this process
         with self._hbm.lock:
             if self._hbm.closed:
                 return
             self._hbm.closed = True
         self._hbm.wait_saved(_CLOSE_S)
-        self._mover.drain()  # copies go on after their load, and need the backend's leases
+        self._mover.drain()  # copies continue after their loads, and need the backend's leases
         self.backend.close()
         self._mover.close()
 
@@ -532,14 +552,17 @@ class Store:
         self._hbm.require_open()
 
     def _group(self, group: int) -> Group:
-        """Raises :class:`UsageError` for a group that the model does not have."""
+        """Return a group. Raise :class:`UsageError` if the model does not have it."""
         group = whole_number("group", group)
         if not 0 <= group < len(self.groups):
-            raise UsageError(f"the model has layer groups 0 to {len(self.groups) - 1}, not {group}")
+            raise UsageError(
+                f"group must lie between 0 and {len(self.groups) - 1}, the model's layer groups, got {group}"
+            )
         return self.groups[group]
 
     def _pool(self, group: int) -> PagePool:
-        """Raises :class:`UsageError` likewise, and for a store without pools."""
+        """Return a group's pool. Raise :class:`UsageError` for an unknown group and for a store without
+        pools."""
         self._hbm.require_process()
         return self._hbm.pool(self._group(group).number)
 
@@ -553,32 +576,35 @@ class Store:
 
 
 def checked_lookup_s(lookup_s: float) -> float:
-    """Raises :class:`UsageError` for no time at all."""
+    """Return ``lookup_s``. Raise :class:`UsageError` if it is not positive."""
     lookup_s = seconds("lookup_s", lookup_s)
     if lookup_s <= 0:
-        raise UsageError("lookup_s must be above 0")
+        raise UsageError("lookup_s must be above 0, got {lookup_s}")
     return lookup_s
 
 
 def checked_pools(spec: KVSpec, pools: PagePool | Sequence[PagePool] | None) -> tuple[PagePool, ...]:
-    """Raises :class:`UsageError` for chunks that are too short for a name, and for pools that are not those
-    of the groups. Of a hashed layout the engine's own is the same without the hash: it knows tokens."""
+    """Return the pools as a tuple. Raise :class:`UsageError` if the chunks are too short for a name, or if
+    the pools do not match the layer groups. A pool's spec may lack the hash of a hashed layout, because an
+    engine knows the tokens."""
     groups = groups_of(spec)
     if by_kind(groups)[1] and spec.chunk_tokens < LEAST_NAMED_TOKENS:
         raise UsageError(
-            f"pages of windows and states are named by {LEAST_NAMED_TOKENS} tokens' worth of bytes: "
-            f"chunks of {spec.chunk_tokens} tokens are too short"
+            f"chunk_tokens must be at least {LEAST_NAMED_TOKENS} for models with windows or states, "
+            f"got {spec.chunk_tokens}: the names of their pages need as many bytes"
         )
     if pools is None:
         return ()
     pools = (pools,) if isinstance(pools, PagePool) else tuple(pools)
     if len(pools) != len(groups):
-        raise UsageError(f"the model has {len(groups)} layer groups, and there are {len(pools)} pools")
+        raise UsageError(f"the model has {len(groups)} layer groups: give as many pools, not {len(pools)}")
     for pool, part in zip(pools, spec.split(), strict=True):
         if replace(pool.spec, hashed=part.hashed) != part:
             raise UsageError("the page pool was made for another KV spec than the store's")
     if any(pool.large_pages is not pools[0].large_pages for pool in pools):
-        raise UsageError("the pools of a model's layer groups lie in one memory: see open_pools")
+        raise UsageError(
+            "the pools of a model's layer groups must share one memory: make them with open_pools"
+        )
     return pools
 
 
@@ -589,14 +615,17 @@ def lookup_all(
     gain: int = 0,
     counted: bool = True,
 ) -> list[Hit]:
-    """:meth:`Store.lookup` of many prompts, in one store or in several: all are asked before any answer is
-    waited for, and ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in
-    the order of ``wanted``. ``gain``: tokens that a prompt need not compute if pages that the caller has
-    named, and that are lacking, come from other hosts (0: these are not asked). ``counted``: see
-    :meth:`Store.lookup`. Raises what :meth:`Store.lookup` raises; nothing is leased then.
+    """Look up many prompts, in one store or in several. All are requested before any answer is awaited, and
+    ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in the order of
+    ``wanted``.
 
-    An engine has as many prompts to ask about as it has workers times KV cache groups: with a round trip for
-    each they would come near the end of its patience."""
+    ``gain`` is for pages that the caller has named: the tokens that a prompt need not compute if its missing
+    pages come from other hosts (0: do not ask other hosts). ``counted``: see :meth:`Store.lookup`. If it
+    raises an error of :meth:`Store.lookup`, nothing is leased.
+
+    An engine may have a prompt for each pair of worker and KV cache group. One round trip for each could
+    exceed its time limit.
+    """
     began = time.monotonic()
     lookups: list[Lookup] = []
     hits: list[Hit] = []

@@ -159,7 +159,7 @@ def test_prompts_of_several_identities_live_side_by_side(engine):
 def test_chunks_too_short_for_a_name_are_refused():
     full = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 32)
     window = LayerGroup(LayerKind.SLIDING_WINDOW, (1,), 1, 32, window=8)
-    with pytest.raises(UsageError, match="too short"):
+    with pytest.raises(UsageError, match="chunk_tokens must be at least"):
         tierstore.open(None, KVSpec((full, window), "float32", 4), host_bytes=1 << 20)
     tierstore.open(None, KVSpec((full,), "float32", 4), host_bytes=1 << 20).close()
 
@@ -169,7 +169,7 @@ def test_pools_of_other_groups_are_refused():
     with pytest.raises(UsageError, match="another KV spec"):
         tierstore.open(None, GEMMA, identity=IDENTITY, pools=pools[::-1])
     others = tierstore.open_pools(GEMMA, 1 << 20)
-    with pytest.raises(UsageError, match="lie in one memory"):
+    with pytest.raises(UsageError, match="must share one memory"):
         tierstore.open(None, GEMMA, identity=IDENTITY, pools=[pools[0], others[1]])
 
 

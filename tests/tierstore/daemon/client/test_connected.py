@@ -230,7 +230,7 @@ def test_mistakes(store, shared_daemon):
         tierstore.connect("http://localhost", SPEC)
     with pytest.raises(UsageError, match="another KV spec"):
         tierstore.connect(shared_daemon.url, SPEC, pools=PagePool(type(SPEC)(SPEC.groups, "float16"), 2))
-    with pytest.raises(UsageError, match="do not lie within"):
+    with pytest.raises(UsageError, match="must lie within"):
         store.save(TOKENS, pages_of(TOKENS), first=1)
     with pytest.raises(UsageError, match="no page pool"):
         store.load(store.lookup(TOKENS))
