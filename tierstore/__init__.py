@@ -120,6 +120,7 @@ def open(
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
     checkpoint_tokens: int | None = None,
+    model_name: str = "",
 ) -> Store:
     """Open an embedded store, with its tiers in this process.
 
@@ -136,15 +137,18 @@ def open(
     (:mod:`tierstore.codec`). ``checkpoint_tokens`` is the distance between the save points of a conversation
     in groups with named pages (None: see :mod:`tierstore.retention`). A disk call that takes longer than
     ``stall_s`` seconds marks the disk as stalled; loads and saves do not wait for it until it answers.
+    ``model_name`` is the model's name for people, as `tierstore ls` shows it.
 
     Raises :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
+    from tierstore.arguments import text
     from tierstore.core.backend import LocalBackend, open_core
     from tierstore.groups import groups_of
     from tierstore.store.store import Store, checked_pools
 
     page_pools = checked_pools(spec, pools)
+    name = text("model_name", model_name)
     core = open_core(
         path,
         max(group.page_bytes for group in groups_of(spec)),
@@ -159,7 +163,7 @@ def open(
         stall_s=stall_s,
         pools=page_pools,
     )
-    backend = LocalBackend(core, owns_core=True)
+    backend = LocalBackend(core, owns_core=True, model_name=name)
     return Store(
         backend,
         spec,

@@ -290,5 +290,6 @@ def open_connector(
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
+        model_name=model_name,
     )
     return StoreConnector(opened)

