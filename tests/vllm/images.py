@@ -13,7 +13,7 @@ import sys
 import types
 
 from tests.vllm.models import prompt
-from tierstore_tools.vllm.models import IMAGE_TOKEN
+from tests.vllm.recipes import IMAGE_TOKEN
 
 _TRIES = 200
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.vllm.recipes import RECIPES
 from tierstore_tools.vllm import models
 from tierstore_tools.vllm.asks import prompt
 
@@ -34,4 +35,7 @@ QWEN3_NEXT = "tiny-qwen3-next"  # 3 layers with recurrent states, 1 of full atte
 
 def model(kind: str, cache: Path) -> Path:
     """The directory of the model ``kind`` (one of the names above), made in ``cache`` if need be."""
-    return models.make(kind, cache / f"{kind}-2")  # count up when a recipe changes
+    directory = cache / f"{kind}-2"  # count up when a recipe changes
+    if kind in RECIPES:
+        return models.make_with("tests.vllm.recipes", kind, directory)
+    return models.make(kind, directory)

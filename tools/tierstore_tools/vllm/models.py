@@ -18,10 +18,9 @@ from tierstore.errors import TierStoreError, UsageError
 
 VOCAB = 320
 PRINTABLE = 94  # token ids below are printable ASCII, one character each
-IMAGE_TOKEN = 259  # the place of an image in a prompt, for models with vision
 _SEED = 20261121
 _POSITIONS = 131_072
-_BASE = {
+BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -38,159 +37,16 @@ _BASE = {
 }
 
 
-def _llama(**changes: Any) -> Any:
+def llama(**changes: Any) -> Any:
+    """Return a Llama of 4 layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**{**_BASE, **changes}))
-
-
-def _gemma(**changes: Any) -> Any:
-    """Return a model with three window layers (64 tokens) per full layer: several KV cache groups in vLLM."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        **{**_BASE, "tie_word_embeddings": True, **changes},
-        sliding_window=64,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-        query_pre_attn_scalar=32,
-    )
-    model = Gemma3ForCausalLM(config)
-    model.model.embed_tokens.weight.data *= 0.4  # otherwise it always repeats the last token
-    return model
-
-
-def _llama4() -> Any:
-    """Return a dense model with three layers that attend within chunks of 160 tokens per full layer without
-    rotary. A hit of 896 tokens ends inside a chunk, a hit of 640 between two."""
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    shape: dict[str, Any] = {name: value for name, value in _BASE.items() if name != "intermediate_size"}
-    config = Llama4TextConfig(
-        **shape,
-        intermediate_size=256,
-        intermediate_size_mlp=256,
-        attention_chunk_size=160,
-        no_rope_layers=[1, 1, 1, 0],
-        interleave_moe_layer_step=0,
-        moe_layers=[],
-        num_local_experts=1,
-        num_experts_per_tok=1,
-    )
-    return Llama4ForCausalLM(config)
-
-
-def _qwen3_next() -> Any:
-    """Return a model with three layers of gated delta rule per full layer. On a CPU vLLM accepts heads of 128
-    in bfloat16, and none of 32."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    shape: dict[str, Any] = {**_BASE, "head_dim": 128}
-    config = Qwen3NextConfig(
-        **shape,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-    )
-    return Qwen3NextForCausalLM(config)
-
-
-def _opt(**changes: Any) -> Any:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        word_embed_proj_dim=128,
-        ffn_dim=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=4096,
-        init_std=0.2,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=258,
-        **changes,
-    )
-    return OPTForCausalLM(config)
-
-
-def _mla() -> Any:
-    """Return a model with latent attention (MLA) and dense layers."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    shape: dict[str, Any] = {
-        name: value for name, value in _BASE.items() if name not in ("head_dim", "num_key_value_heads")
-    }
-    config = DeepseekV2Config(
-        **shape,
-        num_key_value_heads=4,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        first_k_dense_replace=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-    )
-    return DeepseekV2ForCausalLM(config)
-
-
-def _phi3_longrope() -> Any:
-    """Return a model that has other rotary factors if the longest prompt exceeds 1024 tokens."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    shape: dict[str, Any] = {
-        name: value for name, value in _BASE.items() if name not in ("head_dim", "max_position_embeddings")
-    }
-    config = Phi3Config(
-        **shape,
-        max_position_embeddings=4096,
-        original_max_position_embeddings=1024,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10_000.0,
-            "short_factor": [1.0] * 16,
-            "long_factor": [4.0] * 16,
-            "original_max_position_embeddings": 1024,
-        },
-    )
-    return Phi3ForCausalLM(config)
-
-
-def _llava() -> Any:
-    """Return a Llama with images of 56 × 56 pixels, 16 tokens each."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    sees = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=56,
-        patch_size=14,
-        initializer_range=0.2,
-    )
-    shape: dict[str, Any] = dict(_BASE)
-    config = LlavaConfig(
-        vision_config=sees,
-        text_config=LlamaConfig(**shape),
-        image_token_index=IMAGE_TOKEN,
-        tie_word_embeddings=False,
-    )
-    return LlavaForConditionalGeneration(config)
+    return LlamaForCausalLM(LlamaConfig(**{**BASE, **changes}))
 
 
 def _small() -> Any:
     """Return a Llama of 26 M parameters: prefill costs far more than an engine's own work per step."""
-    return _llama(
+    return llama(
         hidden_size=512,
         intermediate_size=1536,
         num_hidden_layers=8,
@@ -208,16 +64,8 @@ def _text(model: Any) -> Any:
 
 
 _KINDS: dict[str, Callable[[], Any]] = {
-    "tiny": _llama,
-    "tiny-text": lambda: _text(_llama()),
-    "tiny-6-layers": lambda: _llama(num_hidden_layers=6),
-    "tiny-gemma": _gemma,
-    "tiny-opt": _opt,
-    "tiny-mla": _mla,
-    "tiny-llama4": _llama4,
-    "tiny-qwen3-next": _qwen3_next,
-    "tiny-phi3-longrope": _phi3_longrope,
-    "tiny-llava": _llava,
+    "tiny": llama,
+    "tiny-text": lambda: _text(llama()),
     "small": _small,
     "small-text": lambda: _text(_small()),
 }
@@ -231,8 +79,14 @@ def make(kind: str, directory: Path) -> Path:
     """
     if kind not in _KINDS:
         raise UsageError(f"unknown model {kind!r} (known: {', '.join(KINDS)})")
+    return make_with("tierstore_tools.vllm.models", kind, directory)
+
+
+def make_with(module: str, kind: str, directory: Path) -> Path:
+    """Run ``python -m module kind directory`` unless the directory has a model. Raises
+    :class:`TierStoreError`."""
     if not (directory / "config.json").exists():
-        command = [sys.executable, "-m", "tierstore_tools.vllm.models", kind, str(directory)]
+        command = [sys.executable, "-m", module, kind, str(directory)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -240,19 +94,22 @@ def make(kind: str, directory: Path) -> Path:
     return directory
 
 
-def _write(kind: str, directory: Path) -> None:
+def write(
+    make_model: Callable[[], Any], directory: Path, *, more: Callable[[Path], None] | None = None
+) -> None:
+    """Make a model with the fixed seed and write it to ``directory``, with the files that ``more`` adds."""
     import torch
 
     torch.manual_seed(_SEED)
-    model = _KINDS[kind]().float()
+    model = make_model().float()
     for name, parameter in model.named_parameters():
         if "norm" in name and parameter.dim() == 1:  # ones or zeros would hide a missing norm
             parameter.data += 0.1 * torch.randn_like(parameter)
     partial = directory.with_name(f"{directory.name}.partial")
     model.save_pretrained(partial)
     _write_tokenizer(partial)
-    if hasattr(model.config, "vision_config"):
-        _write_processor(partial)
+    if more is not None:
+        more(partial)
     partial.rename(directory)  # in one step: an existing directory is complete
 
 
@@ -281,24 +138,5 @@ def _write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def _write_processor(directory: Path) -> None:
-    images = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": 56},
-        "crop_size": {"height": 56, "width": 56},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.25, 0.25, 0.25],
-    }
-    both = {
-        "processor_class": "LlavaProcessor",
-        "image_token": "<image>",
-        "patch_size": 14,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps(images))
-    (directory / "processor_config.json").write_text(json.dumps(both))
-
-
 if __name__ == "__main__":
-    _write(sys.argv[1], Path(sys.argv[2]))
+    write(_KINDS[sys.argv[1]], Path(sys.argv[2]))
