@@ -72,7 +72,9 @@ def measure(prompts: Sequence[Prompt], seconds: float) -> Cost:
     pages = sum(len(prompt.keys) + 1 for prompt in prompts)
     generator = random.Random(0)
     curve = ReuseCurve()
-    lookups, calls, works = [], [], []
+    lookups: list[float] = []
+    calls: list[float] = []
+    works: list[float] = []
     with tierstore.open(None, SPEC, identity=IDENTITY, host_bytes=2 * pages * SPEC.page_bytes) as store:
         for prompt in prompts:
             store.save(prompt, [bytes(SPEC.page_bytes)] * len(prompt.keys)).wait()

@@ -16,30 +16,33 @@ were held with round robin and 63 % with Dynamo's selector (docs/routing.md).
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-import itertools
-import json as json_format
 import random
 import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import httpx
 import typer
 
 from tierstore.command_line import one_line_errors
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_engine.build import open_model
 from tierstore_tools import machine, report
+from tierstore_tools.plan import percentile
 from tierstore_tools.processes import free_port, listens
+from tierstore_tools.scenarios.endpoint import Reply, ScenarioRequest, connected
+from tierstore_tools.scenarios.targets import Started
 from tierstore_tools.vllm.daemon import ServeProcess
 
 ROUTERS = ("round-robin", "sticky", "dynamo")
@@ -51,50 +54,12 @@ VOCABULARY = 250
 
 
 @dataclass(frozen=True)
-class Workload:
-    """``first`` tokens in a session's first turn, ``more`` new ones in each later turn. ``room``: capacity of
-    all daemons together, in multiples of what all sessions take."""
-
-    model: str
-    engines: int
-    sessions: int
-    turns: int
-    first: int
-    more: int
-    room: float
-    at_once: int
-    seed: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a session's last turn."""
-        return self.first + (self.turns - 1) * self.more
-
-    def host_bytes(self) -> int:
-        """Return the capacity of each daemon."""
-        spec = open_model(self.model, device="cpu").config.kv_spec()
-        pages = self.sessions * -(-self.longest // spec.chunk_tokens)
-        least = 2 * self.longest // spec.chunk_tokens
-        return max(int(self.room * pages / self.engines), least) * spec.page_bytes
-
-
-@dataclass(frozen=True)
 class Turn:
     """A request: turn ``number`` of a session."""
 
     session: int
     number: int
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Answered:
-    """``ttft_s`` counts from before the router was asked."""
-
-    turn: int
-    prompt: int
-    cached: int
-    ttft_s: float
 
 
 @dataclass(frozen=True)
@@ -110,35 +75,52 @@ class Row:
     seconds: float
 
 
-class Router(Protocol):
-    """Chooses the engine of each turn."""
+class Engine(Started):
+    """A daemon that publishes KV events, and an engine above it."""
 
-    def choose(self, turn: Turn) -> int: ...
+    def __init__(self, model: str, spec: KVSpec, host_bytes: int, scratch: Path) -> None:
+        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        options = ("--events", self.events, "--events-replay", self.replay)
+        daemon = ServeProcess(scratch, disk=False, host_bytes=host_bytes, options=options)
+        port = free_port()
+        pool_bytes = POOL_TOKENS // spec.chunk_tokens * spec.page_bytes
+        command = [sys.executable, "-c", "from tierstore_engine.cli import main; main()", "serve"]
+        command += [f"--model={model}", f"--store={daemon.url}", f"--port={port}", "--device=cpu"]
+        command += [f"--hbm-bytes={pool_bytes}"]
+        super().__init__("an engine", port, command, threads=1, daemon=daemon, scratch=scratch)
 
-    def answered(self, turn: Turn) -> None: ...
 
-
-class Fixed:
+class Router:
     """Round robin, or (``sticky``) by session."""
 
-    def __init__(self, engines: int, *, sticky: bool) -> None:
-        self._engines, self._sticky, self._next = engines, sticky, itertools.count()
+    def __init__(self, engines: int, *, sticky: bool = False) -> None:
+        self._engines, self._sticky, self._chosen = engines, sticky, 0
 
     def choose(self, turn: Turn) -> int:
-        return (turn.session if self._sticky else next(self._next)) % self._engines
+        """Return the engine of a turn."""
+        self._chosen += 1
+        return (turn.session if self._sticky else self._chosen) % self._engines
 
-    def answered(self, turn: Turn) -> None: ...
+    def answered(self, turn: Turn) -> None:
+        """Report that a turn is complete."""
+
+    def close(self) -> None:
+        """End the router's process."""
 
 
-class Dynamo:
+class Dynamo(Router):
     """Dynamo's selector in a process of its own."""
 
-    def __init__(self, engines: Sequence[EngineProcess], block_tokens: int) -> None:
+    def __init__(self, engines: Sequence[Engine], block_tokens: int) -> None:
         port = free_port()
         command = [sys.executable, "-m", "dynamo.select_service", "--port", str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False)
-        wait_for(port, self._process, "Dynamo's selector")
+        ends = time.monotonic() + START_S
+        while not listens(port):
+            if self._process.poll() is not None or time.monotonic() > ends:
+                raise TierStoreError("Dynamo's selector does not start")
+            time.sleep(0.05)
         for number, engine in enumerate(engines):
             self._post(
                 "/workers",
@@ -174,59 +156,6 @@ class Dynamo:
         return answer.json()
 
 
-class EngineProcess:
-    """A daemon and an engine above it."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        options = ("--events", self.events, "--events-replay", self.replay)
-        self.daemon = ServeProcess(disk=False, host_bytes=workload.host_bytes(), options=options)
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._model = workload.model
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.daemon.start()
-        spec = open_model(self._model, device="cpu").config.kv_spec()
-        server = "from tierstore_engine.cli import main; main()"
-        command = [sys.executable, "-c", server, "serve", "--model", self._model]
-        command += ["--store", self.daemon.url, "--port", str(self._port), "--device", "cpu"]
-        command += ["--hbm-bytes", str(POOL_TOKENS // spec.chunk_tokens * spec.page_bytes)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for(self._port, self._process, "an engine's server")
-        with httpx.Client(timeout=REQUEST_S, trust_env=False) as http:
-            self.ask(http, range(64))  # warms up
-
-    def ask(self, http: httpx.Client, tokens: Sequence[int]) -> tuple[float, int]:
-        """Return the time of the first token, and the number of prompt tokens that were held."""
-        body = {
-            "model": self._model.rstrip("/").rpartition("/")[2],
-            "prompt": list(tokens),
-            "max_tokens": TURN_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        first_at, cached = 0.0, 0
-        with http.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
-            if answer.is_error:
-                raise TierStoreError(f"the engine refuses: {answer.read().decode()}")
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    first_at = first_at or time.monotonic()
-                    usage = json_format.loads(line.removeprefix("data: ")).get("usage")
-                    cached = int(usage["prompt_tokens_details"]["cached_tokens"]) if usage else cached
-        return first_at, cached
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self.daemon.close()
-
-
 def main(
     model: str = "demo",
     engines: int = 3,
@@ -240,29 +169,40 @@ def main(
     routers: str = ",".join(ROUTERS),
     json: str | None = None,
 ) -> None:
-    """Measure hits and TTFT of sessions over several engines, by router."""
-    workload = Workload(model, engines, sessions, turns, first, more, room, at_once, seed)
+    """Measure hits and TTFT of sessions over several engines, by router. A session's FIRST turn has that many
+    tokens and each later turn MORE. ROOM is the capacity of all daemons in multiples of what all sessions
+    take."""
     names = routers.split(",")
+    longest = first + (turns - 1) * more
     if unknown := set(names) - set(ROUTERS):
         raise UsageError(f"--routers takes {', '.join(ROUTERS)}, got {', '.join(sorted(unknown))}")
-    if workload.longest + TURN_TOKENS > POOL_TOKENS:
-        raise UsageError(f"a last turn of {workload.longest} tokens is longer than a pool of {POOL_TOKENS}")
+    if longest + TURN_TOKENS > POOL_TOKENS:
+        raise UsageError(f"a last turn of {longest} tokens is longer than a pool of {POOL_TOKENS}")
     if "dynamo" in names and importlib.util.find_spec("dynamo") is None:
         raise UsageError(
             "Dynamo is not installed: pip install --no-deps ai-dynamo ai-dynamo-runtime && "
             "pip install 'pydantic<=2.13.5' uvloop msgpack, or --routers round-robin,sticky"
         )
     report.require_targets(json)
-    order, rows = turns_of(workload), []
+    spec = open_model(model, device="cpu").config.kv_spec()
+    pages = int(room * sessions * -(-longest // spec.chunk_tokens) / engines)
+    host_bytes = max(pages, 2 * longest // spec.chunk_tokens) * spec.page_bytes
+    order, rows = turns_of(sessions, [first + number * more for number in range(turns)], seed), []
     with report.phases() as shown:
         for name in names:
-            with shown.phase(name, measurable=False), running(workload, name) as (processes, router):
-                began = time.monotonic()
-                answers = drive(processes, router, order, at_once)
-                rows.append(row_of(name, answers, time.monotonic() - began))
+            with shown.phase(name, measurable=False), ExitStack() as stack:
+                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-bench-")))
+                started = [Engine(model, spec, host_bytes, scratch) for _ in range(engines)]
+                for engine in started:
+                    stack.callback(engine.close)
+                    engine.start()
+                router = Router(engines, sticky=name == "sticky")
+                if name == "dynamo":
+                    router = Dynamo(started, spec.chunk_tokens)
+                stack.callback(router.close)
+                rows.append(asyncio.run(drive(name, [each.url for each in started], router, order, at_once)))
     report.table(
-        f"{sessions} sessions of {turns} turns over {engines} engines of {model}, "
-        f"{format_size(workload.host_bytes())} each",
+        f"{sessions} sessions of {turns} turns, {engines} engines of {model}, {format_size(host_bytes)} each",
         ("router", "held", "of later turns", "mean TTFT", "later turns p50", "p99", "took"),
         [
             (
@@ -278,94 +218,66 @@ def main(
         ],
         to_stderr=json == "-",
     )
-    document = {"machine": machine.describe(), "workload": asdict(workload)}
-    report.write_json({**document, "routers": [asdict(row) for row in rows]}, json)
+    report.write_json({"machine": machine.describe(), "routers": [asdict(row) for row in rows]}, json)
 
 
-def turns_of(workload: Workload) -> list[Turn]:
+def turns_of(sessions: int, lengths: Sequence[int], seed: int) -> list[Turn]:
     """Return all turns in the order of their arrival: sessions are mixed, the turns of each are in order."""
-    draw = random.Random(workload.seed)
-    said = [[draw.randrange(VOCABULARY) for _ in range(workload.longest)] for _ in range(workload.sessions)]
-    order = [session for session in range(workload.sessions) for _ in range(workload.turns)]
+    draw = random.Random(seed)
+    said = [tuple(draw.randrange(VOCABULARY) for _ in range(lengths[-1])) for _ in range(sessions)]
+    order = [session for session in range(sessions) for _ in lengths]
     draw.shuffle(order)
-    so_far = [0] * workload.sessions
+    so_far = [0] * sessions
     turns = []
     for session in order:
-        number = so_far[session]
+        turns.append(Turn(session, so_far[session], said[session][: lengths[so_far[session]]]))
         so_far[session] += 1
-        turns.append(Turn(session, number, tuple(said[session][: workload.first + number * workload.more])))
     return turns
 
 
-def drive(
-    engines: Sequence[EngineProcess], router: Router, turns: Sequence[Turn], at_once: int
-) -> list[Answered]:
+async def drive(name: str, urls: Sequence[str], router: Router, turns: Sequence[Turn], at_once: int) -> Row:
     """Send the turns in order, ``at_once`` at a time. A turn waits for the one before it in its session."""
-    done = {(turn.session, turn.number): threading.Event() for turn in turns}
-    choosing = threading.Lock()
+    done = {(turn.session, turn.number): asyncio.Event() for turn in turns}
+    waiting, choosing = iter(turns), asyncio.Lock()
+    found: list[tuple[Turn, float, Reply]] = []  # with the time before the router was asked
 
-    def answer(turn: Turn) -> Answered:
-        if turn.number:
-            done[turn.session, turn.number - 1].wait(REQUEST_S)
-        began = time.monotonic()
-        with choosing:
-            at = router.choose(turn)
-        try:
-            first_at, cached = engines[at].ask(http, turn.tokens)
-        finally:
-            router.answered(turn)
+    async def worker() -> None:
+        for turn in waiting:
+            if turn.number:
+                await done[turn.session, turn.number - 1].wait()
+            began = time.perf_counter()
+            async with choosing:
+                at = await asyncio.to_thread(router.choose, turn)
+            reply = await endpoints[at].ask(ScenarioRequest(turn.tokens, TURN_TOKENS))
+            await asyncio.to_thread(router.answered, turn)
             done[turn.session, turn.number].set()
-        return Answered(turn.number, len(turn.tokens), cached, first_at - began)
+            if reply.error is not None:
+                raise TierStoreError(f"an engine refuses: {reply.error}")
+            found.append((turn, began, reply))
 
-    with httpx.Client(timeout=REQUEST_S, trust_env=False) as http, ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(answer, turns))
-
-
-@contextmanager
-def running(workload: Workload, name: str) -> Iterator[tuple[list[EngineProcess], Router]]:
-    """Start the engines and the router, and end them afterwards."""
-    with ExitStack() as stack:
-        engines = []
-        for _ in range(workload.engines):
-            engines.append(EngineProcess(workload))
-            stack.callback(engines[-1].close)
-            engines[-1].start()
-        if name == "dynamo":
-            spec = open_model(workload.model, device="cpu").config.kv_spec()
-            dynamo = Dynamo(engines, spec.chunk_tokens)
-            stack.callback(dynamo.close)
-            yield engines, dynamo
-        else:
-            yield engines, Fixed(workload.engines, sticky=name == "sticky")
-
-
-def row_of(name: str, answers: Sequence[Answered], seconds: float) -> Row:
-    """Summarise one router's answers."""
-    later = [each for each in answers if each.turn]
-    times = sorted(each.ttft_s for each in later) or [0.0]
+    async with AsyncExitStack() as stack:
+        endpoints = [await stack.enter_async_context(connected(url, request_s=REQUEST_S)) for url in urls]
+        for endpoint in endpoints:
+            await endpoint.warm_up(ScenarioRequest(tuple(range(64)), TURN_TOKENS))
+        start = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(at_once)))
+        seconds = time.perf_counter() - start
+    later = [each for each in found if each[0].number]
+    times = [reply.first_at - began for _, began, reply in later]
     return Row(
         name,
-        hit_rate(answers),
-        hit_rate(later),
-        statistics.fmean(each.ttft_s for each in answers),
-        statistics.median(times),
-        times[min(len(times) - 1, int(len(times) * 0.99))],
+        hit_rate([reply for *_, reply in found]),
+        hit_rate([reply for *_, reply in later]),
+        statistics.fmean(reply.first_at - began for _, began, reply in found),
+        percentile(times, 0.5),
+        percentile(times, 0.99),
         seconds,
     )
 
 
-def hit_rate(answers: Sequence[Answered]) -> float:
+def hit_rate(replies: Sequence[Reply]) -> float:
     """Return the held prompt tokens over all prompt tokens."""
-    return sum(each.cached for each in answers) / max(sum(each.prompt for each in answers), 1)
-
-
-def wait_for(port: int, process: subprocess.Popen[bytes], what: str) -> None:
-    """Wait until ``process`` listens. Raises :class:`TierStoreError` if it ends or takes too long."""
-    ends = time.monotonic() + START_S
-    while not listens(port):
-        if process.poll() is not None or time.monotonic() > ends:
-            raise TierStoreError(f"{what} does not start")
-        time.sleep(0.05)
+    return sum(reply.cached_tokens for reply in replies) / max(sum(r.prompt_tokens for r in replies), 1)
 
 
 if __name__ == "__main__":
