@@ -1,1 +1,1 @@
-"""The client of a daemon: its connection, the arena it maps, and what it asks and is told."""
+"""The client of a daemon: its connection, its mapping of the arena, its requests and their answers."""

@@ -1,13 +1,13 @@
-"""A connection's hold on a daemon's arena: the mapping (see ``mapping.py``), and the unix socket that is its
-sign of life.
+"""A connection's hold on a daemon's arena: the mapping (see ``mapping.py``) and the unix socket that shows
+the daemon that this process lives.
 
-The socket is opened once, hands over the arena's file descriptor and a token, and stays open for as long as
-the process wants the daemon to think that it lives. All messages go over it (:attr:`Arena.line`). That the
-daemon has closed its end means that it is gone. The mapping outlives it: whoever is copying from it under a
-lease may finish (it has its own reference), because nobody is left to overwrite what it reads.
+The socket is opened once. It hands over the arena's file descriptor and a token, and all messages use it
+(:attr:`Arena.line`). It stays open until the process ends or closes the connection. If the daemon closes its
+end, the daemon is gone. The mapping survives that: a copy that runs under a lease has its own reference and
+may finish, because no process is left to overwrite its source.
 
-A forked child has both, too, and would keep its dead parent's session alive. So it closes the socket, without
-shutting the connection down, which is the parent's.
+A forked child has both, too, and would keep its dead parent's connection alive. So the child closes the
+socket without shutting down the connection, which belongs to the parent.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tierstore.wire.framing import FramedSocket
 from tierstore.wire.local_address import require_own_directory, require_own_peer
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC
 
-_SEND_BYTES = 1 << 20  # takes a prompt of 100K tokens at once, where the system permits
+_SEND_BYTES = 1 << 20  # takes a prompt of 100K tokens at once, if the system permits
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 class ArenaSocket:
-    """A connection to ``PATH.arena`` on which the header has not come yet."""
+    """A connection to ``PATH.arena`` that has not received the header yet."""
 
     def __init__(self, path: str) -> None:
-        """Raises :class:`OSError` when nobody listens there, :class:`StoreUnavailableError` when another user
-        may do."""
+        """Connect. Raise :class:`OSError` if no process listens there, and :class:`StoreUnavailableError` if
+        the directory could belong to another user."""
         require_own_directory(Path(path))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # not inherited on exec
         try:
@@ -53,18 +53,22 @@ class ArenaSocket:
         return self._socket.fileno()
 
     def receive(self) -> Arena:
-        """Map the arena; the header has come. Raises :class:`StoreUnavailableError` for anything that is not
-        the header of a daemon of this version, and closes the connection then."""
+        """Read the header, which has arrived, and map the arena. If the data is not the header of a daemon of
+        this version, raise :class:`StoreUnavailableError` and close the connection."""
         fds: list[int] = []
         try:
             header, fds, _, _ = socket.recv_fds(
                 self._socket, ARENA_HEADER.size, 1, flags=socket.MSG_CMSG_CLOEXEC
             )
             if len(header) != ARENA_HEADER.size or len(fds) != 1:
-                raise StoreUnavailableError("the daemon's arena socket did not hand over an arena")
+                raise StoreUnavailableError(
+                    "the daemon's arena socket sent no arena: the daemon may have its maximum of clients"
+                )
             magic, nbytes, token = ARENA_HEADER.unpack(header)
             if magic != ARENA_MAGIC:
-                raise StoreUnavailableError("the daemon's arena socket speaks another version")
+                raise StoreUnavailableError(
+                    "the daemon's arena socket has another protocol version: install the same tierstore"
+                )
             mapping = map_arena(fds[0], nbytes)
         except (OSError, UsageError) as error:
             self.close(fds)
@@ -81,8 +85,8 @@ class ArenaSocket:
 
 
 class Arena:
-    """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is what to say in ``Hello``, over
-    ``line``."""
+    """A daemon's arena, mapped as ``memory`` (None once closed). ``Hello`` has to carry ``token`` and goes
+    over ``line``."""
 
     def __init__(self, connection: socket.socket, mapping: Mapping, token: bytes) -> None:
         self.token = token
@@ -97,25 +101,25 @@ class Arena:
         return mapping.memory if mapping is not None else None
 
     def wait_populated(self) -> None:
-        """Block until copies are as fast as they get."""
+        """Block until copies have reached their full speed."""
         mapping = self._mapping
         if mapping is not None:
             mapping.wait_populated()
 
     def pin(self, device: Device, refused: Callable[[], None]) -> PinnedMemory:
-        """See :meth:`Mapping.pin`. Not for one that is closed."""
+        """See :meth:`Mapping.pin`. The arena must not be closed."""
         assert self._mapping is not None, "the arena is closed"
         return self._mapping.pin(device, refused)
 
     def close(self) -> None:
-        """Tell the daemon, by hanging up, that nothing of this connection's is in use any more."""
+        """Close the socket, which tells the daemon that this connection uses nothing any more."""
         self._socket.close()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             mapping.release()
 
     def forget_in_child(self) -> None:
-        """Close what a fork has copied."""
+        """Close the copies that a fork has made."""
         self._socket.close()
         self._mapping = None
 

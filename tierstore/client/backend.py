@@ -1,12 +1,11 @@
-"""What is below HBM, in a daemon: each verb of :class:`~tierstore.backend.Backend` is a message or two.
+"""A backend in a daemon. Each method of :class:`~tierstore.backend.Backend` is one or two messages.
 
-Bytes are in no message on the same host: the daemon says at which offsets of its arena they are, and this
-process has mapped that. To and from another host they are frames behind a message. The verbs are in three
-parts over one state: :mod:`tierstore.client.lookups`, :mod:`tierstore.client.reading` and
-:mod:`tierstore.client.writing`.
+On the same host, messages carry no pages: the daemon sends their offsets in its arena, which this process has
+mapped. To and from another host, pages are frames behind a message. The methods are in three parts over one
+state: :mod:`tierstore.client.lookups`, :mod:`tierstore.client.reading` and :mod:`tierstore.client.writing`.
 
-**When the daemon is away** every verb ends at once, with a miss. Requests are not repeated: a lookup is asked
-again by the engine soon enough, and a save by its next one.
+**While the daemon is away** every method ends at once, with a miss. Requests are not repeated: the engine
+soon sends the next lookup or save.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _FLUSH_STEP_S = 5.0
 
 
 class RemoteBackend:
-    """A daemon's, over one connection. Thread-safe. ``patience_s`` is the longest that a verb without a
-    deadline of its own waits for an answer (those that save wait some seconds); ``verify``: pages of the
-    arena are compared with their checksums. Without ``loads`` or ``saves`` it finds, or keeps, nothing.
-    ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
-    device that pages of the arena are copied to; ``clock`` is compared with the ends of leases."""
+    """A daemon's backend over one connection. Thread-safe. ``patience_s`` is the longest wait of a method
+    without its own deadline (saves wait some seconds). ``verify``: compare pages of the arena with their
+    checksums. Without ``loads`` it finds nothing, and without ``saves`` it stores nothing. ``reach`` is
+    :meth:`~tierstore.tiers.pinned.Reach.share` of the device to which pages of the arena are copied.
+    ``clock`` is the clock of the ends of leases."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class RemoteBackend:
         )
         lookups, writing = RemoteLookups(state), RemoteWriting(state)
         reading = RemoteReading(state, lookups)
-        # The verbs that a part has: callers reach it without a method in between.
+        # Bound methods of the parts, so that a call needs no method in between.
         self.register, self.rates, self.declined = state.register, state.rates, state.declined
         self.find, self.find_hit, self.expect = lookups.find, lookups.find_hit, lookups.expect
         self.holds, self.release, self.fetch_remote = reading.holds, state.release, reading.fetch_remote
@@ -128,7 +127,7 @@ class RemoteBackend:
                 return answer is not None and answer.done
 
     def stats(self) -> StoreStats:
-        """The daemon's tiers; the counters are this connection's."""
+        """Return the daemon's tiers, with the counters of this connection."""
         counters: dict[str, Any] = {"connection": asdict(self.connection.counters)}
         answer = self.connection.ask(messages.Stats(0), messages.StatsAnswer)
         below = msgspec.json.decode(answer.json, type=_DaemonStats).store if answer is not None else None
@@ -139,7 +138,7 @@ class RemoteBackend:
         return replace(below, tiers=tiers, key_collisions=0, open_hits=0, failed_tasks=0, counters=counters)
 
     def check(self) -> None:
-        """What the daemon counts, it checks itself."""
+        """Check nothing: the daemon checks its own counts."""
 
     @property
     def connected(self) -> bool:
@@ -159,6 +158,6 @@ class RemoteBackend:
 
 
 class _DaemonStats(msgspec.Struct):
-    """As much of what a daemon says of itself as is of interest here."""
+    """The part of a daemon's statistics that a store uses."""
 
-    store: StoreStats | None = None  # not told to a client with a tenant
+    store: StoreStats | None = None  # None for a client with a tenant

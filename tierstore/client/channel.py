@@ -1,13 +1,13 @@
-"""One connection's time: what is sent, what comes back, and what does not.
+"""One connection to a daemon: requests, their answers, and requests without an answer.
 
-Any thread sends: the wire is guarded by a lock, and a request costs no hand-over to another thread. What
-comes back is received by the connection's thread, or by the thread that waits for it: that one *leads*, and
-takes its own answer from the wire. (Two hand-overs cost as much as the daemon needs for a short prompt.)
-Answers to others that a leader comes across are left to the connection's thread. That one watches the wire
-only while there are requests that nobody leads for. It also looks at the clock: when the next request could
-be late, and soon after something was given back, but never without a reason.
+Any thread sends. A lock guards the wire, so a request needs no hand-over to another thread. The connection's
+thread receives answers, or the thread that waits for one does: it *leads*, and takes its own answer from the
+wire. (Two hand-overs cost as much as the daemon needs for a short prompt.) A leader leaves answers for other
+threads to the connection's thread. That thread watches the wire only while there are requests without a
+leader. It also checks the clock: when the next request may be late, and soon after a lease was released, but
+never without a reason.
 
-Leases are given back several at once: with the next lookup, before any other request, or 0.1 s later.
+Leases are released in groups: with the next lookup, before any other request, or 0.1 s later.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ R = TypeVar("R")
 
 
 def numbers(raw: bytes, kind: str) -> npt.NDArray[Any]:
-    """Numbers as messages carry them (``<u4``, ``<u8``); none where the length cannot be right."""
+    """Return numbers as messages carry them (``<u4``, ``<u8``); none if the length cannot be right."""
     width = np.dtype(kind).itemsize
     return np.frombuffer(raw if len(raw) % width == 0 else b"", kind)
 
 
 class Call(Transfer[R], Generic[A, R]):
-    """Ends with what ``then`` makes of the answer (None where there is none to be had: the daemon is away,
-    did not answer in time, or refused) and of the payload that came with it. Wait for it, ``await`` it, or be
-    called by ``on_end`` (on the connection's thread).
+    """A request. Its result is what ``then`` makes of the answer and of the payload that came with it. The
+    answer is None if the daemon is away, did not answer in time, or refused. Wait for the result, ``await``
+    it, or use ``on_end`` (called on the connection's thread).
 
-    ``otherwise`` makes the message to send instead, once, if the daemon has forgotten the path that the
-    request refers to. ``lead`` receives on the thread
-    that waits, if it can (see ``channel.py``).
+    ``otherwise`` makes a message to send instead, once, if the daemon has forgotten the path that the request
+    refers to. ``lead`` receives on the waiting thread, if it can (see ``channel.py``).
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Call(Transfer[R], Generic[A, R]):
     ) -> None:
         super().__init__(self._take, pages=0, nbytes=0, deadline_s=patience_s, clock=clock)
         self.number = 0  # the request's id
-        self.caller_receives = False  # the thread that waits for it receives the answer
+        self.caller_receives = False  # the waiting thread receives the answer
         self.receive: Callable[[Call[A, R]], None] | None = None
         self.asked = clock()
         self.ends = self.asked + patience_s
@@ -77,7 +76,7 @@ class Call(Transfer[R], Generic[A, R]):
 
     @property
     def late(self) -> bool:
-        """Whether it ended without an answer, because its time was over."""
+        """Whether it ended without an answer at its deadline."""
         return self.state is TransferState.EXPIRED
 
     def wait(self, timeout: float | None = None) -> R:
@@ -86,19 +85,19 @@ class Call(Transfer[R], Generic[A, R]):
         return super().wait(timeout)
 
     def answer(self, answer: Answer, frames: Sequence[memoryview] = ()) -> bool:
-        """What the daemon said; anything but the expected answer counts as none. False when it came too
-        late: nobody will make use of it."""
+        """Take the daemon's answer. Any other message than the expected one counts as no answer. Return False
+        if the answer is too late to be used."""
         if isinstance(answer, self._expected):
             self._answer = answer
             self.frames = frames
         return self._end(TransferState.DONE)
 
     def fail(self) -> bool:
-        """There will be no answer."""
+        """End without an answer."""
         return self._end(TransferState.DONE)
 
     def _take(self, state: TransferState) -> R:
-        # An answer that comes in the moment the time is over is given back by whoever received it.
+        # An answer that arrives at the deadline is given back by the thread that received it.
         then, self._then = self._then, _taken
         return then(self._answer if state is TransferState.DONE else None, self.frames)
 
@@ -109,41 +108,41 @@ def _taken(*_: object) -> NoReturn:
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.1  # how long the connection's thread sleeps at most, while there are requests
-_RELEASE_S = 0.1  # a lease is given back this late at most …
-_MOST_RELEASED = 64  # … and earlier when there are so many
+_LOOK_S = 0.1  # longest sleep of the connection's thread while there are requests
+_RELEASE_S = 0.1  # longest delay of a release …
+_MOST_RELEASED = 64  # … unless this many leases wait
 
-# As bare numbers: combining two enums takes longer than sending a message.
+# As plain integers: combining two enums takes longer than sending a message.
 _READ, _WRITE = int(select.POLLIN), int(select.POLLOUT)  # the same for poll and epoll
 
 
 @dataclass(slots=True)
 class ConnectionCounters:
-    """Since the connection was made."""
+    """Counts since the connection was made."""
 
     links: int = 0
     failed_handshakes: int = 0
     requests: int = 0
-    failed_requests: int = 0  # the daemon was away, or went
+    failed_requests: int = 0  # the daemon was away, or went away
     late_requests: int = 0  # not answered in time
     refused_requests: int = 0
     malformed_answers: int = 0
     unsent_messages: int = 0  # the daemon did not read
-    failed_callbacks: int = 0  # by a bug of ours
-    unpinned_arenas: int = 0  # refused by the device's driver: loads from them go up by plain copies
+    failed_callbacks: int = 0  # bugs in tierstore
+    unpinned_arenas: int = 0  # refused by the device's driver: loads from these use plain copies
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """An answer, and the payload behind it."""
+    """An answer and the payload behind it."""
 
     answer: messages.Answer
     frames: Sequence[memoryview]
 
 
 class Channel:
-    """Ends when the daemon goes or refuses the link, or the connection is closed. ``wake_fd`` is an
-    eventfd that makes :meth:`run` look at once."""
+    """The use of one link. It ends when the daemon goes away or refuses the link, or when the connection is
+    closed. ``wake_fd`` is an eventfd that wakes :meth:`run`."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class Channel:
         self._closing = closing
         self._wire = link.wire
         self._heard = self._pinged = time.monotonic()
-        self._arrived: deque[_Arrived] = deque()  # received by a leader, for others
+        self._arrived: deque[_Arrived] = deque()  # received by a leader for other threads
         self._leading = threading.Lock()
         self._epoll = select.epoll()
         try:
@@ -173,11 +172,11 @@ class Channel:
         self._pending: dict[int, Call[Any, Any]] = {}
         self._released: list[int] = []
         self._release_by = math.inf
-        self._active = False  # since the last look: the next one is soon, and nobody has to ask for it
-        self._next_look = -math.inf  # when the connection's thread will look by itself
+        self._active = False  # since the last check: the next one is soon and need not be requested
+        self._next_look = -math.inf  # when the connection's thread will check by itself
         self._over = False
-        self._unsent = False  # what the wire has not taken yet is to be flushed
-        self._watched = _READ  # what the connection's thread watches the wire for
+        self._unsent = False  # the wire has data that must be flushed
+        self._watched = _READ  # events of the wire that the connection's thread waits for
         self._epoll.register(wake_fd, select.EPOLLIN)
         self._epoll.register(self._wire.fd, self._watched)
         if self._wire.sign_fd != self._wire.fd:
@@ -189,10 +188,10 @@ class Channel:
     # -- the connection's thread -----------------------------------------------------------------------
 
     def run(self) -> None:
-        """Receive until the end. Nothing is sent afterwards, and :meth:`fail_all` is to be called."""
+        """Receive until the end. Nothing is sent afterwards. Then the caller calls :meth:`fail_all`."""
         try:
             while not self._closing() and not self._over:
-                now = time.monotonic()  # what has come by then is read before any request counts as late
+                now = time.monotonic()  # earlier answers are read before a request counts as late
                 self._take_in()
                 self._look_at_the_clock(now)
                 ready = [fd for fd, _ in self._epoll.poll(self._sleep_s())]
@@ -214,26 +213,27 @@ class Channel:
         for each in arrived:
             self._dispatch(each)
         if self._leading.locked():
-            os.eventfd_write(self._led_fd, 1)  # its answer may have been among them
+            os.eventfd_write(self._led_fd, 1)  # the leader's answer may have been among them
 
     def _say_bye(self) -> None:
-        """Without an arena's socket to hang up, our end would only be noticed after a silence."""
+        """Tell the daemon that the connection ends. Without an arena's socket it would notice only after a
+        silence."""
         if self._closing() and self.link.arena is None:
             with self._lock:
                 self._give_back_released()
-                self._over = True  # nobody may touch a closed wire
+                self._over = True  # no thread may use a closed wire
                 self._wire.close(messages.encode(messages.Bye()))
 
     def _end(self) -> None:
         with self._lock:
             self._over = True
         os.eventfd_write(self._led_fd, 1)
-        with self._leading:  # the leader has left the wire
+        with self._leading:  # the leader has stopped using the wire
             self._epoll.close()
             os.close(self._led_fd)
 
     def fail_all(self) -> None:
-        """Nothing that is waited for will come."""
+        """End all open requests without an answer."""
         waiting, self._pending = list(self._pending.values()), {}
         for call in waiting:
             self._counters.failed_requests += 1
@@ -249,8 +249,8 @@ class Channel:
         *,
         caller_receives: bool = False,
     ) -> bool:
-        """Send a message, the request that ``call`` stands for if there is one. ``caller_receives``: the
-        caller waits for it at once. False when the session is over."""
+        """Send a message; ``call`` is its request if it has an answer. ``caller_receives``: the caller waits
+        for it at once. Return False if the connection has ended."""
         if isinstance(message, messages.Find | messages.FindHit):
             with self._lock:
                 message.released = self._take_released()
@@ -268,13 +268,13 @@ class Channel:
         return True
 
     def _look_after(self, call: Call[Any, Any]) -> None:
-        """Have the connection's thread see to it that ``call`` ends."""
+        """Make the connection's thread responsible for ending ``call``."""
         call.caller_receives = False
         self._watch()
         self._look_by(call.ends)
 
     def release(self, lease: int) -> None:
-        """Give a lease back, soon."""
+        """Release a lease, with some delay."""
         with self._lock:
             if not self._over:
                 self._active = True
@@ -286,7 +286,7 @@ class Channel:
                     self._give_back_released()
 
     def _look_by(self, time_: float) -> None:
-        """Have the connection's thread look at the clock by then."""
+        """Make the connection's thread check the clock by then."""
         if time_ < self._next_look:
             self._next_look = time_
             os.eventfd_write(self._wake_fd, 1)
@@ -301,7 +301,7 @@ class Channel:
 
     def _put(self, body: bytes, frames: Sequence[memoryview] = ()) -> None:
         if not self._wire.send(body, frames):
-            self._counters.unsent_messages += 1  # the call it belongs to ends by its deadline
+            self._counters.unsent_messages += 1  # its call ends at its deadline
         if self._wire.flush():
             self._unsent = True
             self._watch()
@@ -316,8 +316,8 @@ class Channel:
     # -- receiving -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Have the connection's thread woken by what nobody else waits for. While callers receive their own
-        answers it is left alone; what comes all the same is found when it looks again, which is soon."""
+        """Choose what wakes the connection's thread: requests without another receiver. While callers receive
+        their own answers, it is not woken. It finds other messages at its next check, which is soon."""
         watched = 0
         if not self._leading.locked():
             if (
@@ -330,11 +330,11 @@ class Channel:
                 watched |= _WRITE
         if watched != self._watched:
             self._watched = watched
-            self._epoll.modify(self._wire.fd, watched)  # which costs more than the rest of this
+            self._epoll.modify(self._wire.fd, watched)  # the most expensive step here
 
     def receive_for(self, call: Call[Any, Any]) -> None:
-        """Receive until ``call`` has ended, on the thread that waits for it. While another thread leads, the
-        connection's thread looks after it."""
+        """Receive on the waiting thread until ``call`` has ended. If another thread leads already, the
+        connection's thread takes care of the call."""
         if not self._leading.acquire(blocking=False):
             with self._lock:
                 if not self._over:
@@ -349,11 +349,11 @@ class Channel:
             self._leads()
 
     def _leads(self) -> None:
-        """Somebody has begun to lead, or has ended it."""
+        """Note that a thread has begun or stopped leading."""
         with self._lock:
             if not self._over:
                 self._active = True
-                self._look_by(time.monotonic() + _LOOK_S)  # costs nothing where a look is due by then anyhow
+                self._look_by(time.monotonic() + _LOOK_S)  # free if a check is due earlier anyway
                 self._watch()
 
     def _lead(self, call: Call[Any, Any]) -> None:
@@ -393,7 +393,7 @@ class Channel:
                 answer = messages.decode_answer(frames[0])
             except (IndexError, msgspec.MsgspecError):
                 self._counters.malformed_answers += 1
-                self._over = True  # whatever this is, it is no daemon of ours
+                self._over = True  # the peer is not a daemon of this version
                 break
             arrived.append(_Arrived(answer, frames[1:]))
         return arrived
@@ -408,20 +408,20 @@ class Channel:
                 self._resend(call)
                 return
             if answer.kind in ("connection", "identity", "version"):
-                self._over = True  # greet again, which registers again
+                self._over = True  # greet again, which also registers again
             _log.debug("the daemon refused a request (%s): %s", answer.kind, answer.message)
         if call is None or not self._end_call(lambda: call.answer(answer, arrived.frames)):
             self._give_back(answer)
 
     def _end_call(self, end: Callable[[], bool]) -> bool:
-        """End a call, which calls whoever waits for it."""
+        """End a call, which runs its callbacks."""
         try:
             return end()
-        except KeyboardInterrupt:  # a person's
+        except KeyboardInterrupt:  # from the user
             raise
-        except BaseException:  # noqa: BLE001  # whatever one of them raises, the others go on
+        except BaseException:  # noqa: BLE001  # an error in one callback must not stop the others
             self._counters.failed_callbacks += 1
-            _log.exception("what was to follow an answer failed")
+            _log.exception("the callback of an answer failed")
             return True
 
     def _resend(self, call: Call[Any, Any]) -> None:
@@ -433,7 +433,7 @@ class Channel:
             self._end_call(call.fail)
 
     def _give_back(self, answer: messages.Answer) -> None:
-        """An answer that came too late for whoever asked: what it grants is not wanted."""
+        """Release what an answer grants if it came too late for its caller."""
         if isinstance(answer, messages.Found) and answer.lease:
             self.release(answer.lease)
         elif isinstance(answer, messages.HitFound):
@@ -481,19 +481,19 @@ class Channel:
                 self._over = True
 
     def _note_late(self, numbers: Sequence[int]) -> None:
-        """These were not answered in time: until anything comes, the daemon is taken to hang."""
+        """Note that requests were late. The daemon counts as hanging until it sends anything."""
         with self._lock:
             for number in numbers:
                 if self._pending.pop(number, None) is not None:
                     self._counters.late_requests += 1
             if not self.link.silent:
                 self.link.silent = True
-                self._pinged = -math.inf  # ask at once
+                self._pinged = -math.inf  # ping at once
                 self._look_by(time.monotonic())
 
 
 def _quiet(fd: int) -> None:
-    """Take note of having been woken."""
+    """Clear an eventfd after a wake-up."""
     try:
         os.eventfd_read(fd)
     except BlockingIOError:

@@ -1,17 +1,17 @@
-"""The client's connection: a wire to the daemon, a thread that looks after it, requests from any thread.
+"""The client's connection: a wire to the daemon, a thread that maintains it, and requests from any thread.
 
-The thread sleeps until there is something to receive, or a deadline: an idle connection costs nothing (over
-TCP: one ping a second). It is always in one of two states. *Away*: it tries to open a session,
-with pauses that grow from 50 ms to 0.4 s, and every request ends at once without an answer. *In a
-session*: requests are sent as they come, and end with their answer, with their deadline, or all together in
-the moment the daemon goes. Nothing is ever sent a second time in another session: what a request refers to
-(leases, reservations, paths) belongs to one.
+The thread sleeps until there is something to receive, or a deadline. So an idle connection costs nothing
+(over TCP, one ping a second). The connection is in one of two states. *Away*: it tries to connect, with
+pauses that grow from 50 ms to 0.4 s, and every request ends at once without an answer. *Linked*: requests are
+sent when they are made. They end with their answer, at their deadline, or all together when the daemon goes
+away. A request is never sent again over another link, because the leases, reservations and paths that it
+refers to belong to one link.
 
-A daemon that hangs would make every request wait for its whole deadline. So after one that was not answered
-in time the session is *silent*: the daemon is pinged, and until anything comes back, requests end at once.
+If a daemon hangs, every request would wait until its deadline. So after one late request the link is
+*silent*: the daemon is pinged, and requests end at once until it sends anything.
 
-A forked child does not have the thread: the store refuses to be used there (``Store``).
-Processes made by ``spawn`` or ``exec`` share nothing and connect for themselves.
+A forked child does not have the thread, so ``Store`` refuses to be used there. Processes started by ``spawn``
+or ``exec`` share nothing and make their own connection.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from tierstore.wire.messages import Message
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTORS = 16  # that libzmq takes for a connection, and some for whoever opens others meanwhile
-_PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients within a second
+_DESCRIPTORS = 16  # libzmq's for one connection, and some for connections made meanwhile
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients again within a second
 
 A = TypeVar("A", bound=Message)
 R = TypeVar("R")
 
 
 class Connection:
-    """Thread-safe. ``registrations`` are the identities that every session begins with; ``patience_s`` is how
-    long any request waits for the daemon to be quick, on top of what the daemon was told to take. ``reach``
-    is :meth:`~tierstore.tiers.pinned.Reach.share` of the device that pages of the arena are copied to.
-    ``log`` gets one line when the daemon connects and one when it goes (None: no lines)."""
+    """A connection to one daemon, renewed as needed. Thread-safe. Every link begins by registering
+    ``registrations``. ``patience_s`` is the time limit of a request, in addition to the time that the request
+    allows the daemon. ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the device to which pages
+    of the arena are copied. ``log`` gets one line when the daemon connects and one when it goes away (None:
+    no lines)."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Connection:
         self._changed = threading.Condition()
         self._link: DaemonLink | None = None  # guarded by _changed, as is _closing
         self._closing = False
-        self._context: zmq.Context[Any] | None = None  # only for tcp://, and when there is room for it
+        self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
         try:
             self._thread.start()
@@ -85,17 +86,17 @@ class Connection:
 
     @property
     def link(self) -> DaemonLink | None:
-        """The session there is now; None while the daemon is away or hangs."""
+        """The present link; None while the daemon is away or hangs."""
         link = self._link
         return None if link is None or link.silent else link
 
     @property
     def any_link(self) -> DaemonLink | None:
-        """The same, also while the daemon hangs."""
+        """The present link, even if the daemon hangs; None while it is away."""
         return self._link
 
     def wait_connected(self, timeout: float | None = None) -> bool:
-        """Wait for a session; False when ``timeout`` seconds pass first."""
+        """Wait for a link. Return False after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._link is not None or self._closing, timeout)
 
@@ -113,10 +114,10 @@ class Connection:
         caller_receives: bool = False,
         though_silent: bool = False,
     ) -> Call[A, R]:
-        """Send a request (its ``id`` is set here) within ``link``; it fails at once if that is over.
-        ``wait_s`` is what the daemon was told to take at most, ``patience_s`` (the connection's own, where
-        it is not given) comes on top. ``caller_receives``: this thread waits for it
-        at once. ``though_silent``: it is sent also while the daemon hangs."""
+        """Send a request over ``link``, and set its ``id``. The request fails at once if the link has ended.
+        ``wait_s`` is the time that the request allows the daemon. ``patience_s`` (default: the connection's)
+        is added to it. ``caller_receives``: this thread waits for the answer at once. ``though_silent``: send
+        it even if the daemon hangs."""
         patience_s = self.patience_s if patience_s is None else patience_s
         call = Call(expected, wait_s + patience_s, then, otherwise=otherwise)
         call.number = message.id = next(self._ids)
@@ -130,25 +131,26 @@ class Connection:
         return call
 
     def abort(self, link: DaemonLink, reservation: int) -> None:
-        """Give a reservation up. Nothing to do if ``link`` is over: it is back then."""
+        """Abort a reservation. If ``link`` has ended, the daemon has done so already."""
         channel = self._channel_of(link)
         if channel is not None:
             channel.send(messages.Abort(reservation))
 
     def report_damage(self, link: DaemonLink, lease: int, page: int) -> None:
-        """Say that a page of a lease is damaged, likewise."""
+        """Report a damaged page of a lease, unless ``link`` has ended."""
         channel = self._channel_of(link)
         if channel is not None:
             channel.send(messages.ReportDamage(lease, page))
 
     def unexpect(self, link: DaemonLink, lookup: int) -> None:
-        """Say that nobody waits any more for what a lookup expects, likewise."""
+        """Tell the daemon that the result of a lookup with a promise is not needed any more, unless ``link``
+        has ended."""
         channel = self._channel_of(link)
         if channel is not None:
             channel.send(messages.Unexpect(lookup))
 
     def release(self, link: DaemonLink, lease: int) -> None:
-        """Give a lease back, likewise."""
+        """Release a lease, unless ``link`` has ended."""
         channel = self._channel_of(link)
         if channel is not None:
             channel.release(lease)
@@ -160,7 +162,7 @@ class Connection:
     def ask(
         self, message: Any, expected: type[A], *, wait_s: float = 0.0, link: DaemonLink | None = None
     ) -> A | None:
-        """Send a request and wait for the answer; None where there is none to be had."""
+        """Send a request and wait for the answer. Return None if there is none."""
         link = link if link is not None else self.link
         if link is None:
             return None
@@ -171,7 +173,7 @@ class Connection:
         return self.call(link, message, expected, itself, wait_s=wait_s).wait()
 
     def register(self, link: DaemonLink, registration: Registration) -> Transfer[None]:
-        """Make an identity known to this session and to all that follow."""
+        """Register an identity over this link and all later ones."""
         digest = registration.identity.digest
         self._registrations[digest] = registration
 
@@ -182,7 +184,7 @@ class Connection:
         return self.call(link, registering(registration), messages.Registered, note)
 
     def close(self) -> None:
-        """End the session, and what is waited for with it. Idempotent."""
+        """End the connection and all open requests. Idempotent."""
         with self._changed:
             if self._closing:
                 return
@@ -197,8 +199,8 @@ class Connection:
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Open one session after the other. Whatever goes wrong with one, the next is tried: an error here
-        would mean misses for as long as the process lives."""
+        """Open one link after the other. After any error the next one is tried, because otherwise every
+        lookup of this process would miss from then on."""
         failures = 0
         refusal = ""
         while not self._closing:
@@ -210,9 +212,9 @@ class Connection:
                     self.counters.links += 1
                     self._serve(link)
                     continue
-            except OSError as error:  # few descriptors are free, most often
+            except OSError as error:  # usually too few free descriptors
                 why = f"cannot connect to {self.address.url}: {error.strerror or error}"
-            except Exception as error:  # noqa: BLE001  # a bug, or no memory, or no thread
+            except Exception as error:  # noqa: BLE001  # a bug, no memory, or no thread
                 why = f"the connection to {self.address.url} has failed: {type(error).__name__}: {error}"
                 _log.debug("%s", why, exc_info=True)
             self.counters.failed_handshakes += 1
@@ -223,7 +225,7 @@ class Connection:
             failures += 1
 
     def _open(self) -> tuple[DaemonLink | None, str]:
-        """A session, or why there is none."""
+        """Return a link, or the reason why there is none."""
         if self.address.arena is None:
             require_room(_DESCRIPTORS, "a connection by tcp://")  # libzmq would abort the process
             if self._context is None:

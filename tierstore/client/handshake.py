@@ -1,6 +1,6 @@
-"""Opening a session: find the daemon, map its arena, say Hello, register.
+"""Opening a link: find the daemon, map its arena, say Hello, register.
 
-Nothing here waits for more than ``_GREETING_S``, and closing the connection interrupts all of it.
+No step waits longer than ``_GREETING_S``, and closing the connection interrupts every step.
 """
 
 from __future__ import annotations
@@ -27,32 +27,36 @@ from tierstore.wire.keys import KeyPair, read_pair, read_public
 from tierstore.wire.messages import Message
 
 _GREETING_S = 2.0
-_AT_ONCE = 64  # identities to register: as many as a daemon lets wait unread, and far less than a line keeps
-_SECOND_TRY_MS = 20  # ZMQ's own, while the daemon's sockets come up one after the other
+_AT_ONCE = 64  # registrations: as many as a daemon queues, and far less than a socket buffers
+_SECOND_TRY_MS = 20  # ZMQ's retry interval, for daemons whose sockets are just being opened
 
 A = TypeVar("A", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Who this client is, and who the daemon is."""
+    """The keys of this client and of the daemon."""
 
     client: KeyPair
     server: bytes
 
     @classmethod
     def read(cls, keys: str | Path | None, server_key: str | Path | None) -> CurveKeys | None:
-        """From a client's ``.secret`` file and the daemon's ``.key`` file. Raises :class:`UsageError`."""
+        """Read a client's ``.secret`` file and the daemon's ``.key`` file. Raise :class:`UsageError` if one
+        is missing or malformed."""
         if keys is None and server_key is None:
             return None
         if keys is None or server_key is None:
-            raise UsageError("give both keys (this client's .secret file) and server_key (the daemon's)")
+            raise UsageError(
+                "give both keys (this client's .secret file) and server_key (the daemon's .key file)"
+            )
         return cls(read_pair(Path(keys)), read_public(Path(server_key)))
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a daemon is. ``arena`` is the path of its arena's socket, None for another host's."""
+    """The address of a daemon. ``arena`` is the path of its arena's socket, None for another host's
+    daemon."""
 
     url: str
     arena: str | None
@@ -60,11 +64,13 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, curve: CurveKeys | None = None) -> Address:
-        """Raises :class:`UsageError` for anything but ``ipc://PATH`` and ``tcp://HOST:PORT``."""
+        """Parse ``ipc://PATH`` or ``tcp://HOST:PORT``. Raise :class:`UsageError` for anything else."""
         kind, _, rest = url.partition("://")
         if kind == "ipc" and rest:
             if curve is not None:
-                raise UsageError(f"{url}: keys are for tcp://, this socket is guarded by its file's mode")
+                raise UsageError(
+                    f"{url}: keys are only for tcp://. The mode of its file protects this socket"
+                )
             path = os.path.abspath(rest)
             return cls(f"ipc://{path}", f"{path}.arena")
         host, colon, port = rest.rpartition(":")
@@ -74,7 +80,7 @@ class Address:
 
 
 def registering(registration: Registration) -> messages.Register:
-    """The message that makes an identity known."""
+    """Return the message that registers an identity."""
     fields = asdict(registration.identity)
     sizes = (registration.page_bytes, registration.chunk_tokens)
     return messages.Register(0, fields, *sizes, registration.model_name)
@@ -82,8 +88,8 @@ def registering(registration: Registration) -> messages.Register:
 
 @dataclass(slots=True, eq=False)
 class DaemonLink:
-    """What a greeting brought. ``identities`` are numbers by digest. Jobs that copy refer to it, which keeps
-    the arena mapped."""
+    """A link to a daemon, the result of a handshake. ``identities`` has the daemon's numbers by digest.
+    Copies refer to the link, which keeps the arena mapped."""
 
     number: int
     server: str
@@ -92,9 +98,9 @@ class DaemonLink:
     wire: Transport
     arena: Arena | None
     identities: dict[bytes, int] = field(default_factory=dict)
-    cluster: bool = False  # whether pages of other hosts can be brought
+    cluster: bool = False  # whether pages can be fetched from other hosts
     current: bool = True
-    silent: bool = False  # a request was not answered in time, and nothing has come since
+    silent: bool = False  # a request was late, and nothing has arrived since
 
     def close(self) -> None:
         self.current = False
@@ -104,8 +110,8 @@ class DaemonLink:
 
 
 class Handshake:
-    """One attempt. ``wake_fd`` becomes readable when ``closing()`` may have become true. ``refusal`` says why
-    a daemon that is there is not spoken to."""
+    """One attempt to open a link. ``wake_fd`` becomes readable when ``closing()`` may have become true.
+    ``refusal`` is the reason if a daemon was found but could not be used."""
 
     def __init__(
         self, context: zmq.Context[Any] | None, address: Address, wake_fd: int, closing: Callable[[], bool]
@@ -118,7 +124,7 @@ class Handshake:
         self._ends = time.monotonic() + _GREETING_S
 
     def open(self, registrations: Sequence[Registration]) -> DaemonLink | None:
-        """A session, or None when there is no daemon, or one that does not answer, or refuses."""
+        """Return a link, or None if there is no daemon, or if it does not answer or refuses."""
         arena = None
         if self._address.arena is not None:
             arena = self._attach(self._address.arena)
@@ -139,7 +145,7 @@ class Handshake:
         try:
             waiting = ArenaSocket(path)
         except OSError:
-            return None  # not there, or not ours to open
+            return None  # missing, or no permission
         except StoreUnavailableError as error:
             self.refusal = str(error)
             return None
@@ -198,7 +204,7 @@ class Handshake:
         return link
 
     def _register(self, wire: Transport, link: DaemonLink, registrations: Sequence[Registration]) -> bool:
-        """Register these in one round trip: a client may have hundreds, and other clients as many."""
+        """Register all identities in one round trip: a client may have hundreds, and so may others."""
         waited_for = {}
         for number, registration in enumerate(registrations):
             message = registering(registration)
@@ -221,7 +227,7 @@ class Handshake:
         return answers[0] if answers and isinstance(answers[0], expected) else None
 
     def _receive(self, wire: Transport) -> list[messages.Answer]:
-        """What comes next; nothing when nothing comes, or no answer."""
+        """Return the next answers; none after the time limit or a malformed message."""
         try:
             while not (received := wire.receive()):
                 if not self._readable(wire.fd):
@@ -231,7 +237,8 @@ class Handshake:
             return []
 
     def _readable(self, fd: int) -> bool:
-        """Wait for something to read; False when the time is over or the connection is being closed."""
+        """Wait until ``fd`` is readable. Return False after the time limit or if the connection is being
+        closed."""
         while not self._closing():
             left = self._ends - time.monotonic()
             if left <= 0:

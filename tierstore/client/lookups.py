@@ -1,6 +1,6 @@
-"""Lookups at a daemon: what it has of a prompt, under leases.
+"""Lookups in a daemon: leases on the stored pages of a prompt.
 
-An answer that does not fit its question is a miss, and its leases are given back.
+An answer that does not fit its request is a miss, and its leases are released.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tierstore.wire import messages
 
 R = TypeVar("R")
 
-_WAIT_SHARE = 0.8  # of a lookup's time, that the daemon may take
+_WAIT_SHARE = 0.8  # share of a lookup's time limit that the daemon may use
 
 
 class RemoteLookups:
-    """What one client asks a daemon for. Thread-safe."""
+    """The lookups of one client. Thread-safe."""
 
     def __init__(self, state: RemoteState) -> None:
         self._state = state
@@ -65,9 +65,9 @@ class RemoteLookups:
         ask: Callable[[float, bool], Transfer[R | None]],
         give_back: Callable[[R], None],
     ) -> Transfer[R | None]:
-        """``ask`` when the daemon knows these identities, which it does in nearly all cases. ``ask`` is told
-        how many seconds are left, and whether the calling thread receives the answer. What nobody waits for
-        any more is given back."""
+        """Call ``ask`` when the daemon knows these identities, in nearly all cases immediately. The arguments
+        of ``ask`` are the remaining seconds and whether the calling thread receives the answer. If the caller
+        has cancelled, the answer is passed to ``give_back``."""
         if not self._state.loads:
             return Transfer.completed(None)
         state = self._state
@@ -151,7 +151,8 @@ class RemoteLookups:
     def _leased_hit(
         self, link: DaemonLink, request: HitRequest, found: messages.HitFound, at: float
     ) -> HitLease:
-        """The answer as leases. An answer that does not fit the question is a miss, and is given back."""
+        """Return the answer as leases. An answer that does not fit the request is a miss, and its leases are
+        released."""
         self._state.note_rates(found.rates)
         ends = at + link.lease_s
         chains = [
@@ -188,7 +189,8 @@ class RemoteLookups:
         page_ends: Sequence[int],
         ends: float,
     ) -> GroupLease:
-        """The lease on what the daemon has found of one group, which is ``request``."""
+        """Return the lease on the pages that the daemon has found of one group. ``request`` is the group's
+        request."""
         remote_ends = numbers(found.remote_ends, "<u4").tolist()
         pages = max(-(-found.tokens // request.chunk_tokens), 0)
         sound = pages == request.num_chunks
@@ -205,8 +207,8 @@ class RemoteLookups:
         positions: Sequence[int],
         sound: bool,
     ) -> Lease:
-        """The lease that an answer gives on pages of ``request``. If the answer is not ``sound`` the daemon's
-        is given back, and this is on nothing."""
+        """Return the lease that an answer gives on pages of ``request``. If the answer is not ``sound``, the
+        daemon's lease is released, and the returned lease is empty."""
         handle = handle_in(link, found.path, found.known)
         pages = -(-found.tokens // request.chunk_tokens)
         if found.lease and pages > 0 and sound and pages == sum(count for _, count in found.tiers):
@@ -218,11 +220,11 @@ class RemoteLookups:
         return Lease(0, 0, 0, (), 0.0, handle)
 
     def ask(self, request: LookupRequest, patience_s: float, caller_receives: bool) -> Transfer[Lease | None]:
-        """:meth:`find` of a prompt whose identity the daemon knows; a miss if it does not."""
+        """:meth:`find` for a prompt with a registered identity; a miss otherwise."""
         link = self._state.link_for(request.identity)
         if link is None or patience_s <= 0:
             return Transfer.completed(None)
-        # The daemon's waiting is within our patience, not on top of it.
+        # The daemon's waiting time is part of our time limit, not added to it.
         wait_s = min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S)
         at = self._state.clock()
         declined = self._state.take_declined()
@@ -240,7 +242,7 @@ class RemoteLookups:
             messages.Found,
             leased,
             patience_s=patience_s,
-            otherwise=in_full(message, request),  # what refused the first counted nothing as declined
+            otherwise=in_full(message, request),  # a refused first message has counted nothing as declined
             caller_receives=caller_receives,
         )
 
@@ -248,11 +250,11 @@ class RemoteLookups:
         wait_s = min(wait_s, messages.MOST_EXPECT_S)
         if wait_s <= 0 or not self._state.loads or self._connection.link is None:
             return Transfer.completed(None)
-        # Its own end: a request that ends unanswered is a sign that the daemon is not well.
+        # A separate time limit: an unanswered request would count as a sign of a hanging daemon.
         stop: list[Callable[[], None]] = []
 
         def settle(state: TransferState) -> None:
-            if state is TransferState.CANCELLED:  # the daemon, and its pool, need not look for it any more
+            if state is TransferState.CANCELLED:  # the daemon and its shared store can stop searching
                 for each in stop:
                     each()
 
@@ -262,7 +264,7 @@ class RemoteLookups:
             asked = self._expect(request, transfer.remaining_s or 0.0, stop)
             transfer.watch(asked)
             asked.on_end(transfer.finish)
-            if transfer.state is TransferState.CANCELLED:  # in the meantime
+            if transfer.state is TransferState.CANCELLED:  # cancelled in the meantime
                 settle(transfer.state)
 
         registering = self._state.registering(request.registration)
@@ -317,8 +319,8 @@ def _named_part(link: DaemonLink, group: NamedGroup) -> messages.NamedPart:
 
 
 def _chain_parts(link: DaemonLink, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:
-    """The chains of one prompt as a message describes them. They go on behind equally many chunks, so that
-    a chain with the first one's keys and tokens need not say them again."""
+    """Return the chains of one prompt as a message describes them. All begin after the same number of known
+    chunks, so that a chain with the first one's keys and tokens need not repeat them."""
     handles = [chain.handle_of(link) for chain in chains]
     common = min((0 if handle is None else handle.chunks for handle in handles), default=0)
     parts: list[messages.PromptPart] = []

@@ -1,16 +1,15 @@
-"""The mapping of a daemon's arena: one in a process, for all of its connections.
+"""The mapping of a daemon's arena. A process has one for all of its connections.
 
-An engine has several (the scheduler's half of a connector and the worker's, one for each model), and every
-mapping has page tables of its own: 2 MiB of them for each GiB of the arena, and 0.2 s to fill them.
+An engine has several connections (the scheduler's part of a connector and the worker's, one for each model).
+Each mapping would have its own page tables: 2 MiB for each GiB of the arena, which take 0.2 s to fill.
 
-A device's driver is told of it likewise: once, whatever pools there are, as soon as the first one asks. That
-takes as long again, so a thread does it, after the page tables are full: the driver holds locks meanwhile
-that whoever computes may need, and so holds them for less. Nobody waits for it. A load in the first seconds
-goes up by plain copies, which are slower; waiting could take longer than computing anew.
+The mapping is also registered with a device's driver, once for all pools, at the request of the first pool.
+This takes as long again, so a thread does it after the page tables are full: then the driver holds its locks,
+which computing threads may need, for a shorter time. Nothing waits for the registration. A load in the first
+seconds uses plain copies, which are slower, because waiting could take longer than computing the pages.
 
-The driver may only know of memory that is there. So it is told of the mapping's end by what unmaps it: when
-the last reference to the ``Memory`` has gone (every copy under way has one), a thread makes the driver forget
-it, and then lets go of the pages themselves.
+The driver must not know memory that no longer exists. When the last reference to the ``Memory`` has gone
+(every running copy has one), a thread unregisters the mapping from the driver and then unmaps the pages.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ _File = tuple[int, int, int]  # device, inode, bytes
 
 
 class Mapping:
-    """``memory`` is the arena. Got by :func:`map_arena`; every holder lets go of it once."""
+    """An arena mapped as ``memory``. Returned by :func:`map_arena`. Each holder releases it once."""
 
     def __init__(self, memory: Memory, file: _File) -> None:
         self.memory = memory
         self.file = file
-        self.holders = 1  # guarded by _lock, as is the next
+        self.holders = 1  # guarded by _lock, as the next attribute
         self._pins: dict[str, tuple[PinnedMemory, threading.Thread]] = {}  # by kind of device
         self._populating = threading.Thread(target=self._populate, name="tierstore-attach", daemon=True)
         self._populating.start()
 
     def wait_populated(self) -> None:
-        """Block until copies are as fast as they get."""
+        """Block until copies have reached their full speed."""
         self._populating.join()
         with _lock:
             pinning = [thread for _, thread in self._pins.values()]
@@ -52,8 +51,9 @@ class Mapping:
             thread.join()
 
     def pin(self, device: Device, refused: Callable[[], None]) -> PinnedMemory:
-        """The mapping as the driver of ``device`` knows it, or will soon: whoever is the first to ask begins
-        that. ``refused`` is called then, on another thread, if the driver does not take it."""
+        """Return the mapping as the driver of ``device`` knows it, or will know it soon: the first call
+        starts the registration. If the driver refuses the mapping, ``refused`` is called on another thread.
+        """
         with _lock:
             if device.kind not in self._pins:
                 pinned = PinnedMemory(device, self.memory.address, self.memory.nbytes)
@@ -65,8 +65,8 @@ class Mapping:
             return self._pins[device.kind][0]
 
     def release(self) -> None:
-        """The last holder's ends the mapping, once no copy that is under way uses it any more (a dead
-        daemon's arena takes up memory until then)."""
+        """Release one holder. The last one ends the mapping, once no running copy uses it any more. (Until
+        then, a dead daemon's arena takes memory.)"""
         with _lock:
             self.holders -= 1
             if self.holders:
@@ -75,8 +75,8 @@ class Mapping:
         self.memory.close()
 
     def _populate(self) -> None:
-        # Fill this process's page tables: the first touch of each shared 4 KiB page costs 0.25 µs and more
-        # in the middle of a copy.
+        # Fill this process's page tables. Otherwise the first access to each shared 4 KiB page costs 0.25 µs,
+        # and more during a copy.
         self.memory.populate(lambda: self.holders > 0)
 
     def _pin(self, pinned: PinnedMemory, refused: Callable[[], None]) -> None:
@@ -87,7 +87,9 @@ class Mapping:
             pinned.register()
         except DeviceError as error:
             size = format_size(pinned.nbytes)
-            _log.warning("the daemon's arena (%s) cannot be pinned, loads go up slowly: %s", size, error)
+            _log.warning(
+                "cannot pin the daemon's arena (%s), loads to the device are slower: %s", size, error
+            )
             refused()
             return
         pages = self.memory.pages
@@ -95,8 +97,8 @@ class Mapping:
 
 
 def _unpin_later(pinned: PinnedMemory, pages: mmap.mmap) -> None:
-    """On a thread: whoever was the last to let go has better things to do (a connection looks for the next
-    daemon)."""
+    """Unpin on another thread, so that the thread that drops the last reference does not wait (for example, a
+    connection that looks for the next daemon)."""
     if not pinned.inherited:
         threading.Thread(target=_unpin, args=(pinned, pages), name="tierstore-unpin", daemon=True).start()
 
@@ -104,8 +106,8 @@ def _unpin_later(pinned: PinnedMemory, pages: mmap.mmap) -> None:
 def _unpin(pinned: PinnedMemory, pages: mmap.mmap) -> None:
     try:
         pinned.unregister()
-    except DeviceError as error:  # the device is in trouble, which those who compute will hear of
-        _log.warning("the arena of a daemon that has gone stays pinned: %s", error)
+    except DeviceError as error:  # an error of the device, which its users will see too
+        _log.warning("cannot unpin the arena of a daemon that is gone: %s", error)
 
 
 _lock = threading.Lock()
@@ -113,8 +115,9 @@ _mappings: dict[_File, Mapping] = {}
 
 
 def map_arena(fd: int, nbytes: int) -> Mapping:
-    """The mapping of a shared-memory file's first ``nbytes``, made if there is none. Owns ``fd`` from now on.
-    Raises :class:`~tierstore.errors.UsageError` when it cannot be mapped, and leaves ``fd`` open then."""
+    """Return the mapping of a shared-memory file's first ``nbytes``, and make it if there is none. Takes
+    ownership of ``fd``. If it cannot be mapped, raise :class:`~tierstore.errors.UsageError` and leave ``fd``
+    open."""
     status = os.fstat(fd)
     file = status.st_dev, status.st_ino, nbytes
     with _lock:
@@ -128,7 +131,7 @@ def map_arena(fd: int, nbytes: int) -> Mapping:
 
 
 def _forget_in_child() -> None:
-    """A forked child has the mappings, but neither the threads nor, perhaps, the lock."""
+    """Reset the lock: a forked child has the mappings but not the threads, and the lock may be held."""
     global _lock
     _lock = threading.Lock()
     for mapping in _mappings.values():

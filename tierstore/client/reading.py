@@ -1,9 +1,9 @@
-"""Reading pages under a daemon's leases: where they lie in the arena that is mapped here, or what comes of
-them as frames, and how they come into the daemon's memory.
+"""Reading pages under a daemon's leases: their places in the mapped arena, their content as frames, and their
+loading into the daemon's memory.
 
-A lease ends ``lease_s`` after the daemon gave it; this side counts from when it *asked*, so its own end is
-the earlier one. After copying, a store looks at its clock: before the end the bytes are those that were
-promised, after it they are not used. Nothing has to be asked or shared for that.
+A lease ends ``lease_s`` after the daemon gave it. The client counts from the time of its *request*, so its
+own end is earlier. After a copy, a store compares its clock: before the end the bytes are the promised ones,
+after it they are discarded. This needs no message and no shared state.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tierstore.index import Tier
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
 
-_WINDOW_PAGES = 4096  # of those in the daemon's arena
+_WINDOW_PAGES = 4096  # pages in the daemon's arena
 _DISK_BYTES = 16 << 20
-_FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # the daemon bounds what is on its way to one client
-_WAIT_S = 10.0  # how long the daemon is asked to try, where there is no deadline
+_FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # the daemon limits what it sends to one client
+_WAIT_S = 10.0  # the daemon's time limit, without a deadline
 
 
 class RemoteReading:
-    """What one client may do with its leases. Thread-safe."""
+    """The use of one client's leases. Thread-safe."""
 
     def __init__(self, state: RemoteState, lookups: RemoteLookups) -> None:
         self._state = state
@@ -119,7 +119,7 @@ class RemoteReading:
 
     def report_damage(self, lease: Lease, position: int) -> None:
         link = link_of(lease)
-        if link is not None and link.arena is not None:  # else they were torn on the way
+        if link is not None and link.arena is not None:  # otherwise they were damaged in transit
             self._connection.report_damage(link, lease.number, position)
 
     def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
@@ -131,7 +131,7 @@ class RemoteReading:
         return self._connection.call(link, message, messages.Prefetched, pages_of, wait_s=wait_s)
 
     def _renew(self, lease: RemoteLease, then: Callable[[float], None]) -> None:
-        """Exchange a lease for one that ends later, if the daemon gives one; ``then`` is told the end."""
+        """Exchange a lease for one that ends later, if the daemon grants it. ``then`` gets the new end."""
         request = lease.request
         assert request is not None, "a lease is on what was found of a prompt"
         patience_s = self._connection.patience_s

@@ -1,5 +1,5 @@
-"""What the parts of a :class:`~tierstore.client.backend.RemoteBackend` share: its connection and leases, what
-is to be told with the next lookup, and how a prompt is described to the daemon."""
+"""Shared state of a :class:`~tierstore.client.backend.RemoteBackend`: connection, leases, data to send with
+the next lookup, and descriptions of prompts for the daemon."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tierstore.wire.messages import Message
 
 @dataclass(slots=True, eq=False)
 class RemoteLease(Lease):
-    """Given back when it has been released and nothing is being copied under it. ``request`` is what was
-    found of the prompt. Guarded by the state's lock, except what never changes."""
+    """A lease of a daemon. It is given back after its release, when no copy uses it any more. ``request`` is
+    the found part of the prompt. The state's lock guards the mutable fields."""
 
     link: DaemonLink | None = None
     request: LookupRequest | None = None
@@ -33,8 +33,8 @@ class RemoteLease(Lease):
 
 @dataclass(slots=True, eq=False)
 class RemoteState:
-    """Thread-safe. Identities are registered under ``model_name`` if they have no name of their own. The rest
-    is as for :class:`~tierstore.client.backend.RemoteBackend`."""
+    """The state of one backend. Thread-safe. Identities without a name are registered under ``model_name``.
+    For the other fields see :class:`~tierstore.client.backend.RemoteBackend`."""
 
     connection: Connection
     model_name: str = ""
@@ -43,9 +43,9 @@ class RemoteState:
     saves: bool = True
     clock: Callable[[], float] = time.monotonic
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # Guarded by the lock: both below.
-    _rates: Mapping[str, TierRate] = field(default_factory=dict)  # as the daemon told them last
-    _declined: Counter[str] = field(default_factory=Counter)  # to be told with the next lookup
+    # The lock guards the two fields below.
+    _rates: Mapping[str, TierRate] = field(default_factory=dict)  # the daemon's latest report
+    _declined: Counter[str] = field(default_factory=Counter)  # to be sent with the next lookup
 
     # -- identities ----------------------------------------------------------------------------------
 
@@ -55,7 +55,8 @@ class RemoteState:
             registering.wait()
 
     def registering(self, registration: Registration) -> Transfer[None] | None:
-        """What has to end before a prompt of this identity can be spoken of; None in nearly all cases."""
+        """Return the registration that must end before messages can refer to this identity; None in nearly
+        all cases."""
         link = self.connection.link
         if link is None or registration.identity.digest in link.identities:
             return None
@@ -63,8 +64,8 @@ class RemoteState:
         return self.connection.register(link, named)
 
     def link_for(self, *identities: Identity, saving: bool = False) -> DaemonLink | None:
-        """The session, if there is one that knows these identities. Saves go on in one where a lookup was
-        answered too late: they have more time."""
+        """Return the link, if there is one that knows these identities. Saves also use a link with a late
+        lookup, because saves have more time."""
         link = self.connection.any_link if saving else self.connection.link
         if link is None or any(each.digest not in link.identities for each in identities):
             return None
@@ -93,7 +94,7 @@ class RemoteState:
             return self._rates
 
     def note_rates(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
-        """Remember what bytes of the daemon's tiers cost, as far as the figures can be true."""
+        """Remember the costs of bytes from the daemon's tiers, if the figures are plausible."""
         rates = {
             tier: TierRate(*each)
             for tier, each in figures.items()
@@ -107,7 +108,8 @@ class RemoteState:
             self._declined.update(tokens)
 
     def take_declined(self) -> dict[str, int]:
-        """What was declined since the last lookup. The caller tells the daemon."""
+        """Return the tokens that were declined since the last lookup. The caller reports them to the
+        daemon."""
         with self.lock:
             declined, self._declined = dict(self._declined), Counter()
         return declined
@@ -118,12 +120,14 @@ def link_of(lease: Lease) -> DaemonLink | None:
 
 
 def handle_in(link: DaemonLink, path: int, known: int) -> PrefixHandle | None:
-    """The handle that an answer gives: the session remembers ``known`` chunks of the prompt as ``path``."""
+    """Return the handle that an answer gives: over this link, ``path`` names ``known`` chunks of the
+    prompt."""
     return PrefixHandle(link, path, known) if path and known > 0 else None
 
 
 def prompt_part(link: DaemonLink, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:
-    """A prompt as a message describes it: by reference to what the session remembers, the rest in full."""
+    """Return a prompt as a message describes it: by reference to the path that the daemon knows, the rest in
+    full."""
     identity = link.identities[request.identity.digest]
     if handle is None or not handle.chunks:
         keys = b"".join(request.keys)
@@ -136,7 +140,8 @@ def prompt_part(link: DaemonLink, request: LookupRequest, handle: PrefixHandle |
 
 
 def in_full(message: Callable[[], Message], *requests: LookupRequest) -> Callable[[], Message]:
-    """Make ``message`` once more, if the session has forgotten what it refers to of these prompts."""
+    """Return a function that makes ``message`` again, without references, if the daemon has forgotten these
+    prompts."""
 
     def again() -> Message:
         for request in requests:

@@ -1,4 +1,4 @@
-"""What a client's messages go over: the arena's own socket on the same host, ZMQ to another one."""
+"""Transports of a client's messages: the arena's socket on the same host, ZMQ to another host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import zmq
 from tierstore.wire.framing import FramedSocket
 from tierstore.wire.messages import VERSION
 
-_BYE_MS = 200  # to send the last word
+_BYE_MS = 200  # time limit for the last message
 
-# As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
+# As plain integers: combining two of ZMQ's enums takes longer than sending a frame.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _EVENTS = int(zmq.EVENTS)
@@ -20,9 +20,9 @@ _POLLIN = int(zmq.POLLIN)
 
 
 class Transport(ABC):
-    """Not thread-safe. Nothing blocks.
+    """A transport of messages. Not thread-safe. No method blocks.
 
-    ``fd`` becomes readable when there may be something to receive, ``sign_fd`` when the daemon may have gone.
+    ``fd`` becomes readable when there may be something to receive, ``sign_fd`` when the daemon may be gone.
     """
 
     fd: int
@@ -30,36 +30,37 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, body: bytes, frames: Sequence[memoryview] = ()) -> bool:
-        """Send a message, and page frames behind it. False when the daemon does not read."""
+        """Send a message with page frames behind it. Return False if the daemon does not read."""
 
     @abstractmethod
     def receive(self) -> list[Sequence[memoryview]]:
-        """What has come: messages, each with the page frames behind it.
-        Raises :class:`~tierstore.wire.framing.FramedSocketEnd` when the daemon has hung up."""
+        """Return the received messages, each with the page frames behind it. Raise
+        :class:`~tierstore.wire.framing.FramedSocketEnd` if the daemon has closed the connection."""
 
     @abstractmethod
     def gone(self) -> bool:
-        """Whether the daemon has gone since it welcomed us, where :meth:`receive` does not say."""
+        """Return whether the daemon has gone since the welcome, for transports whose :meth:`receive` cannot
+        notice it."""
 
     @abstractmethod
     def welcomed(self) -> None:
-        """Whatever was heard of before is over."""
+        """Discard signs of an earlier daemon."""
 
     @abstractmethod
     def flush(self) -> bool:
-        """Send what the socket did not take before. True while there is more, for when ``fd`` takes it."""
+        """Send queued data. Return True if there is more, which needs ``fd`` to be writable."""
 
     @abstractmethod
     def hidden(self) -> bool:
-        """Whether there is something to receive that ``fd`` may not tell of."""
+        """Return whether there is something to receive that ``fd`` does not show."""
 
     @abstractmethod
     def close(self, last: bytes = b"") -> None:
-        """``last`` is a message to send before. Idempotent."""
+        """Close the transport, after sending ``last``. Idempotent."""
 
 
 class SocketTransport(Transport):
-    """The arena's socket, which belongs to the arena. No page frames go over it."""
+    """The arena's socket. The arena owns it. No page frames are sent over it."""
 
     def __init__(self, line: FramedSocket) -> None:
         self._line = line
@@ -85,11 +86,11 @@ class SocketTransport(Transport):
         return False
 
     def close(self, last: bytes = b"") -> None:
-        """Nothing: hanging up is the arena's business."""
+        """Do nothing: the arena closes its socket."""
 
 
 class ZmqTransport(Transport):
-    """A DEALER, and its monitor."""
+    """A DEALER socket and its monitor."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -122,15 +123,15 @@ class ZmqTransport(Transport):
         return bool(int(self._monitor.get(_EVENTS)) & _POLLIN)
 
     def welcomed(self) -> None:
-        # A dying daemon's port may still have taken a connection, before the next daemon did.
+        # A dying daemon may have accepted a connection before the next daemon did.
         while self.gone():
             self._monitor.recv_multipart(_NOBLOCK)
 
     def flush(self) -> bool:
-        return False  # ZMQ's own threads do
+        return False  # ZMQ's own threads do this
 
     def hidden(self) -> bool:
-        # ZMQ's descriptor tells of changes only, and whatever is done to the socket may take one.
+        # ZMQ's descriptor shows only changes, and any use of the socket may consume one.
         return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
 
     def close(self, last: bytes = b"") -> None:
@@ -141,4 +142,4 @@ class ZmqTransport(Transport):
             self.send(last)
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close()  # its own linger: 0, or what the last word needs
+        self._socket.close()  # with its own linger: 0, or the time for the last message

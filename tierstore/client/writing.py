@@ -1,7 +1,7 @@
-"""Saving to a daemon: room for pages in its arena, or pages as frames behind a message.
+"""Saving to a daemon: reserved places in its arena, or pages as frames behind a message.
 
-Requests are not repeated: a save that may or may not have been committed is found, or saved again, by the
-next one.
+Requests are not repeated. If it is unknown whether a save was committed, the next save finds its pages or
+saves them again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierstore.wire.messages import Message
 A = TypeVar("A", bound=Message)
 R = TypeVar("R")
 
-_SAVE_S = 5.0  # for a daemon on a busy machine: nobody waits for a save
+_SAVE_S = 5.0  # for a daemon on a busy machine: saves are not urgent
 
 
 class RemoteWriting:
@@ -49,12 +49,12 @@ class RemoteWriting:
         hint = hints.hint
         part = None
         if hint is not None:
-            # A message has no room for an int of any size.
+            # A message cannot carry an int of any size.
             ttl_s = None if hint.ttl_s is None else float(hint.ttl_s)
             part = messages.HintPart(ttl_s, hint.reuse, hint.priority, hint.elsewhere)
 
         def message(handle: PrefixHandle | None) -> messages.Reserve:
-            # What is to be saved is spelled out, even where it begins like something the daemon knows.
+            # The keys to save are sent in full, even if the daemon knows the beginning.
             if handle is None or handle.owner is not link:
                 handle = request.handle_of(link, first)
             elif handle.chunks > first:
@@ -78,7 +78,7 @@ class RemoteWriting:
         frames: Sequence[memoryview] = (),
         otherwise: Callable[[], Message] | None = None,
     ) -> Transfer[R]:
-        """A request of a save, which is nobody's latency."""
+        """Send a request of a save, with a generous time limit."""
         return self._connection.call(
             link,
             message,
@@ -106,7 +106,7 @@ class RemoteWriting:
         if link.arena is not None:
             limit = mapped.nbytes - page_bytes if mapped is not None else -1
             sound = sound and all(offset <= limit for offset in offsets)
-        if not sound:  # writing there could harm somebody
+        if not sound:  # writing there could overwrite other data
             if answer.reservation:
                 self._connection.abort(link, answer.reservation)
             return None
