@@ -2,7 +2,7 @@
 
 A *task* is a small piece of one transfer (a few MiB of pages). Workers spend their time in calls that release
 the GIL (memory copies, preadv), so a few of them keep a disk and a memory bus busy without slowing an
-engine's Python. Tasks are not pre-empted. They are small instead, so that a demand load waits for
+engine's Python. Tasks are not preempted. They are small instead, so that a demand load waits for
 milliseconds at most.
 
 There are two *lanes*, each with its own queue and workers. Tasks that only copy memory always end; tasks that
