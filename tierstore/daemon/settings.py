@@ -209,7 +209,9 @@ class Settings:
                 given[name] = _parse(name, value)
         for name, flag in (flags or {}).items():
             if flag == "" and _PARSERS[name] is _path:
-                raise UsageError(f"--{name.replace('_', '-')} is empty: give a value, or leave the option out")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is empty: give a value, or leave the option out"
+                )
             if flag is not None:
                 given[name] = _parse(name, flag)
         return cls(**given)
