@@ -1,4 +1,4 @@
-"""The bundled paged-attention engine. The public names; torch is imported when the first of them is used."""
+"""The bundled paged-attention engine. Its public names import torch at first use."""
 
 from __future__ import annotations
 

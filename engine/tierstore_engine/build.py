@@ -1,6 +1,6 @@
-"""From a model's name to an engine that runs it: the one place where the parts are put together.
+"""Build an engine from a model's name: the one place where the parts are put together.
 
-Three steps, cheapest first, so that what can be refused is refused before gigabytes are read and before
+There are three steps, cheapest first, so that invalid input is refused before gigabytes are read and before
 anything is written: :func:`open_model` (configuration and tokenizer), :func:`load_model` (weights),
 :func:`build_engine` (page pool and store).
 """
@@ -59,7 +59,7 @@ from tierstore_engine.weights import (
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model whose weights have not been read: ``folder`` is its checkpoint, None for a preset."""
+    """A model without its weights. ``folder`` is its checkpoint, None for a preset."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -69,7 +69,7 @@ class OpenModel:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. Several engines may share one. ``digest`` stands for its weights' very bytes."""
+    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -81,7 +81,8 @@ class LoadedModel:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)
 
     def identity(self, spec: KVSpec) -> Identity:
-        """Who this model's pages are: other weights, shape, RoPE or KV format are another identity."""
+        """Return the identity of this model's pages. Other weights, shapes, RoPE or KV formats have other
+        identities."""
         config = self.config
         return Identity.of(
             spec,
@@ -100,13 +101,15 @@ def open_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
 ) -> OpenModel:
-    """The preset called ``model``, or the checkpoint folder at that path (write ``./demo`` for a folder that
-    is called like a preset). ``dtype`` overrides the model's own, ``kv_dtype`` (of
-    :meth:`~tierstore_engine.kv_format.KVFormat.parse`) says how its KV is kept, and ``kv_scales`` where the
-    scales come from (:func:`~tierstore_engine.kv_scales.with_scales`).
+    """Return the preset called ``model``, or the checkpoint folder at that path (write ``./demo`` for a
+    folder with a preset's name).
 
-    Raises :class:`UnknownModelError` where there is neither, :class:`ModelError` for a folder that cannot be
-    run, :class:`UsageError` for an impossible device or dtype.
+    ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
+    (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
+    (:func:`~tierstore_engine.kv_scales.with_scales`).
+
+    Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
+    unsupported folder, :class:`UsageError` for an impossible device or dtype.
     """
     kv = KVFormat.parse(kv_dtype)
     if dtype is not None and dtype not in DTYPES:
@@ -135,8 +138,8 @@ def load_model(
     kv_scales: str = DYNAMIC,
     seed: int = 0,
 ) -> LoadedModel:
-    """The model with its weights, or with random ones made from ``seed`` for a preset. Raises what
-    :func:`open_model` raises, and :class:`ModelError` for weights that do not fit the configuration."""
+    """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
+    of :func:`open_model`, and :class:`ModelError` for weights that do not match the configuration."""
     if isinstance(model, str):
         model = open_model(model, device=device, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales)
     source = model
@@ -164,19 +167,24 @@ def build_engine(
     model_name: str = "",
     role: Role = BOTH,
 ) -> Engine:
-    """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), which
-    :meth:`Engine.resize_pool` may make ``most_pool_bytes`` large (None: on a CPU its first size, on a GPU it
-    keeps that), and over the store at ``store`` (None: without one). ``model_name`` is what people call the
-    model; ``role`` is what it does with pages that it shares with other engines.
+    """Build an engine over a page pool and a store.
 
-    Raises :class:`UsageError` for sizes that cannot work and
-    :class:`~tierstore.errors.StoreUnavailableError` for a store that cannot be opened.
+    - ``pool_pages``: the pool's size. None, on a GPU only, takes the free memory.
+    - ``most_pool_bytes``: the largest size for :meth:`Engine.resize_pool`. None means the first size on a
+      CPU; on a GPU the pool then cannot be resized.
+    - ``store``: the store's directory or address, None for no store.
+    - ``model_name``: the model's public name.
+    - ``role``: whether the engine loads and saves pages that it shares with other engines.
+
+    Raises :class:`UsageError` for impossible sizes and :class:`~tierstore.errors.StoreUnavailableError` for a
+    store that cannot be opened.
     """
     spec = model.kv_spec(chunk_tokens=chunk_tokens)
     settings = settings or EngineSettings()
     settings.check_chunk(chunk_tokens)
     if model.device != "cpu":
-        torch.cuda.empty_cache()  # the pool's size goes by what is free, and so is what torch only keeps
+        # the pool is sized by the free memory, which includes torch's cache after this
+        torch.cuda.empty_cache()
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     connector = open_connector(
@@ -209,15 +217,16 @@ def build_draft_model(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
 ) -> DraftModel:
-    """``draft`` as the drafter of an engine of ``model``, over pages of its own: in the daemon at ``store``
-    under its own identity, or in the directory beside ``store`` that ends with ``-draft``.
+    """Return ``draft`` as the drafter of an engine of ``model``, with its own pages. They are stored in the
+    daemon at ``store`` under the draft model's identity, or in the directory beside ``store`` that ends with
+    ``-draft``.
 
-    Raises :class:`UsageError` for models whose tokens are not the same, and what :func:`build_engine` does.
+    Raises :class:`UsageError` for models with different vocabularies, and the errors of :func:`build_engine`.
     """
     if draft.config.vocab_size != model.config.vocab_size:
         raise UsageError(
-            f"a draft model has the model's own tokens: it has {draft.config.vocab_size} of them, the model "
-            f"{model.config.vocab_size}"
+            f"a draft model must have the model's vocabulary: it has {draft.config.vocab_size} tokens, "
+            f"the model {model.config.vocab_size}"
         )
     settings, spec = settings or EngineSettings(), draft.kv_spec(chunk_tokens=chunk_tokens)
     check_pool(spec, pool_pages, draft.device)
@@ -237,7 +246,7 @@ def build_draft_model(
 
 
 def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineSettings) -> Runner:
-    """The model over a pool for each of its layer groups, on their device."""
+    """Return the model over a pool for each of its layer groups, on their device."""
     memories = [make_memory(pool, model.config) for pool in pools]
     runnable = Model(model.config, model.weights, memories, device=model.device)
     on_device = [pool for pool in pools if isinstance(pool, DevicePool)]
@@ -249,9 +258,9 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
 
 
 def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]:
-    """Pages of each layer group's pool, where the first one's has ``pages``: beside it, windows are as large
-    as the sequences that go on at a time need and a quarter of what all tokens would take, states two for
-    each sequence that can be held, and as many again to be found."""
+    """Return the pages of each layer group's pool, if the first pool has ``pages``. Window pools hold what
+    the concurrent sequences need, plus a quarter of all tokens. State pools hold two states per sequence, and
+    as many again for hits."""
     tokens = pages * spec.chunk_tokens
     counts = [pages]
     for part in spec.split()[1:]:
@@ -265,8 +274,8 @@ def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]
 
 
 def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
-    """What the layer group of ``pool`` remembers by. Raises what
-    :func:`~tierstore_engine.attention.make_attention` does."""
+    """Return the memory of the layer group of ``pool``. Raises the errors of
+    :func:`~tierstore_engine.attention.make_attention`."""
     [group] = pool.spec.groups
     if group.kind is not LayerKind.RECURRENT_STATE:
         return make_attention(pool, config)
@@ -275,19 +284,19 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
     from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 
-    launcher = CupyLauncher(pool.device)  # first: it says what is missing
+    launcher = CupyLauncher(pool.device)  # first: its error says what is missing
     kind = CudaDeltaStates if config.mamba is None else CudaMamba2States
     return kind(pages_on_device(pool), pool.spec, config, launcher)
 
 
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
-    """Pages that hold the KV of ``tokens`` tokens of one sequence."""
+    """Return how many pages hold the KV of ``tokens`` tokens of one sequence."""
     return -(-tokens // spec.chunk_tokens)
 
 
 def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None = None) -> None:
-    """Raises :class:`UsageError` for a pool without a page, or larger than this machine's memory. (A GPU says
-    what it has room for when the pool is made.)"""
+    """Raise :class:`UsageError` for a pool without a page, or larger than this machine's memory. A GPU's
+    memory is checked when the pool is made."""
     if pool_pages < 1:
         raise UsageError(f"the page pool needs room for at least one page of {format_size(spec.page_bytes)}")
     wanted, memory = nbytes or pool_pages * spec.page_bytes, _memory_bytes()
@@ -299,7 +308,7 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None
 
 
 def check_device(device: str) -> None:
-    """Raises :class:`UsageError` for a device that there is not."""
+    """Raise :class:`UsageError` for a device that does not exist."""
     if device in ("auto", "cpu"):
         return
     if not re.fullmatch(r"cuda(:\d{1,3})?", device, re.ASCII):
@@ -313,7 +322,7 @@ def check_device(device: str) -> None:
 
 
 def resolve_device(device: str, dtype: str) -> str:
-    """What ``auto`` is for a model of ``dtype``: a GPU where there is one that computes such models."""
+    """Return the device that ``auto`` means for a model of ``dtype``: a GPU if one can compute it."""
     check_device(device)
     if device != "auto":
         return device
@@ -322,30 +331,32 @@ def resolve_device(device: str, dtype: str) -> str:
 
 def _fitting_pages(spec: KVSpec, device: str, settings: EngineSettings) -> int:
     if device == "cpu":
-        raise UsageError("say how many pages the pool has: this machine's memory is not the pool's alone")
+        raise UsageError(
+            "give the pool's number of pages: on a CPU the pool shares the memory with everything else"
+        )
     return fitting_pages(spec, CudaDevice(_device_index(device)), settings)
 
 
 def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int:
-    """:func:`pages_within` what a pool may take of the device's free memory."""
+    """Return :func:`pages_within` the part of the device's free memory that a pool may take."""
     first = spec.split()[0]
     return pages_within(spec, pages_that_fit(first, device) * first.page_bytes, settings)
 
 
 def pages_within(spec: KVSpec, nbytes: int, settings: EngineSettings) -> int:
-    """Pages of the first layer group's pool, so that all groups' together (:func:`group_pages`) take at most
-    ``nbytes``; 0 where there is no room for one."""
+    """Return the pages of the first layer group's pool, such that the pools of all groups
+    (:func:`group_pages`) take at most ``nbytes``. Return 0 without room for one."""
     most = nbytes // spec.split()[0].page_bytes
     return max(bisect_right(range(most + 1), nbytes, key=lambda n: pool_bytes(spec, n, settings)) - 1, 0)
 
 
 def pool_bytes(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
-    """The memory of all groups' pools, where the first one's has ``pages``."""
+    """Return the memory of all groups' pools, if the first pool has ``pages``."""
     return bytes_for(spec.split(), group_pages(spec, pages, settings))
 
 
 def _device_index(device: str) -> int:
-    """1 of ``cuda:1``; ``cuda`` is the first."""
+    """Return 1 for ``cuda:1``; ``cuda`` is 0."""
     return torch.device(device).index or 0
 
 

@@ -24,7 +24,7 @@ _STEP_TOKENS = 512
 
 
 def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
-    """The tokens of ``text``. Raises :class:`UsageError` before anything is computed in vain."""
+    """Return the tokens of ``text``. Raises :class:`UsageError` before anything is computed."""
     if {group.kind for group in opened.config.groups} != {LayerKind.FULL_ATTENTION}:
         raise UsageError("static scales are for models whose layers all keep every token's keys and values")
     tokens = opened.tokenizer.encode(text)
@@ -38,8 +38,8 @@ def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
 
 
 def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
-    """The largest magnitudes of keys and values while ``model`` (on the CPU, its KV as floats) computes
-    ``tokens``. A plane that is all zero has the range 1."""
+    """Return the largest magnitudes of keys and values while ``model`` (on the CPU, its KV as floats)
+    computes ``tokens``. A plane that is all zero has the range 1."""
     config, spec = model.config, model.kv_spec()
     pool = PagePool(spec, pages_for_tokens(spec, len(tokens)))
     runner = make_runner(model, [pool], EngineSettings())
@@ -47,12 +47,12 @@ def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
         stop = min(start + _STEP_TOKENS, len(tokens))
         span = Span((range(pool.num_pages),), start, stop)
         runner.compute(Step((span,), tokens[start:stop], [stop - start - 1], COMPLETED, spec.chunk_tokens))
-    # The last page's rest is zeros: nothing was in this memory before.
+    # The rest of the last page is zero: its memory was not used before.
     shape = (pool.num_pages, config.layers, 2, config.kv_heads, -1)
     kv = torch.from_numpy(pool.array).view(getattr(torch, config.dtype)).view(shape).float()
     largest = kv.abs().amax((0, 4))
     if not largest.isfinite().all():
-        raise ModelError("the model's keys or values are no finite numbers: there is no scale for them")
+        raise ModelError("the model's keys or values are not finite, so there is no scale for them")
     found = largest.where(largest > 0, 1.0).tolist()
     return tuple(tuple(tuple(heads) for heads in planes) for planes in found)
 

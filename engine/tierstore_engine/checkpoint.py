@@ -29,15 +29,15 @@ QUANTISATION_FILES = (
     "quanto_qmap.json",
     "quant_model_description.json",
 )
-"""Files beside ``config.json`` that tools which quantise weights write."""
+"""Files beside ``config.json`` that quantisation tools write."""
 
 _READ_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
-    """The model's shape; the end-of-sequence ids come from ``generation_config.json`` where there is one.
+    """Return the model's shape. The end-of-sequence ids come from ``generation_config.json`` if there is one.
 
-    Raises :class:`ModelError` when the folder is not a checkpoint this engine can run.
+    Raises :class:`ModelError` if the folder is not a checkpoint that this engine can run.
     """
     if not folder.is_dir():
         raise ModelError(f"no model folder at {folder}")
@@ -55,14 +55,15 @@ def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
 
 
 def _quantisation(file: Path) -> Mapping[str, Any]:
-    """Return what such a file says. Any object in one says that weights are quantised."""
+    """Return the contents of such a file. Any object in it means that weights are quantised."""
     raw = _read_json(file)
     inner = raw.get("quantization")
     return inner if isinstance(inner, dict) else raw or {"quant_method": "quantised"}
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, whole or sharded. A context manager; files open lazily."""
+    """The tensors of a folder's safetensors files, whole or sharded. A context manager that opens files
+    lazily."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -83,10 +84,10 @@ class Checkpoint:
         return name in self._files
 
     def account_for(self, names: Set[str], *, unread: Set[str] = frozenset()) -> None:
-        """Check that the checkpoint holds the tensors ``names``, in dtypes that are read, and no others but
-        those of ``unread`` and those that are known to be useless.
+        """Check that the checkpoint has the tensors ``names`` in readable dtypes, and no others except
+        ``unread`` and known useless ones.
 
-        Raises :class:`ModelError` otherwise: weights that are left out, or read without their scale, would
+        Raises :class:`ModelError` otherwise: weights that are ignored, or read without their scale, would
         give wrong answers.
         """
         useless = [re.compile(each) for each in unread_tensors(_read_json(self._folder / CONFIG_FILE))]
@@ -117,7 +118,8 @@ class Checkpoint:
             raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
 
     def read(self, name: str, shape: torch.Size | None = None) -> torch.Tensor:
-        """Tensor ``name`` in host memory. Raises :class:`ModelError` when missing or not of ``shape``."""
+        """Return tensor ``name`` in host memory. Raises :class:`ModelError` if it is missing or not of
+        ``shape``."""
         file = self._files.get(name)
         if file is None:
             raise self._missing(name)
@@ -143,7 +145,7 @@ class Checkpoint:
 
 
 def _tensor_files(folder: Path) -> Mapping[str, Path]:
-    """Which file holds each tensor."""
+    """Return the file of each tensor."""
     index = folder / INDEX_FILE
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
@@ -173,7 +175,7 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"cannot read {file}: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object")
     return value

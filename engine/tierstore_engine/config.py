@@ -1,9 +1,9 @@
-"""The shape of a model, in the engine's own words: what each layer is made of, and what it keeps in pages.
+"""The shape of a model: the parts of each layer, and what it keeps in pages.
 
-A layer is a *mixer*, which looks at the past, and an MLP. How a mixer remembers is its kind
-(:class:`~tierstore.spec.LayerKind`): K and V of all tokens, of a window or of an attention chunk, a latent of
-each token, or a state. Layers of one kind are a layer group. What is read from a ``config.json`` is in
-:mod:`tierstore_engine.families`.
+A layer is a *mixer*, which looks at the past, and an MLP. The mixer's kind
+(:class:`~tierstore.spec.LayerKind`) says what it keeps: K and V of all tokens, of a window or of an attention
+chunk, a latent of each token, or a state. Layers of one kind form a layer group.
+:mod:`tierstore_engine.families` reads ``config.json``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. ``kind`` is ``default``, ``linear``, ``llama3`` or ``yarn``; the rest only where it
-    applies."""
+    """Rotary embedding. ``kind`` is ``default``, ``linear``, ``llama3`` or ``yarn``. Other fields are used
+    only where they apply."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -40,24 +40,24 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
-    """Cosines and sines are multiplied by it (YaRN)."""
+    """Factor of cosines and sines (YaRN)."""
     rotary_dim: int = 0
-    """So many leading dimensions of a head are turned; 0: all."""
+    """How many leading dimensions of a head are rotated; 0 for all."""
     interleaved: bool = False
-    """Dimension 2i pairs with 2i + 1, and not i with i + half."""
+    """Whether dimension 2i pairs with 2i + 1 instead of i with i + half."""
 
     def facts(self) -> dict[str, Any]:
         return _facts(self, since="beta_fast")
 
     def describe(self) -> str:
-        """One line; equal lines mean equal rotations (it goes into the identity)."""
+        """Return one line. Equal lines mean equal rotations; the line is part of the identity."""
         return ";".join(f"{name}={value}" for name, value in self.facts().items())
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention (MLA): of each token one vector is kept, ``rank + rope_dim`` wide, from
-    which all heads' keys and values follow. Queries are made by way of ``query_rank`` numbers, if any."""
+    """Multi-head latent attention (MLA). One vector of ``rank + rope_dim`` numbers is kept per token; all
+    heads' keys and values follow from it. Queries go through ``query_rank`` numbers, if it is set."""
 
     rank: int
     nope_dim: int
@@ -71,37 +71,37 @@ class LatentConfig:
 
 
 STATE_ALIGN = 64
-"""Bytes: each tensor of a state begins at a multiple of that within its page."""
+"""Bytes. Each tensor of a state begins at a multiple of this within its page."""
 
 
 class StateConfig(ABC):
-    """What a layer with a state keeps: the last ``conv_width - 1`` inputs of a causal convolution (in the
-    model's dtype), then a matrix of each head (float32)."""
+    """The state of a layer: the last ``conv_width - 1`` inputs of a causal convolution (in the model's
+    dtype), then a matrix of each head (float32)."""
 
     conv_width: int
 
     @property
     @abstractmethod
     def channels(self) -> int:
-        """Of the convolution."""
+        """Return the number of the convolution's channels."""
 
     @property
     @abstractmethod
     def matrices(self) -> tuple[int, int, int]:
-        """``heads, key_dim, value_dim``: what is read of a matrix is asked for by a key."""
+        """Return ``heads, key_dim, value_dim``. A key selects what is read of a matrix."""
 
     def inputs_bytes(self, dtype: str) -> int:
-        """Of the convolution's inputs, up to where the matrices begin."""
+        """Return the bytes of the convolution's inputs, up to where the matrices begin."""
         return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BITS[dtype] // 8)
 
     def state_bytes(self, dtype: str) -> int:
-        """Of one layer."""
+        """Return the bytes of one layer's state."""
         return self.inputs_bytes(dtype) + _aligned(math.prod(self.matrices) * 4)
 
 
 @dataclass(frozen=True)
 class DeltaConfig(StateConfig):
-    """A gated delta rule layer. Its convolution is of queries, keys and values of all heads."""
+    """A gated delta rule layer. Its convolution covers queries, keys and values of all heads."""
 
     key_heads: int
     value_heads: int
@@ -124,8 +124,8 @@ class DeltaConfig(StateConfig):
 
 @dataclass(frozen=True)
 class Mamba2Config(StateConfig):
-    """A Mamba-2 layer. The heads of a group share what they are written (B) and read (C) by; its convolution
-    is of the values of all heads, then B and C of all groups."""
+    """A Mamba-2 layer. The heads of a group share B (writing) and C (reading). The convolution covers the
+    values of all heads, then B and C of all groups."""
 
     heads: int
     head_dim: int
@@ -134,10 +134,10 @@ class Mamba2Config(StateConfig):
     conv_width: int
     conv_bias: bool = True
     biased: bool = False
-    """The projections into and out of the layer have biases."""
+    """Whether the projections into and out of the layer have biases."""
     least_step: float = 0.0
     most_step: float | None = None
-    """Steps (Δ) are cut off at these."""
+    """Limits of the steps (Δ)."""
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -145,7 +145,7 @@ class Mamba2Config(StateConfig):
 
     @property
     def width(self) -> int:
-        """Of the values of all heads."""
+        """Return the width of the values of all heads."""
         return self.heads * self.head_dim
 
     @property
@@ -163,12 +163,12 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of ``count`` experts, of which each token goes to ``chosen``.
+    """A mixture of ``count`` experts. Each token goes to ``chosen`` of them.
 
-    ``scoring`` makes scores of the router's logits: ``softmax`` over all experts, ``sigmoid`` of each, or
-    ``softmax of chosen``. With ``groups`` only the experts of the best ``best_groups`` are chosen from; a
-    group counts as much as its best ``group_members``. The scores are made to sum to 1 where ``normalised``,
-    and multiplied by ``scale``.
+    ``scoring`` turns the router's logits into scores: ``softmax`` over all experts, ``sigmoid`` of each, or
+    ``softmax of chosen``. With ``groups``, experts are chosen only from the best ``best_groups`` groups; a
+    group is ranked by its best ``group_members``. Scores are normalised to sum to 1 if ``normalised``, and
+    multiplied by ``scale``.
     """
 
     count: int
@@ -181,18 +181,18 @@ class ExpertsConfig:
     best_groups: int = 1
     group_members: int = 1
     correction: bool = False
-    """A bias is added to the scores for choosing, and only for that."""
+    """Whether a bias is added to the scores, for choosing only."""
     scaled_input: bool = False
-    """The score multiplies what goes into an expert, and not what comes out."""
+    """Whether the score multiplies an expert's input instead of its output."""
     shared_width: int = 0
-    """Of the expert that all tokens go to, if any."""
+    """Width of the expert that all tokens go to; 0 without one."""
     shared_gate: bool = False
     biased: bool = False
-    """The router and the experts have biases."""
+    """Whether the router and the experts have biases."""
     clamp: float | None = None
-    """Gates and ups, which alternate then, are cut off at that (gpt-oss)."""
+    """Limit of gates and ups, which then alternate (gpt-oss)."""
     sharpness: float = 1.0
-    """Of the sigmoid in a clamped expert's gate."""
+    """Sharpness of the sigmoid in a clamped expert's gate."""
 
     def __post_init__(self) -> None:
         if not 0 < self.chosen <= self.count:
@@ -207,7 +207,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class Temperature:
-    """Queries grow with their position: by ``1 + scale × log(1 + floor((position + 1) / floor))``."""
+    """Scaling of queries by their position: ``1 + scale × log(1 + floor((position + 1) / floor))``."""
 
     floor: float
     scale: float
@@ -215,22 +215,22 @@ class Temperature:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What a checkpoint calls the parts of a layer, where families differ."""
+    """The names of a layer's parts in a checkpoint, where families differ."""
 
     mlp: str = "mlp"
     mlp_norm: str = "post_attention_layernorm"
     router: str = "gate"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     packed: bool = False
-    """All experts are in one tensor, ``[experts, in, out]``."""
+    """Whether all experts are in one tensor, ``[experts, in, out]``."""
     shared: str = "shared_expert"
     # Added later: see ModelConfig.
     aside: str = ""
-    """An MLP beside the experts, of that name: the one that all tokens go to, or the only one of a layer."""
+    """The name of an MLP beside the experts: the one that all tokens go to, or the only one of a layer."""
     joined: bool = False
-    """The gates and ups of an MLP are one tensor, and so are those of all experts."""
+    """Whether the gates and ups of an MLP are one tensor, and so are those of all experts."""
     blocks: bool = False
-    """Mixers and MLPs are numbered together, and each is called ``mixer``."""
+    """Whether mixers and MLPs are numbered together, each with the name ``mixer``."""
 
     def facts(self) -> dict[str, Any]:
         return _facts(self, since="aside")
@@ -240,9 +240,8 @@ class TensorNames:
 class ModelConfig:
     """A decoder. ``windows`` has one entry per layer: attended tokens, or None for all.
 
-    ``kinds`` says for each layer how it remembers the past; ``windows`` then has the attention chunks, too.
-    Models whose layers all have K and V of all tokens in their pages leave it empty: whatever their windows
-    are, there is one layer group.
+    ``kinds`` has each layer's kind; ``windows`` then also has attention chunks. It is empty for models whose
+    layers all keep K and V of all tokens: they have one layer group, also if they have windows.
     """
 
     vocab_size: int
@@ -264,11 +263,11 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     eos_ids: tuple[int, ...] = ()
     kv: KVFormat = field(default_factory=KVFormat)
-    # What follows was added later: at its default it is left out of the digest, so that the pages of models
-    # that have none of it stay theirs.
+    # Fields from here on were added later. They are left out of the digest at their defaults, so that the
+    # identity of models without them stays the same.
     kinds: tuple[LayerKind, ...] = ()
     ropes: tuple[RopeConfig | None, ...] = ()
-    """Of each layer, where they differ; None for no rotation."""
+    """The RoPE of each layer, if layers differ; None for no rotation."""
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
     mamba: Mamba2Config | None = None
@@ -278,27 +277,27 @@ class ModelConfig:
     bare_layers: tuple[int, ...] = ()
     """Layers without an MLP."""
     activation: str = "silu"
-    """Or ``gelu_tanh``; or ``relu2``, of MLPs without a gate."""
+    """``silu``, ``gelu_tanh``, or ``relu2`` for MLPs without a gate."""
     centred_norms: bool = False
-    """A norm's weight is what is to be added to 1."""
+    """Whether 1 is added to a norm's weight."""
     post_norms: bool = False
-    """What a mixer and an MLP give is normed, too, before it is added."""
+    """Whether the outputs of mixer and MLP are normed before they are added."""
     embed_scale: float = 1.0
     residual_scale: float = 1.0
-    """What a mixer and an MLP give is multiplied by it before it is added."""
+    """Factor of the outputs of mixer and MLP before they are added."""
     logit_divisor: float = 1.0
     logit_cap: float | None = None
-    """``x`` becomes ``cap × tanh(x / cap)``; likewise of attention's scores."""
+    """If set, ``x`` becomes ``cap × tanh(x / cap)``. ``score_cap`` does the same to attention's scores."""
     score_cap: float | None = None
     score_scale: float | None = None
-    """None: by the root of head_dim."""
+    """None divides by the root of head_dim."""
     sinks: bool = False
-    """Each head has a score that takes part in its softmax and has no value."""
+    """Whether each head has a score that takes part in its softmax without a value."""
     gated_attention: bool = False
     unit_qk: bool = False
-    """Queries and keys are brought to a mean square of 1 after they have been turned."""
+    """Whether queries and keys are scaled to a mean square of 1 after rotation."""
     temperature: Temperature | None = None
-    """Of layers without rotation."""
+    """Scaling of queries in layers without rotation."""
     names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
@@ -307,9 +306,9 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
-            raise ModelError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+            raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if (self.recurrent is None) == (LayerKind.RECURRENT_STATE in self.kinds):
-            raise ModelError("a model has layers with a recurrent state where it says what they compute")
+            raise ModelError("a model needs delta or mamba exactly if it has layers with a recurrent state")
         unquantised = {LayerKind.MLA_LATENT, LayerKind.RECURRENT_STATE} & set(self.kinds)
         if self.kv.quantised and unquantised:
             [kind, *_] = sorted(unquantised)
@@ -337,7 +336,7 @@ class ModelConfig:
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The layer groups: those that need every token first."""
+        """Return the layer groups. Groups that need every token come first."""
         members: dict[tuple[LayerKind, int | None], list[int]] = {}
         for layer in range(self.layers):
             window = self.window(layer) if self.kind(layer) in _WINDOWED else None
@@ -356,17 +355,17 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> StateConfig | None:
-        """The layers with a state, whatever they compute."""
+        """Return the shape of the layers with a state, for either rule; None without any."""
         return self.delta or self.mamba
 
     @cached_property
     def states(self) -> frozenset[int]:
-        """The layer groups that are recurrent states."""
+        """Return the layer groups that are recurrent states."""
         found = enumerate(self.groups)
         return frozenset(at for at, group in found if group.kind is LayerKind.RECURRENT_STATE)
 
     def group_of(self, layer: int) -> int:
-        """The layer group that ``layer`` is in."""
+        """Return the layer group of ``layer``."""
         return self._group_of[layer]
 
     @cached_property
@@ -374,7 +373,7 @@ class ModelConfig:
         return {layer: at for at, group in enumerate(self.groups) for layer in group.layers}
 
     def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
-        """The page layout of all layer groups."""
+        """Return the page layout of all layer groups."""
         return KVSpec(
             self.groups,
             self.kv.codes[0].dtype if self.kv.quantised else self.dtype,
@@ -386,7 +385,8 @@ class ModelConfig:
     # -- as a whole ------------------------------------------------------------------------------------
 
     def digest(self) -> str:
-        """A short hex digest of every field that changes what the model computes, besides how KV is kept."""
+        """Return a short hex digest of every field that changes what the model computes, except the KV
+        format."""
         values = _facts(self, since="kinds") | {"rope": self.rope.facts()}
         if "names" in values:
             values["names"] = self.names.facts()
@@ -396,7 +396,7 @@ class ModelConfig:
 
 
 def _facts(shape: Any, *, since: str) -> dict[str, Any]:
-    """A dataclass as its fields' values, without those from ``since`` on that are at their default."""
+    """Return a dataclass as its fields' values, without fields from ``since`` on that have their defaults."""
     values = asdict(shape)
     every = fields(shape)
     for each in every[[each.name for each in every].index(since) :]:

@@ -1,12 +1,12 @@
-"""The gated delta rule: a state to which every token adds what it has to correct of it.
+"""The gated delta rule: a state that every token corrects.
 
 For each token, with a decay ``a``, a rate ``b``, a key ``k`` and a value ``v``, the matrix ``S`` of a head
 (:mod:`tierstore_engine.states`) becomes::
 
-    S  ←  a S + k ⊗ b (v - a Sᵀk)            and what the token reads is      Sᵀq
+    S  ←  a S + k ⊗ b (v - a Sᵀk)            and the token reads      Sᵀq
 
-Within a block of tokens it is solved for at once: with ``A[i, j]`` the decay from token j to token i, the
-corrections ``u = b (v - …)`` of the block's tokens are the solution of a triangular system::
+A block of tokens is solved at once. With ``A[i, j]`` the decay from token j to token i, the corrections ``u =
+b (v - …)`` of the block's tokens solve a triangular system::
 
     uᵢ + bᵢ Σⱼ﹤ᵢ A[i, j] (kᵢ·kⱼ) uⱼ  =  bᵢ (vᵢ - aᵢ…a₁ S₀ᵀkᵢ)
 """
@@ -25,7 +25,7 @@ from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add, sequences
 from tierstore_engine.weights import DeltaWeights
 
-_EPSILON = 1e-6  # of the norms of queries and keys
+_EPSILON = 1e-6  # for the norms of queries and keys
 
 
 class DeltaStates(ABC):
@@ -41,9 +41,9 @@ class DeltaStates(ABC):
         decays: torch.Tensor,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Take a layer's states through the tokens of the layout's spans. What the tokens read, ``[tokens,
-        value_heads, value_dim]`` in the model's dtype; the pages have the states behind the spans then, or
-        will have.
+        """Take a layer's states through the tokens of the layout's spans. Return what the tokens read,
+        ``[tokens, value_heads, value_dim]`` in the model's dtype. The pages then have the states after the
+        spans, or will have them.
 
         ``channels [tokens, channels]`` go into the convolution by ``conv [channels, 1, width]``; ``rates``
         and ``decays`` (logarithms) are float32 ``[tokens, value_heads]``.
@@ -51,7 +51,7 @@ class DeltaStates(ABC):
 
 
 class CpuDeltaStates(DeltaStates):
-    """In blocks of tokens, by torch."""
+    """Compute in blocks of tokens, with torch."""
 
     def __init__(self, pool: PagePool, config: ModelConfig) -> None:
         assert config.delta is not None
@@ -82,7 +82,7 @@ class CpuDeltaStates(DeltaStates):
         rates: torch.Tensor,
         decays: torch.Tensor,
     ) -> torch.Tensor:
-        """``[tokens, value_heads, value_dim]``; ``state`` is that behind the span then."""
+        """Return ``[tokens, value_heads, value_dim]``. ``state`` becomes the state after the span."""
         delta = self._delta
         mixed = state.convolve(channels, conv, None)
         keys_width = delta.key_heads * delta.key_dim
@@ -119,7 +119,7 @@ class GatedDelta:
         self._decay = -weights.a_log.float().exp()
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
-        """``hidden [tokens, hidden_size]`` of the layout's spans; the same shape."""
+        """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape."""
         delta, weights = self._delta, self._weights
         channels, gates = _by_kind(linear(hidden, weights.qkvz), delta)
         rates, steps = (
@@ -142,9 +142,12 @@ def delta_rule(
     rates: torch.Tensor,
     decays: torch.Tensor,
 ) -> torch.Tensor:
-    """What a block of tokens reads, ``[heads, tokens, value_dim]``. ``state [heads, key_dim, value_dim]`` is
-    that before them, and behind them afterwards. ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``,
-    ``rates`` and ``decays`` (as logarithms) ``[heads, tokens]``; all are float32."""
+    """Return what a block of tokens reads, ``[heads, tokens, value_dim]``.
+
+    ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated to the state after it.
+    ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``, ``rates`` and ``decays`` (as logarithms)
+    ``[heads, tokens]``. All are float32.
+    """
     left = BlockDecays.of(decays)
     system = rates.unsqueeze(-1) * (keys @ keys.mT) * left.between  # its diagonal counts as 1
     target = rates.unsqueeze(-1) * (values - left.since_start * (keys @ state))
@@ -153,13 +156,13 @@ def delta_rule(
 
 
 def _by_key_head(projected: torch.Tensor, delta: DeltaConfig) -> torch.Tensor:
-    """``[tokens, key_heads, …]``: what belongs to a key head stands together in the projections."""
+    """Return ``[tokens, key_heads, …]``: the projections are grouped by key head."""
     return projected.view(len(projected), delta.key_heads, -1)
 
 
 def _by_kind(projected: torch.Tensor, delta: DeltaConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The convolution's inputs ``[tokens, channels]`` (all queries, all keys, all values), and the gates
-    ``[tokens, value_heads, value_dim]``."""
+    """Return the convolution's inputs ``[tokens, channels]`` (all queries, all keys, all values), and the
+    gates ``[tokens, value_heads, value_dim]``."""
     values = delta.value_heads // delta.key_heads * delta.value_dim
     widths = [delta.key_dim, delta.key_dim, values, values]
     parts = torch.split(_by_key_head(projected, delta), widths, dim=-1)

@@ -1,7 +1,7 @@
-"""The model on a CUDA device: torch computes on the pool's compute stream, beside which the pool copies.
+"""The model on a CUDA device: torch computes on the pool's compute stream, and the pool copies beside it.
 
-Thin on purpose, since it cannot be run without a GPU: what decides is in ``graphs.py``, ``gathered.py``,
-``gather.py`` and the pool, which the tests run without one.
+This module is thin on purpose, because it cannot run without a GPU. The decisions are in ``graphs.py``,
+``gathered.py``, ``gather.py`` and the pool, which are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FRAGMENTS = 1024
 
 
 class CudaRunner(Runner):
-    """``model`` on the device of ``pool``. Measures what there is to choose, and captures decoding, when it
-    is made: before anything else computes or copies."""
+    """``model`` on the device of ``pool``. The constructor measures alternatives and captures decoding,
+    before anything else computes or copies."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CudaRunner(Runner):
         self._pool = pool
         self._settings = settings
         self._stream = external(pool.compute, pool.device)
-        # The weights were made on torch's default stream, which this one does not wait for by itself.
+        # The weights were made on torch's default stream, which this stream does not wait for by itself.
         self._stream.wait_stream(torch.cuda.default_stream(torch.device(pool.device)))
         positions = min(model.config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
         with (
@@ -101,8 +101,8 @@ class CudaRunner(Runner):
 
 
 class CudaRecorder:
-    """CUDA graphs. A step is run once before it is captured, so that libraries have set themselves up; the
-    capture is made on a stream of torch's, where the pool's threads cannot come between."""
+    """CUDA graphs. A step runs once before its capture, so that libraries are initialized. The capture uses
+    one of torch's streams, where the pool's threads cannot interfere."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -126,12 +126,12 @@ class CudaRecorder:
 
 
 def external(stream: Stream, device: str) -> torch.cuda.ExternalStream:
-    """A stream of the pool's as torch takes it."""
+    """Return a stream of the pool as torch's type."""
     return torch.cuda.ExternalStream(stream, torch.device(device))  # type: ignore[no-untyped-call]
 
 
 def on_stream(device: str) -> OnStream:
-    """What puts torch's and CuPy's work on a stream of the pool's."""
+    """Return a function that puts work of torch and CuPy on a stream of the pool."""
 
     def call(stream: Stream, work: Callable[[], None]) -> None:
         with torch.cuda.stream(external(stream, device)):
@@ -141,7 +141,7 @@ def on_stream(device: str) -> OnStream:
 
 
 def device_facts(device: str) -> dict[str, str]:
-    """What a measurement on a device depends on, besides what was measured."""
+    """Return the facts that a measurement on a device depends on."""
     return {
         "device": torch.cuda.get_device_name(torch.device(device)),
         "torch": torch.__version__,
@@ -151,7 +151,7 @@ def device_facts(device: str) -> dict[str, str]:
 
 
 def timed(work: Callable[[], object], repetitions: int = _REPETITIONS) -> float:
-    """Seconds that ``work`` takes on torch's current stream, by events."""
+    """Return the seconds that ``work`` takes on torch's current stream, by events."""
 
     def seconds_of(calls: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -168,8 +168,8 @@ def timed(work: Callable[[], object], repetitions: int = _REPETITIONS) -> float:
 def _prefill_ranges(
     attention: CudaAttention, config: ModelConfig, pool: DevicePool, settings: EngineSettings, limit: int
 ) -> LibraryRanges:
-    """Where a chunk's attention is left to torch. The pool is empty yet: its pages are borrowed, those that
-    there are (a pool that may grow has addresses without memory behind them)."""
+    """Return where a chunk's attention is left to torch. The measurement borrows the still unused pages of
+    the pool; a pool that may grow also has addresses without memory."""
     if attention.library is None:
         return NOWHERE
     if settings.prefill_backend != "auto":
@@ -190,8 +190,8 @@ def _prefill_ranges(
     def library_seconds(past: int) -> float:
         try:
             return seconds(past, EVERYWHERE)
-        except (RuntimeError, TypeError) as error:  # no memory left, no such kernel, an older torch
-            log.warning("torch's attention cannot be used behind %d tokens: %s", past, error)
+        except (RuntimeError, TypeError) as error:  # out of memory, no such kernel, or an older torch
+            log.warning("cannot use torch's attention after %d tokens: %s", past, error)
             return float("inf")
 
     def measure() -> list[tuple[int, int]]:
@@ -210,7 +210,8 @@ def _prefill_ranges(
 
 
 def _gather(pool: DevicePool) -> KernelGather | None:
-    """The kernel for the layers of pages, where it beats the copy engines; None where nobody needs one."""
+    """Return the kernel for the pages' layers where it is faster than the copy engines; None if it is not
+    needed."""
     nbytes = max(pool.spec.layer(layer).nbytes for group in pool.spec.groups for layer in group.layers)
     fragments = min(_FRAGMENTS, pool.capacity)
     if nbytes > LARGEST_BYTES or not pool.runtime.host_pointers:

@@ -1,9 +1,9 @@
-"""A draft model: a smaller one with the same vocabulary, whose guesses the model checks.
+"""A draft model: a smaller model with the same vocabulary, whose guesses the model checks.
 
-It follows each sequence with one of its own, a *shadow*, whose pages are in a pool and a store of the draft
-model's identity: a prompt's draft pages are found again like the model's. A shadow may run ahead of its
-sequence by what it has drafted. Before anything is saved, and before the next draft, it is cut back to the
-tokens that the sequence has taken over, so nothing that was rejected is ever published.
+The draft model follows each sequence with its own *shadow* sequence. The shadow's pages are in a pool and a
+store under the draft model's identity, so a prompt's draft pages are found again like the model's. A shadow
+may run ahead of its sequence by its draft. Before pages are saved, and before the next draft, it is cut back
+to the tokens that the sequence has accepted. So rejected tokens are never published.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Shadow:
     agreed: int
 
     def follow(self, leader: Sequence) -> None:
-        """Take over the leader's tokens; what was drafted and not taken over is forgotten."""
+        """Take over the leader's tokens, and drop drafted tokens that it did not accept."""
         own, tokens = self.sequence, leader.tokens
         same = self.agreed
         while same < min(len(own.tokens), len(tokens)) and own.tokens[same] == tokens[same]:
@@ -46,17 +46,18 @@ class _Shadow:
 
 
 class DraftModel(Drafter):
-    """Drafts up to ``tokens`` tokens with ``model`` over ``connector``'s pages, which it closes in the end.
+    """Draft up to ``tokens`` tokens with ``model``, over the pages of ``connector``, which :meth:`close`
+    closes.
 
-    A sequence whose draft pages are loading, or have no room, has no draft for now. A long prompt is computed
-    chunk by chunk, one in each step of the engine.
+    A sequence gets no draft while its draft pages are loading or have no room. A long prompt is computed
+    chunk by chunk, one per step of the engine.
     """
 
     def __init__(
         self, model: Runner, connector: Connector, *, tokens: int = 5, settings: EngineSettings | None = None
     ) -> None:
         if tokens < 1:
-            raise UsageError(f"a draft has at least one token, not {tokens}")
+            raise UsageError(f"a draft needs at least one token, got {tokens}")
         settings = settings or EngineSettings()
         self.connector = connector
         self._model = model
@@ -79,7 +80,7 @@ class DraftModel(Drafter):
             ready = [leader for leader in ready if leader.request_id in ending]
             if not ready:
                 break
-            # With the numbers that the model is going to choose by, so that both tend to choose alike.
+            # The model will use the same random numbers, so that both tend to choose alike.
             draws = [leader.draws(drafts[leader.request_id])[-1] for leader in ready]
             choices = self._model.sample(logits, draws, range(len(draws)))
             for leader, choice in zip(ready, choices, strict=True):
@@ -101,7 +102,7 @@ class DraftModel(Drafter):
         self.connector.close()
 
     def _prepare(self, leader: Sequence) -> bool:
-        """Whether the leader has a shadow that can be computed now."""
+        """Return whether the leader has a shadow that can be computed now."""
         if len(leader.tokens) + self._tokens > self._model.config.max_positions:
             return False
         shadow = self._shadows.get(leader.request_id)
@@ -135,7 +136,7 @@ class DraftModel(Drafter):
         return _Shadow(own, len(leader.tokens))
 
     def _work(self, leader: Sequence) -> Work | None:
-        """The next chunk of the leader's shadow; None where there are no pages for it."""
+        """Return the next chunk of the leader's shadow; None without pages for it."""
         own = self._shadows[leader.request_id].sequence
         if not self._keeper.grow(own, len(own.tokens)):
             return None

@@ -1,7 +1,8 @@
-"""From a checkpoint's ``config.json`` to a :class:`ModelConfig`: one reader for each architecture.
+"""Read a checkpoint's ``config.json`` into a :class:`ModelConfig`, with one reader for each architecture.
 
 transformers 5 writes ``rope_parameters`` and ``dtype`` where 4.x wrote ``rope_theta``/``rope_scaling`` and
-``torch_dtype``; both are read. Whatever this engine cannot compute exactly is refused here, by name.
+``torch_dtype``; both are read. Models that this engine cannot compute exactly are refused here, with the name
+of the field.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Raw: TypeAlias = Mapping[str, Any]
 
 
 def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
-    """The :class:`ModelConfig` of a ``config.json``; ``dtype`` overrides the checkpoint's own. Of a model
-    that takes images, too, it is that of its text part.
+    """Return the :class:`ModelConfig` of a ``config.json``. ``dtype`` overrides the checkpoint's own. For a
+    model that also takes images it is that of the text part.
 
-    Raises :class:`ModelError` for architectures, activations and RoPE types this engine does not compute, and
-    for missing or senseless fields.
+    Raises :class:`ModelError` for architectures, activations and RoPE types that this engine does not
+    compute, and for missing or invalid fields.
     """
     architecture = _architecture(raw)
     check_quantisation(raw, "config.json")
@@ -45,7 +46,7 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
 
 def check_quantisation(raw: Raw, file: str) -> None:
     """Raise :class:`ModelError` if ``raw``, or an object in it, says that weights are quantised. A
-    ``quantization_config`` that is about KV only passes: its scales are for ``--kv-scales checkpoint``."""
+    ``quantization_config`` that concerns only KV passes: its scales are for ``--kv-scales checkpoint``."""
     for name, value in raw.items():
         if name not in _QUANTISATION:
             if isinstance(value, Mapping):
@@ -57,14 +58,14 @@ def check_quantisation(raw: Raw, file: str) -> None:
 
 
 def _quantises_kv_only(raw: Raw) -> bool:
-    if "kv_cache_quant_algo" in raw:  # modelopt's
+    if "kv_cache_quant_algo" in raw:  # written by modelopt
         return not raw.get("quant_algo")
     return bool(raw.get("kv_cache_scheme")) and not raw.get("config_groups") and not raw.get("quant_algo")
 
 
 def unread_tensors(raw: Raw) -> Mapping[str, str]:
-    """Return the tensors that a checkpoint may have beside those of its model: patterns of whole names, and
-    why nothing is lost without them. A tensor of any other name is refused."""
+    """Return the tensors that a checkpoint may have beside those of its model, as patterns of whole names,
+    with the reason why they are not needed. Tensors of other names are refused."""
     architecture = _architecture(raw)
     text = raw.get("text_config") or raw
     unread = {**_UNREAD, **_UNREAD_OF.get(architecture, {})}
@@ -76,7 +77,7 @@ def unread_tensors(raw: Raw) -> Mapping[str, str]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as it is written in the wild: null, one id or a list of them."""
+    """Return the ids of ``eos_token_id``, which may be null, one id or a list."""
     if value is None:
         return ()
     return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
@@ -123,7 +124,7 @@ def _qwen3_moe(raw: Raw) -> ModelConfig:
 
 def _gemma2(raw: Raw) -> ModelConfig:
     layers = _positive(raw, "num_hidden_layers")
-    # Without the list: every other layer attends to everything.
+    # Without the list, every other layer attends to everything.
     kinds = _layer_kinds(raw) or tuple(
         LayerKind.FULL_ATTENTION if layer % 2 else LayerKind.SLIDING_WINDOW for layer in range(layers)
     )
@@ -328,8 +329,8 @@ def _qwen3_next(raw: Raw) -> ModelConfig:
 
 
 def _granite_hybrid(raw: Raw) -> ModelConfig:
-    """Granite 4.0-H: Mamba-2 and attention, the latter mostly without rotation. An MLP beside the experts is
-    the only one where there are none."""
+    """Read Granite 4.0-H: Mamba-2 and attention, the latter mostly without rotation. In a layer without
+    experts, the MLP beside the experts is the only one."""
     width = _positive(raw, "shared_intermediate_size")
     experts = None
     if raw.get("num_local_experts"):
@@ -380,8 +381,8 @@ def _granite_mamba2(raw: Raw) -> Mamba2Config:
 
 
 def _nemotron_h(raw: Raw) -> ModelConfig:
-    """Nemotron-H: blocks that are a mixer (Mamba-2, or attention without rotation) or an MLP. A layer here is
-    a mixer's block, with the MLP's that follows it, if any."""
+    """Read Nemotron-H: its blocks are a mixer (Mamba-2, or attention without rotation) or an MLP. A layer
+    here is a mixer's block with the MLP block that follows it, if there is one."""
     blocks = _blocks(raw)
     mixers = [at for at, kind in enumerate(blocks) if kind in _MIXERS]
     follow = [blocks[at + 1] if at + 1 < len(blocks) else None for at in mixers]
@@ -434,7 +435,7 @@ def _blocks(raw: Raw) -> list[str]:
 
 
 def _nemotron_mamba2(raw: Raw) -> Mamba2Config:
-    # As transformers has it: time_step_min is the limit, and what time_step_limit says is not read.
+    # As in transformers: time_step_min is the limit, and time_step_limit is not read.
     return Mamba2Config(
         heads=_positive(raw, "mamba_num_heads"),
         head_dim=_positive(raw, "mamba_head_dim"),
@@ -502,7 +503,7 @@ _UNREAD_OF: Mapping[str, Mapping[str, str]] = {
     "NemotronHForCausalLM": _FURTHER,
 }
 
-# What the text part of a Gemma 3 that takes images leaves out of its config.json.
+# Fields that the text part of a Gemma 3 for images leaves out of its config.json.
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -520,8 +521,8 @@ _GEMMA3_DEFAULTS = {
 
 
 def _common(raw: Raw, *, partial: bool = False) -> dict[str, Any]:
-    """The fields of a :class:`ModelConfig` that all families write alike; ``partial`` says that this one
-    turns a part of a head, if it says so."""
+    """Return the fields of a :class:`ModelConfig` that all families write alike. ``partial`` allows a field
+    that rotates only a part of each head."""
     hidden = _positive(raw, "hidden_size")
     heads = _positive(raw, "num_attention_heads")
     head_dim = _positive(raw, "head_dim") if raw.get("head_dim") else hidden // heads
@@ -547,7 +548,7 @@ def _common(raw: Raw, *, partial: bool = False) -> dict[str, Any]:
 
 
 def _with_qwen_experts(config: ModelConfig, raw: Raw) -> ModelConfig:
-    """Experts as Qwen writes them: ``num_experts`` became ``num_local_experts`` in some."""
+    """Add experts as Qwen writes them. ``num_experts`` became ``num_local_experts`` in some versions."""
     count = "num_experts" if raw.get("num_experts") else "num_local_experts"
     shared = int(raw.get("shared_expert_intermediate_size") or 0)
     experts = ExpertsConfig(
@@ -583,7 +584,7 @@ def _activation(raw: Raw) -> str:
 
 
 def _rope(raw: Raw, scaling: Raw, head_dim: int | None = None) -> RopeConfig:
-    """``head_dim`` is given where a part of it may be turned."""
+    """Read the RoPE. ``head_dim`` is given if only a part of a head may be rotated."""
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     part = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
@@ -623,7 +624,7 @@ def _rope(raw: Raw, scaling: Raw, head_dim: int | None = None) -> RopeConfig:
 
 
 def _amplitude(scaling: Raw) -> float:
-    """What YaRN multiplies cosines and sines by."""
+    """Return YaRN's factor of cosines and sines."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     factor, one, every = float(scaling["factor"]), scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -637,7 +638,7 @@ def _growth(factor: float, share: float) -> float:
 
 
 def _layer_kinds(raw: Raw) -> tuple[LayerKind, ...]:
-    """Of ``layer_types``; empty where there is none."""
+    """Return the kinds in ``layer_types``; empty without it."""
     names, layers = raw.get("layer_types"), _positive(raw, "num_hidden_layers")
     if names is None:
         return ()
@@ -648,8 +649,8 @@ def _layer_kinds(raw: Raw) -> tuple[LayerKind, ...]:
 
 
 def _grouped(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:
-    """``kinds`` and ``windows`` of a model whose layers are groups; the field ``window`` says how wide.
-    Layers that are all alike are one group, with the keys and values of all tokens."""
+    """Return ``kinds`` and ``windows`` of a model with layer groups. The field ``window`` names the width. If
+    all layers are alike they form one group, with the keys and values of all tokens."""
     if set(kinds) == {LayerKind.FULL_ATTENTION}:
         return {}
     width = _positive(raw, window)
@@ -666,7 +667,7 @@ def _check_kinds(kinds: tuple[LayerKind, ...]) -> None:
 
 
 def _windows(raw: Raw) -> tuple[int | None, ...]:
-    """The attention window of each layer of a model that is one layer group; empty when every layer attends
+    """Return the attention window of each layer of a model with one layer group; empty if every layer attends
     to everything."""
     window, layers = raw.get("sliding_window"), _positive(raw, "num_hidden_layers")
     if not window or not raw.get("use_sliding_window", True):
@@ -685,12 +686,12 @@ def _windows(raw: Raw) -> tuple[int | None, ...]:
 
 
 def _number(value: Any) -> float:
-    """Also as transformers writes what JSON has no number for."""
+    """Return a number, also from transformers' form of numbers that JSON lacks."""
     return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
 def _positive(raw: Raw, name: str) -> int:
     value = raw.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {name} must be a positive integer, not {value!r}")
+        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
     return value

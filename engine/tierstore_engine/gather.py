@@ -1,8 +1,8 @@
-"""Copies of small fragments by a kernel, for loads whose layers are too small for the copy engines.
+"""Copy small fragments with a kernel, for loads whose layers are too small for the copy engines.
 
-A copy engine takes about as long for a piece of 4 KiB as for one of 20, so thousands of them are slow. The
-kernel reads pinned host memory directly, with few blocks, and shares the device with what computes. Where it
-pays is measured at start.
+A copy engine takes about as long for 4 KiB as for 20 KiB, so thousands of such pieces are slow. The kernel
+reads pinned host memory directly, with few blocks, and shares the device with the model. A measurement at
+start decides where it is used.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tierstore_engine.kernels.operations import PageCopy
 from tierstore_engine.moving import to_device
 
 LARGEST_BYTES = 64 << 10
-"""Fragments that the copy engines are best for on any device: not even measured."""
+"""Larger fragments are always left to the copy engines, without a measurement."""
 
 OnStream = Callable[[Stream, Callable[[], None]], None]
-"""Call something so that what it launches goes on a stream."""
+"""Call a function with a stream as torch's current one."""
 
 
 class KernelGather:
-    """Implements :class:`tierstore.tiers.device_pool.Gather`. ``below_bytes`` is 0 until it is set."""
+    """Implement :class:`tierstore.tiers.device_pool.Gather`. ``below_bytes`` is 0 until it is set."""
 
     def __init__(self, launcher: Launcher, on_stream: OnStream, *, device: str) -> None:
         self.below_bytes = 0
@@ -44,5 +44,6 @@ class KernelGather:
 
 
 def crossover(engines_s: float, kernel_s: float, nbytes: int) -> int:
-    """``below_bytes`` for a pool whose layers are ``nbytes``, from the time of the same copies by either."""
+    """Return ``below_bytes`` for a pool whose layers have ``nbytes``, from the time of the same copies by
+    engines and by kernel."""
     return nbytes + 1 if kernel_s < engines_s else 0

@@ -1,16 +1,17 @@
-"""Decoding by replaying captured steps: launching a model's hundreds of kernels one by one takes longer than
-many of them run.
+"""Decode by replaying captured steps, because launching a model's hundreds of kernels takes longer than many
+of them run.
 
-A step is captured once for each *bucket*, a number of sequences and of pages, over buffers that stay where
-they are. To decode, the step's numbers (tokens, positions, lengths, block tables) are put into the buffers of
-the smallest bucket that holds it, in one copy, and the capture is replayed. Entries that are not used have
-length 0 and no page, which the kernels leave out. The grid has a block for every split that the longest
-sequence of a bucket could have, so there are buckets for short sequences and for those of any length; how a
-sequence is split depends on its length on the device alone, so attention has the bits that it has when
-launched kernel by kernel. (A matrix product of more rows may not: a step in a larger bucket may round
-differently, as it may beside other sequences.)
+A step is captured once for each *bucket*, a number of sequences and of pages, over fixed buffers. To decode,
+the step's numbers (tokens, positions, lengths, block tables) are copied into the buffers of the smallest
+sufficient bucket, and the capture is replayed. Unused entries have length 0 and no page, and the kernels skip
+them.
 
-Whatever is not plain decoding is computed without a capture, and counted with the reason.
+The grid has a block for every split that a bucket's longest sequence could have. So there are buckets for
+short sequences and buckets for any length. How a sequence is split depends only on its length on the device,
+so attention gives the same bits as without a capture. (A matrix product with more rows may round differently,
+so a step in a larger bucket may, as it may beside other sequences.)
+
+Other steps are computed without a capture, and counted with the reason.
 """
 
 from __future__ import annotations
@@ -32,44 +33,45 @@ from tierstore_engine.model import Model
 from tierstore_engine.step import Step, StepInput
 
 SHORT_PAGES = 128
-"""Pages of the longest sequence in the smaller buckets: 8,192 tokens, 16 splits. With 64 for each, of which
-short sequences need one or two, thousands of blocks would be launched in every layer to end at once, each for
-as much shared memory as one that works. (Reasoned: it has not been measured.)"""
+"""Pages of the longest sequence in the smaller buckets: 8,192 tokens, 16 splits. Short sequences need one or
+two splits. With 64 splits for each, every layer would launch thousands of blocks that end at once, each with
+as much shared memory as a working one. (Reasoned, not measured.)"""
 
 _ROWS = ("tokens", "positions", "offsets", "lengths", "counts", "rows")
 _NOTHING = {"tokens": 0, "positions": 0, "offsets": 0, "lengths": 0, "counts": 1}
 _NO_PAGE = -1
-"""Of an entry that is not used."""
+"""The page of an unused entry."""
 
 
 class Recorder(Protocol):
-    """How a step is captured on a device. Also the place for its memory and copies."""
+    """An interface to capture a step on a device. It also provides memory and copies."""
 
     def buffers(self, numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``numbers`` int32 in host memory, and as many on the device."""
+        """Return ``numbers`` int32 in host memory, and as many on the device."""
 
     def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Run ``step`` and capture it. The result replays it and returns the same tensor, filled anew.
 
-        A capture holds addresses and nothing else: whatever ``step`` reads has to live as long as the result
-        is used. The caller sees to that by keeping ``step``."""
+        A capture holds only addresses: everything that ``step`` reads must live as long as the result is
+        used. The caller ensures this by keeping ``step``.
+        """
 
 
 class Captured(Protocol):
-    """What a layer group remembers by, where decoding with it can be captured."""
+    """The memory of a layer group for which decoding can be captured."""
 
     @property
     def chunk_tokens(self) -> int: ...
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """See :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
+        """Fix a batch; see :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
 
 
 class DecodeGraphs:
     """Captured decode steps of up to ``max_sequences`` sequences with block tables of up to ``width`` pages.
 
-    Capturing happens here, for all buckets, before anything else computes or copies. ``replayed`` counts the
-    steps that were, ``eager`` those that were not, by reason. Not thread-safe.
+    The constructor captures all buckets, before anything else computes or copies. ``replayed`` counts
+    replayed steps, ``eager`` other steps by reason. Not thread-safe.
     """
 
     @torch.inference_mode()
@@ -99,7 +101,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def compute(self, step: Step) -> torch.Tensor | None:
-        """The logits of a decode step, new for each call; None for any other step."""
+        """Return the logits of a decode step, new for each call; None for any other step."""
         reason = self._reason(step)
         if reason is not None:
             self.eager[reason] += 1
@@ -110,10 +112,10 @@ class DecodeGraphs:
         return next(fitting).replay(step)
 
     def _reason(self, step: Step) -> str | None:
-        """Why a step cannot be replayed."""
+        """Return why a step cannot be replayed; None if it can."""
         spans = step.spans
         if self._experts:
-            return "experts"  # how many tokens go to each is looked at by the host
+            return "experts"  # the host reads how many tokens go to each expert
         if any(span.tokens != 1 for span in spans) or len(step.logit_rows) != len(spans):
             return "prefill"
         if step.arrivals.pending:
@@ -132,15 +134,15 @@ class _Bucket:
         self, model: Model, memories: Sequence[Captured], recorder: Recorder, size: int, width: int
     ) -> None:
         self.size, self.width = size, width
-        self._states = model.config.states  # their tables have one page, of which no token is written
+        self._states = model.config.states  # their tables have one page, without slots for tokens
         groups = len(memories)
-        # First what all groups share, then the page that each group writes to, then the tables.
+        # First the rows that all groups share, then the page that each group writes to, then the tables.
         shapes = ((len(_ROWS), size), (groups, size), (groups, size, width))
         host, self._numbers = recorder.buffers(sum(prod(shape) for shape in shapes))
         self._host = host
         rows, self._pages, self._tables = _parts(host.numpy(), shapes)
         self._rows = dict(zip(_ROWS, rows, strict=True))
-        # What each row of the first group's tables holds.
+        # The contents of each row of the first group's tables.
         self._known: list[tuple[Sequence[int], int]] = [((), 0)] * size
         for name, values in _NOTHING.items():
             self._rows[name][:] = values
@@ -169,8 +171,8 @@ class _Bucket:
             tokens, positions = on_device["tokens"].long(), on_device["positions"].long()
             return model.forward(StepInput(tokens, positions, layouts, everything))
 
-        # And with it all that the capture reads. It does not know this bucket: in a circle of references the
-        # device's memory would wait for the collector.
+        # This also keeps all that the capture reads. It does not refer to this bucket: in a reference cycle
+        # the device's memory would be freed only by the garbage collector.
         self._step = step
         self._replay = recorder.record(step)
 
@@ -180,7 +182,7 @@ class _Bucket:
         return self._replay()[: len(step.spans)].clone()
 
     def _put(self, step: Step) -> None:
-        """Write the step's numbers into host memory. (The step before has been waited for.)"""
+        """Write the step's numbers into host memory. The previous step has been waited for."""
         rows, used = self._rows, len(step.spans)
         starts = np.array([span.start for span in step.spans], np.int32)
         rows["tokens"][:used] = step.tokens
@@ -196,10 +198,11 @@ class _Bucket:
                 written = span.start // step.chunk_tokens
                 self._pages[group, row] = _NO_PAGE if group in self._states else table[written]
             for tables, table in zip(self._tables[1:], span.tables[1:], strict=True):
-                tables[row, : len(table)] = table  # what was given back is not looked at
+                tables[row, : len(table)] = table  # released pages are not read
 
     def _put_table(self, row: int, table: Sequence[int]) -> None:
-        """A sequence's table only grows, and mostly it is the one that is there already."""
+        """Update a row of the first group's tables. A sequence's table only grows, and is mostly there
+        already."""
         known, count = self._known[row]
         first = count if known is table else 0
         self._tables[0, row, first : len(table)] = table[first:]
@@ -207,7 +210,7 @@ class _Bucket:
 
 
 def _parts(numbers: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Views of an array, or of a tensor, one behind the other."""
+    """Return consecutive views of an array or a tensor."""
     ends = list(accumulate(prod(shape) for shape in shapes))
     starts = [0, *ends[:-1]]
     return [numbers[start:end].reshape(shape) for start, end, shape in zip(starts, ends, shapes, strict=True)]
@@ -219,8 +222,8 @@ def _longest_table(step: Step) -> int:
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """Without the garbage collector, and with nothing left for it. Device memory that it gave back in the
-    middle of a capture, on the capturing thread, would end the capture with an error."""
+    """Run without the garbage collector, after collecting once. Freeing device memory on the capturing thread
+    during a capture would end the capture with an error."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -232,7 +235,7 @@ def _collected() -> Iterator[None]:
 
 
 def bucket_sizes(max_sequences: int) -> list[int]:
-    """Powers of two up to the first that holds ``max_sequences``."""
+    """Return powers of two up to the first that is at least ``max_sequences``."""
     sizes = [1]
     while sizes[-1] < max_sequences:
         sizes.append(2 * sizes[-1])

@@ -1,13 +1,13 @@
-"""How keys and values are kept in pages: as the model computes them, or quantised to 8 or 4 bits.
+"""The format of keys and values in pages: as the model computes them, or quantised to 8 or 4 bits.
 
 A quantised vector (one token's K or V of one head) is a row of codes and a scale: ``x ≈ scale × number``.
-Scales are *dynamic*, each vector's own and kept in its page, or *static*, one for all vectors of a layer's
-plane and head, made from the largest magnitude that a calibration saw there. What is larger is cut off.
+Scales are *dynamic* (one per vector, stored in its page), or *static* (one for all vectors of a layer's plane
+and head, from the largest magnitude in a calibration). Larger values are clamped.
 
-A dynamic scale is a vector's, not a page's. A page fills token by token, a draft may be rejected, a hit may
-end in the middle of a page. A page's scale would have to grow with tokens that come later, or are taken back
-again, and codes written before would be rounded a second time. A page's bytes would then depend on its
-history, and a hit would not equal the cold run. A vector's scale costs 2 bytes: 3 % of 64 codes of 8 bits.
+A dynamic scale belongs to a vector, not to a page, for this reason: A page fills token by token, a draft may
+be rejected, and a hit may end inside a page. A page's scale would have to grow with later tokens, or shrink
+again, and earlier codes would be rounded a second time. A page's bytes would then depend on its history, and
+a hit would differ from the cold run. A vector's scale costs 2 bytes: 3 % of 64 codes of 8 bits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Code:
-    """One kind of code: ``bits`` wide, for numbers of up to ``largest`` (times the scale).
+    """One kind of code: ``bits`` wide, for numbers up to ``largest`` (times the scale).
 
     ``relative`` and ``absolute`` bound the error of a number: ``relative × |x| + absolute × scale``.
     """
 
-    dtype: str  # as a page's layout names it
+    dtype: str  # the name in a page's layout
     bits: int
     largest: float
     relative: float
@@ -41,19 +41,20 @@ class Code:
 
     @property
     def epsilon(self) -> float:
-        """The largest step between two numbers, relative to ``largest``."""
+        """Return the largest step between two numbers, relative to ``largest``."""
         return 2 * (self.relative + self.absolute / self.largest)
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """The numbers of each byte, float32 ``[256, numbers in a byte]``."""
+        """Return the numbers of each byte, float32 ``[256, numbers in a byte]``."""
         every = torch.arange(256, dtype=torch.uint8)
         if self.bits == 4:
             return torch.stack([every & 15, every >> 4], dim=1).float() - 8
         return every.view(getattr(torch, self.dtype)).float().unsqueeze(1)
 
     def encode(self, scaled: torch.Tensor) -> torch.Tensor:
-        """The codes nearest to ``scaled`` (float32, ``[…, numbers]``; ties to even), uint8 ``[…, bytes]``."""
+        """Return the codes nearest to ``scaled`` (float32, ``[…, numbers]``; ties to even), uint8 ``[…,
+        bytes]``."""
         scaled = scaled.clamp(-self.largest, self.largest)
         if self.bits == 4:
             nibbles = (scaled.round() + 8).to(torch.uint8)
@@ -62,7 +63,7 @@ class Code:
         return exact.to(getattr(torch, self.dtype)).view(torch.uint8)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """What :meth:`encode` made ``codes`` of, up to rounding."""
+        """Return the numbers of ``codes``, the inverse of :meth:`encode` up to rounding."""
         if self.dtype == "int8":  # for FP8 torch's own conversion is no faster than the table
             return codes.view(torch.int8).float()
         numbers = self.table.index_select(0, codes.reshape(-1).int())
@@ -75,7 +76,7 @@ CODES: Mapping[str, Code] = {
     "int8": Code("int8", 8, 127.0, 0.0, 0.5),
     "int4": Code("int4", 4, 7.0, 0.0, 0.5),
 }
-"""By the names that people use."""
+"""Codes by their names in options."""
 
 SHORTHANDS = {"k8v4": "int8/int4"}
 
@@ -88,8 +89,8 @@ Ranges: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How K and V are kept: names in ``CODES``, or both empty for the model's own dtype. ``ranges`` are those
-    of static scales; without them scales are dynamic."""
+    """The format of K and V: names in ``CODES``, or both empty for the model's own dtype. ``ranges`` are
+    those of static scales; without them scales are dynamic."""
 
     keys: str = ""
     values: str = ""
@@ -97,7 +98,7 @@ class KVFormat:
 
     @classmethod
     def parse(cls, name: str) -> KVFormat:
-        """``auto``, one of ``KV_DTYPES``, or two of them as ``K/V``. Raises :class:`UsageError`.
+        """Parse ``auto``, one of ``KV_DTYPES``, or two of them as ``K/V``. Raises :class:`UsageError`.
 
         >>> KVFormat.parse("k8v4")
         KVFormat(keys='int8', values='int4', ranges=())
@@ -115,48 +116,51 @@ class KVFormat:
 
     @property
     def dynamic(self) -> bool:
-        """Whether pages carry scales."""
+        """Return whether pages carry scales."""
         return self.quantised and not self.ranges
 
     @property
     def name(self) -> str:
-        """What :meth:`parse` takes."""
+        """Return the name for :meth:`parse`."""
         if not self.quantised:
             return AUTO
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
     def epsilon(self) -> float:
-        """The largest step between two numbers, relative to the largest of their vector; 0 for floats."""
+        """Return the largest step between two numbers, relative to the largest of their vector; 0 for
+        floats."""
         return max(code.epsilon for code in self.codes) if self.quantised else 0.0
 
     @property
     def codes(self) -> tuple[Code, Code]:
-        """Of K and of V."""
+        """Return the codes of K and of V."""
         return CODES[self.keys], CODES[self.values]
 
     def describe(self) -> str:
-        """One line; equal lines mean that equal numbers become equal bytes (it goes into the identity)."""
+        """Return one line. Equal lines mean that equal numbers become equal bytes; the line is part of the
+        identity."""
         if self.ranges:
             return f"{self.name},scale={xxhash.xxh3_128_hexdigest(msgspec.json.encode(self.ranges))}"
         return f"{self.name},scale=vector" if self.quantised else "raw"
 
     def static_scales(self, layer: int, plane: int) -> torch.Tensor:
-        """float32 ``[kv_heads]``"""
+        """Return the static scales, float32 ``[kv_heads]``."""
         return torch.tensor(self.ranges[layer][plane]) / self.codes[plane].largest
 
 
 def vector_scales(vectors: torch.Tensor, code: Code) -> torch.Tensor:
-    """The scale of each vector in ``vectors`` (float32, ``[…, numbers]``): the least bfloat16 that puts all
-    its numbers in the code's range. A NaN or an infinity makes the scale one."""
+    """Return the scale of each vector in ``vectors`` (float32, ``[…, numbers]``): the smallest bfloat16 that
+    puts all its numbers in the code's range. A NaN or an infinity becomes the scale itself."""
     exact = vectors.abs().amax(-1) / code.largest
-    # To the next bfloat16 that is not smaller: half a float32's bits, one up if what is cut off was not 0.
+    # Round up to a bfloat16: keep half of a float32's bits, and add one if the dropped bits were not 0.
     up = (exact.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32).where(~exact.isnan(), exact)
     return up.clamp(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
 
 
 def quantise(vectors: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of ``vectors`` ``[…, numbers]``, each under a scale of its own, and these (bfloat16)."""
+    """Return the codes of ``vectors`` ``[…, numbers]``, each under its own scale, and the scales
+    (bfloat16)."""
     vectors = vectors.float()
     scales = vector_scales(vectors, code)
     return code.encode(vectors / scales.float().unsqueeze(-1)), scales

@@ -1,4 +1,4 @@
-"""Static scales of quantised KV: from a checkpoint, or from a calibration run's file."""
+"""Static scales of quantised KV, from a checkpoint or from the file of a calibration run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore_engine.kv_format import CODES, Ranges
 
 DYNAMIC, CHECKPOINT = "dynamic", "checkpoint"
 
-# Where quantisers write the scale of a layer's plane: one float, for FP8 e4m3.
+# The names under which quantisers write the scale of a layer's plane: one float, for FP8 e4m3.
 _NAMES = ("self_attn.{plane}_scale", "self_attn.{plane}_proj.{plane}_scale", "self_attn.attn.{plane}_scale")
 
 
@@ -27,9 +27,12 @@ class ScaleCalibration(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelConfig:
-    """``config`` with scales from ``source``: ``dynamic``, ``checkpoint`` (of ``folder``), or the path of a
-    calibration's file. Raises :class:`UsageError` for scales that KV in the model's dtype has no use for
-    and for a file that is none, :class:`ModelError` for a checkpoint without them."""
+    """Return ``config`` with scales from ``source``: ``dynamic``, ``checkpoint`` (of ``folder``), or the path
+    of a calibration file.
+
+    Raises :class:`UsageError` for scales with KV in the model's dtype and for an invalid file,
+    :class:`ModelError` for a checkpoint without scales.
+    """
     if source == DYNAMIC:
         return config
     if not config.kv.quantised:
@@ -46,7 +49,7 @@ def _of_file(config: ModelConfig, file: Path) -> Ranges:
     except msgspec.MsgspecError as error:
         raise UsageError(f"--kv-scales: {file} was not written by calibrate: {error}") from error
     if found.model != config.digest():
-        raise UsageError(f"--kv-scales: {file} was made for another model, or another dtype of it")
+        raise UsageError(f"--kv-scales: {file} was made for another model or dtype")
     _check(config, found.ranges, str(file))
     return found.ranges
 
@@ -75,4 +78,6 @@ def _check(config: ModelConfig, ranges: Ranges, source: str) -> None:
     if not shaped or any(len(heads) != config.kv_heads for planes in ranges for heads in planes):
         raise UsageError(f"--kv-scales: {source} does not have a range for each layer, plane and head")
     if not all(2.0**-100 < each < 2.0**100 for each in flat):
-        raise UsageError(f"--kv-scales: {source} has a range that is no positive number of a sensible size")
+        raise UsageError(
+            f"--kv-scales: {source} has a range that is not a positive number of reasonable size"
+        )

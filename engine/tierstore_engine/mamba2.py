@@ -1,12 +1,12 @@
-"""Mamba-2: a state to which every token adds, and which decays by what each token says.
+"""Mamba-2: a state that every token adds to, and that decays by a factor of each token.
 
-Each head has a matrix ``S``, of which a token reads by ``C`` what tokens have written by ``B``. With a step
-``Δ > 0`` and values ``x``::
+Each head has a matrix ``S``. A token writes to it by ``B`` and reads from it by ``C``. With a step ``Δ > 0``
+and values ``x``::
 
-    S  ←  exp(-Δ a) S + B ⊗ Δ x             and what the token reads is      Sᵀ C + d x
+    S  ←  exp(-Δ a) S + B ⊗ Δ x             and the token reads      Sᵀ C + d x
 
-That is the gated delta rule (:mod:`tierstore_engine.delta`) without the correction of what is written. The
-pages are described in :mod:`tierstore_engine.states`.
+This is the gated delta rule (:mod:`tierstore_engine.delta`) without the correction.
+:mod:`tierstore_engine.states` describes the pages.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class Mamba2States(ABC):
         terms: Mamba2Terms,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Take a layer's states through the tokens of the layout's spans. What the tokens read, float32
-        ``[tokens, heads, head_dim]``; the pages have the states behind the spans then, or will have.
+        """Take a layer's states through the tokens of the layout's spans. Return what the tokens read,
+        float32 ``[tokens, heads, head_dim]``. The pages then have the states after the spans, or will have
+        them.
 
-        ``channels [tokens, channels]`` go into the convolution; ``steps [tokens, heads]`` are those before
-        their bias. Both are in the model's dtype.
+        ``channels [tokens, channels]`` go into the convolution. ``steps [tokens, heads]`` are the steps
+        before their bias. Both are in the model's dtype.
         """
 
 
 class CpuMamba2States(Mamba2States):
-    """In blocks of tokens, by torch."""
+    """Compute in blocks of tokens, with torch."""
 
     def __init__(self, pool: PagePool, config: ModelConfig) -> None:
         assert config.mamba is not None
@@ -70,7 +71,7 @@ class CpuMamba2States(Mamba2States):
     def _of_span(
         self, span: Span, state: LayerState, channels: torch.Tensor, sizes: torch.Tensor, terms: Mamba2Terms
     ) -> torch.Tensor:
-        """float32 ``[tokens, heads, head_dim]``; ``state`` is that behind the span then."""
+        """Return float32 ``[tokens, heads, head_dim]``. ``state`` becomes the state after the span."""
         mamba = self._mamba
         mixed = state.convolve(channels, terms.conv, terms.conv_bias).float()
         shared = mamba.groups * mamba.state_dim
@@ -105,7 +106,7 @@ class Mamba2:
         self._states = states
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
-        """``hidden [tokens, hidden_size]`` of the layout's spans; the same shape."""
+        """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape."""
         mamba, weights = self._mamba, self._weights
         projected = linear(hidden, weights.projection, weights.projection_bias)
         gates, channels, steps = torch.split(projected, [mamba.width, mamba.channels, mamba.heads], dim=1)
@@ -113,7 +114,7 @@ class Mamba2:
         return linear(self._norm(out * silu(gates.float()), hidden.dtype), weights.o, weights.o_bias)
 
     def _norm(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """RMSNorm over the heads of each group."""
+        """Return RMSNorm over the heads of each group."""
         by_group = x.view(len(x), self._mamba.groups, -1)
         by_group = by_group * torch.rsqrt(by_group.pow(2).mean(-1, keepdim=True) + self._epsilon)
         return (by_group.flatten(1) * self._weights.norm.float()).to(dtype)

@@ -61,7 +61,7 @@ class Meeting:
         self.back = self.end  # all pages from here on have arrived
         self._table = table
         self.loaded_bytes = 0
-        self.by_tier: dict[str, int] = {}  # of the hit, counted in the request's metrics
+        self.by_tier: dict[str, int] = {}  # the hit's tokens, counted in the request's metrics
         self.began = time.monotonic()
         self._ends = self.began + (plan.deadline_s or 0.0)
         self._on_their_way: deque[_Block] = deque()

@@ -1,5 +1,5 @@
-"""How a layer looks at the past: attention over keys and values, or over latents. (Layers with a state are in
-:mod:`tierstore_engine.delta` and :mod:`tierstore_engine.mamba2`.)"""
+"""Attention layers: over keys and values, or over latents. Layers with a state are in
+:mod:`tierstore_engine.delta` and :mod:`tierstore_engine.mamba2`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tierstore_engine.weights import AttentionWeights, LatentWeights
 
 Rotations: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
-_LATENT_EPSILON = 1e-6  # of the norms of latents, whatever the model's other norms have
+_LATENT_EPSILON = 1e-6  # for the norms of latents, independent of the model's other norms
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Of a step's rows: int64 ``[tokens]``, and what each kind of RoPE turns them by."""
+    """The positions of a step's rows, int64 ``[tokens]``, and their rotations for each kind of RoPE."""
 
     numbers: torch.Tensor
     rotations: Mapping[RopeConfig, Rotations]
@@ -48,8 +48,8 @@ class SelfAttention:
         self._rope = config.rope_of(layer)
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
-        """``hidden [tokens, hidden_size]`` of the layout's spans; the same shape. The keys and values of
-        these tokens are in their pages then, or on their way."""
+        """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape. The keys and
+        values of these tokens are then in their pages, or being written."""
         config, weights = self._config, self._weights
         query_heads = config.heads * (2 if config.gated_attention else 1)
         heads = (query_heads, config.kv_heads, config.kv_heads)
@@ -67,7 +67,7 @@ class SelfAttention:
             attended = self._attention.attend(self._layer, queries, layout)
         else:
             attended, lse = self._attention.attend_with_lse(self._layer, queries, layout)
-            # The sinks' part of the softmax has no value: what is left of the rest is its share.
+            # A sink's part of the softmax has no value, so the rest is scaled by its share.
             attended = attended * torch.sigmoid(lse - weights.sinks.float()).unsqueeze(-1).to(attended.dtype)
         attended = attended.reshape(len(hidden), -1)
         if gates is not None:
@@ -80,7 +80,7 @@ class SelfAttention:
         layout: BatchLayout,
         positions: Positions,
     ) -> torch.Tensor:
-        """Write keys and values, turned; the queries, turned likewise."""
+        """Write rotated keys, and values. Return the rotated queries."""
         config, rope = self._config, self._rope
         queries, keys, values = projections
         if rope is None:
@@ -110,11 +110,12 @@ def _warmth(positions: torch.Tensor, temperature: Temperature) -> torch.Tensor:
 
 
 class LatentAttention:
-    """One layer with latents. What a head's keys and values are made of them by is applied to its queries and
-    to what they attend to instead (the absorbed form): attention reads latents, and nothing else is kept.
+    """One layer with latents, in the absorbed form.
 
-    With ``qᵢ`` a head's query, ``K`` and ``V`` its matrices and ``c`` a latent: ``qᵢ·(K c) = (Kᵀ qᵢ)·c``, and
-    ``Σ pⱼ (V cⱼ) = V Σ pⱼ cⱼ``."""
+    A head's matrices for keys and values are applied to its queries and to its attention output, instead of
+    to the latents. So attention reads latents, and only latents are stored. With ``qᵢ`` a head's query, ``K``
+    and ``V`` its matrices and ``c`` a latent: ``qᵢ·(K c) = (Kᵀ qᵢ)·c``, and ``Σ pⱼ (V cⱼ) = V Σ pⱼ cⱼ``.
+    """
 
     def __init__(self, layer: int, config: ModelConfig, weights: LatentWeights, attention: Attention) -> None:
         assert config.latent is not None
@@ -127,7 +128,7 @@ class LatentAttention:
         self._rope = config.rope
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
-        """As :meth:`SelfAttention.compute`, with latents in the pages."""
+        """Compute like :meth:`SelfAttention.compute`, with latents in the pages."""
         latent, weights = self._latent, self._weights
         inner = hidden
         if weights.q_down is not None and weights.q_norm is not None:

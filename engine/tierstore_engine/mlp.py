@@ -1,8 +1,8 @@
-"""What a layer computes of each token by itself: an MLP, mostly a gated one, or a mixture of them.
+"""The part of a layer that handles each token alone: an MLP, mostly a gated one, or a mixture of experts.
 
-In a mixture the router says for each token which experts it goes to. The tokens are then put in the order of
-their experts, so that an expert computes all of its tokens in one product, however many there are: none is
-dropped. What comes out is added up token by token, in the order in which the router chose.
+In a mixture the router chooses experts for each token. The tokens are then sorted by expert, so that an
+expert computes all of its tokens in one product. No token is dropped. The outputs are summed for each token
+in the order in which the router chose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierstore_engine.weights import ExpertsWeights, MLPWeights
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of each token, int64 ``[tokens, chosen]``, and what each counts, float32 likewise."""
+    """The experts of each token, int64 ``[tokens, chosen]``, and their scores, float32 in the same shape."""
 
     experts: torch.Tensor
     scores: torch.Tensor
@@ -35,7 +35,7 @@ class MLPs:
         self._gated: Callable[[torch.Tensor], torch.Tensor] = activations[config.activation]
 
     def compute(self, hidden: torch.Tensor, weights: MLPWeights | ExpertsWeights) -> torch.Tensor:
-        """``hidden [tokens, hidden_size]`` of any tokens; the same shape."""
+        """Compute ``hidden [tokens, hidden_size]`` of any tokens. Return the same shape."""
         if isinstance(weights, MLPWeights):
             gated = self._gated(linear(hidden, weights.gate_up, weights.gate_up_bias))
             return linear(gated, weights.down, weights.down_bias)
@@ -82,7 +82,7 @@ class MLPs:
 
 
 def route(hidden: torch.Tensor, weights: ExpertsWeights, experts: ExpertsConfig) -> Routing:
-    """Which experts each row of ``hidden`` goes to."""
+    """Return the experts of each row of ``hidden``."""
     if experts.correction or experts.scale != 1.0 or experts.groups > 1:  # DeepSeek routes in float32
         logits = linear(hidden.float(), weights.router.float())
     else:
@@ -100,7 +100,7 @@ def route(hidden: torch.Tensor, weights: ExpertsWeights, experts: ExpertsConfig)
 
 
 def _of_best_groups(ranked: torch.Tensor, experts: ExpertsConfig) -> torch.Tensor:
-    """``ranked [tokens, experts]`` with minus infinity outside of each token's best groups."""
+    """Return ``ranked [tokens, experts]`` with minus infinity outside each token's best groups."""
     if experts.groups == 1:
         return ranked
     by_group = ranked.view(len(ranked), experts.groups, -1)
@@ -120,7 +120,8 @@ def _relu_squared(up: torch.Tensor) -> torch.Tensor:
 
 
 def _clamped(limit: float, sharpness: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """gpt-oss's: gates and ups alternate, both are cut off, and 1 is added to what is multiplied."""
+    """Return gpt-oss's gated activation: gates and ups alternate, both are clamped, and 1 is added to the
+    ups."""
 
     def gated(gate_up: torch.Tensor) -> torch.Tensor:
         gate = gate_up[..., ::2].clamp(max=limit)

@@ -1,8 +1,8 @@
-"""The decoder: token ids in, the logits of chosen rows out, what layers remember into pages on the way.
+"""The decoder: it turns token ids into the logits of chosen rows, and stores what layers remember in pages.
 
 A layer is a mixer, which looks at the past (:mod:`~tierstore_engine.mixers`, :mod:`~tierstore_engine.delta`,
-:mod:`~tierstore_engine.mamba2`), and an MLP or a mixture of them (:mod:`~tierstore_engine.mlp`). Which ones,
-the configuration says for each layer; there is one decoder for all families.
+:mod:`~tierstore_engine.mamba2`), and an MLP or a mixture of MLPs (:mod:`~tierstore_engine.mlp`). The
+configuration names both for each layer. One decoder serves all families.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tierstore_engine.weights import (
 )
 
 Memory: TypeAlias = Attention | DeltaStates | Mamba2States
-"""What a layer group remembers by: attention over its pages, or the states in them."""
+"""The memory of a layer group: attention over its pages, or the states in them."""
 
 Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba2
 
 
 class Model:
-    """A decoder over paged memory, with one :data:`Memory` for each layer group. Not thread-safe: these own
-    buffers."""
+    """A decoder over paged memory, with one :data:`Memory` for each layer group. Not thread-safe, because the
+    memories own buffers."""
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, memories: Sequence[Memory], *, device: str
@@ -75,12 +75,12 @@ class Model:
         return sample(logits, draws, rows).choices()
 
     def wait(self) -> None:
-        """On the CPU nothing is under way when :meth:`compute` returns."""
+        """Do nothing: on the CPU everything is done when :meth:`compute` returns."""
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits, float32 ``[len(logit_rows), vocab_size]``; on the CPU what layers remember of all rows is
-        in its pages then."""
+        """Return logits, float32 ``[len(logit_rows), vocab_size]``. On the CPU the pages then have what the
+        layers remember of all rows."""
         return self._logits(step, self._through(step, self._embedded(step), range(self.config.layers)))
 
     @torch.inference_mode()
@@ -117,7 +117,7 @@ class Model:
                 if layer.mlp_post_norm is not None:
                     given = pointwise.norm(given, layer.mlp_post_norm)
             given = self._scaled(given)
-            if index + 1 == layers.stop:  # whose norm comes next is not known here, nor of which rows
+            if index + 1 == layers.stop:  # the next norm, and its rows, are not known here
                 return hidden + given
             hidden, normed = pointwise.add_norm(hidden, given, weights[index + 1].mixer_norm)
         return hidden
@@ -142,7 +142,7 @@ class Model:
 
 
 def _pointwise(config: ModelConfig, memories: Sequence[Memory]) -> Pointwise:
-    """The first attention's: what goes with it on its device."""
+    """Return the pointwise operations of the first attention, which suit its device."""
     for memory in memories:
         if isinstance(memory, Attention):
             return memory.pointwise(config)

@@ -1,7 +1,7 @@
-"""Tensors between the host and a device without anybody waiting.
+"""Copy tensors between the host and a device without waiting.
 
-A copy from or to ordinary memory waits for all that is on the device's stream, so what goes either way here
-is pinned by torch, which keeps such memory for the next time.
+A copy from or to ordinary memory waits for everything on the device's stream. So these copies use memory
+pinned by torch, which reuses it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import torch
 
 
 def to_device(host: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """``host`` on ``device``, in the order of its current stream. It may be changed or dropped at once, for
-    what is copied is a copy already; on the CPU it is the very tensor."""
+    """Return ``host`` on ``device``, in the order of its current stream; on the CPU the same tensor. The
+    caller may change or drop ``host`` at once, because pinning has copied it."""
     if torch.device(device).type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in host memory, once its device's stream has been waited for; on the CPU the very tensor.
+    """Return ``tensor`` in host memory; on the CPU the same tensor. Its data is valid after a wait for its
+    device's stream.
 
-    For a moment only: torch notes the stream with the pinned memory and comes back to it when that is freed,
-    so it must not outlive the stream. What is kept has to be copied."""
+    Keep the result only shortly: torch notes the stream with the pinned memory and uses it when the memory is
+    freed, so the result must not outlive the stream. Copy data that is kept longer.
+    """
     return tensor.to("cpu", non_blocking=True)

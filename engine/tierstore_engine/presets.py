@@ -1,7 +1,8 @@
-"""Model shapes with seeded random weights, for running without a checkpoint: weights cannot be shipped.
+"""Model shapes with seeded random weights, for running without a checkpoint, because weights cannot be
+shipped.
 
-Random weights speak no language, but they cost exactly what real ones cost, and their keys and values are
-moved, kept and compared like any other.
+Random weights produce no language, but they cost as much as real ones, and their keys and values are moved,
+stored and compared like any others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TINY = ModelConfig(
     dtype="float32",
 )
 
-# One of each family, as small: what their layers remember is what differs.
+# One small model of each family. They differ in what their layers remember.
 
 _FULL, _WINDOW, _CHUNK, _LATENT, _STATE = (
     LayerKind.FULL_ATTENTION,
@@ -46,7 +47,7 @@ _FULL, _WINDOW, _CHUNK, _LATENT, _STATE = (
 )
 _EXPERTS = ExpertsConfig(count=8, chosen=2, width=64, normalised=True)
 
-_TINY_MOE = replace(_TINY, qk_norm=True, experts=_EXPERTS)  # as Qwen3-MoE
+_TINY_MOE = replace(_TINY, qk_norm=True, experts=_EXPERTS)  # like Qwen3-MoE
 
 _TINY_GEMMA3 = replace(
     _TINY,
@@ -164,8 +165,8 @@ _TINY_NEMOTRON_H = replace(  # M-M*-M
     names=TensorNames(shared="shared_experts", blocks=True),
 )
 
-# Attention is nearly all of the work, as it is in a real model at 100K tokens: a cold prefill of that many
-# takes about 40 s on two cores, 99 % of it in the attention kernel.
+# Attention is nearly all of the work, as in a real model at 100K tokens. A cold prefill of that length takes
+# about 40 s on two cores, 99 % of it in the attention kernel.
 _DEMO = ModelConfig(
     vocab_size=BYTE_VOCAB_SIZE,
     hidden_size=256,
@@ -179,8 +180,8 @@ _DEMO = ModelConfig(
     rope=RopeConfig(theta=500000.0),
 )
 
-# As deep as a real model and small otherwise: shows what 16-bit rounding adds up to over many layers. (The
-# width is Qwen2.5-0.5B's; with narrower rows torch's CPU kernels round one row as they round a thousand.)
+# As deep as a real model and small otherwise: it shows how 16-bit rounding adds up over many layers. (The
+# width is Qwen2.5-0.5B's; with narrower rows torch's CPU kernels round one row like a thousand.)
 _DEEP = ModelConfig(
     vocab_size=BYTE_VOCAB_SIZE,
     hidden_size=896,
@@ -247,7 +248,7 @@ PRESETS: Mapping[str, ModelConfig] = {
 
 
 def preset(name: str, *, dtype: str | None = None) -> ModelConfig:
-    """The shape called ``name``. Raises :class:`ModelError` when there is none."""
+    """Return the shape called ``name``. Raises :class:`ModelError` for an unknown name."""
     if name not in PRESETS:
         raise ModelError(f"no preset {name!r} (there are: {', '.join(PRESETS)}) and no folder of that name")
     config = replace(PRESETS[name], eos_ids=(EOS_BYTE_ID,))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: which angle each pair of dimensions turns by, and the turning."""
+"""Rotary position embedding: the angle of each pair of dimensions, and the rotation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tierstore_engine.config import RopeConfig
 
 
 class Rope:
-    """Rotations for heads of ``head_dim``; angles are computed in float32 whatever the model's dtype."""
+    """Rotations for heads of ``head_dim``. Angles are computed in float32 for every dtype."""
 
     def __init__(self, config: RopeConfig, head_dim: int, *, device: str) -> None:
         self._frequencies = inverse_frequencies(config, config.rotary_dim or head_dim).to(device)
         self._amplitude = config.amplitude
 
     def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines ``[tokens, 1, rotary_dim]`` for int64 ``positions [tokens]``."""
+        """Return cosines and sines ``[tokens, 1, rotary_dim]`` for int64 ``positions [tokens]``."""
         angles = positions.to(torch.float32)[:, None] * self._frequencies[None, :]
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         cosines, sines = angles.cos(), angles.sin()
@@ -27,8 +27,8 @@ class Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x [tokens, heads, head_dim]`` turned; dimension i pairs with i + half of those that are turned, which
-    are as many as there are cosines."""
+    """Return ``x [tokens, heads, head_dim]`` rotated. As many dimensions are rotated as there are cosines.
+    Dimension i pairs with i + half of them."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-high, low), dim=-1) * sin
@@ -36,13 +36,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def paired_by_halves(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with its dimensions in the order that :func:`rotate` takes, where 2i pairs with 2i + 1. Queries
-    and keys that are both in this order have the products that they had."""
+    """Return ``x``, in which 2i pairs with 2i + 1, in the order of dimensions that :func:`rotate` needs. If
+    queries and keys are both reordered, their products stay the same."""
     return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 def inverse_frequencies(config: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Radians per position for each of the ``rotary_dim / 2`` pairs, float32."""
+    """Return radians per position for each of the ``rotary_dim / 2`` pairs, float32."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.kind == "linear":
@@ -55,7 +55,8 @@ def inverse_frequencies(config: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between blended."""
+    """Apply Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones kept, those between
+    blended."""
     low, high = config.low_freq_factor, config.high_freq_factor
     turns = config.original_max_positions * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -63,8 +64,8 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, config: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """YaRN: likewise, with a ramp over the pairs between the one that turns ``beta_fast`` times within the
-    positions of old and the one that turns ``beta_slow`` times."""
+    """Apply YaRN's scaling. It is like Llama 3.1's, with a ramp between the pair that turns ``beta_fast``
+    times within the original positions and the pair that turns ``beta_slow`` times."""
 
     def pair_that_turns(times: float) -> float:
         around = config.original_max_positions / (times * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""One step: what is to be computed, and who computes it."""
+"""One step: its work, and the interface of the runner that computes it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from tierstore_engine.sampling import Choice, Draw
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step's flattened batch. ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of
-    the spans; ``layouts`` has one for each layer group; ``logit_rows`` (int64) names the rows whose logits
-    are wanted. ``arrivals`` are those of its pages that are still on their way."""
+    """One step's flattened batch.
+
+    ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of the spans. ``layouts`` has one layout
+    for each layer group. ``logit_rows`` (int64) names the rows whose logits are needed. ``arrivals`` are the
+    pages that are still arriving.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -28,13 +31,13 @@ class StepInput:
 
     @property
     def layout(self) -> BatchLayout:
-        """Of the first layer group."""
+        """Return the first layer group's layout."""
         return self.layouts[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The same before it is on any device. ``tokens`` are those of all spans in a row."""
+    """A step before it is on a device. ``tokens`` are the tokens of all spans, concatenated."""
 
     spans: tuple[Span, ...]
     tokens: Sequence[int]
@@ -43,7 +46,7 @@ class Step:
     chunk_tokens: int
 
     def on(self, device: str, *, states: Collection[int] = ()) -> StepInput:
-        """As tensors. ``states`` are the layer groups that are recurrent states."""
+        """Return the step as tensors. ``states`` are the layer groups that are recurrent states."""
         layouts = tuple(
             BatchLayout.of_states(self.spans, device=device, group=group)
             if group in states
@@ -61,8 +64,8 @@ class Step:
 
 @dataclass(slots=True)
 class PartialStep:
-    """A step that is computed a few layers at a time, as its pages arrive. ``layers`` have been asked for;
-    the rest is the model's, and what it goes on with."""
+    """A step that is computed a few layers at a time, as its pages arrive. The first ``layers`` layers were
+    computed or queued. The model keeps its input and activations in ``input`` and ``hidden``."""
 
     step: Step
     layers: int = 0
@@ -70,8 +73,8 @@ class PartialStep:
     hidden: torch.Tensor | None = None
 
     def arrived(self, layers: int) -> int:
-        """How many of the model's ``layers`` have been asked for, or could be now without waiting for a
-        page."""
+        """Return how many of the model's ``layers`` were computed, or could be computed now without waiting
+        for a page."""
         stop = self.layers
         while stop < layers and self.step.arrivals.arrived(stop):
             stop += 1
@@ -79,23 +82,25 @@ class PartialStep:
 
 
 class Runner(Protocol):
-    """What computes steps, on one device. Used by one thread."""
+    """An object that computes steps on one device. Used by one thread."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     def compute(self, step: Step) -> torch.Tensor:
-        """Logits, float32 ``[len(logit_rows), vocab_size]``, and the KV of all its tokens in its pages: all
-        that may still be under way when this returns."""
+        """Compute a step. Return logits, float32 ``[len(logit_rows), vocab_size]``, and write the KV of all
+        its tokens to its pages. All of this may still be running when the method returns."""
 
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
-        """Go on with a step: compute these layers of it, which follow the ones before. Gives what
-        :meth:`compute` gives when the last is among them, and None before. Other steps may be computed in
-        between; a step that is not gone on with is just let go of."""
+        """Compute the next ``layers`` of a step. Return the result of :meth:`compute` if the last layer is
+        among them, otherwise None.
+
+        Other steps may be computed in between. A step may be dropped without finishing it.
+        """
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
-        """A token for each draw, from the row of the last ``compute``'s logits that ``rows`` names for it.
-        The one place where a step waits for its device, once for all of them."""
+        """Choose a token for each draw, from the row of the last ``compute``'s logits that ``rows`` names for
+        it. Only this method waits for the device, once for all draws."""
 
     def wait(self) -> None:
-        """Block until all that was computed is done."""
+        """Wait until all computing is done."""

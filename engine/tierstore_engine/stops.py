@@ -1,4 +1,4 @@
-"""Stop strings: the text ends before the first of them, and nothing that might begin one is shown early."""
+"""Stop strings: the text ends before the first of them, and text that might begin one is held back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one growing text. How the text is cut into pieces never changes the outcome.
+    """A matcher for one growing text. Its result does not depend on how the text is split.
 
-    The stop string that is complete first wins; of those complete at the same character, the longest.
+    The stop string that is complete first wins. If several are complete at the same character, the longest
+    wins.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -18,12 +19,12 @@ class StopMatcher:
         self.stopped = False
 
     def copy(self) -> StopMatcher:
-        """One in the same state, for a text that goes on from here by itself."""
+        """Return a matcher in the same state, for a text that continues independently."""
         return copy.copy(self)
 
     def push(self, text: str) -> str:
-        """The text that may be shown after ``text`` came. Sets ``stopped`` at a stop string; what follows it,
-        and it, are dropped."""
+        """Add ``text``. Return the text that may be shown now. At a stop string, set ``stopped`` and drop the
+        stop string and everything after it."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -37,17 +38,17 @@ class StopMatcher:
         return text[:shown]
 
     def flush(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """Return the text that was held back, because it is no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_stop(self, text: str) -> int | None:
-        """Where the stop string that ends first begins."""
+        """Return where the stop string that ends first begins."""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _could_begin(self, text: str) -> int:
-        """How many characters at the end of ``text`` are the beginning of a stop string."""
+        """Return how many characters at the end of ``text`` are the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             end = text[-length:]

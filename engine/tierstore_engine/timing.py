@@ -1,4 +1,4 @@
-"""How long a small piece of work takes on a device, when putting it there takes about as long."""
+"""Measure how long a small piece of work takes on a device, if launching it takes about as long."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MOST_CALLS = 200
 
 
 def per_call(seconds_of: Callable[[int], float], repetitions: int) -> float:
-    """Seconds of one call, where ``seconds_of(n)`` measures ``n`` calls in a row, from before the first.
+    """Return the seconds of one call. ``seconds_of(n)`` measures ``n`` calls in a row.
 
-    The device waits for the first call to be put there, and while it computes one the next is. So each round
-    is of as many calls as take about ``ROUND_S``, and the median of ``repetitions`` rounds counts. What the
-    very first call pays for (libraries that set themselves up) is not in it.
+    The device waits for the launch of the first call, and launches overlap with computing afterwards. So each
+    round has as many calls as take about ``ROUND_S``. The result is the median of ``repetitions`` rounds. The
+    very first call is not counted, because libraries initialize themselves in it.
     """
     seconds_of(1)
     once = max(seconds_of(1), ROUND_S / MOST_CALLS)

@@ -1,4 +1,5 @@
-"""Text to token ids and back: a checkpoint's ``tokenizer.json``, or bytes for models without one."""
+"""Convert text to token ids and back, with a checkpoint's ``tokenizer.json``, or as bytes for models without
+one."""
 
 from __future__ import annotations
 
@@ -23,24 +24,26 @@ _MAX_HELD_TOKENS = 8
 
 
 class Detokenizer(ABC):
-    """Turns one sequence's tokens into text as they come, never showing half a character.
+    """Convert one sequence's tokens to text as they arrive, without showing partial characters.
 
-    ``starts`` says where the tokens begin whose text has come, in characters of the whole text. Tokens that
-    make one character together begin at that character."""
+    ``starts`` has the position of each token whose text was shown, in characters of the whole text. Tokens
+    that make up one character begin at that character.
+    """
 
     starts: list[int]
 
     @abstractmethod
     def push(self, token: int) -> str:
-        """The text that has become certain with ``token``; it may be empty."""
+        """Add a token. Return the text that became certain; it may be empty."""
 
     @abstractmethod
     def flush(self) -> str:
-        """The text still held back at the end, with replacement characters for what stayed incomplete."""
+        """Return the text that is still held back at the end, with replacement characters for incomplete
+        characters."""
 
     @abstractmethod
     def copy(self) -> Detokenizer:
-        """One in the same state, for a sequence that goes on from here by itself."""
+        """Return a detokenizer in the same state, for a sequence that continues independently."""
 
 
 class Tokenizer(ABC):
@@ -48,29 +51,30 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """The ids of ``text``; unless ``begin`` is False, with whatever the model expects at a prompt's start
-        (which a chat template writes itself)."""
+        """Return the ids of ``text``. Unless ``begin`` is False, they start with the special tokens that the
+        model expects at a prompt's start. Chat templates write these tokens themselves."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``, without special tokens."""
+        """Return the text of ``tokens``, without special tokens."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that one token adds within a text: none for a special token, and for one that is
-        part of a character its own."""
+        """Return the bytes that a token adds within a text. A special token has none. A token that is part of
+        a character has its own bytes."""
 
     def token_text(self, token: int) -> str:
-        """Return what one token adds within a text. Parts of characters are replacement characters."""
+        """Return the text that a token adds within a text. Parts of characters become replacement
+        characters."""
         return self.token_bytes(token).decode(errors="replace")
 
     @abstractmethod
     def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
-        """Return a fresh one, for the text that follows the tokens ``before``."""
+        """Return a new detokenizer, for text that follows the tokens ``before``."""
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per byte of UTF-8, then begin and end of sequence; ids beyond (a preset may have a larger
+    """One id per byte of UTF-8, then begin and end of sequence. Further ids (a preset may have a larger
     vocabulary) are shown as ``<id>``."""
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
@@ -88,7 +92,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A ``tokenizer.json``. Raises :class:`ModelError` when it is missing or cannot be read."""
+    """A ``tokenizer.json``. Raises :class:`ModelError` if the file is missing or cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         file = folder / "tokenizer.json"
@@ -96,7 +100,7 @@ class HFTokenizer(Tokenizer):
             raise ModelError(f"{folder} has no tokenizer.json")
         try:
             self._fast = FastTokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for a bad file
+        except Exception as error:  # the library raises plain Exception for a bad file
             raise ModelError(f"{file} is not a readable tokenizer: {error}") from error
         added = self._fast.get_added_tokens_decoder()
         self._special = {token for token, each in added.items() if each.special}
@@ -119,7 +123,7 @@ class HFTokenizer(Tokenizer):
             return bytes(map(_BYTES.__getitem__, piece)) if in_bytes else piece.encode()
         if self._byte_fallback and _BYTE_PIECE.fullmatch(piece):
             return bytes((int(piece[3:5], 16),))
-        # Some decoders treat the first token of a text differently: the second one is as within a text.
+        # Some decoders treat the first token of a text differently. The second token is as within a text.
         return self.decode([token, token])[len(self.decode([token])) :].encode()
 
     def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
@@ -138,13 +142,13 @@ class HFTokenizer(Tokenizer):
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
+    """Return how many leading characters two texts have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def _kinds(decoder: object) -> set[str]:
-    """The types of a decoder in ``tokenizer.json``, and of those that it is made of."""
+    """Return the types of a decoder in ``tokenizer.json`` and of the decoders inside it."""
     if not isinstance(decoder, dict):
         return set()
     parts = (_kinds(each) for each in decoder.get("decoders", ()))
@@ -152,8 +156,8 @@ def _kinds(decoder: object) -> set[str]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The bytes by the characters that stand for them in a byte-level vocabulary (as in GPT-2): printable
-    ones for themselves, the others in order from U+0100 on."""
+    """Return the bytes by the characters that represent them in a byte-level vocabulary (as in GPT-2).
+    Printable bytes are themselves, the others follow in order from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -177,7 +181,7 @@ class _ByteDetokenizer(Detokenizer):
             self._shown += len(shown)
             return text + shown
         text = self._decoded(bytes((token,)))
-        # It ends the last character that it shows, or begins one that is held, or goes on with that.
+        # The token ends the last shown character, or begins or continues a character that is held back.
         held = bool(self._decoder.getstate()[0])
         self.starts.append(self._shown - (0 if held else 1))
         return text
@@ -200,11 +204,11 @@ class _ByteDetokenizer(Detokenizer):
 
 
 class _WindowDetokenizer(Detokenizer):
-    """Decodes a short window again with each token and emits what has grown at its end.
+    """Decode a short window again with each token, and show the new text at its end.
 
-    Decoding token by token would be wrong (a character may span tokens, and some decoders treat the first
-    token of a text differently), decoding everything each time would be quadratic. The window begins with
-    the tokens of the last emission, as context; the first one with the end of the prompt.
+    Decoding each token alone would be wrong: a character may span tokens, and some decoders treat the first
+    token of a text differently. Decoding everything each time would be quadratic. The window begins with the
+    tokens of the last shown text, as context; the first window begins with the end of the prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
@@ -217,8 +221,8 @@ class _WindowDetokenizer(Detokenizer):
     def push(self, token: int) -> str:
         self._held.append(token)
         text = self._grown()
-        # A replacement character at the end is a character whose last bytes have not come yet. No character
-        # has more than four bytes: what is still broken after several tokens will stay so.
+        # A replacement character at the end is an incomplete character. No character has more than four
+        # bytes, so text that is still incomplete after several tokens stays so.
         unfinished = not text or text.endswith(_REPLACEMENT)
         if unfinished and len(self._held) < _MAX_HELD_TOKENS:
             return ""
@@ -232,17 +236,17 @@ class _WindowDetokenizer(Detokenizer):
 
     def copy(self) -> Detokenizer:
         twin = copy.copy(self)
-        twin._held, twin.starts = list(self._held), list(self.starts)  # the context is replaced
+        twin._held, twin.starts = list(self._held), list(self.starts)  # the context is replaced, not changed
         return twin
 
     def _grown(self) -> str:
         return self._decode(self._context + self._held)[len(self._decode(self._context)) :]
 
     def _settle(self, text: str) -> None:
-        """The held tokens have shown ``text``."""
+        """Record that the held tokens have shown ``text``."""
         before, whole = len(self._decode(self._context)), self._decode(self._context + self._held)
         for count in range(len(self._held)):
-            # A token begins behind those characters of the tokens before it that stay.
+            # A token begins after the characters of the tokens before it that stay.
             stays = _common(whole, self._decode(self._context + self._held[:count]))
             self.starts.append(self._shown + min(max(stays - before, 0), len(text)))
         self._shown += len(text)

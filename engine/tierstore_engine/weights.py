@@ -1,8 +1,8 @@
-"""The tensors of a model, where each of a checkpoint's tensors goes, and a digest of what arrived.
+"""The tensors of a model, the place of each checkpoint tensor in them, and a digest of the loaded bytes.
 
-Q, K and V are one matrix here, and so are the gate and up projections, and all experts': one large product
-costs less than several small ones. A :class:`Slot` is the place of one checkpoint tensor, a view into those;
-loading, seeding and digesting all walk the same list of slots.
+Q, K and V are one matrix here, and so are the gate and up projections, and those of all experts: one large
+product costs less than several small ones. A :class:`Slot` is the place of one checkpoint tensor, a view into
+these. Loading, seeding and digesting all use the same list of slots.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tierstore_engine.config import DeltaConfig, ExpertsConfig, LatentConfig, Ma
 
 _DIGEST_STEP_BYTES = 64 << 20
 
-# Matrices are [out, in], and None where the architecture has no such tensor.
+# Matrices are [out, in]; None if the architecture has no such tensor.
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Of a layer with keys and values. Where attention is gated a head's rows of Q are followed by its
-    gate's."""
+    """The weights of a layer with keys and values. With gated attention a head's rows of Q are followed by
+    those of its gate."""
 
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
@@ -42,8 +42,8 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Of a layer with latents. ``q`` takes what ``q_down`` gives, if that is there; ``kv_up`` has all heads'
-    keys (without RoPE) and values, ``[heads, nope_dim + value_dim, rank]``."""
+    """The weights of a layer with latents. ``q`` takes the output of ``q_down``, if that exists. ``kv_up``
+    has all heads' keys (without RoPE) and values, ``[heads, nope_dim + value_dim, rank]``."""
 
     q_down: torch.Tensor | None
     q_norm: torch.Tensor | None
@@ -56,7 +56,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """Of a gated delta rule layer."""
+    """The weights of a gated delta rule layer."""
 
     qkvz: torch.Tensor
     ba: torch.Tensor
@@ -69,7 +69,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """Of a Mamba-2 layer. The projection is to gates, the convolution's channels, and steps."""
+    """The weights of a Mamba-2 layer. The projection yields gates, the convolution's channels, and steps."""
 
     projection: torch.Tensor
     projection_bias: torch.Tensor | None
@@ -94,8 +94,8 @@ class Mamba2Weights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Terms:
-    """What the rule of a Mamba-2 layer is computed with: the convolution ``[channels, 1, width]`` and its
-    bias, and of each head the bias of steps, the decay (below 0) and the skip, float32."""
+    """The terms of a Mamba-2 layer's rule: the convolution ``[channels, 1, width]`` and its bias, and for
+    each head the bias of steps, the decay (below 0) and the skip, float32."""
 
     conv: torch.Tensor
     conv_bias: torch.Tensor | None
@@ -109,7 +109,7 @@ MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights | Mamb
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
-    """Of an MLP: the gate's rows, if it has one, then those that it multiplies."""
+    """The weights of an MLP: the rows of the gate, if it has one, then the rows that it multiplies."""
 
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
@@ -119,7 +119,7 @@ class MLPWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """Of a mixture of experts: the same as of an MLP with one more dimension in front, the expert."""
+    """The weights of a mixture of experts: like those of an MLP, with the expert as first dimension."""
 
     router: torch.Tensor
     router_bias: torch.Tensor | None
@@ -134,7 +134,7 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. The last two norms are of what the mixer and the MLP give."""
+    """One decoder layer. The last two norms apply to the outputs of the mixer and the MLP."""
 
     mixer_norm: torch.Tensor
     mixer: MixerWeights
@@ -146,7 +146,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors; ``head`` is ``embed`` itself where the embeddings are tied."""
+    """All tensors. ``head`` is ``embed`` itself if the embeddings are tied."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -156,7 +156,7 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where checkpoint tensor ``name`` lives; ``inputs`` is how many numbers each of its outputs sums up."""
+    """The place of checkpoint tensor ``name``. ``inputs`` is how many numbers each of its outputs sums up."""
 
     name: str
     tensor: torch.Tensor
@@ -164,7 +164,8 @@ class Slot:
 
 
 def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeights:
-    """The weights of a checkpoint folder, in ``config.dtype``. Needs their size and one tensor of memory.
+    """Return the weights of a checkpoint folder, in ``config.dtype``. This needs memory for the weights and
+    one tensor.
 
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
@@ -177,10 +178,10 @@ def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeig
 
 
 def check_tensors(config: ModelConfig, folder: Path) -> None:
-    """Check by name and dtype that the model of ``config`` is all that a checkpoint folder holds. Reads no
-    weights.
+    """Check by name and dtype that a checkpoint folder holds exactly the model of ``config``. No weights are
+    read.
 
-    Raises :class:`ModelError` for a tensor that is missing, in a dtype that is not read, or not the model's.
+    Raises :class:`ModelError` for a tensor that is missing, in an unreadable dtype, or not part of the model.
     """
     with Checkpoint(folder) as checkpoint:
         stored = _stored_names(checkpoint)
@@ -190,8 +191,8 @@ def check_tensors(config: ModelConfig, folder: Path) -> None:
 
 
 def _stored_names(checkpoint: Checkpoint) -> Callable[[str], str]:
-    """What the checkpoint calls a tensor: in one of a model that takes images, too, the text part's have a
-    prefix; Nemotron-H has a backbone."""
+    """Return a function from a tensor's name to its name in the checkpoint. In models that also take images
+    the text part has a prefix; Nemotron-H has a backbone."""
     for prefix, head in _PREFIXES:
         if f"{prefix}embed_tokens.weight" in checkpoint:
             return lambda name: prefix + name[6:] if name.startswith("model.") else head + name
@@ -211,7 +212,7 @@ _BACKBONE = {
 
 
 def random_weights(config: ModelConfig, *, seed: int, device: str) -> ModelWeights:
-    """Seeded random weights, made in place, tensor by tensor."""
+    """Return seeded random weights, made in place, tensor by tensor."""
     weights = _allocate(config, device)
     generator = torch.Generator(device)
     for slot in slots(config, weights):
@@ -221,7 +222,8 @@ def random_weights(config: ModelConfig, *, seed: int, device: str) -> ModelWeigh
 
 
 def digest_weights(config: ModelConfig, weights: ModelWeights) -> str:
-    """XXH3-128 over every tensor's name, shape, dtype and bytes, as hex; the same on any device."""
+    """Return XXH3-128 over every tensor's name, shape, dtype and bytes, as hex. It is the same on any
+    device."""
     digest = xxhash.xxh3_128()
     for slot in slots(config, weights):
         digest.update(f"{slot.name}{list(slot.tensor.shape)}{slot.tensor.dtype}".encode())
@@ -232,13 +234,13 @@ def digest_weights(config: ModelConfig, weights: ModelWeights) -> str:
 
 
 def weights_bytes(config: ModelConfig) -> int:
-    """The memory that the weights take."""
+    """Return the memory that the weights take."""
     weights = _allocate(config, "meta")
     return sum(slot.tensor.nbytes for slot in slots(config, weights))
 
 
 def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
-    """Every tensor a checkpoint of this model holds, under the name it has there."""
+    """Yield a slot for every tensor that a checkpoint of this model holds, under its name there."""
     yield Slot("model.embed_tokens.weight", weights.embed)
     parts = _block_slots if config.names.blocks else _layer_slots
     yield from parts(config, weights.layers)
@@ -254,7 +256,8 @@ def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterato
 
 
 def _block_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
-    """Of a model whose mixers and MLPs are numbered together: each is a ``mixer`` with a ``norm``."""
+    """Yield the slots of a model whose mixers and MLPs are numbered together: each is a ``mixer`` with a
+    ``norm``."""
     numbers = itertools.count()
     for layer in layers:
         parts = [(layer.mixer_norm, _mixer_slots(config, layer.mixer))]
@@ -360,7 +363,7 @@ def _mlp_slots(config: ModelConfig, prefix: str, weights: MLPWeights) -> Iterato
 def _gate_and_up(
     config: ModelConfig, rows: int, names: tuple[str, str] = ("gate_proj", "up_proj")
 ) -> list[tuple[str, slice]]:
-    """The rows of each in one matrix."""
+    """Return the rows of each in one matrix."""
     gate, up = names
     if not config.gated_mlps:
         return [(up, slice(0, rows))]
@@ -411,7 +414,7 @@ def _allocate(config: ModelConfig, device: str) -> ModelWeights:
 
 
 class _Maker:
-    """Makes the tensors of a model, not filled yet."""
+    """Allocate the tensors of a model, without filling them."""
 
     def __init__(self, config: ModelConfig, device: str) -> None:
         self._config = config
@@ -531,12 +534,11 @@ class _Maker:
         )
 
 
-# Standard deviation of each kind of random matrix, in units of 1/√(inputs). Q and K make attention pick out
-# few of very many tokens; o and down make that outweigh the newest token's own embedding, which would
-# otherwise decide alone what follows and soon repeat itself; the head spreads the logits, so that ties are
-# rare.
+# Standard deviation of each kind of random matrix, in units of 1/√(inputs). Q and K let attention pick few of
+# very many tokens. o and down outweigh the newest token's own embedding: otherwise that alone would decide
+# the next token, and the text would soon repeat itself. The head spreads the logits, so that ties are rare.
 _GAINS = {
-    "embed_tokens.weight": 3.0,  # of a tied embedding: it is the head as well
+    "embed_tokens.weight": 3.0,  # a tied embedding is also the head
     "lm_head.weight": 3.0,
     "q_proj.weight": 2.2,
     "k_proj.weight": 2.2,
@@ -547,11 +549,12 @@ _GAINS = {
 
 
 _STATE_DECAY = 0.02
-"""How much of its state a recurrent layer forgets with each token, about: few hundred tokens count then."""
+"""Approximate part of its state that a recurrent layer forgets per token, so that a few hundred tokens
+count."""
 
 
 def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator) -> None:
-    """Fill a slot so that the greedy continuation depends on the whole context, as a trained model's does."""
+    """Fill a slot so that the greedy continuation depends on the whole context, as in a trained model."""
     kind = ".".join(slot.name.split(".")[-2:])
     if kind.endswith("norm.weight"):
         slot.tensor.fill_(0.0 if config.centred_norms and "linear_attn" not in slot.name else 1.0)

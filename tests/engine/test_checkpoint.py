@@ -127,7 +127,7 @@ def test_missing_file(folder: Path, file: str, message: str) -> None:
 
 def test_broken_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
         read_config(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="does not hold a JSON object"):

@@ -425,7 +425,7 @@ def test_merging_with_attention_over_other_keys() -> None:
     [
         ({"dtype": "float32"}, "computes float16 and bfloat16, not float32"),
         ({"head_dim": 80}, "no kernels for head_dim 80"),
-        ({"heads": 34, "kv_heads": 2}, "up to 16 query heads per KV head, not 17"),
+        ({"heads": 34, "kv_heads": 2}, "up to 16 query heads per KV head, got 17"),
     ],
 )
 def test_models_that_the_kernels_do_not_compute(changes: dict[str, int | str], message: str) -> None:

@@ -178,7 +178,7 @@ def test_a_damaged_choice_is_measured_again(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_on_the_cpu_a_pools_size_must_be_said(tiny: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="say how many pages"):
+    with pytest.raises(UsageError, match="number of pages"):
         build_engine(tiny, pool_pages=None)
 
 

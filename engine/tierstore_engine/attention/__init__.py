@@ -12,8 +12,8 @@ from tierstore_engine.errors import ModelError
 
 
 def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
-    """The backend for the layer group and the device of ``pool``. Raises :class:`ModelError` when there is
-    none, or when it cannot compute this model or cannot be loaded here."""
+    """Return the backend for the layer group and the device of ``pool``. Raises :class:`ModelError` if there
+    is none, or if it cannot compute this model or cannot be loaded."""
     if pool.device == "cpu":
         from tierstore_engine.attention.cpu import CpuAttention
 
@@ -25,6 +25,6 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
 
         [group] = pool.spec.groups
         kind = CudaLatentAttention if group.kind is LayerKind.MLA_LATENT else CudaAttention
-        launcher = CupyLauncher(pool.device)  # first: it says what is missing
+        launcher = CupyLauncher(pool.device)  # first: its error says what is missing
         return kind(pages_on_device(pool), pool.spec, config, launcher)
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")

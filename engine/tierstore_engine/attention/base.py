@@ -1,14 +1,14 @@
-"""What the model asks of paged attention, and the choice of a backend. One class per kind of device.
+"""The interface of paged attention. One class per kind of device.
 
-The pool of the hbm tier *is* the KV memory. Seen by a backend it is::
+The pool of the hbm tier *is* the KV memory. A backend sees it as::
 
     kv [num_pages, layers, 2, kv_heads, chunk_tokens, head_dim]     (0 is K, 1 is V)
 
-(of codes, with each layer's scales behind them, where KV is quantised: :mod:`tierstore_engine.kv_format`)
-and a sequence's tokens ``64 i … 64 i + 63`` (for 64-token chunks) live in the page that its block table
-names at ``i``. Which pages those are must not matter: the same contents give the same bits. A model whose
-layers remember the past in several ways has a pool, a table and a backend for each layer group, and a table
-names no page (``NO_PAGE``) for what no token of its group can see any more.
+If KV is quantised, these are codes, followed by each layer's scales (:mod:`tierstore_engine.kv_format`). A
+sequence's tokens ``64 i … 64 i + 63`` (for 64-token chunks) are in the page at entry ``i`` of its block
+table. The choice of pages must not matter: the same contents give the same bits. A model whose layers
+remember the past in several ways has a pool, a table and a backend for each layer group. A table has no page
+(``NO_PAGE``) for a chunk that no later token of its group can see.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tierstore_engine.rope import rotate
 S = TypeVar("S")
 
 NO_PAGE = -1
-"""In a block table: the chunk's page has been given back."""
+"""In a block table: the chunk's page was released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens ``start … stop`` of one sequence, computed in this step; those before are in pages.
+    """The tokens ``start … stop`` of one sequence, computed in this step. Earlier tokens are in pages.
 
-    ``tables`` has a block table for each layer group, of one page per chunk, at least up to ``stop``; that of
-    a recurrent state has the one page that the sequence's state is in.
+    ``tables`` has a block table for each layer group, with one page per chunk, at least up to ``stop``. The
+    table of a recurrent state has the one page with the sequence's state.
     """
 
     tables: tuple[Sequence[int], ...]
@@ -46,7 +46,7 @@ class Span:
 
     @property
     def block_table(self) -> Sequence[int]:
-        """Of the first group."""
+        """Return the first group's block table."""
         return self.tables[0]
 
     @property
@@ -56,12 +56,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where a step's flattened tokens are in the pages of one layer group: rows of the batch in the order of
+    """The places of a step's flattened tokens in the pages of one layer group. Rows are in the order of
     ``spans``.
 
-    ``pages`` and ``offsets`` (int64 ``[tokens]``) say where each new token's KV goes; ``block_tables`` holds
-    each span's table as an int64 tensor. Of a recurrent state there is nothing for each token: the first two
-    are empty, and a table has the state's page. ``group`` is the layer group's place in the spans' tables.
+    ``pages`` and ``offsets`` (int64 ``[tokens]``) are the places of each new token's KV. ``block_tables`` has
+    each span's table as an int64 tensor. A recurrent state has no data per token: ``pages`` and ``offsets``
+    are empty, and a table has the state's page. ``group`` is the layer group's index in the spans' tables.
     """
 
     spans: tuple[Span, ...]
@@ -72,7 +72,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, spans: Sequence[Span], *, chunk_tokens: int, device: str, group: int = 0) -> BatchLayout:
-        """Of a layer group with KV."""
+        """Return the layout of a layer group with KV."""
         tables = tuple(numbers_on(span.tables[group], device) for span in spans)
         positions = positions_of(spans, device=device)
         owners = torch.cat(
@@ -82,27 +82,29 @@ class BatchLayout:
 
     @classmethod
     def of_states(cls, spans: Sequence[Span], *, device: str, group: int) -> BatchLayout:
-        """Of a layer group with recurrent states."""
+        """Return the layout of a layer group with recurrent states."""
         tables = tuple(numbers_on(span.tables[group], device) for span in spans)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return cls(tuple(spans), tables, nothing, nothing, group)
 
 
 class Prepared(Generic[S]):
-    """What a backend makes of a batch, once for all layers: of the newest one, and for good of those that are
-    fixed (:meth:`CudaAttention.fix <tierstore_engine.attention.cuda.CudaAttention.fix>`)."""
+    """A backend's preparation of a batch, made once for all layers. It is kept for the newest batch, and
+    permanently for fixed batches (:meth:`CudaAttention.fix
+    <tierstore_engine.attention.cuda.CudaAttention.fix>`)."""
 
     def __init__(self) -> None:
-        self._fixed: dict[int, tuple[BatchLayout, S]] = {}  # by the batch's id, which it keeps
+        # by the batch's id; the entry keeps the batch alive
+        self._fixed: dict[int, tuple[BatchLayout, S]] = {}
         self._newest: tuple[BatchLayout, Hashable, S] | None = None
 
     def fix(self, batch: BatchLayout, made: S) -> BatchLayout:
-        """It is ``made`` whatever is asked for; the same batch."""
+        """Use ``made`` for every kind of this batch. Return the batch."""
         self._fixed[id(batch)] = batch, made
         return batch
 
     def of(self, batch: BatchLayout, make: Callable[[], S], *, kind: Hashable = None) -> S:
-        """What has been made of ``batch``, of this ``kind``, or is made now."""
+        """Return the preparation of ``batch`` for this ``kind``, and make it if necessary."""
         if (fixed := self._fixed.get(id(batch))) is not None:
             return fixed[1]
         newest = self._newest
@@ -112,16 +114,16 @@ class Prepared(Generic[S]):
 
 
 class Attention(ABC):
-    """Paged attention on one device. A layer is first written and then attended to, once per step."""
+    """Paged attention on one device. In each step a layer is first written and then attended to."""
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
-        """What goes with it on this device."""
+        """Return the pointwise operations for this device."""
         return Pointwise(config.norm_eps, centred=config.centred_norms)
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
-        """Put the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages. Of
-        a group with latents these are the keys, ``[tokens, 1, width]``, and there are no values."""
+        """Write the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages.
+        A group with latents has them as keys, ``[tokens, 1, width]``, and no values."""
 
     def rotate_and_write(
         self,
@@ -132,8 +134,8 @@ class Attention(ABC):
     ) -> torch.Tensor:
         """Rotate queries and keys, :meth:`write` keys and values, and return the queries.
 
-        ``projections`` are queries, keys and values ``[tokens, (kv_)heads, head_dim]``, ``rotations`` what
-        :class:`~tierstore_engine.rope.Rope` gives.
+        ``projections`` are queries, keys and values ``[tokens, (kv_)heads, head_dim]``. ``rotations`` come
+        from :class:`~tierstore_engine.rope.Rope`.
         """
         queries, keys, values = projections
         self.write(layer, rotate(keys, *rotations), values, batch)
@@ -141,33 +143,33 @@ class Attention(ABC):
 
     @abstractmethod
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
-        """Causal attention of ``queries [tokens, heads, head_dim]`` over each sequence's own pages, windowed
-        or chunked where the layer is; returns the same shape and dtype. Of latents the width is theirs, and
-        they are keys and values. Reads pages, changes none."""
+        """Return causal attention of ``queries [tokens, heads, head_dim]`` over each sequence's own pages, in
+        the same shape and dtype. It is windowed or chunked if the layer is. Latents are both keys and values,
+        and set the width. Pages are only read."""
 
     @abstractmethod
     def attend_with_lse(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``: what it
-        takes to merge the result with attention over something else."""
+        """Return :meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``,
+        for merging with attention over other keys."""
 
 
 def pages_on_device(pool: PagePool) -> torch.Tensor:
-    """The memory of a pool on a GPU, uint8 ``[num_pages, page_bytes]``."""
-    # Not a copy: it shows its memory through __cuda_array_interface__.
+    """Return the memory of a pool on a GPU, uint8 ``[num_pages, page_bytes]``."""
+    # Not a copy: the array has a __cuda_array_interface__.
     pages = torch.as_tensor(pool.array, device=pool.device)
     assert pages.data_ptr() == pool.array.__cuda_array_interface__["data"][0], "torch copied the pool"
     return pages
 
 
 def numbers_on(numbers: Sequence[int], device: str | torch.device) -> torch.Tensor:
-    """``numbers`` as int64 on ``device``. Does not wait for it."""
+    """Return ``numbers`` as int64 on ``device``, without waiting for it."""
     return to_device(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 def positions_of(spans: Sequence[Span], *, device: str) -> torch.Tensor:
-    """The position of every row of the batch, int64 ``[tokens]``."""
+    """Return the position of every row of the batch, int64 ``[tokens]``."""
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
 

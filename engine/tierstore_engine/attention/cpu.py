@@ -1,19 +1,17 @@
-"""Paged attention on the CPU: pages are gathered block by block into a small buffer and attended from there.
+"""Paged attention on the CPU: pages are gathered block by block into a small buffer and attended to there.
 
-A span of new tokens sees two parts: the *past*, all of which every query sees, and *itself*, causally. Each
-part gives an output and the logarithm of its softmax denominator, and two such pairs merge exactly::
+A span of new tokens sees two parts: the *past*, which every query sees completely, and *itself*, causally.
+Each part gives an output and the logarithm of its softmax denominator. Two such pairs merge exactly::
 
     lse = log(exp(lse₁) + exp(lse₂))        out = out₁ exp(lse₁ - lse) + out₂ exp(lse₂ - lse)
 
-So no mask of chunk × context is ever built, and the past can be taken in blocks. Blocks begin at multiples
-of ``BLOCK_TOKENS``, wherever the past ends, so that equal work has equal shapes and therefore equal bits. A
-block of a few MB stays in the cache between being gathered and being read; gathering 100K tokens at once
-costs twice as much, and its buffer would be as large as the KV itself.
+So no mask of chunk × context is needed, and the past can be handled in blocks. Blocks begin at multiples of
+``BLOCK_TOKENS``, wherever the past ends, so that equal work has equal shapes and equal bits. A block of a few
+MB stays in the cache between gathering and reading. Gathering 100K tokens at once costs twice as much, and
+its buffer would be as large as the KV itself.
 
-Where scores are capped, which the library's kernel does not do, the parts are computed by plain products.
-
-Everything is computed in float32, whatever the pages hold: what is quantised is dequantised on the way into
-the buffer.
+If scores are capped, plain products are used, because the library's kernel cannot cap scores. Everything is
+computed in float32 for every page format: quantised data is dequantised on the way into the buffer.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """Attention over a part of the keys: ``out [kv_heads, groups, tokens, head_dim]``, and ``lse`` likewise
-    with a last dimension of 1."""
+    """Attention over a part of the keys: ``out [kv_heads, groups, tokens, head_dim]``, and ``lse`` in the
+    same shape with a last dimension of 1."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -49,7 +47,8 @@ class _Partial:
 
 
 class CpuAttention(Attention):
-    """See the module's text. Holds one gather buffer of ``BLOCK_TOKENS`` tokens of one layer."""
+    """Attention on the CPU; see the module. It has one gather buffer of ``BLOCK_TOKENS`` tokens of one
+    layer."""
 
     def __init__(self, pool: PagePool, config: ModelConfig) -> None:
         self._config = config
@@ -60,7 +59,7 @@ class CpuAttention(Attention):
         self._planes = group.planes
         self._scale = config.score_scale or config.head_dim**-0.5
         self._cap = config.score_cap
-        # One page more than a block: a block's first token need not be its page's.
+        # One page more than a block, because a block's first token may be inside a page.
         tokens = self._block + self._chunk
         self._pages = kv_pages(pool, config, gathered=tokens // self._chunk)
         self._gathered = torch.empty((self._planes, self._kv_heads, tokens, self._width))
@@ -90,20 +89,21 @@ class CpuAttention(Attention):
         return out, lse
 
     def _parts(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """A span cut into parts that are attended to in one go: within a block, and within an attention chunk
-        where the layer has those."""
+        """Yield the parts of a span that are attended to at once: within a block, and within an attention
+        chunk if the layer has chunks."""
         for first, end in _cut(start, stop, self._block):
             yield from _cut(first, end, self._chunked(layer) or self._block)
 
     def _chunked(self, layer: int) -> int | None:
-        """Tokens of the layer's attention chunks."""
+        """Return the tokens of the layer's attention chunks; None without chunks."""
         chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION
         return self._config.window(layer) if chunked else None
 
     def _attend_span(
         self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int
     ) -> _Partial:
-        """``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop`` of one sequence."""
+        """Return attention of ``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop``
+        of one sequence."""
         first, chunk = 0, self._chunked(layer)
         if chunk is not None:
             first = start - start % chunk
@@ -117,9 +117,9 @@ class CpuAttention(Attention):
     def _over_past(
         self, layer: int, queries: torch.Tensor, table: torch.Tensor, past: range
     ) -> _Partial | None:
-        """All queries over the tokens of ``past``, None when there are none."""
+        """Return attention of all queries over the tokens of ``past``; None if it is empty."""
         kv_heads, groups, tokens, head_dim = queries.shape
-        # Every query sees the whole past, so the queries that share a KV head are rows of one product.
+        # Every query sees the whole past, so queries that share a KV head are rows of one product.
         folded = queries.reshape(kv_heads, 1, groups * tokens, head_dim)
         merged: _Partial | None = None
         for start, stop in _cut(past.start, past.stop, self._block):
@@ -132,15 +132,16 @@ class CpuAttention(Attention):
     def _windowed(
         self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int, window: int
     ) -> _Partial:
-        """Each query over the last ``window`` tokens up to itself, under a mask of tokens × block at most."""
+        """Return attention of each query over the last ``window`` tokens up to itself, with masks of at most
+        tokens × block."""
         merged: _Partial | None = None
         positions = torch.arange(start, stop)[:, None]
         oldest = max(start - window + 1, 0) // self._chunk * self._chunk
         for first, end in _cut(oldest, stop, self._block):
             others = torch.arange(first, end)[None, :]
             hidden = (others > positions) | (others <= positions - window)
-            # Not -inf: a query that sees nothing in this block would be nan. Its huge negative lse erases the
-            # block's part on merging instead.
+            # Not -inf: a query that sees nothing in this block would be nan. Its huge negative lse removes
+            # the block's part when merging.
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
             part = self._flash(queries, *self._gather(layer, table, first, end), mask=mask[None, None])
             merged = part if merged is None else merged.merge(part)
@@ -158,7 +159,7 @@ class CpuAttention(Attention):
     ) -> _Partial:
         if self._cap is not None:
             return _capped(queries, keys, values, self._scale, self._cap, causal=causal, mask=mask)
-        # KV heads are the batch here, and the heads that share one see it through a stride of 0.
+        # KV heads are the batch here. Heads that share one see it through a stride of 0.
         shape = (keys.shape[0], queries.shape[1], keys.shape[2], keys.shape[3])
         out, lse = _flash(
             queries, keys.expand(shape), values.expand(shape), 0.0, causal, attn_mask=mask, scale=self._scale
@@ -168,8 +169,8 @@ class CpuAttention(Attention):
     def _gather(
         self, layer: int, table: torch.Tensor, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``; latents are
-        both. Valid until the next call, which overwrites them."""
+        """Return K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``; latents
+        are both. The next call overwrites them."""
         first = start // self._chunk
         pages = table[first : -(-stop // self._chunk)]
         self._pages.gather(layer, pages, self._gathered[:, :, : len(pages) * self._chunk])
@@ -188,7 +189,7 @@ def _capped(
     causal: bool,
     mask: torch.Tensor | None,
 ) -> _Partial:
-    """Attention whose scores ``s`` are ``cap × tanh(s / cap)`` instead."""
+    """Return attention whose scores ``s`` become ``cap × tanh(s / cap)``."""
     kv_heads, groups, tokens, width = queries.shape
     folded = queries.reshape(kv_heads, groups * tokens, width)
     scores = (folded @ keys.squeeze(1).mT).view(kv_heads, groups, tokens, -1) * scale
@@ -203,7 +204,7 @@ def _capped(
 
 
 def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """``start … stop`` cut at the multiples of ``width``."""
+    """Yield ``start … stop`` cut at the multiples of ``width``."""
     while start < stop:
         end = min((start // width + 1) * width, stop)
         yield start, end

@@ -1,13 +1,13 @@
 """Paged attention on a GPU, by the kernels of :mod:`tierstore_engine.kernels`, which read the pages in place.
 
-A step's sequences with one new token go to the decode kernels, all others to the prefill kernel: two launches
-(decode: three), however the batch is mixed. Chunks with few tokens behind a long past are prefilled in
-splits, which takes two more. (Where torch's own attention measured faster, chunks go there, one by one:
-``gathered.py``.) Everything is launched on torch's current stream, so that the model's matrix
-products before and after are ordered with it, and nothing waits for the device.
+Sequences with one new token in a step go to the decode kernels, all others to the prefill kernel. This takes
+two launches (decode: three) for any batch. Chunks with few tokens after a long past are prefilled in splits,
+which takes two more. If torch's own attention measured faster, chunks go there one by one (``gathered.py``).
+Everything is launched on torch's current stream, in order with the model's matrix products, and nothing waits
+for the device.
 
-What a sequence's tokens come out as depends on that sequence alone: not on who else is in the batch, nor on
-which pages it has.
+The results for a sequence depend on that sequence alone, not on the rest of the batch or on the choice of
+pages.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 
 _MOST_PARTS = 1 << 17
-"""Of one launch, each of one query head: 64 MiB where head_dim is 128. One chunk has a quarter at most."""
+"""Parts per launch, each of one query head: 64 MiB with a head_dim of 128. One chunk has at most a
+quarter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PagedStep:
-    """A batch as the kernels want it."""
+    """A batch in the form that the kernels need."""
 
     slots: Slots
     decoding: Sequences | None
@@ -55,11 +56,11 @@ class _PagedStep:
 
 class CudaAttention(Attention):
     """Attention over ``pages``, the whole pool of one layer group as uint8 ``[num_pages, page_bytes]`` on the
-    launcher's device (with any stride between pages), of which ``spec`` is the layout.
+    launcher's device (with any stride between pages). ``spec`` is their layout.
 
-    Codes are dequantised to the model's dtype as they are read, in every kernel. Not thread-safe. Raises
+    Every kernel dequantises codes to the model's dtype while reading. Not thread-safe. Raises
     :class:`~tierstore_engine.kernels.errors.KernelError` for a model that the kernels do not compute (its
-    head_dim, dtype, heads per KV head), and where they cannot be built or loaded.
+    head_dim, dtype, heads per KV head), and if they cannot be built or loaded.
     """
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
@@ -81,9 +82,9 @@ class CudaAttention(Attention):
             score_cap=config.score_cap,
         )
         self.library: GatheredPrefill | None = None
-        """None where pages hold codes, or scores are capped: torch's attention does neither."""
+        """None if pages hold codes or scores are capped, which torch's attention does not support."""
         self.library_at = NOWHERE
-        """Set by whoever has measured."""
+        """Set after a measurement."""
         pool = pages
         if not config.kv.quantised:
             pool = pages.view(getattr(torch, config.dtype))
@@ -108,8 +109,8 @@ class CudaAttention(Attention):
         return kernel_pointwise(self._launcher, config)
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """A batch of decoding sequences that is these tensors: what they hold when it is computed counts. Its
-        spans are empty. For batches that are captured once and replayed for good."""
+        """Return a fixed batch of decoding sequences over these tensors, whose contents at the time of
+        computing count. Its spans are empty. This is for batches that are captured once and replayed."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         return self._steps.fix(layout, _PagedStep(slots, decoding, ()))
 
@@ -125,7 +126,8 @@ class CudaAttention(Attention):
         rotations: tuple[torch.Tensor, torch.Tensor],
         batch: BatchLayout,
     ) -> torch.Tensor:
-        """In one launch where pages hold no codes and heads are turned whole, with the same bits."""
+        """Rotate and write in one launch, if pages hold no codes and whole heads are rotated. The bits are
+        the same."""
         if not self._kernels.rotates or rotations[0].shape[-1] != projections[0].shape[-1]:
             return super().rotate_and_write(layer, projections, rotations, batch)
         queries, keys, values = (_by_heads(each) for each in projections)
@@ -141,14 +143,16 @@ class CudaAttention(Attention):
     def attend_with_lse(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the kernels, always: torch's attention does not give it. See :meth:`merge`."""
+        """Return attention and LSEs from the kernels, because torch's attention gives no LSE. See
+        :meth:`merge`."""
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(layer, queries, batch, lse), lse
 
     def merge(
         self, first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the keys of both parts, from attention over each: contiguous outputs with LSEs."""
+        """Return attention over the keys of two parts, from attention over each: contiguous outputs with
+        LSEs."""
         out, lse = torch.empty_like(first[0]), torch.empty_like(first[1])
         self._kernels.merge(first, second, out, lse)
         return out, lse
@@ -178,25 +182,27 @@ class CudaAttention(Attention):
         return self._steps.of(batch, make, kind=with_lse)
 
     def _at_library(self, span: Span) -> bool:
-        """A matter of the span alone, so that the same tokens are always computed in the same way."""
+        """Return whether a span is computed by the library. This depends on the span alone, so that the same
+        tokens are always computed in the same way."""
         everything = all(sight == EVERYTHING for sight in self._sights.values())
         return self.library is not None and everything and self.library_at.takes(span.tokens, span.start)
 
     def _splits(self, span: Span) -> int:
-        """In how many parts a span is attended to, in all layers. Likewise."""
+        """Return how many parts a span is attended to in, in all layers. This also depends on the span
+        alone."""
         widest = max(self._sights.values(), key=lambda sight: sight.most(span.stop))
         return self._kernels.chunk_splits(span.tokens, span.stop, widest)
 
 
 def kernel_pointwise(launcher: Launcher, config: ModelConfig) -> Pointwise:
-    """By kernels, where they know the model's norms."""
+    """Return the kernels' pointwise operations, if they support the model's norms."""
     if config.centred_norms:
         return Pointwise(config.norm_eps, centred=True)
     return PointwiseKernels(launcher, dtype=config.dtype, epsilon=config.norm_eps)
 
 
 def sight_of(config: ModelConfig, layer: int) -> Sight:
-    """What a token sees in ``layer``."""
+    """Return what a token sees in ``layer``."""
     if config.kind(layer) is LayerKind.CHUNKED_ATTENTION:
         return Sight(chunk=config.window(layer))
     return Sight(window=config.window(layer))
@@ -209,7 +215,7 @@ def _static_scales(config: ModelConfig, layer: int, device: torch.device) -> tor
 
 
 def _by_heads(x: torch.Tensor) -> torch.Tensor:
-    """``[tokens, heads, width]`` as the kernels take it: a token's heads in a row."""
+    """Return ``[tokens, heads, width]`` in the kernels' layout: a token's heads in a row."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -227,7 +233,7 @@ def _prepare(
     splits_of: Callable[[Span], int],
     most_parts: int,
 ) -> _PagedStep:
-    """Sort the sequences by kernel and put their numbers on the device, in one copy."""
+    """Sort the sequences by kernel, and copy their numbers to the device at once."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     everyone = list(zip(batch.spans, first_rows, strict=False))
     device, group = batch.pages.device, batch.group
@@ -259,7 +265,7 @@ def _prepare(
 def _groups(
     members: Sequence[_Member], splits_of: Callable[[Span], int], most_parts: int
 ) -> Iterator[list[_Member]]:
-    """``members`` in launches of at most ``most_parts``, which are memory, or of one member."""
+    """Yield ``members`` in launches of at most ``most_parts``, which need memory, or of one member."""
     group: list[_Member] = []
     room = most_parts
     for member in members:
@@ -275,15 +281,15 @@ def _groups(
 
 @dataclass(frozen=True, slots=True)
 class _KernelKind:
-    """The sequences of one launch, with the number of ``splits`` of each, if they are split."""
+    """The sequences of one launch, with the number of ``splits`` of each if they are split."""
 
     group: int
     members: Sequence[_Member]
     splits: Sequence[int] = ()
 
     def numbers(self, chunk_tokens: int) -> npt.NDArray[np.int32]:
-        """All sequences' first rows, then their counts, their lengths, their splits and first parts (where
-        they are split), and their block tables, padded to one width."""
+        """Return all sequences' first rows, then their counts, lengths, splits and first parts (if they are
+        split), and block tables, padded to one width."""
         spans = [span for span, _ in self.members]
         tables = [span.tables[self.group][: -(-span.stop // chunk_tokens)] for span in spans]
         width = max(map(len, tables), default=0)
@@ -297,7 +303,7 @@ class _KernelKind:
         return np.array(numbers, np.int32)
 
     def sequences(self, numbers: torch.Tensor) -> Sequences | None:
-        """The same by what :meth:`numbers` are on the device; None where there are none."""
+        """Return the sequences from :meth:`numbers` on the device; None without sequences."""
         if not self.members:
             return None
         spans, count = [span for span, _ in self.members], len(self.members)
@@ -316,6 +322,6 @@ class _KernelKind:
         )
 
     def _first_parts(self) -> list[int]:
-        """And behind them the number of all parts."""
+        """Return each sequence's first part, then the number of all parts."""
         parts = (span.tokens * splits for (span, _), splits in zip(self.members, self.splits, strict=False))
         return list(accumulate(parts, initial=0))

@@ -1,8 +1,8 @@
 """Attention over latents on a GPU, by the kernels of :mod:`tierstore_engine.kernels.latents`.
 
-A token is attended for by itself, wherever it comes from: one that is decoded in as many splits as its
-sequence is long enough for, those of a chunk of prefill each in one. Chunks and decoded tokens are a launch
-each (decoding: two). What a token comes out as depends on its sequence alone.
+Each token is handled separately. A decoded token has as many splits as its sequence is long enough for; each
+token of a prefill chunk has one. Chunks and decoded tokens take one launch each (decoding: two). The results
+for a token depend on its sequence alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierstore_engine.pointwise import Pointwise
 
 @dataclass(frozen=True, slots=True)
 class _LatentStep:
-    """A batch as the kernels want it."""
+    """A batch in the form that the kernels need."""
 
     slots: Slots
     decoding: Entries | None
@@ -36,8 +36,8 @@ class _LatentStep:
 
 
 class CudaLatentAttention(Attention):
-    """Attention over ``pages``, as :class:`~tierstore_engine.attention.cuda.CudaAttention`'s, of latents.
-    What a head attends to is given as wide as values are. Not thread-safe."""
+    """Attention over ``pages`` of latents; see :class:`~tierstore_engine.attention.cuda.CudaAttention`. The
+    output of a head is as wide as values are. Not thread-safe."""
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
         assert config.latent is not None
@@ -66,7 +66,7 @@ class CudaLatentAttention(Attention):
         return kernel_pointwise(self._launcher, config)
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """As :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
+        """Return a fixed batch; see :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         entries = Entries(decoding.rows, decoding.lengths, decoding.tables, decoding.max_length)
         return self._steps.fix(layout, _LatentStep(slots, entries, None))
@@ -101,7 +101,7 @@ class CudaLatentAttention(Attention):
 
 
 def _prepare(batch: BatchLayout, chunk_tokens: int) -> _LatentStep:
-    """Tell single tokens from chunks and put their numbers on the device, in one copy."""
+    """Separate single tokens from chunks, and copy their numbers to the device at once."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     members = list(zip(batch.spans, first_rows, strict=False))
     kinds = [
@@ -118,7 +118,7 @@ def _prepare(batch: BatchLayout, chunk_tokens: int) -> _LatentStep:
 
 @dataclass(frozen=True, slots=True)
 class _LatentKind:
-    """The spans of one launch, each with its first row: an entry for each of their tokens."""
+    """The spans of one launch, each with its first row. Each of their tokens is an entry."""
 
     group: int
     members: Sequence[tuple[Span, int]]
@@ -128,7 +128,8 @@ class _LatentKind:
         return sum(span.tokens for span, _ in self.members)
 
     def numbers(self, chunk_tokens: int) -> npt.NDArray[np.int32]:
-        """All entries' rows, lengths and owners, then the members' block tables, padded to one width."""
+        """Return all entries' rows, lengths and owners, then the members' block tables, padded to one
+        width."""
         if not self.members:
             return np.empty(0, np.int32)
         spans = [span for span, _ in self.members]
@@ -142,7 +143,7 @@ class _LatentKind:
         return np.concatenate([*rows, *lengths, owners, padded.ravel()]).astype(np.int32)
 
     def entries(self, numbers: torch.Tensor) -> Entries | None:
-        """The same by what :meth:`numbers` are on the device; None where there are none."""
+        """Return the entries from :meth:`numbers` on the device; None without members."""
         if not self.members:
             return None
         rows, lengths, owners = numbers[: 3 * self.tokens].view(3, -1)

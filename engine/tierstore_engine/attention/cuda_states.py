@@ -1,5 +1,5 @@
 """Recurrent states on a GPU, by the kernels of :mod:`tierstore_engine.kernels.states`: two launches for all
-sequences of a step, whether they decode or prefill."""
+sequences of a step, decoding or prefilling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierstore_engine.weights import Mamba2Terms
 
 
 class CudaStates:
-    """States in ``pages``, as :class:`~tierstore_engine.attention.cuda.CudaAttention`'s. Not thread-safe."""
+    """States in ``pages``; see :class:`~tierstore_engine.attention.cuda.CudaAttention`. Not thread-safe."""
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec) -> None:
         assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
@@ -30,8 +30,8 @@ class CudaStates:
         self._steps: Prepared[StateSpans] = Prepared()
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """As :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`; a state's page is the first of its
-        sequence's table."""
+        """Return a fixed batch; see :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`. A state's
+        page is the first of its sequence's table."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         spans = StateSpans(decoding.rows, decoding.counts, decoding.lengths, decoding.tables)
         return self._steps.fix(layout, spans)
@@ -42,7 +42,7 @@ class CudaStates:
 
 
 class CudaDeltaStates(CudaStates, DeltaStates):
-    """Under the gated delta rule."""
+    """States under the gated delta rule."""
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
         super().__init__(pages, spec)
@@ -67,7 +67,7 @@ class CudaDeltaStates(CudaStates, DeltaStates):
 
 
 class CudaMamba2States(CudaStates, Mamba2States):
-    """Of Mamba-2."""
+    """States of Mamba-2."""
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
         super().__init__(pages, spec)

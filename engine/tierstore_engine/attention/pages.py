@@ -1,4 +1,4 @@
-"""The KV in a pool's pages, as the CPU's attention writes and reads it: as it is computed, or quantised."""
+"""Read and write the KV in a pool's pages for attention on the CPU, as floats or quantised."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tierstore_engine.kv_format import quantise
 
 
 class KVPages(ABC):
-    """Vectors of ``head_dim`` numbers, by (layer, plane, page, head, token); plane 0 is K, 1 is V. Latents
-    are in plane 0, and there is no other."""
+    """Vectors of ``head_dim`` numbers, by (layer, plane, page, head, token). Plane 0 is K, 1 is V. Latents
+    have only plane 0."""
 
     @abstractmethod
     def put(
@@ -29,7 +29,8 @@ class KVPages(ABC):
 
 
 def kv_pages(pool: PagePool, config: ModelConfig, *, gathered: int) -> KVPages:
-    """The pages of ``pool`` (on the CPU), as ``config`` says. At most ``gathered`` pages are read at once."""
+    """Return the pages of ``pool`` (on the CPU) in the format of ``config``. At most ``gathered`` pages are
+    read at once."""
     if config.kv.quantised:
         return _QuantisedPages(pool, config)
     return _FloatPages(pool, config, gathered)
@@ -43,7 +44,7 @@ class _FloatPages(KVPages):
         shape = (pool.num_pages, len(group.layers), group.planes, group.kv_heads, chunk, group.head_dim)
         self._kv = torch.from_numpy(pool.array).view(dtype).view(shape)
         self._place = {layer: place for place, layer in enumerate(group.layers)}
-        self._buffer: torch.Tensor | None = None  # what is read, where it is not float32 already
+        self._buffer: torch.Tensor | None = None  # for reading pages that are not float32
         if dtype is not torch.float32:
             width = gathered * chunk
             self._buffer = torch.empty((group.planes, group.kv_heads, width, group.head_dim), dtype=dtype)
@@ -86,7 +87,7 @@ class _QuantisedPages(KVPages):
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         for plane, code in enumerate(self._format.codes):
             held, static = self._codes(layer, plane), self._static.get((layer, plane))
-            for head in range(self._heads):  # one at a time: what is decoded stays in the cache
+            for head in range(self._heads):  # one at a time: decoded data stays in the cache
                 numbers = code.decode(held[:, head].index_select(0, pages))
                 if static is None:
                     scales = self._scales(layer, plane)[:, head].index_select(0, pages)
@@ -96,14 +97,14 @@ class _QuantisedPages(KVPages):
                 torch.mul(numbers, scale, out=out[plane, head].view(numbers.shape))
 
     def _codes(self, layer: int, plane: int) -> torch.Tensor:
-        """uint8 ``[num_pages, kv_heads, chunk_tokens, bytes]``"""
+        """Return the codes, uint8 ``[num_pages, kv_heads, chunk_tokens, bytes]``."""
         first = self._spec.tile(layer, plane, 0)
         page, tile, chunk = self._memory.stride(0), first.nbytes, self._spec.chunk_tokens
         shape = (len(self._memory), self._heads, chunk, tile // chunk)
         return self._memory.as_strided(shape, (page, tile, tile // chunk, 1), first.start)
 
     def _scales(self, layer: int, plane: int) -> torch.Tensor:
-        """bfloat16 ``[num_pages, kv_heads, chunk_tokens]``"""
+        """Return the scales, bfloat16 ``[num_pages, kv_heads, chunk_tokens]``."""
         memory, chunk = self._memory.view(torch.bfloat16), self._spec.chunk_tokens
         start = self._spec.scales(layer, plane, 0).start // SCALE_BYTES
         shape = (len(memory), self._heads, chunk)

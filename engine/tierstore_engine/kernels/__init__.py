@@ -1,4 +1,4 @@
-"""The engine's CUDA kernels: their text, and what turns it into something that can be launched."""
+"""The engine's CUDA kernels: their text, and the code that compiles and launches it."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Which kernels a model's attention needs: the template arguments, and the launch that goes with them.
+"""The kernels that a model's attention needs: their template arguments and launch parameters.
 
 The numbers are chosen so that every instance compiles without spilling registers for every architecture in
-``ARCHITECTURES``, and so that its shared memory fits the smallest of them (99 KiB a block on sm_86 and
+``ARCHITECTURES``, and so that its shared memory fits the smallest of them (99 KiB per block on sm_86 and
 sm_89). They have not been tuned on a GPU.
 """
 
@@ -18,31 +18,31 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 MAX_GROUP = 16
 MAX_DELTA = 128
-"""Rows, which threads have in registers, and columns of a matrix under a gated delta rule."""
+"""Rows, which threads keep in registers, and columns of a matrix under a gated delta rule."""
 MAX_MAMBA2 = 256
 """Rows of a matrix of Mamba-2."""
 MAMBA2_COLUMNS = 32
-"""Of a block."""
+"""Columns per block."""
 CONVOLVED_CHANNELS = 256
-"""Of a block."""
+"""Channels per block."""
 MAX_LATENT = 576
 """Numbers of the widest latent: 512 and 64, as in DeepSeek's models."""
 SIMT_GROUPS = (1, 2)
-"""Groups that decode on CUDA cores. An mma has 16 rows: with fewer heads than that most of it is padding, but
-the mma kernel still needs fewer instructions than products on CUDA cores do from about three heads on
-(counted, not measured)."""
+"""Groups that decode on CUDA cores. An mma has 16 rows, which are mostly padding with fewer heads. Still, the
+mma kernel needs fewer instructions than products on CUDA cores from about three heads on (counted, not
+measured)."""
 
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 KERNEL_DTYPES = tuple(_C_TYPES)
 _CODES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "int8": "Int8", "int4": "Int4"}
 _MMA_ROWS = 16
-_DECODE_TILE = 16  # tokens that a warp of a decode kernel takes at a time
-_MAMBA2_TILE = 8  # tokens of which a block has everything in shared memory
+_DECODE_TILE = 16  # tokens that a warp of a decode kernel handles at a time
+_MAMBA2_TILE = 8  # tokens whose data a block has in shared memory
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One kernel with its template arguments, and the block it is launched with."""
+    """One kernel with its template arguments and its block size."""
 
     file: str
     name: str
@@ -52,8 +52,8 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """The kernels for one shape of attention. A prefill block takes ``prefill_rows`` (token, head) pairs.
-    Where KV is quantised, nothing rotates while it writes."""
+    """The kernels for one shape of attention. A prefill block handles ``prefill_rows`` (token, head) pairs.
+    For quantised KV no kernel rotates while writing."""
 
     rope_write: Instance | None
     write: Instance
@@ -85,14 +85,14 @@ _POINTWISE_THREADS = 256
 
 @dataclass(frozen=True, slots=True)
 class PointwiseSet:
-    """The kernels of a decoder outside of its products and its attention."""
+    """The kernels of a decoder outside its products and its attention."""
 
     add_norm: Instance
     silu_mul: Instance
 
 
 def pointwise_set(dtype: str) -> PointwiseSet:
-    """``dtype`` is one of ``KERNEL_DTYPES``."""
+    """Return the kernels for ``dtype``, one of ``KERNEL_DTYPES``."""
     arguments = f"<{_C_TYPES[dtype]}, {_POINTWISE_THREADS}>"
     return PointwiseSet(
         Instance("pointwise.cu", f"add_norm{arguments}", _POINTWISE_THREADS, _POINTWISE_THREADS // 32 * 4),
@@ -109,16 +109,16 @@ def kernel_set(
     kv: KVFormat = FLOATS,
     capped: bool = False,
 ) -> KernelSet:
-    """The kernels for pages of ``page_tokens`` tokens and ``group`` query heads per KV head. Scores are
-    ``capped`` or not.
+    """Return the kernels for pages of ``page_tokens`` tokens and ``group`` query heads per KV head. Scores
+    are ``capped`` or not.
 
-    Raises :class:`KernelError` for what the kernels do not compute.
+    Raises :class:`KernelError` for shapes that the kernels do not compute.
     """
     _check_shape(dtype, page_tokens)
     if head_dim not in HEAD_DIMS:
         raise KernelError(f"the CUDA backend has no kernels for head_dim {head_dim} (it has {HEAD_DIMS})")
     if not 1 <= group <= MAX_GROUP:
-        raise KernelError(f"the CUDA backend takes up to {MAX_GROUP} query heads per KV head, not {group}")
+        raise KernelError(f"the CUDA backend takes up to {MAX_GROUP} query heads per KV head, got {group}")
     number = _C_TYPES[dtype]
     codes = f", Codes<{', '.join(_CODES[code.dtype] for code in kv.codes)}>" if kv.quantised else ""
     options = f"{codes or ', Floats'}, true" if capped else codes
@@ -143,7 +143,7 @@ def kernel_set(
 
 @dataclass(frozen=True, slots=True)
 class LatentSet:
-    """The kernels for latents. ``decode`` attends for 16 heads of a token in one block."""
+    """The kernels for latents. One block of ``decode`` handles 16 heads of a token."""
 
     write: Instance
     decode: Instance
@@ -154,8 +154,8 @@ class LatentSet:
 
 
 def latent_set(*, dtype: str, width: int, rank: int, page_tokens: int) -> LatentSet:
-    """The kernels for pages of ``page_tokens`` latents of ``width`` numbers, of which the first ``rank`` are
-    values. Raises :class:`KernelError` for what the kernels do not compute."""
+    """Return the kernels for pages of ``page_tokens`` latents of ``width`` numbers. The first ``rank``
+    numbers are values. Raises :class:`KernelError` for shapes that the kernels do not compute."""
     _check_shape(dtype, page_tokens)
     if rank % _MMA_ROWS or width % 8 or not rank <= width <= MAX_LATENT:
         raise KernelError(
@@ -182,8 +182,8 @@ class StateSet:
 
 
 def delta_set(*, dtype: str, key_dim: int, value_dim: int, conv_width: int) -> StateSet:
-    """The kernels for the gated delta rule over matrices of ``key_dim × value_dim``. Raises
-    :class:`KernelError` for what they do not compute."""
+    """Return the kernels for the gated delta rule over matrices of ``key_dim × value_dim``. Raises
+    :class:`KernelError` for shapes that they do not compute."""
     convolve = _convolve(dtype, conv_width)
     if key_dim % 4 or key_dim > MAX_DELTA or value_dim > MAX_DELTA:
         raise KernelError(
@@ -196,8 +196,8 @@ def delta_set(*, dtype: str, key_dim: int, value_dim: int, conv_width: int) -> S
 
 
 def mamba2_set(*, dtype: str, state_dim: int, conv_width: int) -> StateSet:
-    """The kernels for Mamba-2 over matrices of ``state_dim`` rows and any number of columns. Raises
-    :class:`KernelError` for what they do not compute."""
+    """Return the kernels for Mamba-2 over matrices of ``state_dim`` rows and any number of columns. Raises
+    :class:`KernelError` for shapes that they do not compute."""
     convolve = _convolve(dtype, conv_width)
     if state_dim % 4 or state_dim > MAX_MAMBA2:
         raise KernelError(
@@ -225,7 +225,7 @@ def _check_shape(dtype: str, page_tokens: int) -> None:
             f"the CUDA backend computes {' and '.join(_C_TYPES)}, not {dtype}: choose another dtype"
         )
     if page_tokens % _DECODE_TILE:
-        raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, not {page_tokens}")
+        raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, got {page_tokens}")
 
 
 def _decode(number: str, head_dim: int, group: int, page_tokens: int, options: str) -> Instance:
@@ -243,9 +243,9 @@ def _decode(number: str, head_dim: int, group: int, page_tokens: int, options: s
 def _prefill(
     number: str, head_dim: int, page_tokens: int, options: str, *, capped: bool, split: bool
 ) -> tuple[Instance, int]:
-    # Two strips of 16 rows per warp share each fragment of K and V; a head_dim of 256 leaves registers for
-    # one, as does one of 96 where scores are capped. Longer tiles mean fewer barriers; 32 tokens is what fits
-    # the registers from head_dim 96 on.
+    # Two strips of 16 rows per warp share each fragment of K and V. A head_dim of 256 leaves registers for
+    # one, and so does 96 with capped scores. Longer tiles mean fewer barriers; from head_dim 96 on only 32
+    # tokens fit the registers.
     warps, strips = 4, 2 if head_dim <= (64 if capped else 128) else 1
     tile = 64 if head_dim <= 64 else 32
     while page_tokens % tile:

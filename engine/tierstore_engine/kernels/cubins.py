@@ -1,9 +1,9 @@
-"""Compiled kernels, kept on disk: compiling a model's kernels takes seconds, and it is the same every time.
+"""A disk cache of compiled kernels, because compiling a model's kernels takes seconds each time.
 
-A cubin's file is named after everything that went into it (the text of all kernel files, the instance, the
-architecture, NVRTC's version) and after its own content. So it is never stale, an upgrade needs no clearing,
-and a damaged file is noticed and compiled again. Files appear whole, by renaming: any number of processes may
-share the folder. A cache that cannot be written costs time and nothing else.
+A cubin's file name has a digest of everything that went into it (the text of all kernel files, the instance,
+the architecture, NVRTC's version), and a digest of its content. So it is never stale, an upgrade needs no
+clearing, and a damaged file is noticed and compiled again. Files are renamed into place, so any number of
+processes may share the folder. Without a writable cache kernels are compiled each time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cubin:
 class CubinCache:
     """The kernels of this package, compiled on demand and kept in ``folder`` (default: the user's cache).
 
-    ``newest`` is the major CUDA version of the driver that is to load them, if that is known; ``sources`` the
+    ``newest`` is the major CUDA version of the driver that will load them, if known. ``sources`` is the
     folder of the ``.cu`` files, which include this package's headers.
     """
 
@@ -50,10 +50,10 @@ class CubinCache:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self._folder = folder or Path(base) / "tierstore" / "cubins"
         self.compiled = 0
-        """How many kernels had to be compiled so far."""
+        """Number of kernels compiled so far."""
 
     def get(self, instance: Instance, arch: str) -> Cubin:
-        """Raises :class:`KernelError` when the kernel is not there and cannot be compiled."""
+        """Return a kernel. Raises :class:`KernelError` if it is not cached and cannot be compiled."""
         stem = f"{_slug(instance.name)}-{arch}-{self._key(instance, arch)}"
         image = self._read(stem)
         if image is None:
@@ -76,7 +76,7 @@ class CubinCache:
             try:
                 image = file.read_bytes()
             except OSError as error:
-                log.warning("kernel cache: %s cannot be read (%s), compiling again", file, error)
+                log.warning("kernel cache: cannot read %s (%s), compiling again", file, error)
                 continue
             if file.name == _file_name(stem, image):
                 return image
@@ -92,11 +92,11 @@ class CubinCache:
                 scratch.write(image)
             os.replace(scratch.name, self._folder / _file_name(stem, image))
         except OSError as error:
-            log.warning("kernel cache: %s cannot be written (%s)", self._folder, error)
+            log.warning("kernel cache: cannot write to %s (%s)", self._folder, error)
 
 
 def source_digest(sources: Path = KERNEL_DIR) -> str:
-    """A hex digest of all kernel files: any change of the text is another one."""
+    """Return a hex digest of all kernel files. Any change of their text changes it."""
     digest = xxhash.xxh3_128()
     for file in sorted((*sources.glob("*.cu"), *KERNEL_DIR.glob("*.cuh"))):
         digest.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
@@ -112,7 +112,7 @@ def _slug(name: str) -> str:
 
 
 def _symbol(image: bytes) -> str:
-    """The name of the one kernel in a cubin, which is an ELF file: its code is in the section
+    """Return the name of the one kernel in a cubin. A cubin is an ELF file with the code in the section
     ``.text.<name>``."""
     names = set(re.findall(rb"\0\.text\.(\w+)\0", image))
     if len(names) != 1:

@@ -1,6 +1,6 @@
-"""Kernels on a GPU: compiled by NVRTC, loaded and launched through CuPy, on torch's current stream.
+"""Kernels on a GPU: compiled by NVRTC, loaded and launched by CuPy on torch's current stream.
 
-CuPy is imported when a launcher is made and not before: nothing else of the engine needs it.
+CuPy is imported only when a launcher is made: the rest of the engine does not need it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tierstore_engine.kernels.cubins import CubinCache
 from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 
-_DEFAULT_SHARED_BYTES = 48 * 1024  # what a block may have without asking
+_DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory that a block may have without asking
 _OLDEST = (8, 0)  # compute capability: cp.async and mma of bfloat16
 
 
 class CupyLauncher(Launcher):
     """The launcher of the CUDA device ``device`` (such as ``cuda`` or ``cuda:1``).
 
-    Raises :class:`KernelError` where CuPy or the device is missing, or the device is too old.
+    Raises :class:`KernelError` if CuPy or the device is missing, or the device is too old.
     """
 
     def __init__(self, device: str, cubins: CubinCache | None = None) -> None:
@@ -44,7 +44,7 @@ class CupyLauncher(Launcher):
     def load(self, instance: Instance) -> Kernel:
         cubin = self._cubins.get(instance, self._arch)
         with self._cupy.cuda.Device(self._index), tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            # CuPy loads images from files only. It does so here and now, and not again for this device.
+            # CuPy loads images only from files. It reads the file here, once per device.
             file.write(cubin.image)
             file.flush()
             function = self._cupy.RawModule(path=file.name).get_function(cubin.symbol)
@@ -63,14 +63,14 @@ class CupyLauncher(Launcher):
 
 @dataclass(frozen=True, slots=True)
 class _LauncherStream:
-    """A stream as CuPy's launch takes it: it asks for nothing but the handle. (CuPy's class for streams of
-    others, ``ExternalStream``, warns at every use from CuPy 14 on, and its successor is not in CuPy 13.)"""
+    """A stream in the form that CuPy's launch takes: it reads only the handle. CuPy's class for foreign
+    streams, ``ExternalStream``, warns at every use from CuPy 14 on, and its successor is not in CuPy 13."""
 
     ptr: int
 
 
 def architecture(major: int, minor: int) -> str:
-    """What NVRTC calls a compute capability. Raises :class:`KernelError` for one that is too old."""
+    """Return NVRTC's name of a compute capability. Raises :class:`KernelError` for one that is too old."""
     if (major, minor) < _OLDEST:
         raise KernelError(
             f"the CUDA kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (Ampere) or newer, and this "
@@ -88,7 +88,7 @@ def _value(argument: Argument) -> Any:
 
 
 def import_cupy() -> Any:
-    """CuPy. Raises :class:`KernelError`, naming the package to install, where there is none."""
+    """Return the module CuPy. Raises :class:`KernelError` with the package to install if it is missing."""
     try:
         import cupy
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What goes wrong between a kernel's text and its launch."""
+"""The error of building and loading kernels."""
 
 from __future__ import annotations
 

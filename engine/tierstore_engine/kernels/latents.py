@@ -16,10 +16,12 @@ from tierstore_engine.kernels.operations import LayerPages, Slots, SplitRule
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The query tokens of one launch, by int32 device arrays of one number each: ``rows`` of the queries, and
-    ``lengths``, the tokens of their sequences up to themselves (0: no such entry). ``tables`` has a row of
-    pages for each entry, or for the sequence that ``owners`` names. No length is larger than
-    ``max_length``."""
+    """The query tokens of one launch, as int32 device arrays.
+
+    ``rows`` are the rows of the queries. ``lengths`` are the tokens of their sequences up to themselves (0:
+    no entry), at most ``max_length``. ``tables`` has a row of pages for each entry, or for the sequence that
+    ``owners`` names.
+    """
 
     rows: torch.Tensor
     lengths: torch.Tensor
@@ -32,8 +34,8 @@ class Entries:
 
 
 class LatentKernels:
-    """The kernels for latents of ``width`` numbers, whose first ``rank`` are their values, on one device,
-    loaded. Raises :class:`~tierstore_engine.kernels.errors.KernelError` as
+    """The kernels for latents of ``width`` numbers, loaded on one device. The first ``rank`` numbers are
+    their values. Raises :class:`~tierstore_engine.kernels.errors.KernelError` as
     :class:`~tierstore_engine.kernels.operations.AttentionKernels` does."""
 
     def __init__(
@@ -57,7 +59,7 @@ class LatentKernels:
         self._scale = np.float32(score_scale)
 
     def write(self, layer: LayerPages, latents: torch.Tensor, slots: Slots) -> None:
-        """Put ``latents [tokens, width]`` (contiguous) into pages."""
+        """Write ``latents [tokens, width]`` (contiguous) into pages."""
         stride, none = np.int64(latents.stride(0)), np.int64(0)
         arguments = (
             *(None, latents, None, none, stride, none, None, None, slots.pages, slots.offsets, None),
@@ -75,9 +77,12 @@ class LatentKernels:
         *,
         split: bool,
     ) -> None:
-        """Attention of each entry over its sequence up to itself. ``queries`` are ``[tokens, heads, width]``,
-        ``out [tokens, heads, rank]``, ``lse [tokens, heads]``; only the entries' rows are read and written.
-        ``split``: by as many blocks as an entry is long enough for, and a second launch; for few entries."""
+        """Compute attention of each entry over its sequence up to itself.
+
+        ``queries`` are ``[tokens, heads, width]``, ``out [tokens, heads, rank]``, ``lse [tokens, heads]``.
+        Only the entries' rows are read and written. With ``split`` an entry is computed by as many blocks as
+        it is long enough for, and a second launch; this suits few entries.
+        """
         splits = max(self.split_rule.splits(entries.max_length, self.page_tokens), 1) if split else 1
         most = self.split_rule.max_splits if split else 1
         part_log2 = part_out = None

@@ -1,7 +1,7 @@
-"""How a kernel is loaded and launched: the seam between the attention backend and a device.
+"""The interface to load and launch kernels, between the attention backend and a device.
 
-On a GPU that is CuPy (``cupy_launcher.py``). The tests put an executor there that runs the kernels' text on
-the CPU.
+On a GPU CuPy implements it (``cupy_launcher.py``). The tests implement it with an executor that runs the
+kernels' text on the CPU.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from tierstore_engine.kernels.catalog import Instance
 
 Argument: TypeAlias = "torch.Tensor | np.generic[Any] | None"
-"""What a kernel is given: a tensor (its address), a number in exactly the parameter's type, or None
+"""An argument of a kernel: a tensor (its address), a number in exactly the parameter's type, or None
 (null)."""
 
 Kernel: TypeAlias = Callable[[Sequence[int], Sequence[Argument]], None]
-"""``kernel(grid, arguments)``: launch it on the device's current stream. Does not wait for it."""
+"""``kernel(grid, arguments)`` launches the kernel on the device's current stream, without waiting for it."""
 
 
 class Launcher(ABC):
-    """Kernels of one device."""
+    """The kernels of one device."""
 
     @abstractmethod
     def load(self, instance: Instance) -> Kernel:
-        """The kernel, ready to launch; compiles it if need be. Raises
+        """Return a kernel ready to launch, after compiling it if necessary. Raises
         :class:`~tierstore_engine.kernels.errors.KernelError`."""

@@ -1,7 +1,7 @@
-"""NVRTC, NVIDIA's run-time compiler, called directly: it needs no driver, no GPU and no nvcc.
+"""NVRTC, NVIDIA's run-time compiler, called directly. It needs no driver, no GPU and no nvcc.
 
-Only what this package needs of its C interface, by ctypes, so that compiling depends on one library and not
-on CuPy or cuda-python being installed.
+Only the necessary part of its C interface is used, through ctypes. So compiling depends on one library, and
+not on CuPy or cuda-python.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tierstore_engine.kernels.toolkit import Toolkit
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A cubin with the one kernel that was asked for. ``lowered_name`` is its symbol; the counts are ptxas'
-    report: registers per thread, and bytes spilled to and kept in local memory."""
+    """A cubin with the requested kernel. ``lowered_name`` is its symbol. The counts are from ptxas' report:
+    registers per thread, and bytes spilled to and kept in local memory."""
 
     cubin: bytes
     lowered_name: str
@@ -29,17 +29,17 @@ class Compiled:
 
 
 class Nvrtc:
-    """The compiler of ``toolkit``. Raises :class:`KernelError` when the library cannot be loaded."""
+    """The compiler of ``toolkit``. Raises :class:`KernelError` if the library cannot be loaded."""
 
     def __init__(self, toolkit: Toolkit) -> None:
         self._toolkit = toolkit
         try:
-            # NVRTC opens its companion by name only; loaded before, it is found wherever it is.
+            # NVRTC opens its companion library by name only, which works if the library is already loaded.
             for companion in sorted(toolkit.library.parent.glob("libnvrtc-builtins.so*")):
                 ctypes.CDLL(str(companion))
             self._library = ctypes.CDLL(str(toolkit.library))
         except OSError as error:
-            raise KernelError(f"NVRTC at {toolkit.library} cannot be loaded: {error}") from error
+            raise KernelError(f"cannot load NVRTC at {toolkit.library}: {error}") from error
 
     @cached_property
     def version(self) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class Nvrtc:
 
 
 def _resources(log: str) -> tuple[int, int, int]:
-    """Registers, spilled bytes and stack bytes from ptxas' verbose log."""
+    """Return registers, spilled bytes and stack bytes from ptxas' verbose log."""
     registers = re.search(r"Used (\d+) registers", log)
     memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if registers is None or memory is None:

@@ -1,7 +1,8 @@
-"""The kernels as operations on tensors. A method is one launch (of splits: two), its parameters in order.
+"""The kernels as operations on tensors. A method is one launch (with splits: two); its parameters are in
+order.
 
-All tensors are on the launcher's device, and contiguous unless said otherwise. Nothing here waits for the
-device. Indices are int32; ``queries``, keys, values and outputs are in the kernels' dtype, LSEs (natural
+All tensors are on the launcher's device, and contiguous unless stated otherwise. No method waits for the
+device. Indices are int32. ``queries``, keys, values and outputs are in the kernels' dtype, LSEs (natural
 logarithms of the softmax denominators) in float32. ``heads`` is the number of query heads.
 """
 
@@ -18,31 +19,31 @@ from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.pointwise import Pointwise
 
-_VECTOR = 8  # numbers in what a thread reads at once
-_COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from whoever computes
+_VECTOR = 8  # numbers that a thread reads at once
+_COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from the model
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which tokens a token sees of those up to itself: the last ``window``, those of its attention chunk of
+    """The tokens that a token sees, up to itself: the last ``window``, those of its attention chunk of
     ``chunk`` tokens, or all."""
 
     window: int | None = None
     chunk: int | None = None
 
     def first(self, position: int) -> int:
-        """As ``first_visible`` in ``scores.cuh``."""
+        """Return the first visible position, like ``first_visible`` in ``scores.cuh``."""
         if self.chunk is not None:
             return position - position % self.chunk
         return max(position - self.window + 1, 0) if self.window is not None else 0
 
     def most(self, length: int, tokens: int = 1) -> int:
-        """Tokens that the last ``tokens`` of ``length`` see together, at most."""
+        """Return the most tokens that the last ``tokens`` of ``length`` tokens see together."""
         reach = self.window or self.chunk
         return min(length, reach + tokens) if reach is not None else length
 
     def numbers(self) -> tuple[np.int32, np.int32]:
-        """The kernels' arguments."""
+        """Return the kernels' arguments."""
         return np.int32(self.window or 0), np.int32(self.chunk or 0)
 
 
@@ -51,9 +52,9 @@ EVERYTHING = Sight()
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How a sequence is cut into splits: of at least ``min_pages`` pages, at most ``max_splits``; a chunk of
-    prefill, which has blocks of its own, in no more than makes ``chunk_blocks`` of them (about two for each
-    SM of a large GPU; not tuned on one).
+    """How a sequence is cut into splits: at most ``max_splits``, each of at least ``min_pages`` pages. A
+    chunk of prefill, which has its own blocks, is cut so that it has at most ``chunk_blocks`` of them (about
+    two per SM of a large GPU; not tuned on one).
 
     A sequence's splits depend on its own tokens only, so that its bits do not depend on the batch.
     """
@@ -63,21 +64,25 @@ class SplitRule:
     chunk_blocks: int = 256
 
     def splits(self, length: int, page_tokens: int, sight: Sight = EVERYTHING) -> int:
-        """As ``split_count`` in ``split.cuh``, of a token that is the last of ``length``."""
+        """Return the splits of a token that is the last of ``length``, like ``split_count`` in
+        ``split.cuh``."""
         pages = -(-length // page_tokens) - sight.first(length - 1) // page_tokens
         return min(-(-pages // self.min_pages), self.max_splits)
 
     def chunk_splits(self, blocks: int, visible: int, page_tokens: int) -> int:
-        """For a chunk that is ``blocks`` blocks unsplit and sees ``visible`` tokens."""
+        """Return the splits of a chunk that has ``blocks`` blocks unsplit and sees ``visible`` tokens."""
         pages = -(-visible // page_tokens)
         return max(min(pages // self.min_pages, self.chunk_blocks // blocks, self.max_splits), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's keys and values in the pool. ``pool`` is the whole pool; ``page_stride`` (from page to
-    page) and ``offset`` (of the layer within a page) count numbers, not bytes; bytes where the numbers are
-    codes. ``scales`` are the codes' static scales, float32 ``[2, kv_heads]``; None: they are in the pages."""
+    """One layer's keys and values in the pool.
+
+    ``pool`` is the whole pool. ``page_stride`` (from page to page) and ``offset`` (of the layer within a
+    page) count numbers; they count bytes if the numbers are codes. ``scales`` are the codes' static scales,
+    float32 ``[2, kv_heads]``; None if they are in the pages.
+    """
 
     pool: torch.Tensor
     page_stride: int
@@ -87,10 +92,11 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSplits:
-    """In how many parts each sequence's chunk of prefill is attended to.
+    """The numbers of parts in which sequences' prefill chunks are attended to.
 
-    ``counts`` and ``first_parts`` are int32 arrays on the device, ``most`` the largest count, ``parts`` those
-    of all queries together: a sequence with ``n`` new tokens has ``n * count`` of them, from its first on.
+    ``counts`` and ``first_parts`` are int32 arrays on the device. ``most`` is the largest count. ``parts`` is
+    the total over all queries: a sequence with ``n`` new tokens has ``n * count`` parts, from its first part
+    on.
     """
 
     counts: torch.Tensor
@@ -101,12 +107,12 @@ class ChunkSplits:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of one launch, by device arrays of one entry each, so that a captured graph may be
+    """The sequences of one launch, as device arrays with one entry each, so that a captured graph may be
     replayed with other contents.
 
-    ``rows`` is each one's first row of queries and ``counts`` how many it has: its last tokens. ``lengths``
-    are its tokens, those included. ``tables [sequences, width]`` are its pages. ``max_count`` and
-    ``max_length`` are bounds for the launch: no entry may be larger. ``splits`` is for prefill.
+    ``rows`` is each sequence's first row of queries, and ``counts`` its number of rows: its last tokens.
+    ``lengths`` are its tokens, including these. ``tables [sequences, width]`` are its pages. ``max_count``
+    and ``max_length`` are upper bounds for the launch. ``splits`` is for prefill.
     """
 
     rows: torch.Tensor
@@ -123,20 +129,20 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where new tokens go: ``pages [tokens]`` and ``offsets [tokens]`` within them. A page of -1 is none: the
-    token is left out."""
+    """The places of new tokens: ``pages [tokens]`` and ``offsets [tokens]`` within them. A token with page -1
+    is skipped."""
 
     pages: torch.Tensor
     offsets: torch.Tensor
 
 
 class AttentionKernels:
-    """The kernels for one shape of attention on one device, loaded. ``dtype`` is ``float16`` or ``bfloat16``.
-    Products are multiplied by ``score_scale`` (None: by the root of head_dim), and the scores capped by
-    ``score_cap``, if any.
+    """The kernels for one shape of attention, loaded on one device. ``dtype`` is ``float16`` or ``bfloat16``.
+    Products are multiplied by ``score_scale`` (None: divided by the root of head_dim), and scores are capped
+    by ``score_cap`` if it is set.
 
-    Raises :class:`~tierstore_engine.kernels.errors.KernelError` for shapes that they do not compute, and
-    where they cannot be built or loaded.
+    Raises :class:`~tierstore_engine.kernels.errors.KernelError` for shapes that they do not compute, and if
+    they cannot be built or loaded.
     """
 
     def __init__(
@@ -177,8 +183,8 @@ class AttentionKernels:
         self._scoring = (np.float32(score_scale or head_dim**-0.5), np.float32(score_cap or 0.0))
 
     def write(self, layer: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: Slots) -> None:
-        """Put ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``, any stride between tokens) into
-        pages, quantised where the pages hold codes."""
+        """Write ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``, any stride between tokens) into
+        pages, quantised if the pages hold codes."""
         if not self.rotates:
             places = (slots.pages, slots.offsets, *_pool(layer), layer.scales, np.int32(self.kv_heads))
             self._write((len(keys),), (keys, values, *_token_strides(keys, values), *places))
@@ -191,7 +197,7 @@ class AttentionKernels:
 
     @property
     def rotates(self) -> bool:
-        """Whether there is :meth:`rope_write`: not for codes."""
+        """Return whether :meth:`rope_write` is available; it is not for codes."""
         return self._rope_write is not None
 
     def rope_write(
@@ -207,7 +213,7 @@ class AttentionKernels:
     ) -> None:
         """Rotate queries (into ``rotated [tokens, heads, head_dim]``) and keys, and write keys and values.
 
-        ``queries``, ``keys`` and ``values`` may have any stride between tokens; ``cosines`` and ``sines`` are
+        ``queries``, ``keys`` and ``values`` may have any stride between tokens. ``cosines`` and ``sines`` are
         ``[tokens, head_dim]``.
         """
         arguments = (
@@ -225,8 +231,8 @@ class AttentionKernels:
         self._rope_write((len(keys),), arguments)
 
     def chunk_splits(self, count: int, length: int, sight: Sight = EVERYTHING) -> int:
-        """In how many parts a chunk of ``count`` tokens, the last of ``length``, had best be attended to:
-        1 where it has blocks enough for a device, or sees little. Of these two numbers alone."""
+        """Return the best number of parts for a chunk of ``count`` tokens, the last of ``length``. It is 1 if
+        the chunk has enough blocks for a device or sees little. It depends on these two numbers alone."""
         visible = sight.most(length, count)
         blocks = -(-count * self.group // self._prefill_rows) * self.kv_heads
         return self.split_rule.chunk_splits(blocks, visible, self.page_tokens)
@@ -241,11 +247,11 @@ class AttentionKernels:
         *,
         sight: Sight = EVERYTHING,
     ) -> None:
-        """Causal attention of each sequence's last ``counts`` tokens over those that they see.
+        """Compute causal attention of each sequence's last ``counts`` tokens over the tokens that they see.
 
-        ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``; only the
-        sequences' rows are read and written. Two launches where the sequences have ``splits``, which take
-        memory for all their parts.
+        ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``. Only the
+        sequences' rows are read and written. If the sequences have ``splits``, this takes two launches, and
+        memory for all parts.
         """
         rows = -(-sequences.max_count * self.group // self._prefill_rows)
         pages = (*_pool(layer), layer.scales, *_tables(sequences))
@@ -277,9 +283,9 @@ class AttentionKernels:
         *,
         sight: Sight = EVERYTHING,
     ) -> None:
-        """The same for one row per sequence; ``counts`` is not looked at. A sequence of length 0 is none: its
+        """Compute the same for one row per sequence; ``counts`` is ignored. For a sequence of length 0 its
         row of ``out`` is left alone."""
-        # What is seen may cover one page more than its tokens suggest.
+        # The visible range may cover one page more than its number of tokens suggests.
         most = sight.most(sequences.max_length, self.page_tokens)
         splits = max(self.split_rule.splits(most, self.page_tokens), 1)
         part_log2 = workspace((len(sequences), splits, self.heads), queries.device)
@@ -309,8 +315,8 @@ class AttentionKernels:
 
 
 class PointwiseKernels(Pointwise):
-    """Sums with their norms, and gates, in one launch each. Torch's way go rows whose width is no multiple
-    of 8, that are not contiguous, or of which there are none. ``dtype`` is ``float16`` or ``bfloat16``."""
+    """Sums with their norms, and gates, in one launch each. Rows whose width is not a multiple of 8, that are
+    not contiguous, or that are empty are left to torch. ``dtype`` is ``float16`` or ``bfloat16``."""
 
     def __init__(self, launcher: Launcher, *, dtype: str, epsilon: float) -> None:
         super().__init__(epsilon)
@@ -356,28 +362,27 @@ class PointwiseKernels(Pointwise):
 
 
 def _fits(rows: torch.Tensor, width: int) -> bool:
-    """Whether a kernel takes ``rows``, of each of which a block works on ``width`` numbers at a time."""
+    """Return whether a kernel supports ``rows``, if a block handles ``width`` numbers at a time."""
     return width % _VECTOR == 0 and rows.is_contiguous() and rows.numel() > 0
 
 
 class PageCopy:
-    """Copies of many small fragments, between device memory and mapped pinned host memory in any
-    direction."""
+    """Copy many small fragments between device memory and mapped pinned host memory, in any direction."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._copy = launcher.load(PAGE_COPY)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, fragment_bytes: int) -> None:
-        """Copy ``fragment_bytes`` (a multiple of 16) from each address of ``source`` to that of ``to``; both
-        are int64 ``[fragments]`` on the device, of addresses that are multiples of 16."""
+        """Copy ``fragment_bytes`` (a multiple of 16) from each address of ``source`` to that of ``to``. Both
+        are int64 ``[fragments]`` on the device, with addresses that are multiples of 16."""
         if fragment_bytes % 16:
-            raise ValueError(f"fragments must be multiples of 16 bytes, not {fragment_bytes}")
+            raise ValueError(f"fragments must be multiples of 16 bytes, got {fragment_bytes}")
         arguments = (to, source, np.int32(len(to)), np.int32(fragment_bytes))
         self._copy((_COPY_BLOCKS,), arguments)
 
 
 def workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """float32, from torch's caching allocator, which knows about streams and graph capture."""
+    """Return a float32 tensor from torch's caching allocator, which supports streams and graph capture."""
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 

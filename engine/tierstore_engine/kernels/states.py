@@ -22,9 +22,9 @@ from tierstore_engine.weights import Mamba2Terms
 
 @dataclass(frozen=True, slots=True)
 class StateSpans:
-    """The sequences of one launch, by int32 device arrays of one number each, as in
-    :class:`~tierstore_engine.kernels.operations.Sequences`: a sequence begins where it has as many tokens as
-    new ones. ``tables [sequences, width]`` has the page of each one's state in its first column."""
+    """The sequences of one launch, as int32 device arrays like
+    :class:`~tierstore_engine.kernels.operations.Sequences`. A sequence is new if all of its tokens are. The
+    first column of ``tables [sequences, width]`` has the page of each sequence's state."""
 
     rows: torch.Tensor
     counts: torch.Tensor
@@ -35,19 +35,19 @@ class StateSpans:
         return len(self.rows)
 
     def arguments(self) -> tuple[Argument, ...]:
-        """As the kernels take them."""
+        """Return the kernels' arguments."""
         return self.rows, self.counts, self.lengths, self.tables, np.int32(self.tables.stride(0))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The states of a layer, which is ``offset`` bytes into each page of ``pool`` (uint8)."""
+    """The states of a layer, at ``offset`` bytes in each page of ``pool`` (uint8)."""
 
     pool: torch.Tensor
     offset: int
 
     def arguments(self, behind: int = 0) -> tuple[Argument, ...]:
-        """Where the kernels find what is ``behind`` bytes into each."""
+        """Return the kernels' arguments for data at ``behind`` bytes into each state."""
         return self.pool, np.int64(self.pool.stride(0)), np.int64(self.offset + behind)
 
 
@@ -78,7 +78,7 @@ class _Kernels:
 
 
 class DeltaKernels(_Kernels):
-    """The kernels for the states of ``delta`` on one device, loaded. Raises
+    """The kernels for the states of ``delta``, loaded on one device. Raises
     :class:`~tierstore_engine.kernels.errors.KernelError` as
     :class:`~tierstore_engine.kernels.operations.AttentionKernels` does."""
 
@@ -101,9 +101,9 @@ class DeltaKernels(_Kernels):
     ) -> None:
         """Take the states through the spans' tokens.
 
-        ``channels [tokens, channels]`` go into the convolution by ``conv [channels, 1, width]``; ``rates``
+        ``channels [tokens, channels]`` go into the convolution by ``conv [channels, 1, width]``. ``rates``
         and ``decays`` (logarithms) are float32 ``[tokens, value_heads]``. ``out [tokens, value_heads,
-        value_dim]`` is what the tokens read. Rows of ``channels`` may be part of longer ones.
+        value_dim]`` receives what the tokens read. Rows of ``channels`` may be part of longer rows.
         """
         mixed = self._convolved(states, channels, conv, None, spans)
         places = (*spans.arguments(), *states.arguments(self._matrices))
@@ -112,7 +112,7 @@ class DeltaKernels(_Kernels):
 
 
 class Mamba2Kernels(_Kernels):
-    """The kernels for the states of ``mamba``, as :class:`DeltaKernels` are for others."""
+    """The kernels for the states of ``mamba``; see :class:`DeltaKernels`."""
 
     def __init__(self, launcher: Launcher, mamba: Mamba2Config, *, dtype: str) -> None:
         kernels = mamba2_set(dtype=dtype, state_dim=mamba.state_dim, conv_width=mamba.conv_width)
@@ -132,9 +132,9 @@ class Mamba2Kernels(_Kernels):
     ) -> None:
         """Take the states through the spans' tokens.
 
-        ``channels [tokens, channels]`` go into the convolution, ``steps [tokens, heads]`` are those before
-        their bias; rows of both may be parts of longer ones. ``out [tokens, heads, head_dim]``, float32, is
-        what the tokens read.
+        ``channels [tokens, channels]`` go into the convolution. ``steps [tokens, heads]`` are the steps
+        before their bias. Rows of both may be parts of longer rows. ``out [tokens, heads, head_dim]``,
+        float32, receives what the tokens read.
         """
         assert steps.stride(1) == 1
         mamba = self._mamba

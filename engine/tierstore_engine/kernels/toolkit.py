@@ -1,8 +1,8 @@
-"""Finding NVIDIA's run-time compiler and headers, wherever they were installed from.
+"""Find NVIDIA's run-time compiler and headers.
 
-In the order in which they are looked for: NVIDIA's Python packages (CUDA 13 keeps all in one folder, CUDA 12
-has one per component), then the toolkit at ``CUDA_HOME``, ``CUDA_PATH`` or ``/usr/local/cuda``. Several may
-be there: torch brings its own.
+The places are, in order: NVIDIA's Python packages (CUDA 13 has one folder, CUDA 12 one per component), then
+the toolkit at ``CUDA_HOME``, ``CUDA_PATH`` or ``/usr/local/cuda``. There may be several, because torch brings
+its own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _INSTALL = (
 
 @dataclass(frozen=True, slots=True)
 class Toolkit:
-    """``library`` is NVRTC, ``include`` the folder with ``cuda_fp16.h`` and what it includes."""
+    """``library`` is NVRTC. ``include`` is the folder with ``cuda_fp16.h`` and its includes."""
 
     library: Path
     include: Path
 
 
 def find_toolkit(*, newest: int | None = None) -> Toolkit:
-    """The first toolkit that is complete, and whose major version is at most ``newest`` (the driver's: it
-    does not load what a newer compiler made). Raises :class:`KernelError`, naming the package to install."""
+    """Return the first complete toolkit whose major version is at most ``newest``, the driver's version: a
+    driver does not load the output of a newer compiler. Raises :class:`KernelError` with the package to
+    install."""
     found = [
         (library, include)
         for libraries, include in _places()
@@ -50,7 +51,7 @@ def find_toolkit(*, newest: int | None = None) -> Toolkit:
 
 
 def _places() -> Iterator[tuple[Path, Path]]:
-    """The folders of libraries and of headers of each toolkit that may be there."""
+    """Yield the folders of libraries and of headers of each possible toolkit."""
     spec = importlib.util.find_spec("nvidia")
     for root in map(Path, (spec.submodule_search_locations if spec else None) or ()):
         yield root / "cu13" / "lib", root / "cu13" / "include"
@@ -61,6 +62,6 @@ def _places() -> Iterator[tuple[Path, Path]]:
 
 
 def _major(library: Path) -> int:
-    """13 of ``libnvrtc.so.13``, behind whatever links; 0 where the name does not say."""
+    """Return 13 for ``libnvrtc.so.13``, after following links; 0 if the name has no version."""
     version = re.search(r"\.so\.(\d+)", library.resolve().name)
     return int(version[1]) if version else 0

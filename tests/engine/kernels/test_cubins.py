@@ -92,7 +92,7 @@ def test_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     with pytest.raises(KernelError, match=r"cuda_fp16.h.* not found: pip install .*nvidia-cuda-runtime"):
         find_toolkit()
     (tmp_path / "cuda_fp16.h").write_bytes(b"")
-    with pytest.raises(KernelError, match=r"libnvrtc\.so\.13 cannot be loaded"):
+    with pytest.raises(KernelError, match=r"cannot load NVRTC at .*libnvrtc\.so\.13"):
         CubinCache(tmp_path).get(PAGE_COPY, "sm_90")
 
 

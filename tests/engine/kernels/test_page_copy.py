@@ -40,5 +40,5 @@ def test_nothing_to_copy_and_odd_sizes() -> None:
     copy = PageCopy(ExecutorLauncher())
     nothing = torch.empty(0, dtype=torch.int64)
     copy.copy(nothing, nothing, 16)
-    with pytest.raises(ValueError, match="multiples of 16 bytes, not 24"):
+    with pytest.raises(ValueError, match="multiples of 16 bytes, got 24"):
         copy.copy(nothing, nothing, 24)
