@@ -2,17 +2,17 @@
 
 ::
 
-    client ─ app.py ─┬─ prompts.py    what is asked, as far as the way depends on it
-                     ├─ residency.py  which decode engine holds how much of it
-                     ├─ choice.py     where it goes: pure
-                     └─ upstream.py   the engines: requests under way, up or down, bytes
+    client ─ app.py ─┬─ prompts.py    the parts of a request that decide its route
+                     ├─ residency.py  which decode engine holds how much of the prompt
+                     ├─ choice.py     the route: pure decisions
+                     └─ upstream.py   the engines: running requests, up or down, bytes
 
-A prompt that no decode engine holds goes to a prefill engine first, with one token to generate and
-``kv_transfer_params``; what that answers is put into the request for the decode engine, by vLLM's contract
-(docs/handover.md). Pages are found by prompt, so the proxy carries no bytes of KV, holds nothing for anybody,
-and has no state that a restart would lose but the requests under way. Whatever goes wrong before the decode
-engine has begun to answer ends in a request to a decode engine alone, which is slower and as right.
+If no decode engine holds a prompt, the request goes to a prefill engine first, with one token to generate and
+``kv_transfer_params``. The proxy copies the ``kv_transfer_params`` of that answer into the request for the
+decode engine, as in vLLM (docs/handover.md). Pages are found by prompt. So the proxy carries no KV, reserves
+nothing, and a restart loses only running requests. If anything fails before the decode engine has begun to
+answer, the proxy asks a decode engine alone. That is slower, but equally correct.
 
-Answers pass through as they arrive, byte for byte. An engine is not believed further than that: what the
-proxy reads itself (a prefill's answer, token ids, a selector's choice) is bounded, and checked as types.
+Answers pass through as they arrive, byte for byte. The data that the proxy reads itself (a prefill's answer,
+token ids, a selector's choice) is bounded, and checked as types.
 """

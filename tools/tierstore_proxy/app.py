@@ -1,12 +1,12 @@
-"""The proxy's own HTTP: from a client's request to a decode engine's answer, and everything on the way.
+"""The proxy's HTTP server: from a client's request to a decode engine's answer.
 
 ::
 
-    body ─ place ─ token ids? ─ who holds it? ─ prefill, if that is worth it ─ decode ─ bytes as they come
-    413/408/400 429/503                          late, failed: without it       503
+    body ─ place ─ token ids? ─ who holds it? ─ prefill, if worthwhile ─ decode ─ bytes as they arrive
+    413/408/400 429/503                          late, failed: skipped   503
 
-A task listens for the client's end all the time. When it hangs up, or its time is over, what is under way at
-an engine is cancelled by closing the connection, which is how engines learn of it.
+A task listens for the client's disconnect. If the client disconnects, or its time is over, the request at an
+engine is cancelled by closing the connection, which engines notice.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from tierstore_proxy.settings import ProxySettings
 from tierstore_proxy.upstream import Upstream, UpstreamError, watch, within
 
 _REQUEST_ID = "x-request-id"
-# What an engine may want to know of a client. Anything else a client sends is between it and the proxy.
+# Client headers that an engine may need. All others stay between the client and the proxy.
 _UPWARDS = ("accept", "authorization", "traceparent", "tracestate", "x-session-id")
-# What is between an engine and the proxy, or said by the proxy itself.
+# Engine headers that concern only the proxy's connection, or that the proxy sends itself.
 _NOT_DOWNWARDS = {
     *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer"),
     *("transfer-encoding", "upgrade", "date", "server", _REQUEST_ID),
 }
-_MOST_PREFILL_BYTES = 4 << 20  # of the answer of a prefill: one token, and what was asked about it
+_MOST_PREFILL_BYTES = 4 << 20  # for a prefill's answer, which has one token and its parameters
 _MOST_TOKENIZED_BYTES = 64 << 20
-_NOT_TOKENIZED_S = 60.0  # an engine that has no /tokenize is asked again
+_NOT_TOKENIZED_S = 60.0  # after this an engine without /tokenize is asked again
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Prefilled:
-    """What came of a prefill: ``params`` for the decode engine, or none."""
+    """The result of a prefill. ``params`` are for the decode engine; None without a prefill."""
 
     way: Outcome
     params: Mapping[str, Any] | None = None
@@ -66,7 +66,7 @@ class _Prefilled:
 
 @dataclass(frozen=True)
 class _Question:
-    """A request for an engine; ``tokens`` are its prompt's."""
+    """A request for an engine. ``tokens`` is the number of its prompt's tokens."""
 
     method: str
     path: str
@@ -76,7 +76,8 @@ class _Question:
 
 
 class Proxy:
-    """The API over the engines of ``settings``. On one event loop, from :meth:`start` to :meth:`close`."""
+    """The API over the engines of ``settings``. Used on one event loop, from :meth:`start` to
+    :meth:`close`."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
@@ -97,7 +98,7 @@ class Proxy:
         self._tokenize_at = 0.0
         self._watching: asyncio.Task[None] | None = None
 
-        # A web page elsewhere has no key, and a proxy with one may have a name of its own.
+        # A foreign web page has no key, and a proxy with a key may have its own host name.
         host = settings.address[0] if settings.api_key is None else None
 
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> MeteredRoute:
@@ -117,11 +118,11 @@ class Proxy:
         )
 
     def start(self) -> None:
-        """Begin to watch the engines."""
+        """Start to watch the engines."""
         self._watching = asyncio.create_task(watch([*self._prefill, *self._decode]))
 
     async def drain(self) -> None:
-        """Answer 503 from now on, and wait for what is under way."""
+        """Answer 503 from now on, and wait for running requests."""
         if not await self.admission.drain(self.settings.drain_s):
             _log.warning("requests were cut off: drain_s (%g) was not enough", self.settings.drain_s)
 
@@ -134,7 +135,7 @@ class Proxy:
         for engine in (*self._prefill, *self._decode):
             await engine.close()
 
-    # -- small answers -------------------------------------------------------------------------------
+    # -- small endpoints -----------------------------------------------------------------------------
 
     async def _health(self, exchange: Exchange) -> None:
         engines = [*self._prefill, *self._decode]
@@ -146,7 +147,8 @@ class Proxy:
             status = "degraded" if any(engine.problem for engine in engines) else "ok"
         code = 200 if status in ("ok", "degraded") else 503
         if self.settings.api_key is not None and not has_key(exchange.request, self.settings.api_key):
-            await exchange.reply(code, {"status": status})  # addresses are nobody else's business
+            # the engines' addresses are only for clients with the key
+            await exchange.reply(code, {"status": status})
             return
         document = {
             "status": status,
@@ -173,7 +175,8 @@ class Proxy:
             headers = _upwards(exchange.request)
             name = str(exchange.request.path_params.get("name", ""))
             if any(part in (".", "..") for part in name.split("/")):
-                raise ApiError(404, "there is no such model")  # nor is any other path of an engine to be had
+                # other paths of an engine are not reachable either
+                raise ApiError(404, "there is no such model")
             path = "/v1/models" + (f"/{quote(name)}" if name else "")
             ranked = rank_decode([engine.load for engine in self._decode], [0] * len(self._decode), 0)
             await self._bound(
@@ -197,8 +200,8 @@ class Proxy:
             self.metrics.request_s.observe(exchange.seconds)
 
     async def _bound(self, exchange: Exchange, work: Awaitable[object]) -> None:
-        """Do ``work`` as long as the client is there, and no longer than a request may take. Raises
-        :class:`ApiError` (504), and :class:`ClientDisconnect`."""
+        """Await ``work`` while the client is connected, at most for the time limit of a request. Raises
+        :class:`ApiError` (504) and :class:`ClientDisconnect`."""
         working = asyncio.ensure_future(work)
         listening = asyncio.ensure_future(exchange.hang_up())
         try:
@@ -207,12 +210,14 @@ class Proxy:
                 timeout=self.settings.request_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if working.done() or exchange.ended:  # a client that has all may leave
+            if working.done() or exchange.ended:  # a client with the whole answer may leave
                 await working
             elif listening.done():
                 raise ClientDisconnect
             else:
-                raise ApiError(504, f"this took longer than the {self.settings.request_s:g} s of one request")
+                raise ApiError(
+                    504, f"the request took longer than the limit of {self.settings.request_s:g} s"
+                )
         finally:
             for task in (working, listening):
                 task.cancel()
@@ -228,7 +233,8 @@ class Proxy:
         ranked = rank_decode([engine.load for engine in self._decode], held, tokens, self._turn)
         self.metrics.prompt_tokens.inc(tokens)
         self.metrics.held_tokens.inc(held[ranked[0]])
-        with self._decode[ranked[0]].under_way(tokens):  # it is going to be, and others should know
+        # counted before the decode starts, so that other requests see it
+        with self._decode[ranked[0]].under_way(tokens):
             prefilled = await self._prefilled(asked, prompt, held[ranked[0]], headers)
         self.metrics.went(prefilled.way)
         question = _Question("POST", asked.api.value, asked.decode_body(prefilled.params), headers, tokens)
@@ -237,7 +243,8 @@ class Proxy:
             self._residency.note(prompt, at)
 
     async def _with_tokens(self, asked: Asked, headers: Mapping[str, str]) -> RoutedPrompt | None:
-        """The prompt with its token ids, if somebody can say them who wants to."""
+        """Return the prompt, with token ids if a daemon or selector needs them and an engine can tokenize
+        it."""
         prompt = asked.prompt
         wanted = self._residency.wants_tokens and time.monotonic() >= self._tokenize_at
         if prompt is None or prompt.tokens is not None or not wanted:
@@ -266,7 +273,8 @@ class Proxy:
     async def _prefilled(
         self, asked: Asked, prompt: RoutedPrompt | None, held: int, headers: Mapping[str, str]
     ) -> _Prefilled:
-        """Have a prompt computed, if that is worth it. Whatever goes wrong, decode goes on without."""
+        """Have a prompt computed by a prefill engine if that is worthwhile. After any failure the decode
+        engine continues without it."""
         if not self._prefill or prompt is None:
             return _Prefilled(Outcome.UNSUITED if prompt is None else Outcome.NO_PREFILL)
         if not worth_handing_over(prompt.length, held, self.settings.min_prefill_tokens):
@@ -280,7 +288,7 @@ class Proxy:
         except asyncio.TimeoutError:
             return _Prefilled(Outcome.LATE)
         except (UpstreamError, ValueError, msgspec.MsgspecError) as error:
-            _log.warning("a prompt is computed where it is continued: %s", error)
+            _log.warning("the decode engine computes a prompt itself: %s", error)
             return _Prefilled(Outcome.FAILED)
         if found.way is Outcome.HANDED_OVER:
             self.metrics.prefill_s.observe(time.monotonic() - begun)
@@ -289,8 +297,8 @@ class Proxy:
     async def _ask_prefill(
         self, body: bytes, path: str, tokens: int, headers: Mapping[str, str]
     ) -> _Prefilled:
-        """Ask the engine with the shortest queue, and the next one where that is busy, fails or cannot be
-        reached."""
+        """Ask the prefill engine with the shortest queue, and the next one if it is busy, fails or is
+        unreachable."""
         way = Outcome.NO_PREFILL
         for at in rank_prefill([engine.load for engine in self._prefill], self._turn):
             engine = self._prefill[at]
@@ -301,7 +309,8 @@ class Proxy:
                             way = Outcome.REFUSED
                             continue
                         if answer.status_code != 200:
-                            return _Prefilled(Outcome.REFUSED)  # the decode engine says why, or does better
+                            # the decode engine reports the reason, or succeeds
+                            return _Prefilled(Outcome.REFUSED)
                         document = msgspec.json.decode(await read_bounded(answer, _MOST_PREFILL_BYTES))
             except UpstreamError as error:
                 if error.sent:
@@ -316,12 +325,12 @@ class Proxy:
     async def _first_that_answers(
         self, exchange: Exchange, ranked: Sequence[int], question: _Question
     ) -> int:
-        """Pass the answer of the first engine through that gives one, and return which it was.
+        """Pass through the answer of the first engine that gives one, and return its index.
 
-        The next engine is asked where one is busy (429), fails (5xx) or cannot be reached. Where one broke
-        off before it began to answer, one other is asked: the request may be the cause. If all that answered
-        said the same, the client gets the last of these answers. Raises :class:`ApiError`: 429 where all that
-        answered were busy, and 503.
+        If an engine is busy (429), fails (5xx) or is unreachable, the next one is asked. If an engine breaks
+        off before it has begun to answer, only one other is asked, because the request may be the cause. If
+        all engines that answered gave the same status, the client gets the last of these answers. Raises
+        :class:`ApiError`: 429 if all that answered were busy, otherwise 503.
         """
         problems: list[str] = []
         refused: set[int] = set()
@@ -354,8 +363,8 @@ class Proxy:
         raise ApiError(status, f"no decode engine answers: {'; '.join(problems)}", retry_after_s=1)
 
     async def _pass_through(self, exchange: Exchange, answer: httpx.Response, request_id: str) -> None:
-        """Raises :class:`UpstreamError` where it ends too early, or does not end; the client's connection is
-        closed then, in the midst of the answer."""
+        """Pass an answer through. Raises :class:`UpstreamError` if it ends too early, or does not end; the
+        client's connection is then closed in the middle of the answer."""
         await exchange.start(answer.status_code, _downwards(answer, request_id))
         total, most = 0, self.settings.max_answer_bytes
         async for part in answer.aiter_raw():
@@ -369,12 +378,12 @@ class Proxy:
 
 
 def _passes(status: int) -> bool:
-    """Whether an engine that answers so may be passed over for another: it is busy, or it has failed."""
+    """Return whether another engine may be tried after this status: the engine is busy or has failed."""
     return status == 429 or status >= 500
 
 
 def _upwards(request: Request) -> dict[str, str]:
-    """The headers for an engine. One request has one id on all of its ways."""
+    """Return the headers for an engine. A request keeps its id at all engines."""
     headers = {name: request.headers[name] for name in _UPWARDS if name in request.headers}
     given = request.headers.get(_REQUEST_ID, "")
     return {
@@ -387,7 +396,7 @@ def _upwards(request: Request) -> dict[str, str]:
 
 
 def _downwards(answer: httpx.Response, request_id: str) -> list[tuple[bytes, bytes]]:
-    """The headers for a client."""
+    """Return the headers for a client."""
     dropped = _NOT_DOWNWARDS | {
         name.strip() for name in answer.headers.get("connection", "").lower().split(",")
     }
@@ -403,4 +412,4 @@ def _api_error(error: Exception) -> ApiError:
         case UpstreamError():
             return ApiError(502, str(error))
     _log.error("a request failed", exc_info=error)
-    return ApiError(500, "the proxy made a mistake; its log says more")
+    return ApiError(500, "internal proxy error: see the proxy's log")

@@ -1,4 +1,4 @@
-"""Where a request goes: decisions over numbers, without I/O."""
+"""Decide where a request goes, from numbers, without I/O."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine is asked for at the moment by this proxy. ``tokens`` are the prompt tokens of its
-    requests; ``up`` is False while it does not answer."""
+    """The current requests of this proxy at an engine. ``tokens`` are their prompt tokens. ``up`` is False
+    while the engine does not answer."""
 
     requests: int
     tokens: int
@@ -17,7 +17,7 @@ class EngineLoad:
 
 
 def rank_prefill(loads: Sequence[EngineLoad], turn: int = 0) -> list[int]:
-    """The engines that are up, the shortest queue first. Equals take turns, by ``turn``.
+    """Return the engines that are up, the shortest queue first. ``turn`` rotates equal engines.
 
     >>> rank_prefill([Load(2, 900), Load(1, 4000), Load(0, 0, up=False)])
     [0, 1]
@@ -26,9 +26,11 @@ def rank_prefill(loads: Sequence[EngineLoad], turn: int = 0) -> list[int]:
 
 
 def rank_decode(loads: Sequence[EngineLoad], held: Sequence[int], tokens: int, turn: int = 0) -> list[int]:
-    """The engines for a prompt of ``tokens`` tokens, of which they hold ``held``, the best first: the one
-    with the least to do, which is the tokens that it does not hold and those of the requests it has. Where
-    all are down it is all of them: asking is the way to find out.
+    """Return the engines for a prompt of ``tokens`` tokens, best first. ``held`` is how many of these each
+    engine holds.
+
+    The best engine has the least work: the tokens that it does not hold, plus the tokens of its current
+    requests. If all engines are down, all are returned, because only a request can tell.
 
     >>> rank_decode([Load(3, 9000), Load(1, 2000)], [8000, 0], 8000)
     [0, 1]
@@ -42,7 +44,7 @@ def rank_decode(loads: Sequence[EngineLoad], held: Sequence[int], tokens: int, t
 
 
 def worth_handing_over(tokens: int, held: int, least: int) -> bool:
-    """Whether a prompt is computed elsewhere: not for fewer than ``least`` tokens.
+    """Return whether a prefill engine should compute a prompt: only for at least ``least`` missing tokens.
 
     >>> worth_handing_over(4000, 0, 128), worth_handing_over(4000, 3900, 128)
     (True, False)

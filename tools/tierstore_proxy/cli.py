@@ -63,7 +63,10 @@ def serve(
         int | None, typer.Option(help="Prompts with fewer tokens to compute skip prefill engines [128]")
     ] = None,
     prefill_s: Annotated[
-        float | None, typer.Option(help="Seconds for a prefill; then decode goes on alone [30]")
+        float | None,
+        typer.Option(
+            help="Time limit of a prefill, in seconds; then the decode engine computes the prompt [30]"
+        ),
     ] = None,
     look_s: Annotated[
         float | None, typer.Option(help="Time limit of a question to a daemon or selector, in seconds [.05]")

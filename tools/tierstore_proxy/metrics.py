@@ -1,4 +1,4 @@
-"""``/metrics``: what the proxy counts, and what its engines have under way."""
+"""``/metrics``: the proxy's counters, and the current requests at its engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = "tierstore_proxy"
 
 
 class Outcome(Enum):
-    """Where a request went, and why it went to a decode engine alone."""
+    """The route of a request, with the reason if it went to a decode engine alone."""
 
     HANDED_OVER = "handed over"
     HELD = "held or short"
@@ -28,7 +28,7 @@ class Outcome(Enum):
 
 
 class ProxyMetrics:
-    """Used on the event loop."""
+    """The proxy's counters. Used on the event loop."""
 
     def __init__(self, engines: Sequence[Upstream]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -36,44 +36,47 @@ class ProxyMetrics:
             f"{_PREFIX}_requests", "HTTP requests answered", ["endpoint", "status"], registry=registry
         )
         self.hang_ups = Counter(f"{_PREFIX}_hang_ups", "Clients that left before the end", registry=registry)
-        self._ways = Counter(f"{_PREFIX}_ways", "Requests by the way they went", ["way"], registry=registry)
+        self._ways = Counter(f"{_PREFIX}_ways", "Requests by their route", ["way"], registry=registry)
         for way in Outcome:
             self._ways.labels(way.value)
         self.retried = Counter(
-            f"{_PREFIX}_retried", "Sent to another decode engine, since one failed", registry=registry
+            f"{_PREFIX}_retried", "Requests sent to another decode engine after a failure", registry=registry
         )
         self.cut_off = Counter(
-            f"{_PREFIX}_cut_off", "Answers that an engine did not end, or not in time", registry=registry
+            f"{_PREFIX}_cut_off", "Answers that an engine did not finish, or not in time", registry=registry
         )
         self.prompt_tokens = Counter(
-            f"{_PREFIX}_prompt_tokens", "In prompts, some guessed from text", registry=registry
+            f"{_PREFIX}_prompt_tokens", "Prompt tokens, some estimated from text", registry=registry
         )
         self.held_tokens = Counter(
-            f"{_PREFIX}_held_tokens", "Of these at the decode engine, as far as known", registry=registry
+            f"{_PREFIX}_held_tokens", "Prompt tokens known to be at the decode engine", registry=registry
         )
         self.untokenized = Counter(
-            f"{_PREFIX}_untokenized", "Prompts whose token ids no engine said in time", registry=registry
+            f"{_PREFIX}_untokenized", "Prompts that no engine tokenized in time", registry=registry
         )
         self.prefill_s = Histogram(
-            f"{_PREFIX}_prefill_seconds", "Of prefills handed over", buckets=_SECONDS, registry=registry
+            f"{_PREFIX}_prefill_seconds",
+            "Duration of prefills handed over",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.first_byte_s = Histogram(
             f"{_PREFIX}_first_byte_seconds",
-            "Of answers, prefill included",
+            "Time to the first byte of answers, prefill included",
             buckets=_SECONDS,
             registry=registry,
         )
         self.request_s = Histogram(
-            f"{_PREFIX}_request_seconds", "Of whole answers", buckets=_SECONDS, registry=registry
+            f"{_PREFIX}_request_seconds", "Duration of whole answers", buckets=_SECONDS, registry=registry
         )
         registry.register(_Engines(engines))
 
     def went(self, way: Outcome) -> None:
-        """Count a request's way."""
+        """Count a request by its route."""
         self._ways.labels(way.value).inc()
 
     def text(self) -> bytes:
-        """In Prometheus's format."""
+        """Return all metrics in Prometheus's format."""
         return generate_latest(self._registry)
 
 
@@ -84,9 +87,13 @@ class _Engines(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ["role", "url"]
         up = GaugeMetricFamily(f"{_PREFIX}_up", "Whether an engine answers", labels=labels)
-        requests = GaugeMetricFamily(f"{_PREFIX}_requests_in_progress", "At an engine", labels=labels)
-        tokens = GaugeMetricFamily(f"{_PREFIX}_queued_tokens", "Prompt tokens of those", labels=labels)
-        failures = CounterMetricFamily(f"{_PREFIX}_failures", "Of an engine", labels=labels)
+        requests = GaugeMetricFamily(
+            f"{_PREFIX}_requests_in_progress", "Requests running at an engine", labels=labels
+        )
+        tokens = GaugeMetricFamily(
+            f"{_PREFIX}_queued_tokens", "Prompt tokens of these requests", labels=labels
+        )
+        failures = CounterMetricFamily(f"{_PREFIX}_failures", "Failures of an engine", labels=labels)
         for each in self._engines:
             labelled = [each.role, each.url]
             up.add_metric(labelled, float(not each.problem))

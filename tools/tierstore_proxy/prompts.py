@@ -1,4 +1,4 @@
-"""What a client asks, as far as its way depends on it, and what becomes of it on that way."""
+"""The parts of a request that decide its route, and the requests made from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import numpy.typing as npt
 from tierstore_engine.server.errors import bad_request
 from tierstore_engine.server.http import decode_json
 
-# As vLLM's own proxies ask a prefill engine: it is to compute for somebody else, and nobody computed for it.
+# The parameters with which vLLM's own proxies ask a prefill engine: another engine continues, none computed
+# before.
 _FOR_DECODE: Mapping[str, object] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -24,14 +25,14 @@ _FOR_DECODE: Mapping[str, object] = {
     "remote_port": None,
 }
 _HINTS = "tierstore"
-_BYTES_PER_TOKEN = 4  # of text, about
+_BYTES_PER_TOKEN = 4  # approximate, of text
 
 
 _TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 
 
 class Api(Enum):
-    """By its path."""
+    """The kinds of completion, by their path."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -39,27 +40,27 @@ class Api(Enum):
 
 @dataclass(frozen=True)
 class RoutedPrompt:
-    """One prompt. ``tokens`` are its ids (uint32), where they are known; ``text`` stands for it otherwise:
-    what two prompts have in common at their beginnings they have there, too."""
+    """One prompt. ``tokens`` are its ids (uint32), None if they are unknown. ``text`` then replaces them:
+    prompts with a common beginning have texts with a common beginning."""
 
     tokens: npt.NDArray[np.uint32] | None
     text: bytes
 
     @property
     def length(self) -> int:
-        """In tokens; a guess where they are not known."""
+        """Return the length in tokens, estimated if the tokens are unknown."""
         return len(self.tokens) if self.tokens is not None else -(-len(self.text) // _BYTES_PER_TOKEN)
 
     @property
     def content(self) -> bytes:
-        """Four bytes for a token, about."""
+        """Return the content, about four bytes per token."""
         return self.tokens.tobytes() if self.tokens is not None else self.text
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for a completion. ``body`` is what came; ``prompt`` is None for several at once, or for one
-    that only an engine understands."""
+    """A request for a completion. ``body`` is the received body. ``prompt`` is None for several prompts, or
+    for one that only an engine can read."""
 
     api: Api
     body: bytes
@@ -68,8 +69,8 @@ class Asked:
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Asked:
-        """Raises :class:`~tierstore_engine.server.errors.ApiError` (400) for what is no JSON object. Anything
-        else that may be wrong with it the engine says itself."""
+        """Parse a request. Raises :class:`~tierstore_engine.server.errors.ApiError` (400) if it is not a JSON
+        object. Engines report all other errors themselves."""
         try:
             fields = decode_json(body, dict[str, Any])
         except msgspec.ValidationError:
@@ -83,13 +84,13 @@ class Asked:
 
     @property
     def tokenize_body(self) -> bytes:
-        """The question for its token ids, as vLLM takes it."""
+        """Return the body of a /tokenize request, as in vLLM."""
         names = ("model", "prompt", "messages", "chat_template_kwargs")
         return msgspec.json.encode({name: self.fields[name] for name in names if name in self.fields})
 
     @property
     def prefill_body(self) -> bytes:
-        """The same request for one token, which somebody else is going to continue."""
+        """Return the same request for one token, which another engine will continue."""
         dropped = ("stream_options", "min_tokens", "best_of")
         fields = {name: value for name, value in self.fields.items() if name not in dropped}
         fields |= {"stream": False, "max_tokens": 1}
@@ -98,7 +99,8 @@ class Asked:
         return msgspec.json.encode(fields)
 
     def decode_body(self, params: Mapping[str, Any] | None) -> bytes:
-        """The request as it came, with what a prefill engine answered as ``kv_transfer_params``."""
+        """Return the request with a prefill engine's ``kv_transfer_params``; unchanged if ``params`` is
+        None."""
         if params is None:
             return self.body
         mine, theirs = self._hints.get(_HINTS), params.get(_HINTS)
@@ -107,7 +109,7 @@ class Asked:
 
     @property
     def _hints(self) -> dict[str, Any]:
-        """What the client itself says to the store's policy."""
+        """Return the client's own hints for the store's policy."""
         given = self.fields.get("kv_transfer_params")
         hints = given.get(_HINTS) if isinstance(given, dict) else None
         return {_HINTS: hints} if hints is not None else {}
@@ -116,7 +118,7 @@ class Asked:
 def _prompt(api: Api, fields: Mapping[str, Any]) -> RoutedPrompt | None:
     if api is Api.CHAT:
         messages = fields.get("messages")
-        # Without the closing bracket: a conversation that goes on begins like itself.
+        # Without the closing bracket, so that a continued conversation has the same beginning.
         return RoutedPrompt(None, msgspec.json.encode(messages)[:-1]) if isinstance(messages, list) else None
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
@@ -128,7 +130,7 @@ def _prompt(api: Api, fields: Mapping[str, Any]) -> RoutedPrompt | None:
 
 
 def token_ids(value: object) -> npt.NDArray[np.uint32] | None:
-    """A list of token ids as an array; None for anything else.
+    """Return a list of token ids as an array; None for anything else.
 
     >>> token_ids([1, 2]), token_ids([1, "a"])
     (array([1, 2], dtype=uint32), None)

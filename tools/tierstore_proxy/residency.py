@@ -1,15 +1,15 @@
-"""Which decode engine holds how much of a prompt.
+"""Find out which decode engine holds how much of a prompt.
 
-Three can say so, and the surest that answers is believed:
+There are three sources. The most reliable one that answers is used:
 
-* :class:`DaemonLookups` asks each decode engine's daemon, by token ids (``Lookup`` and ``Release``, as an
-  engine would; the daemon counts it as a lookup). Pages with keys that only their engine can make (vLLM's) it
-  cannot ask for.
-* :class:`Selector` asks NVIDIA Dynamo's, which follows the daemons' KV events, vLLM's pages among them.
-* :class:`SentPrompts` remembers what was sent where. It needs no token ids, and knows nothing of what has
-  left.
+* :class:`DaemonLookups` asks each decode engine's daemon, by token ids (``Lookup`` and ``Release``, like an
+  engine; the daemon counts a lookup). It cannot ask for pages whose keys only their engine can make (vLLM's).
+* :class:`Selector` asks NVIDIA Dynamo's selector, which follows the daemons' KV events, including those of
+  vLLM's pages.
+* :class:`SentPrompts` remembers which prompt was sent where. It needs no token ids, and does not notice
+  evictions.
 
-All answers are hints: where they are wrong a prompt is computed where it need not have been.
+All answers are hints. If one is wrong, a prompt is computed unnecessarily.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from tierstore.wire import messages
 from tierstore_proxy.prompts import RoutedPrompt
 from tierstore_proxy.upstream import within
 
-_BLOCK_BYTES = 256  # of a prompt's content: some 64 tokens
+_BLOCK_BYTES = 256  # size of a block of a prompt's content: about 64 tokens
 _BLOCK_TOKENS = 64
 _MOST_BLOCKS = 1 << 18
-_MOST_MODELS = 64  # whose identities are remembered
-_AGAIN_S = 2.0  # after a daemon could not be asked
+_MOST_MODELS = 64  # models whose identities are remembered
+_AGAIN_S = 2.0  # pause after a daemon could not be asked
 _WORKERS_S = 10.0
 _MOST_ANSWER_BYTES = 1 << 20
 
 
 class SentPrompts:
-    """The prompts that were sent to each engine, by blocks of 256 bytes, the last used 262,144 of them.
+    """The prompts that were sent to each engine, as the last 262,144 used blocks of 256 bytes.
 
     >>> sent = SentPrompts(2)
     >>> sent.note(Prompt(None, b"a" * 600), 1)
@@ -56,17 +56,17 @@ class SentPrompts:
 
     def __init__(self, engines: int) -> None:
         self._engines = engines
-        self._sent: OrderedDict[bytes, int] = OrderedDict()  # engines as bits
+        self._sent: OrderedDict[bytes, int] = OrderedDict()  # each value has engines as bits
 
     def note(self, prompt: RoutedPrompt, engine: int) -> None:
-        """It is going to be held there."""
+        """Note that an engine will hold a prompt."""
         for block in self._blocks(prompt):
             self._sent[block] = self._sent.pop(block, 0) | 1 << engine
         while len(self._sent) > _MOST_BLOCKS:
             self._sent.popitem(last=False)
 
     def held(self, prompt: RoutedPrompt) -> list[int]:
-        """Leading tokens that each engine was sent before."""
+        """Return how many leading tokens each engine was sent before."""
         held = [0] * self._engines
         everywhere = (1 << self._engines) - 1
         for block in self._blocks(prompt):
@@ -87,9 +87,12 @@ class SentPrompts:
 
 
 class PromptLookups:
-    """Lookups in the daemon at ``url`` that hold nothing; for one thread. ``identity`` is the beginning of a
-    digest: whose pages are asked for. Without one it is the only one without a tenant or an adapter, or
-    the model's by name. ``keys`` and ``server_key`` are those of :func:`tierstore.connect`."""
+    """Lookups in the daemon at ``url`` that keep no lease; for one thread.
+
+    ``identity`` is the beginning of an identity's digest. Without it the only identity without tenant and
+    adapter is used, or the one with the model's name. ``keys`` and ``server_key`` are those of
+    :func:`tierstore.connect`.
+    """
 
     def __init__(
         self, url: str, identity: str = "", keys: Path | None = None, server_key: Path | None = None
@@ -101,18 +104,19 @@ class PromptLookups:
         self._identities: dict[str, Identity] = {}  # by the model's name
 
     def held(self, tokens: npt.NDArray[np.uint32], model: str, wait_s: float) -> int:
-        """Leading tokens that the daemon holds. Raises :class:`TierStoreError` when it does not say."""
+        """Return how many leading tokens the daemon holds. Raises :class:`TierStoreError` if it does not
+        answer."""
         fresh = self._operator is None
         try:
             return self._look(self._connected(), tokens, model, wait_s)
         except (StoreUnavailableError, UsageError):
             if fresh:
                 raise
-            self.close()  # the session may have ended meanwhile
+            self.close()  # the client connection may have ended meanwhile
             return self._look(self._connected(), tokens, model, wait_s)
 
     def close(self) -> None:
-        """End the session, and what it may hold. The next lookup begins another one."""
+        """Close the client connection. The next lookup opens another one."""
         self._identities.clear()
         if self._operator is not None:
             self._operator.close()
@@ -121,7 +125,7 @@ class PromptLookups:
     def _look(self, operator: Operator, tokens: npt.NDArray[np.uint32], model: str, wait_s: float) -> int:
         if model not in self._identities:
             if len(self._identities) >= _MOST_MODELS:
-                self._identities.clear()  # names are the clients' to choose
+                self._identities.clear()  # clients choose the names
             self._identities[model] = self._chosen(known_identities(operator), model)
         part = register(operator, tokens, self._identities[model])
         lookup = messages.Find(0, part, len(tokens), wait_s / 2)
@@ -131,7 +135,7 @@ class PromptLookups:
         return found.tokens
 
     def _chosen(self, known: list[Identity], model: str) -> Identity:
-        """Raises :class:`UsageError` where that is not clear."""
+        """Return the identity to ask for. Raises :class:`UsageError` if it is ambiguous."""
         if self._digest:
             return choose_identity(known, None, self._digest)
         plain = [each for each in known if not (each.tenant or each.adapter or is_opaque(each.layout))]
@@ -145,18 +149,18 @@ class PromptLookups:
 
 
 class DaemonLookups:
-    """``lookups`` on a thread of their own, beside an event loop. One that fails is followed by two seconds
-    without."""
+    """Run ``lookups`` on a separate thread beside an event loop. After a failure there are no lookups for two
+    seconds."""
 
     def __init__(self, lookups: PromptLookups) -> None:
         self.url = lookups.url
-        self.problem = ""  # why it is not asked, at the moment
-        self._lookups = lookups  # the thread's
+        self.problem = ""  # why the daemon is not asked now; empty while it is
+        self._lookups = lookups  # used by the thread only
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierstore-proxy-lookup")
         self._again_at = 0.0
 
     async def held(self, tokens: npt.NDArray[np.uint32], model: str, wait_s: float) -> int | None:
-        """Leading tokens that the daemon holds; None where it does not say so within ``wait_s``."""
+        """Return how many leading tokens the daemon holds; None without an answer within ``wait_s``."""
         ends = time.monotonic() + wait_s
         loop = asyncio.get_running_loop()
         try:
@@ -197,7 +201,7 @@ class _Overlap(msgspec.Struct):
 
     @property
     def blocks(self) -> int:
-        """From the beginning on, in any tier."""
+        """Return how many leading blocks are held, in any tier."""
         from_host = self.host_pinned_blocks
         from_device = self.device_blocks + self.host_pinned_extension_blocks
         return max(from_host, from_device) + self.disk_extension_blocks
@@ -209,8 +213,8 @@ class _Overlaps(msgspec.Struct):
 
 
 class Selector:
-    """Dynamo's selection service at ``url``, of which the overlap scores are used. Its workers are the
-    engines at ``engines``, by their endpoints."""
+    """Overlap scores of Dynamo's selection service at ``url``. Its workers are mapped to ``engines`` by their
+    endpoints."""
 
     def __init__(self, url: str, engines: Sequence[str]) -> None:
         self.url = url
@@ -221,7 +225,7 @@ class Selector:
         self._read_at = 0.0
 
     async def held(self, tokens: npt.NDArray[np.uint32], model: str, wait_s: float) -> list[int | None]:
-        """Leading tokens that each engine holds; None where that is not known."""
+        """Return how many leading tokens each engine holds; None if that is unknown."""
         nothing: list[int | None] = [None] * len(self._engines)
         try:
             found = await within(wait_s, self._scores(tokens, model))
@@ -260,8 +264,7 @@ class Selector:
 
 
 class KnownResidency:
-    """All that is known of ``engines`` decode engines. ``daemons`` are theirs, one for each or one for
-    all."""
+    """All sources about ``engines`` decode engines. ``daemons`` are theirs, one for each or one for all."""
 
     def __init__(
         self, engines: int, daemons: Sequence[DaemonLookups], selector: Selector | None, *, look_s: float
@@ -274,19 +277,19 @@ class KnownResidency:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether somebody can be asked who wants token ids."""
+        """Return whether a source needs token ids."""
         return bool(self._daemons) or self._selector is not None
 
     @property
     def problems(self) -> dict[str, str]:
-        """By the URL of who cannot be asked."""
+        """Return the problems of sources that cannot be asked, by URL."""
         problems = {daemon.url: daemon.problem for daemon in self._daemons}
         if self._selector is not None:
             problems[self._selector.url] = self._selector.problem
         return {url: problem for url, problem in problems.items() if problem}
 
     async def held(self, prompt: RoutedPrompt, model: str) -> list[int]:
-        """Leading tokens of a prompt at each engine."""
+        """Return how many leading tokens of a prompt each engine holds."""
         remembered = self._sent.held(prompt)
         if prompt.tokens is None:
             return remembered
@@ -294,7 +297,7 @@ class KnownResidency:
         return [each if each is not None else mine for each, mine in zip(told, remembered, strict=True)]
 
     def note(self, prompt: RoutedPrompt, engine: int) -> None:
-        """A prompt was sent to an engine."""
+        """Note that a prompt was sent to an engine."""
         self._sent.note(prompt, engine)
 
     async def close(self) -> None:
@@ -312,7 +315,7 @@ class KnownResidency:
 
 
 async def read_bounded(answer: httpx.Response, most: int) -> bytes:
-    """An answer's body. Raises :class:`ValueError` for one that is longer than ``most`` bytes."""
+    """Return an answer's body. Raises :class:`ValueError` if it is longer than ``most`` bytes."""
     parts, total = [], 0
     async for part in answer.aiter_raw():
         total += len(part)

@@ -1,4 +1,4 @@
-"""``tierstore-proxy``: listens, serves, and ends in order."""
+"""``tierstore-proxy``: listen, serve, and shut down in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run(settings: ProxySettings, *, err: TextIO | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.UsageError` with one line to show."""
+    """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.UsageError` with a one-line message."""
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
     raise_limit()
@@ -36,7 +36,7 @@ async def _serve(settings: ProxySettings, listening: Sequence[socket.socket], er
             drain=proxy.drain,
             announce="tierstore-proxy at",
             err=err,
-            descriptors=2,  # and one to the engine
+            descriptors=2,  # the client's connection, and one to the engine
         )
     finally:
         await proxy.close()

@@ -1,4 +1,5 @@
-"""The proxy's settings: flags before the file before the defaults, frozen, checked when made."""
+"""The proxy's settings, checked when they are made. Flags override the file, and the file overrides
+defaults."""
 
 from __future__ import annotations
 
@@ -26,19 +27,21 @@ _SIZES = ("max_body_bytes", "max_answer_bytes")
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """Which engines there are, how requests go to them, and how much of it at a time. Raises
-    :class:`UsageError`.
+    """The settings of the proxy. Raises :class:`UsageError` for invalid values.
 
-    ``decode`` and ``prefill`` are engines' URLs; without prefill engines the proxy only shares requests
-    out. ``daemon`` has the decode engines' daemons (one for each, or one for all), ``selector`` is
-    Dynamo's; ``keys`` and ``server_key`` are files for daemons at tcp:// (``tierstore keygen``),
-    ``identity`` chooses among what a daemon has pages of. A prompt of which the decode engine lacks
-    ``min_prefill_tokens`` or more is computed by a prefill engine, for which ``prefill_s`` seconds are
-    waited. ``look_s`` is waited for a daemon, a selector, and token ids. With ``api_key`` everything
-    wants it but ``/health``; without one only loopback addresses are served. ``max_requests`` are under way
-    at a time, with ``max_queued_tokens`` prompt tokens among them. A request may have a body of
-    ``max_body_bytes`` and take ``request_s`` seconds, its answer ``max_answer_bytes``. SIGTERM waits
-    ``drain_s`` seconds for what is under way.
+    - ``decode``, ``prefill``: URLs of engines. Without prefill engines the proxy only distributes requests.
+    - ``daemon``: the decode engines' daemons, one for each or one for all. ``selector``: Dynamo's selector
+      instead. ``keys``, ``server_key``: key files for daemons at tcp:// (``tierstore keygen``). ``identity``
+      selects one of a daemon's identities.
+    - ``min_prefill_tokens``: if the decode engine lacks at least this many tokens of a prompt, a prefill
+      engine computes it. ``prefill_s``: the time limit of a prefill.
+    - ``look_s``: the time limit of a question to a daemon or selector, and for token ids.
+    - ``api_key``: the key for everything except ``/health``. Without a key only loopback addresses are
+      served.
+    - ``max_requests``, ``max_queued_tokens``: limits on concurrent requests and on their prompt tokens.
+    - ``max_body_bytes``, ``max_answer_bytes``, ``request_s``: limits of one request: its body, answer and
+      duration.
+    - ``drain_s``: how long SIGTERM waits for running requests.
     """
 
     decode: tuple[str, ...]
@@ -66,60 +69,58 @@ class ProxySettings:
         for name in ("prefill", "decode"):
             urls = tuple(_url(name, url) for url in getattr(self, name))
             if len(set(urls)) < len(urls):
-                raise UsageError(f"one of the {name} engines is named twice")
+                raise UsageError(f"two of the {name} engines have the same URL")
             object.__setattr__(self, name, urls)
         if self.selector:
             object.__setattr__(self, "selector", _url("selector", self.selector))
             if self.daemon:
-                raise UsageError("give either a daemon or a selector, which follows them")
+                raise UsageError("give either --daemon or --selector: a selector already follows the daemons")
         curve = CurveKeys.read(*self.key_files)
         for url in self.daemon:
             Address.parse(url, curve)
         if len(self.daemon) not in (0, 1, len(self.decode)):
             raise UsageError(
-                f"{len(self.daemon)} daemons for {len(self.decode)} decode engines: give one for each, in "
+                f"{len(self.daemon)} daemons for {len(self.decode)} decode engines: give one for each in "
                 "the same order, or one for all"
             )
         if self.api_key == "":
-            raise UsageError("an api key must not be empty; leave it out to serve without one")
+            raise UsageError("api_key must not be empty; leave it out to serve without a key")
         host, _ = self.address
         if self.api_key is None and not is_loopback(host):
-            raise UsageError(
-                f"{host} is reached from other machines: give an --api-key, or listen at 127.0.0.1"
-            )
+            raise UsageError(f"other machines can reach {host}: give an --api-key, or listen at 127.0.0.1")
         if self.max_body_bytes < KIB or self.max_answer_bytes < KIB:
             raise UsageError("max_body_bytes and max_answer_bytes must be at least 1 KiB")
         for name in ("min_prefill_tokens", "max_requests", "max_queued_tokens"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("prefill_s", "look_s", "request_s"):
             if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, not {getattr(self, name)}")
+                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.drain_s >= 0:
             raise UsageError("drain_s must not be negative")
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
+        """Return host and port."""
         host, _, port = self.listen.rpartition(":")
         host = host.strip("[]")
         if not host or not port.isdecimal() or int(port) > 65535:
-            raise UsageError(f"listen is {self.listen!r}: give HOST:PORT, with port 0 for any free one")
+            raise UsageError(f"listen must be HOST:PORT (port 0 for any free port), got {self.listen!r}")
         return host, int(port)
 
     @property
     def key_files(self) -> tuple[Path | None, Path | None]:
-        """``keys`` and ``server_key``."""
+        """Return ``keys`` and ``server_key`` as paths; None for an empty one."""
         return (Path(self.keys) if self.keys else None, Path(self.server_key) if self.server_key else None)
 
     @classmethod
     def load(cls, flags: Mapping[str, object], *, file: Path | None = None) -> ProxySettings:
-        """Settings from flags (None: not given) and a TOML file with the same names."""
+        """Return settings from flags (None: not given) and a TOML file with the same names."""
         given = {} if file is None else _read(file)
         known = [each.name for each in fields(cls)]
         for name in given.keys() - set(known):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-            raise UsageError(f"{file}: there is no setting {name!r}; the nearest is {near!r}")
+            raise UsageError(f"{file}: unknown setting {name!r}; did you mean {near!r}?")
         given |= {name: value for name, value in flags.items() if value is not None}
         for name in _SIZES:
             if isinstance(given.get(name), str):
@@ -141,12 +142,12 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def _url(name: str, text: str) -> str:
-    """Without what would come before a path. Raises :class:`UsageError`."""
+    """Return a URL without a trailing slash. Raises :class:`UsageError`."""
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         good = False
     if not good or parts.query or parts.fragment or parts.username or parts.path.rstrip("/"):
-        raise UsageError(f"{name} is {text!r}: give http://HOST:PORT")
+        raise UsageError(f"{name} must be http://HOST:PORT, got {text!r}")
     return text.rstrip("/")

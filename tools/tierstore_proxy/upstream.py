@@ -1,4 +1,4 @@
-"""The engines behind the proxy: what each has under way, whether it is up, and its answers as bytes."""
+"""The engines behind the proxy: their current requests, whether they are up, and their answers as bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tierstore_proxy.choice import EngineLoad
 
 _CONNECT_S = 2.0
 _KEEP_ALIVE_S = (
-    2.0  # less than an engine's, so that an idle connection is not closed in the moment of its use
+    2.0  # shorter than an engine's, so that an idle connection is not closed at the moment of its use
 )
 _HEALTH_S = 1.0
-_HEALTH_WAIT_S = 5.0  # an engine may be in the midst of a long step
-_LATE_CHECKS = 2  # in a row, then the engine counts as down
+_HEALTH_WAIT_S = 5.0  # an engine may be in the middle of a long step
+_LATE_CHECKS = 2  # consecutive late checks after which the engine counts as down
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class UpstreamError(TierStoreError):
-    """An engine did not answer as it should. ``sent``: the request may have reached it."""
+    """An engine did not answer as expected. ``sent``: the request may have reached it."""
 
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)
@@ -35,20 +35,20 @@ class UpstreamError(TierStoreError):
 
 
 class Upstream:
-    """One engine. ``role`` is ``prefill`` or ``decode``. On one event loop."""
+    """One engine. ``role`` is ``prefill`` or ``decode``. Used on one event loop."""
 
     def __init__(self, url: str, role: str) -> None:
         self.url = url
         self.role = role
         self.requests = 0
         self.tokens = 0
-        self.problem = ""  # why it is taken for down; empty while it is up
+        self.problem = ""  # why it counts as down; empty while it is up
         self.failures = 0
         self._late = 0
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEP_ALIVE_S
         )
-        timeout = httpx.Timeout(None, connect=_CONNECT_S)  # the rest have deadlines of their own
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)  # other waits have their own deadlines
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
 
     @property
@@ -57,7 +57,7 @@ class Upstream:
 
     @contextmanager
     def under_way(self, tokens: int) -> Iterator[None]:
-        """Count a request with so many prompt tokens."""
+        """Count a request with ``tokens`` prompt tokens while the block runs."""
         self.requests += 1
         self.tokens += tokens
         try:
@@ -70,8 +70,11 @@ class Upstream:
     async def ask(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> AsyncIterator[httpx.Response]:
-        """The beginning of an answer; its body is read in the block. Leaving the block ends the connection if
-        there is more of it. Raises :class:`UpstreamError`, also for what goes wrong in the block."""
+        """Send a request, and yield its answer when it begins; the caller reads the body in the block.
+
+        Leaving the block early closes the connection. Raises :class:`UpstreamError`, also for errors in the
+        block.
+        """
         begun = False
         try:
             raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
@@ -82,20 +85,21 @@ class Upstream:
             self._note_unreachable(error)
             raise UpstreamError(f"{self.url} cannot be reached", sent=False) from error
         except (httpx.HTTPError, httpx.StreamError) as error:
-            # Not taken down for it: a connection may break. The next check, or request, finds out.
+            # The engine is not marked as down: a single connection may break. The next check or request finds
+            # out.
             self.failures += 1
             what = "broke off" if begun else "did not answer"
             raise UpstreamError(f"{self.url} {what}: {error or type(error).__name__}", sent=True) from error
 
     async def check(self) -> None:
-        """Ask once how it is."""
+        """Check the engine's health once."""
         try:
             answer = await within(_HEALTH_WAIT_S, self._http.get("/health"))
         except asyncio.TimeoutError:
             self._note_late(f"/health did not answer within {_HEALTH_WAIT_S:g} s")
         except httpx.HTTPError as error:
             self._note_unreachable(error)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is asked again
+        except Exception as error:  # noqa: BLE001  # after any error it is checked again
             if not self.problem:
                 _log.error("%s engine %s cannot be checked", self.role, self.url, exc_info=error)
             self._take_down(f"cannot be checked: {error or type(error).__name__}")
@@ -110,7 +114,7 @@ class Upstream:
         await self._http.aclose()
 
     def _note_unreachable(self, error: httpx.HTTPError) -> None:
-        if isinstance(error, httpx.ConnectTimeout):  # once, also because this process was busy
+        if isinstance(error, httpx.ConnectTimeout):  # once may also mean that this process was busy
             self._note_late(f"no connection within {_CONNECT_S:g} s")
         else:
             self._take_down(f"cannot connect: {str(error) or type(error).__name__}")
@@ -133,9 +137,12 @@ class Upstream:
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
-    """What ``work`` gives; it is cancelled, and has ended, when the time is over or the caller is cancelled.
-    Raises :class:`asyncio.TimeoutError`. (``asyncio.wait_for`` of Python 3.11 and before gives the result to
-    a caller that is cancelled in the moment in which it comes: whoever has left would be served on.)"""
+    """Return the result of ``work``. If the time is over or the caller is cancelled, cancel ``work`` and wait
+    for its end. Raises :class:`asyncio.TimeoutError`.
+
+    ``asyncio.wait_for`` of Python 3.11 and earlier would return a result that arrives at the moment of the
+    caller's cancellation, so that a client that has left would be served on.
+    """
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -147,11 +154,11 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
             task.cancel()
             await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # the caller has it, or has left
+            task.exception()  # the caller has the error, or has left
 
 
 async def watch(engines: Sequence[Upstream]) -> None:
-    """Check all of them again and again, until cancelled."""
+    """Check all engines repeatedly, until cancelled."""
     await asyncio.gather(*(_watch_one(engine) for engine in engines))
 
 
