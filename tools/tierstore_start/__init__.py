@@ -1,9 +1,9 @@
-"""Where the command-line programs begin: SIGTERM first, then everything else.
+"""The entry points of the command-line programs. They set a SIGTERM handler before they import anything else.
 
-The kernel drops a SIGTERM to process 1 of a container as long as the process has no handler, and importing
-what a program needs takes seconds on a busy machine. So this package imports the standard library only, and
-first sets a handler. Until a server has its own, which ends in order, the process just ends: what it has on
-disk withstands that.
+The kernel ignores SIGTERM for process 1 of a container until the process has a handler, and importing a
+program's modules takes seconds on a busy machine. So this package imports only the standard library, and sets
+a handler first. Until a server installs its own handler, which shuts down in order, the process exits at
+once. The data on disk withstands that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _ENDED_BY_SIGTERM = 128 + int(signal.SIGTERM)
 
 
 def _end_on_sigterm(*, server: bool) -> None:
-    """End at SIGTERM: with 0 if it is a ``server``, which is meant to be ended so, else with 143."""
+    """Exit at SIGTERM: with 0 if the program is a ``server``, whose normal end this is, otherwise with
+    143."""
     code = 0 if server else _ENDED_BY_SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
 
 
 def tierstore() -> None:
-    """``tierstore``"""
+    """Run ``tierstore``."""
     _end_on_sigterm(server=sys.argv[1:2] == ["serve"])
     from tierstore.cli import main
 
@@ -30,7 +31,7 @@ def tierstore() -> None:
 
 
 def engine() -> None:
-    """``tierstore-engine``"""
+    """Run ``tierstore-engine``."""
     _end_on_sigterm(server=sys.argv[1:2] == ["serve"])
     from tierstore_engine.cli import main
 
@@ -38,7 +39,7 @@ def engine() -> None:
 
 
 def bench() -> None:
-    """``tierstore-bench``"""
+    """Run ``tierstore-bench``."""
     _end_on_sigterm(server=False)
     from tierstore_tools.cli import main
 
@@ -46,7 +47,7 @@ def bench() -> None:
 
 
 def proxy() -> None:
-    """``tierstore-proxy``"""
+    """Run ``tierstore-proxy``."""
     _end_on_sigterm(server=True)
     from tierstore_proxy.cli import main
 
