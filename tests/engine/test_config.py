@@ -264,7 +264,7 @@ def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
         (DEEPSEEK | {"n_group": 3}, "4 experts cannot be chosen from 1 of 3 groups"),
         (DEEPSEEK | {"n_group": 4}, "1 groups of experts have fewer than 2 experts"),
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq other than 1"),
-        (GEMMA | {"layer_types": ["mamba", "full_attention"]}, "exactly if it has layers with a recurrent state"),
+        (GEMMA | {"layer_types": ["mamba", "full_attention"]}, "exactly if it has layers with a"),
         (GRANITE | {"layer_types": ["mamba"] * 2}, "a model none of whose layers attends to everything"),
         (GRANITE | {"mamba_n_groups": 3}, "8 Mamba-2 heads cannot share 3 groups evenly"),
         (GRANITE | {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act other than silu"),

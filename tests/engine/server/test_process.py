@@ -96,7 +96,11 @@ def test_sigterm_cuts_off_what_takes_too_long(process: Callable[..., Process]) -
         (("--model", "tiny", "--kv-role", "both"), 2, "kv_role must be one of kv_both"),
         (("--model", "tiny", "--kv-role", "kv_producer"), 2, "engines that share a daemon"),
         (("--model", "tiny", "--handover-s", "11"), 2, "between 0 and 10"),
-        (("--model", "tiny", "--hbm-bytes", "8MiB", "--most-hbm-bytes", "4MiB"), 2, "less than the initial page pool (8 MiB)"),
+        (
+            ("--model", "tiny", "--hbm-bytes", "8MiB", "--most-hbm-bytes", "4MiB"),
+            2,
+            "initial page pool (8 MiB)",
+        ),
         (("--model", "tiny", "--most-hbm-bytes", "999TiB"), 2, "does not fit this machine's memory"),
         (("--model", "tiny", "--disk-codec", "magic"), 2, "magic"),
     ],

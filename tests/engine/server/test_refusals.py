@@ -108,7 +108,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", handed({"tokens": 64}), 400, "tierstore.tokens is 64, but the prompt has 4 tokens"),
     ("completions", handed({"tokens": 2, "until_s": 1e9}), 400, "until_s: Expected `float` <= 10.0"),
     ("completions", handed({"tokens": 2, "until_s": -1}), 400, "until_s: Expected `float` >= 0.0"),
-    ("completions", {**handed({"tokens": 2}), "prompt": ["ab", "cd"]}, 400, "needs exactly one prompt, got 2"),
+    ("completions", {**handed({"tokens": 2}), "prompt": ["ab", "cd"]}, 400, "exactly one prompt, got 2"),
     ("completions", handed({"tokens": 2}, do_remote_prefill=False), 400, "need do_remote_prefill: true"),
     ("completions", handed({}, do_remote_decode=True), 400, "cannot be combined with do_remote_prefill"),
     (
@@ -119,7 +119,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ),
     ("completions", handed([]), 400, "kv_transfer_params.tierstore: Expected `object`"),
     ("completions", {**PREFILL, "stream": True}, 400, "do_remote_decode cannot be combined with stream"),
-    ("completions", {**PREFILL, "n": 2}, 400, "do_remote_decode cannot be combined with stream, n or best_of"),
+    ("completions", {**PREFILL, "n": 2}, 400, "cannot be combined with stream, n or best_of"),
     ("completions", {**PREFILL, "prompt": ["ab", "cd"]}, 400, "needs exactly one prompt, got 2"),
     ("chat/completions", {**CHAT, "messages": []}, 400, "messages: Expected"),
     (
