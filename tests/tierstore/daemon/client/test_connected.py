@@ -57,13 +57,13 @@ def test_buffers_that_the_caller_lets_go_of_live_until_the_transfer_has_ended(st
     hit.release()
 
 
-def windows_of(pages, monkeypatch):
-    monkeypatch.setattr("tierstore.store.save._FIRST_WINDOW_BYTES", pages * SPEC.page_bytes)
-    monkeypatch.setattr("tierstore.store.save._WINDOW_BYTES", pages * SPEC.page_bytes)
+def batches_of(pages, monkeypatch):
+    monkeypatch.setattr("tierstore.store.save._FIRST_BATCH_BYTES", pages * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.store.save._BATCH_BYTES", pages * SPEC.page_bytes)
 
 
-def test_a_long_prompt_goes_by_windows(store, monkeypatch):
-    windows_of(4, monkeypatch)
+def test_a_long_prompt_goes_in_batches(store, monkeypatch):
+    batches_of(4, monkeypatch)
     monkeypatch.setattr("tierstore.client.reading._WINDOW_PAGES", 3)
     monkeypatch.setattr("tierstore.store.load._COPY_BYTES", 2 * SPEC.page_bytes)
     tokens = list(range(16 * 30 + 5))
@@ -79,7 +79,7 @@ def test_a_long_prompt_goes_by_windows(store, monkeypatch):
 def test_a_long_prompt_is_sent_once(store, monkeypatch, pieces, grows, looked_up):
     """Whether it is saved at one stroke, or step by step as an engine computes it; by who has asked for it
     before, or (a worker of vLLM's) by somebody else."""
-    windows_of(2, monkeypatch)
+    batches_of(2, monkeypatch)
     tokens = list(range(16 * 200))
     pages = pages_of(tokens)
     if looked_up:
@@ -91,7 +91,7 @@ def test_a_long_prompt_is_sent_once(store, monkeypatch, pieces, grows, looked_up
         stored = store.save(known, pages[first : first + step], first=first).wait(10)
         assert stored == step * SPEC.chunk_tokens
     sent = daemon_stats(store)["server"]["received_bytes"] - before
-    assert sent < 3 * len(pages) * (16 * 4 + 16), "tokens and keys, and a little for each window"
+    assert sent < 3 * len(pages) * (16 * 4 + 16), "tokens and keys, and a little for each batch"
     assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages)
 
 
@@ -108,10 +108,10 @@ def test_a_save_goes_on_behind_pages_that_have_left(make_daemon, connect):
     assert load_bytes(store, store.lookup(TOKENS)) == (70, pages)
 
 
-def test_a_short_window_does_not_overtake_a_long_one(make_daemon, connect):
+def test_a_short_batch_does_not_overtake_a_long_one(make_daemon, connect):
     """The daemon decides long ones in steps, and short ones at once."""
     store = connect(make_daemon(host_bytes=64 << 20).url)
-    tokens = list(range(16 * 560))  # windows of 512 and 48 pages
+    tokens = list(range(16 * 560))  # batches of 512 and 48 pages
     assert store.save(tokens, pages_of(tokens)).wait(30) == len(tokens)
     assert store.lookup(tokens).tokens == len(tokens)
 

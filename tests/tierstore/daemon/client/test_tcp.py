@@ -48,7 +48,7 @@ def test_pages_that_are_written_over_before_they_are_sent_are_not_stored(
     tokens = list(range(16 * spec.chunk_tokens))
     pages = [bytearray(os.urandom(spec.page_bytes)) for _ in range(16)]
     saved = [bytes(page) for page in pages]
-    monkeypatch.setattr(save, "_FIRST_WINDOW_BYTES", 16 << 20)  # more than sockets take
+    monkeypatch.setattr(save, "_FIRST_BATCH_BYTES", 16 << 20)  # more than sockets take
     send, sent = save.Save._send, []
 
     def send_to_a_stopped_daemon(*args):
