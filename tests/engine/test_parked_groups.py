@@ -203,7 +203,7 @@ def test_pages_behind_the_prompt_are_refused(models, engines):
     engine = engines(models("tiny-gemma3"))
     connector = engine.connector
     pages = connector.allocate(2, group=1)
-    with pytest.raises(UsageError, match="do not lie within a prompt of 2 chunks"):
+    with pytest.raises(UsageError, match="must lie within the prompt's 2 chunks"):
         connector.save(connector.prompt(prompt(20)), pages, first=1, group=1)
     connector.release(pages, group=1)
 

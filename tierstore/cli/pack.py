@@ -119,7 +119,7 @@ def export(
             )
         )
     resumed = f", {made.resumed_pages:,} of them from an earlier run" if made.resumed_pages else ""
-    packed = f"{made.held_tokens:,} of {made.asked_tokens:,} tokens were packed"
+    packed = f"{made.held_tokens:,} of {made.asked_tokens:,} tokens are packed"
     behind = len(made.manifests) - 1
     more = f", and {behind} packs of further layer groups after it" if behind else ""
     _say(f"{packed}: {_summary(made.manifest)}{resumed}{more}", to_stderr=path is None)

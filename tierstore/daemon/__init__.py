@@ -1,44 +1,43 @@
-"""The daemon: a server over what is below HBM, for every engine on the host. It outlives them all.
+"""The daemon: a server over the tiers below HBM, for all engines of a host. It outlives the engines.
 
 ::
 
     engine process                                daemon (tierstore serve)
-    Store ── RemoteBackend ── connection ── unix socket ── server ── service ── LocalBackend, one a session
+    Store ── RemoteBackend ── connection ── unix socket ── server ── service ── LocalBackend, one per client
       │                                                                              │
       └── copies pages ── the mapped arena ──────────────────────────────────────── Core: host, disk
 
-**Control** is messages as written down in ``wire/messages.py``, one round trip for a prompt and not for a
-page: on the same host over a unix socket (``wire/framing.py``), from others over ZMQ, DEALER in the client
-and ROUTER in the daemon (``client/transport.py``, ``endpoint.py``). **Bytes** of an engine on the same host
-are in no message: it maps the daemon's arena and copies between its own memory and the slots it was told. An
-engine on another host gets and sends pages as frames.
+**Control** uses the messages of ``wire/messages.py``, with one round trip for a prompt, not one for each
+page. On the same host they go over a unix socket (``wire/framing.py``), from other hosts over ZMQ: DEALER in
+the client and ROUTER in the daemon (``client/transport.py``, ``endpoint.py``). **Pages** of an engine on the
+same host are not in messages: the engine maps the daemon's arena and copies between its own memory and the
+slots that the daemon names. An engine on another host receives and sends pages as frames.
 
-**The arena's own socket.** Beside ``ipc://PATH`` the daemon listens on the unix socket ``PATH.arena``.
-Whoever connects there is handed the arena's file descriptor and a token, and keeps the connection: it is
-the line that both talk over, and the sign of life. When a process dies, however it dies, the kernel closes
-it, and the daemon takes back what the process held in the same moment. The same the other way round: a client
-learns of the daemon's death at once, and answers "miss" from then on without waiting. No heartbeat can be
-that quick, and no stopped process is taken for a dead one. (Heartbeats are what a TCP client has instead.)
+**The arena's own socket.** Beside ``ipc://PATH`` the daemon listens at the unix socket ``PATH.arena``. A
+process that connects receives the arena's file descriptor and a token, and keeps the connection for all
+messages. The connection also shows that the process lives: when it dies, in any way, the kernel closes the
+connection, and the daemon immediately takes back what the process held. In the same way a client learns at
+once that the daemon has died, and its lookups miss from then on without waiting. Heartbeats would be slower,
+and would mistake a stopped process for a dead one. (TCP clients use heartbeats.)
 
-**Reading under a lease.** A lease ends ``lease_s`` after the daemon gave it; the client counts from when it
-*asked*, so its own end is the earlier one. After copying it looks at its clock: before the end the bytes are
-those that were promised, after it they are not used. Nothing has to be asked or shared for that. A device
-copies after the engine was given its pages; there the lease is kept until the copies have ended
-(``store/load.py``).
+**Reading under a lease.** A lease ends ``lease_s`` after the daemon gave it. The client counts from the time
+of its *request*, so its own end is earlier. After a copy it compares its clock: before the end the bytes are
+the promised ones, after it they are discarded. This needs no message and no shared state. A device may copy
+after the engine received its pages. Then the lease is kept until the copies have ended (``store/load.py``).
 
-**Writing under a reservation.** A reservation is never taken back from a living process: a write that was
-already under way could otherwise end in somebody else's page. What a client may hold in reservations is
-bounded instead, and a dead client's come back with its connection.
+**Writing under a reservation.** A reservation is never taken back from a living process, because a running
+write could otherwise overwrite another client's page. Instead, the reservations of each client are limited.
+A dead client's reservations end with its connection.
 
-**Requests cost few hand-overs.** In the client any thread sends, under a lock, and the thread that waits for
-an answer receives it: its connection's own thread is there for answers that nobody waits for, for deadlines,
-and to hear of the daemon's end (``client/channel.py``). Leases are given back some at a time.
+**Requests need few hand-overs between threads.** In the client any thread sends, under a lock, and the thread
+that waits for an answer receives it. The connection's own thread handles answers without a waiting thread,
+deadlines, and the daemon's end (``client/channel.py``). Leases are released in groups.
 
-**Who waits for what.** The daemon's event loop matches prompts in memory and never touches a disk: where the
-tree ends, a thread looks on disk (``core/find.py``); pages come from disk on the mover's threads. Every
-request carries the seconds its sender will wait, and is answered by then with what there is.
+**No request blocks the daemon.** The daemon's event loop matches prompts in memory and never accesses a disk.
+Where the tree ends, a thread searches the disk (``core/find.py``). The mover's threads load pages from disk.
+Every request says how many seconds its sender will wait, and is answered by then with the available pages.
 
-**When the daemon is away** every verb of the client answers at once, with a miss. Requests are not repeated:
-a lookup is asked again by the engine soon enough, and a save that may or may not have been committed is
-found, or saved again, by the next one.
+**While the daemon is away** every method of the client answers at once, with a miss. Requests are not
+repeated: the engine soon sends the next lookup. If it is unknown whether a save was committed, the next save
+finds its pages or saves them again.
 """

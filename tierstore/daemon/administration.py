@@ -1,4 +1,4 @@
-"""The verbs about identities, and those that keep, drop and count pages."""
+"""Handlers of requests about identities, and of those that keep, evict and count pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.keys import Identity
 from tierstore.spec import check_page, layers_label
 from tierstore.wire import messages as p
 
-_MOST_MODELS = 16  # that stats name by their layers
+_MOST_MODELS = 16  # whose layers stats list
 _MOST_PAGE_BYTES = 1 << 30
 _MOST_CHUNK_TOKENS = 1 << 16
 
@@ -28,9 +28,9 @@ _MOST_CHUNK_TOKENS = 1 << 16
 def register(connection: ClientConnection, m: p.Register) -> p.Registered:
     named = len(m.model_name) + sum(len(name) + len(value) for name, value in m.identity.items())
     if named > p.MAX_IDENTITY_BYTES:
-        raise Refusal("usage", f"an identity has {p.MAX_IDENTITY_BYTES} bytes at most")
+        raise Refusal("usage", f"an identity may have at most {p.MAX_IDENTITY_BYTES} bytes")
     if not 1 <= m.page_bytes <= _MOST_PAGE_BYTES or not 1 <= m.chunk_tokens <= _MOST_CHUNK_TOKENS:
-        raise Refusal("usage", f"pages of {m.page_bytes} bytes for {m.chunk_tokens} tokens")
+        raise Refusal("usage", f"unsupported page size: {m.page_bytes} bytes for {m.chunk_tokens} tokens")
     try:
         check_page(m.page_bytes, m.chunk_tokens)
     except SpecError as error:
@@ -40,11 +40,11 @@ def register(connection: ClientConnection, m: p.Register) -> p.Registered:
     except TypeError as error:
         raise Refusal("usage", f"not an identity: {error}") from error
     if connection.tenant:
-        # A client may tell its own tenants apart, but never leave the one it was given.
+        # A client may distinguish tenants of its own, but never leave the tenant of its key.
         nested = msgspec.json.encode([connection.tenant, identity.tenant])
         identity = replace(identity, tenant=nested.decode())
     elif identity.tenant.startswith("["):
-        raise Refusal("usage", "a tenant that begins with '[' is one that only the daemon may give")
+        raise Refusal("usage", "the name of a tenant must not begin with '['")
     registration = Registration(identity, m.page_bytes, m.chunk_tokens, m.model_name)
     return p.Registered(m.id, connection.backend.assign_number(registration))
 
@@ -77,7 +77,7 @@ async def identities(connection: ClientConnection, m: p.Identities) -> p.Identit
 
 
 def _seen_by(connection: ClientConnection, identity: Identity) -> Identity | None:
-    """Return an identity as a client would register it. None where it cannot."""
+    """Return an identity as a client would register it; None if the client cannot."""
     nested = identity.tenant.startswith("[")
     if not connection.tenant:
         return None if nested else identity
@@ -101,7 +101,7 @@ def pin(connection: ClientConnection, m: p.Pin) -> Reply | Awaitable[Reply]:
 
 def unpin(connection: ClientConnection, m: p.Unpin) -> p.Unpinned:
     if connection.tenant:
-        raise Refusal("denied", "a tenant unpins its prompts one by one")
+        raise Refusal("denied", "a tenant must unpin its prompts one by one")
     core = connection.backend.core
     with core.state.lock:
         return p.Unpinned(m.id, core.pins.lift(m.tenant))
@@ -109,7 +109,7 @@ def unpin(connection: ClientConnection, m: p.Unpin) -> p.Unpinned:
 
 async def evict(connection: ClientConnection, m: p.Evict) -> p.Evicted:
     if connection.tenant:
-        raise Refusal("denied", "not all pages are this tenant's: it cannot say which of them leave")
+        raise Refusal("denied", "a tenant may not evict: the pages include those of others")
     if m.tier not in LABELS:
         raise Refusal("usage", f"unknown tier {m.tier!r}")
     if m.tier == Tier.HBM.label:
@@ -125,7 +125,7 @@ async def flush(connection: ClientConnection, m: p.Flush) -> p.Flushed:
 
 
 async def stats(connection: ClientConnection, m: p.Stats) -> p.StatsAnswer:
-    """A client with a tenant is told only what is its own."""
+    """Return the statistics. A client with a tenant gets only its own part."""
     if not connection.tenant:
         return p.StatsAnswer(m.id, await connection.aside(connection.service.stats_json))
     core = connection.backend.core
@@ -139,7 +139,7 @@ async def stats(connection: ClientConnection, m: p.Stats) -> p.StatsAnswer:
 
 
 def tenant_stats(core: Core, tenant: str) -> TenantStats:
-    """Needs the state's lock."""
+    """Return the statistics of a tenant. Needs the state's lock."""
     return TenantStats(
         lookup_tokens=core.lookup_tokens[tenant],
         hit_tokens={label: core.hit_tokens[tenant, label] for label in LABELS},
@@ -151,7 +151,7 @@ def tenant_stats(core: Core, tenant: str) -> TenantStats:
 
 
 def layers_stats(core: Core) -> tuple[LayersStats, ...]:
-    """Return the models with most bytes in memory, by their layers. Needs the state's lock."""
+    """Return the layers of the models with most bytes in memory. Needs the state's lock."""
     models: dict[str, Counter[str]] = {}
     for digest, nbytes in core.state.residency.host_bytes.items():
         identity = core.state.identities.get(digest)

@@ -1,12 +1,14 @@
-"""The arena's own socket: hands the arena's file over, is the line to local clients, and shows their death.
+"""The arena's own socket. It hands over the arena's file, carries the messages of local clients, and shows
+their death.
 
-``PATH.arena`` beside ``ipc://PATH``, a unix stream socket of mode 0600. Whoever connects is sent the header
-and the file descriptor (see ``wire/messages.py``) and keeps the connection, to talk over it
-(``wire/framing.py``). The kernel closes it when the process dies, however it dies, and the event loop hears
-of it in the same moment.
+It is ``PATH.arena`` beside ``ipc://PATH``, a unix stream socket of mode 0600. A process that connects is sent
+the header and the file descriptor (see ``wire/messages.py``) and keeps the connection for its messages
+(``wire/framing.py``). When the process dies, in any way, the kernel closes the connection, and the event loop
+notices at once.
 
-``PATH.lock`` says whose the sockets are. It is locked for as long as the daemon lives. A socket file under a
-free lock, at which no process listens, is a dead daemon's and may be replaced."""
+``PATH.lock`` decides which process owns the sockets. The daemon holds it for its whole life. A socket file
+whose lock is free, and at which no process listens, is left over from a dead daemon and may be replaced.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,18 @@ from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, VERSION
 
 _log = logging.getLogger(__name__)
 
-_BATCH = 32  # messages of one client, and then the others get their turn
+_BATCH = 32  # messages of one client before the others get their turn
 _MOST_CONNECTIONS = 1024
 _TOKEN_BYTES = 16
-_MOST_PATH_BYTES = 107  # of a unix socket's address
+_MOST_PATH_BYTES = 107  # limit of a unix socket's address
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class SocketLock:
-    """The right to listen at the unix socket ``path`` and at those beside it (``beside``: the ends of their
-    names): one process at a time. ``PATH.lock`` is locked, and a socket at which a process listens is never
-    removed, whatever became of the lock file. Raises :class:`UsageError` for a path that cannot be one,
-    :class:`StoreUnavailableError` when a process has it, or another user its directory."""
+    """The exclusive right to listen at the unix socket ``path`` and at those beside it (``beside``: suffixes
+    of their names). It locks ``PATH.lock``. A socket at which a process listens is never removed, even if the
+    lock file was. Raises :class:`UsageError` for an unusable path, and :class:`StoreUnavailableError` if a
+    process has it or its directory belongs to another user."""
 
     def __init__(self, path: Path, *, beside: Sequence[str] = ()) -> None:
         self.path = path
@@ -75,7 +77,7 @@ class SocketLock:
             raise
 
     def bind(self, path: Path) -> socket.socket:
-        """Bind at one of the paths. Raise :class:`UsageError`."""
+        """Bind a socket to one of the paths and return it. Raise :class:`UsageError` if that fails."""
         bound = unix_socket(path)
         self._bound[path] = path.lstat()
         return bound
@@ -87,7 +89,7 @@ class SocketLock:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(found.st_mode):
-            raise UsageError(f"cannot listen at {self.path}: {name} is a file that is no socket")
+            raise UsageError(f"cannot listen at {self.path}: {name} exists and is not a socket")
         if _somebody_listens(name):
             raise self._taken()
         name.unlink()
@@ -98,8 +100,8 @@ class SocketLock:
         )
 
     def release(self) -> None:
-        """Remove the sockets bound here, and let others have the path. A socket that another process has put
-        there since stays, and so does the lock file. Idempotent."""
+        """Remove the sockets bound here and release the path. A socket that another process has bound there
+        since stays, and so does the lock file. Idempotent."""
         for name, bound in self._bound.items():
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(name.lstat(), bound):
@@ -109,12 +111,12 @@ class SocketLock:
 
 
 def _somebody_listens(path: Path) -> bool:
-    """Whether a process listens at a unix socket. Nothing but the kernel knows: lock files can be removed."""
+    """Return whether a process listens at a unix socket. Only the kernel knows: lock files can be removed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.setblocking(False)
         try:
             asking.connect(str(path))
-        except BlockingIOError:  # so many connect that there is no room for one more
+        except BlockingIOError:  # its queue of connections is full
             return True
         except OSError:
             return False
@@ -123,19 +125,20 @@ def _somebody_listens(path: Path) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _ArenaClient:
-    """One connection. ``waiting`` are messages whose turn has not come; until then no more are received."""
+    """One connection. ``waiting`` are messages whose turn has not come. While there are any, no more are
+    received."""
 
     socket: socket.socket
     line: FramedSocket
     pid: int
     place: ListenerPlace
     waiting: deque[memoryview] = field(default_factory=deque)
-    writing: bool = False  # the loop says when the socket takes more
+    writing: bool = False  # the loop watches for the socket to become writable
 
 
 class ArenaListener:
-    """Listens at ``PATH.arena``. ``take(listener, message)`` is called for each message, ``peer`` being the
-    token of the connection that it came on; ``gone(token)`` when that has ended. Belongs to the event loop's
+    """Listens at ``PATH.arena``. It calls ``take(listener, message)`` for each message, whose ``peer`` is the
+    token of its connection, and ``gone(token)`` when that connection has ended. Belongs to the event loop's
     thread."""
 
     def __init__(
@@ -163,24 +166,24 @@ class ArenaListener:
         return f"ArenaListener({self.path}, {len(self._clients)} clients)"
 
     def __len__(self) -> int:
-        """Connections."""
+        """Return the number of connections."""
         return len(self._clients)
 
     def __contains__(self, token: bytes) -> bool:
         return token in self._clients
 
     def serve(self, token: bytes) -> bool:
-        """Note that a whole request has come from a connection's process, on whatever way. False where as
-        many connections are served as may be."""
+        """Note that a connection's process has sent a whole request, over any socket. Return False if the
+        limit of clients is reached."""
         place = self._clients[token].place
         return place.served or place.serve()
 
     def pid(self, token: bytes) -> int:
-        """The process at the other end, as the kernel says."""
+        """Return the process at the other end, according to the kernel."""
         return self._clients[token].pid
 
     def close(self) -> None:
-        """Hang up, by which clients learn that the daemon has gone."""
+        """Close all connections, which tells clients that the daemon is gone."""
         self._listener.close()
         for token in list(self._clients):
             self._hang_up(token)
@@ -208,7 +211,7 @@ class ArenaListener:
     # -- messages ------------------------------------------------------------------------------------
 
     def send(self, token: bytes, body: bytes) -> bool:
-        """Send one answer. False when the client has gone, or has too many unread ones."""
+        """Send one answer. Return False if the client is gone or has too many unread answers."""
         client = self._clients.get(token)
         if client is None or not client.line.send(body):
             return False

@@ -1,6 +1,7 @@
-"""The connections of a daemon's clients and the state that they share.
+"""The connections of a daemon's clients, and their shared state.
 
-A connection reads its client's messages and trusts none of their content."""
+A connection reads its client's messages and trusts none of their content.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +28,20 @@ from tierstore.keys import KEY_BYTES, LEAST_NAMED_TOKENS, NAME_BYTES, TOKEN_BYTE
 from tierstore.transfer import Transfer
 from tierstore.wire import messages as p
 
-if TYPE_CHECKING:  # costs nothing where there is no cluster
+if TYPE_CHECKING:  # costs nothing without a cluster
     from tierstore.cluster.supervisor import Cluster
 
-_WAIT_THREADS = 4  # for what waits long: flushes, surveys, evictions
+_WAIT_THREADS = 4  # for long waits: flushes, surveys, evictions
 
-assert sys.byteorder == "little", "positions and offsets are sent as they are in memory"
+assert sys.byteorder == "little", "messages carry positions and offsets in little-endian order"
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class PageFrames:
-    """An answer that is followed by pages. Call ``sent`` on the event loop when their memory is not needed
-    any more."""
+    """An answer with pages behind it. ``sent`` must be called on the event loop when their memory is not
+    needed any more."""
 
     answer: p.Fetched
     frames: Sequence[memoryview]
@@ -51,8 +52,8 @@ Reply: TypeAlias = "p.Answer | PageFrames | None"
 
 
 class ServiceState:
-    """State that all client connections of a daemon share. ``stats_json`` makes the answer to
-    :class:`p.Stats`. ``cluster`` is None while no pages come from other hosts."""
+    """The state that all client connections of a daemon share. ``stats_json`` makes the answer to
+    :class:`p.Stats`. ``cluster`` is None without a shared store."""
 
     def __init__(self, core: Core, stats_json: Callable[[], bytes]) -> None:
         self.core = core
@@ -66,16 +67,16 @@ class ServiceState:
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """One client, by its messages. ``sending_bytes`` of pages are on their way to it, handed to ZMQ and not
-    yet sent; ``sent`` waits for that."""
+    """The connection of one client. ``sending_bytes`` is the size of the pages that ZMQ has and has not sent
+    yet; ``sent`` are futures that wait for that."""
 
     service: ServiceState
     backend: LocalBackend
     sending_bytes: int = 0
     sent: list[asyncio.Future[None]] = field(default_factory=list)
-    # Reservations whose pages other hosts are to have: the prompt, and how many of its chunks.
+    # Reservations whose pages are published for other hosts: the prompt, and the number of its chunks.
     sharing: dict[int, tuple[PromptView, int]] = field(default_factory=dict)
-    expected: dict[int, Transfer[None]] = field(default_factory=dict)  # what lookups wait for, by their ids
+    expected: dict[int, Transfer[None]] = field(default_factory=dict)  # open promises by lookup id
 
     @property
     def client(self) -> Client:
@@ -95,15 +96,15 @@ class ClientConnection:
 
     @property
     def cluster(self) -> Cluster | None:
-        """The agents that this client's requests may use to fetch pages from other hosts. None also for the
-        cluster's own agents: their requests make no work for it."""
+        """The agents that fetch pages from other hosts for this client. None also for the cluster's own
+        agents, whose requests must not cause fetches."""
         cluster, name = self.service.cluster, self.client.name
         if cluster is None or (self.local and any(name.endswith(f", pid {pid}") for pid in cluster.pids)):
             return None
         return cluster
 
     def lease(self, number: int) -> LocalLease | None:
-        """Return the lease of this number. None when it has ended."""
+        """Return the lease of this number; None if it has ended."""
         lease = self.client.leases.get(number)
         return lease if lease is not None and self.backend.holds(lease) else None
 
@@ -114,26 +115,26 @@ class ClientConnection:
             if lease is not None:
                 self.backend.release(lease)
 
-    # -- messages (what does not fit together raises :class:`Refusal`) ---------------------------------
+    # -- messages (inconsistent ones raise :class:`Refusal`) --------------------------------------------
 
     def view(self, part: p.PromptPart, like: PromptView | None = None) -> PromptView:
-        """Return a prompt as a message says it. Its keys are those of ``like`` where there is one."""
+        """Return the prompt of a message. With ``like``, its keys are those of ``like``."""
         registration = self.client.registration(part.identity)
         width = registration.chunk_tokens * TOKEN_BYTES
         whole = len(part.tokens) // width
         if len(part.tokens) % TOKEN_BYTES or len(part.keys) != whole * KEY_BYTES:
             raise Refusal(
                 "usage",
-                f"{len(part.tokens)} bytes of tokens in chunks of {registration.chunk_tokens} need {whole} "
-                f"keys of {KEY_BYTES} bytes, not {len(part.keys)} bytes",
+                f"{len(part.tokens)} bytes of tokens in chunks of {registration.chunk_tokens} tokens need "
+                f"{whole} keys of {KEY_BYTES} bytes, got {len(part.keys)} bytes",
             )
         if not 0 <= part.known <= p.MAX_CHUNKS or part.known + whole > p.MAX_CHUNKS:
-            raise Refusal("usage", f"a prompt has {p.MAX_CHUNKS} chunks at most")
+            raise Refusal("usage", f"a prompt may have at most {p.MAX_CHUNKS} chunks")
         unpacked = struct.unpack(f"{KEY_BYTES}s" * whole, part.keys) if like is None else like.keys
         keys = cast(Sequence[PageKey], unpacked)
         if part.named:
             if not registration.identity.whole_pages or len(part.tokens) != whole * width:
-                raise Refusal("usage", "named pages are whole, and of a layout whose pages are found whole")
+                raise Refusal("usage", "named pages must be whole pages, of a layout that supports them")
             return NamedView(registration, keys, part.tokens, depth=part.known)
         if not part.path:
             return ChainView(registration, keys, part.tokens)
@@ -141,14 +142,16 @@ class ClientConnection:
         if part.known > len(path.pages):
             raise Refusal("path", f"path {part.path} has {len(path.pages)} chunks, not {part.known}")
         if path.pages and path.pages[0].identity != registration.identity.digest:
-            raise Refusal("path", f"path {part.path} is one of another identity")
+            raise Refusal("path", f"path {part.path} belongs to another identity")
         return ChainView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
 
     def hit_view(self, m: p.FindHit) -> HitView:
-        """Return a hit as a message asks for it."""
+        """Return the request for a hit in a message."""
         if len(m.chains) != len(m.here) or not 0 < len(m.chains) + len(m.named) <= p.MAX_GROUPS:
             raise Refusal(
-                "usage", f"{len(m.chains)} chains, {len(m.here)} of them here, {len(m.named)} named groups"
+                "usage",
+                f"inconsistent request: {len(m.chains)} chains, {len(m.here)} of them here, "
+                f"{len(m.named)} named groups",
             )
         chains: list[ChainView] = []
         for part in m.chains:
@@ -166,7 +169,7 @@ class ClientConnection:
         sizes = {each.chunk_tokens for each in registrations}
         whole = [group.registration.identity.whole_pages for group in named]
         if len(sizes) != 1 or len(named) != len(m.named) or not all(whole) or len(chains) < len(m.chains):
-            raise Refusal("usage", "these layer groups are not those of one model")
+            raise Refusal("usage", "the layer groups do not belong to one model")
         [chunk_tokens] = sizes
         names = [m.names[at : at + NAME_BYTES] for at in range(0, len(m.names), NAME_BYTES)]
         chunks, rest = divmod(m.num_tokens, chunk_tokens)
@@ -177,20 +180,22 @@ class ClientConnection:
             and (bool(chains) or len(m.tail) >= rest * TOKEN_BYTES)
         )
         if m.num_tokens < 0 or any(chain.num_tokens < m.num_tokens for chain in chains) or not named_fit:
-            raise Refusal("usage", f"{m.num_tokens} tokens are not all in the prompt, or have no names")
+            raise Refusal(
+                "usage", f"num_tokens is {m.num_tokens}: the prompt is shorter, or the tokens have no names"
+            )
         return HitView(chunk_tokens, m.num_tokens, chains, m.here, named, names, m.root, m.tail, m.counted)
 
     def pages_asked_for(self, m: p.Locate | p.Fetch) -> tuple[LocalLease | None, int]:
-        """Return the lease, None when it has ended, and how many of the pages asked for there are."""
+        """Return the lease (None if it has ended) and the number of requested pages that it covers."""
         if m.first < 0 or m.count < 0:
-            raise Refusal("usage", f"pages {m.first} … {m.first} + {m.count}")
+            raise Refusal("usage", f"first and count must not be negative, got {m.first} and {m.count}")
         lease = self.lease(m.lease)
         return lease, max(min(m.count, lease.pages - m.first), 0) if lease is not None else 0
 
     # -- waiting -------------------------------------------------------------------------------------
 
     def note_sent(self, nbytes: int) -> None:
-        """Count these bytes as sent: there is room for others."""
+        """Subtract sent bytes, so that there is room for others."""
         self.sending_bytes -= nbytes
         for waits in self.sent:
             if not waits.done():
@@ -199,7 +204,7 @@ class ClientConnection:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a request that waits. Raises :class:`Refusal` when too many do."""
+        """Count a waiting request. Raise :class:`Refusal` if the client has too many."""
         self.client.require_patience()
         self.client.waiting += 1
         try:
@@ -208,7 +213,7 @@ class ClientConnection:
             self.client.waiting -= 1
 
     async def aside(self, work: Callable[[], R]) -> R:
-        """Do something that may wait for long, on a thread."""
+        """Run blocking work on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.service.threads, work)
 
     def stats(self) -> ClientStats:
@@ -225,7 +230,7 @@ class ClientConnection:
 
 
 def then(transfer: Transfer[R], answer: Callable[[R], p.Answer]) -> p.Answer | Awaitable[Reply]:
-    """Return the answer that a transfer's result leads to: at once where the result is there."""
+    """Return the answer made of a transfer's result: at once if the transfer has ended."""
     if transfer.done:
         return answer(transfer.wait())
 
@@ -241,12 +246,12 @@ def _rule(part: p.NamedPart) -> GroupRule:
     except (ValueError, UsageError) as error:
         raise Refusal("usage", str(error)) from error
     if rule.past is Past.ALL:
-        raise Refusal("usage", "a layer group that needs every token is a chain")
+        raise Refusal("usage", "a layer group that needs every token must be a chain")
     return rule
 
 
 def checked_wait(wait_s: float) -> float:
-    """Return ``wait_s``, in seconds."""
+    """Return ``wait_s``, in seconds. Raise :class:`Refusal` if it is out of range."""
     if not 0 <= wait_s <= p.MOST_WAIT_S:
-        raise Refusal("usage", f"wait_s is {wait_s}: it must lie between 0 and {p.MOST_WAIT_S:.0f}")
+        raise Refusal("usage", f"wait_s must lie between 0 and {p.MOST_WAIT_S:.0f} seconds, got {wait_s}")
     return wait_s

@@ -1,8 +1,9 @@
-"""The daemon: owns the store, the server and the arena's listener; starts them, and ends them in order.
+"""The daemon: owns the store, the server and the arena's listener. It starts them, and ends them in order.
 
-It ends like this: nobody is let in any more and the sockets are closed, so that clients know at once and
-answer "miss"; then what was committed goes to disk, for a bounded time; then everything is given back. A
-disk that does not answer by then is left to the kernel: what was durable stays so."""
+At the end, the daemon first accepts no more clients and closes its sockets, so that clients notice at once
+and miss. Then it writes committed pages to disk, for a limited time. Then it releases everything. If a disk
+does not answer by then, the process ends anyway: pages that were durable stay so.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +51,12 @@ _log = logging.getLogger(__name__)
 # glibc's names, from malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_KEPT_BYTES = 64 << 20  # of what messages with pages have left free
-_MAPPED_FROM_BYTES = 32 << 20  # the most that every glibc takes
+_KEPT_BYTES = 64 << 20  # kept of the memory that messages with pages have freed
+_MAPPED_FROM_BYTES = 32 << 20  # the largest threshold that every glibc accepts
 
-_ARENA = ".arena"  # the end of the name of the arena's socket
+_ARENA = ".arena"  # suffix of the arena's socket
 _ENDING = (signal.SIGTERM, signal.SIGINT)
-_SWITCH_S = 0.0005  # with Python's 5 ms a lookup waits that long for each turn of whoever writes to disk
+_SWITCH_S = 0.0005  # Python's 5 ms would delay a lookup by that much for each turn of a disk writer
 
 
 def open_core(
@@ -64,8 +65,9 @@ def open_core(
     defer: Callable[[Callable[[], None]], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Core:
-    """What the settings say, with an arena that clients can map. Raises :class:`~tierstore.errors.UsageError`
-    and :class:`~tierstore.errors.StoreUnavailableError` when it cannot."""
+    """Open the tiers of the settings, with an arena that clients can map. Raise
+    :class:`~tierstore.errors.UsageError` or :class:`~tierstore.errors.StoreUnavailableError` if that fails.
+    """
     open_disk = None
     if settings.disk is not None:
         open_disk = partial(
@@ -92,7 +94,7 @@ def open_core(
 
 
 def arena_fd(core: Core) -> int:
-    """What clients map."""
+    """Return the file that clients map."""
     assert core.host is not None, "the daemon has a host tier"
     fd = core.host.shared_fd
     assert fd is not None, "the arena is not shared memory"
@@ -100,7 +102,7 @@ def arena_fd(core: Core) -> int:
 
 
 def _event_options(settings: Settings) -> list[EventOptions]:
-    """For each endpoint of KV events."""
+    """Return the options of each endpoint of KV events."""
     return [
         EventOptions(
             url,
@@ -118,12 +120,12 @@ def _event_options(settings: Settings) -> list[EventOptions]:
 
 
 def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
-    """The pool that is shared with other hosts. Raises :class:`UsageError` for settings that cannot work."""
+    """Return the access to the shared store. Raise :class:`UsageError` for settings that cannot work."""
     from tierstore.cluster.supervisor import Cluster, ClusterOptions
 
     local = next((url.text for url in urls if url.path is not None), None)
     if local is None:
-        raise UsageError("cluster needs an ipc:// address to listen at: the agents come by it")
+        raise UsageError("cluster needs an ipc:// address in listen, which its agents use")
     options = ClusterOptions(
         settings.cluster,
         protocol=settings.cluster_protocol,
@@ -140,7 +142,7 @@ def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
 
 
 def _site(settings: Settings) -> Site:
-    """Who may see the page. Raises :class:`UsageError` for a token that cannot be used."""
+    """Return the dashboard's access rules. Raise :class:`UsageError` for an unusable token."""
     from tierstore.dashboard.site import Site, read_token
 
     return Site(
@@ -152,12 +154,12 @@ def _site(settings: Settings) -> Site:
 
 
 class Daemon:
-    """One daemon on the running event loop: ``start()`` it, then ``stop()`` it."""
+    """A daemon on the running event loop. Call ``start()``, then ``stop()``."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ready = False
-        self.opened = False  # the tiers; from then on it ends in order
+        self.opened = False  # the tiers are open: from then on it ends in order
         self.core: Core | None = None
         self.service: Service | None = None
         self.server: Server | None = None
@@ -170,7 +172,8 @@ class Daemon:
     # -- starting ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen. Raises :class:`~tierstore.errors.TierStoreError`, and has given everything back then."""
+        """Start listening. If it raises :class:`~tierstore.errors.TierStoreError`, everything has been
+        released."""
         try:
             await self._start()
         except BaseException:
@@ -184,7 +187,7 @@ class Daemon:
         tenants = await keys.read_tenants(settings.tenants) if settings.tenants is not None else {}
         if pair is not None and settings.tenants is None:
             raise UsageError(
-                "server_key without tenants lets nobody in: give --tenants, a directory with .key files"
+                "server_key without tenants admits no client: give --tenants, a directory with .key files"
             )
         cluster = _cluster(settings, urls) if settings.cluster else None
         site = _site(settings) if settings.metrics_port else None
@@ -220,7 +223,7 @@ class Daemon:
 
     async def _serve_http(self, core: Core, site: Site) -> None:
         from tierstore.daemon.dashboard import DaemonPage
-        from tierstore.daemon.http import HttpServer  # costs 0.1 s: a quarter of a cold start
+        from tierstore.daemon.http import HttpServer  # the import takes 0.1 s, a quarter of a cold start
 
         self._http = HttpServer(self.stats, DaemonPage(self.stats, core.busiest).look, site)
         await self._http.start(self.settings.metrics_host, self.settings.metrics_port)
@@ -228,7 +231,7 @@ class Daemon:
     # -- seeing --------------------------------------------------------------------------------------
 
     def stats(self) -> DaemonStats:
-        """A snapshot. From any thread."""
+        """Return a snapshot. Callable from any thread."""
         assert self.core is not None
         assert self.service is not None
         assert self.server is not None
@@ -247,8 +250,8 @@ class Daemon:
     # -- changing ------------------------------------------------------------------------------------
 
     async def reload(self, newer: Settings) -> None:
-        """Take over what can change while running, and the keys of tenants; say what cannot. Raises
-        :class:`~tierstore.errors.UsageError` for keys that cannot be read, and has changed nothing then."""
+        """Apply the settings that can change at run time and the keys of tenants, and log the others. If keys
+        cannot be read, raise :class:`~tierstore.errors.UsageError` and change nothing."""
         if self.settings.tenants is not None and self.server is not None:
             self.server.let_in(await keys.read_tenants(self.settings.tenants))
         self.settings, stuck = self.settings.reloaded(newer)
@@ -262,8 +265,9 @@ class Daemon:
     # -- ending --------------------------------------------------------------------------------------
 
     async def stop(self, drain_s: float | None = None) -> bool:
-        """Hang up, write what was committed to disk, give everything back. False when ``drain_s`` seconds (by
-        default the setting) were not enough: then threads may still be at it, and the process should end."""
+        """Close all connections, write committed pages to disk, and release everything. Return False if
+        ``drain_s`` seconds (default: the setting) were not enough. Then threads may still be running, and the
+        process should end."""
         self.ready = False
         drain_s = self.settings.drain_s if drain_s is None else drain_s
         if self._http is not None:
@@ -277,7 +281,7 @@ class Daemon:
             drained = await self._drain(self.core, drain_s)
         for publisher in self._events:
             publisher.close()
-        await asyncio.sleep(0)  # for the loop to close connections
+        await asyncio.sleep(0)  # lets the loop close connections
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
@@ -289,31 +293,32 @@ class Daemon:
             _log.info("writing %d pages to disk before the end", pending)
         try:
             closing = asyncio.get_running_loop().run_in_executor(None, core.close)
-        except RuntimeError:  # no thread can be started: that is why this ends
+        except RuntimeError:  # no thread can be started, which is why the daemon ends
             core.close()
             return True
         _, late = await asyncio.wait({closing}, timeout=drain_s + 1)
         if late:
-            _log.warning("not all pages were on disk after %.0f s: leaving without them", drain_s)
+            _log.warning("not all pages were on disk after %.0f s: ending without them", drain_s)
         else:
             closing.result()
         return not late
 
 
 async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> bool:
-    """Serve until SIGTERM or SIGINT; SIGHUP takes over what ``reload()`` returns. False when the end was not
-    an orderly one."""
+    """Serve until SIGTERM or SIGINT. SIGHUP applies the result of ``reload()``. Return False if the daemon
+    did not end in order."""
     configure_logs(settings.log_level, settings.log_format)
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
 
     def end(*_: object) -> None:
-        if not daemon.opened:  # opening a large directory can take long, and a kill harms nothing
+        if not daemon.opened:  # opening a large directory can take long, and ending here harms nothing
             os._exit(0)
         loop.call_soon_threadsafe(ending.set)
 
-    # Not the loop's own: it gives them up when it closes, and a second signal would kill what ends in order.
+    # Not the loop's own handlers: the loop removes them when it closes, and a second signal would interrupt
+    # the orderly end.
     for number in _ENDING:
         signal.signal(number, end)
     await daemon.start()
@@ -322,9 +327,9 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
         try:
             await daemon.reload(await reload())
         except UsageError as error:
-            _log.error("the settings stay as they are: %s", error)
+            _log.error("reload failed, the settings are unchanged: %s", error)
 
-    rereading: set[asyncio.Task[None]] = set()  # asyncio itself keeps no hold on a task
+    rereading: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
 
     def on_sighup() -> None:
         task = loop.create_task(reread())
@@ -339,7 +344,7 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
     )
     _log.info("tierstore %s serves %s of host memory%s", version(), format_size(settings.host_bytes), disk)
     if lacking := _lacking(settings):
-        _log.warning("this machine has less than that: %s", lacking)
+        _log.warning("this machine has less than the settings say: %s", lacking)
     if not shared_huge_pages():
         _log.info("the arena has no huge pages, which slows the disk and copies: see `tierstore doctor`")
     assert daemon.service is not None
@@ -355,14 +360,14 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
 
 
 def _lacking(settings: Settings) -> str:
-    """Capacities that this machine does not have; empty where it has them all."""
+    """Return the capacities that this machine does not have; empty if it has all."""
     memory = memory_bytes()
     lacking = []
     if settings.host_bytes > memory.total:
         what = "memory limit of this container" if memory.limit is not None else "memory"
         lacking.append(
-            f"host_bytes {format_size(settings.host_bytes)}, {what} {format_size(memory.total)} (the daemon "
-            "is killed when the arena fills beyond it)"
+            f"host_bytes {format_size(settings.host_bytes)}, {what} {format_size(memory.total)} (the kernel "
+            "kills the daemon when the arena grows beyond it)"
         )
     if settings.disk is not None and settings.disk_bytes > (room := disk_bytes(settings.disk)):
         lacking.append(
@@ -372,33 +377,34 @@ def _lacking(settings: Settings) -> str:
 
 
 def serve(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> None:
-    """:func:`run` as the whole of a process."""
+    """Run :func:`run` as a whole process."""
     raise_limit()
     sys.setswitchinterval(_SWITCH_S)
     _keep_message_memory()
     if not asyncio.run(run(settings, reload)):
-        os._exit(1)  # threads that wait for a disk would keep the process
+        os._exit(1)  # otherwise threads that wait for a disk would keep the process alive
 
 
 def _keep_message_memory() -> None:
-    """ZMQ takes memory for each page that comes, and gives it back. Left to itself glibc maps it anew nearly
-    every time, and a third of what receiving a page costs is the kernel zeroing it."""
+    """Make glibc keep the memory that ZMQ allocates for each received page. By default glibc maps it anew
+    nearly every time, and zeroing it in the kernel is a third of the cost of receiving a page."""
     with contextlib.suppress(AttributeError):  # another libc, without mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-_YOUNG = 2000  # objects between two collections of those that are new: a millisecond
-_YOUNGER = 5  # of those between two of the ones that survived one: some milliseconds
+_YOUNG = 2000  # new objects before a collection of the youngest generation, which takes a millisecond
+_YOUNGER = 5  # such collections before one of the middle generation, which takes some milliseconds
 _NEVER = 1 << 30
-_LOOK_S = 5.0  # without a request: then nobody is there to wait
+_LOOK_S = 5.0  # without requests for this long, no client waits
 _EVERY_S = 600.0
 _LATEST_S = 6 * 3600.0
 
 
 class Collecting:
-    """``requests`` says how many there have been of those that somebody waits for."""
+    """Runs full garbage collections while no client waits. ``requests`` counts the requests that clients wait
+    for."""
 
     def __init__(
         self,
@@ -414,14 +420,14 @@ class Collecting:
         self._last_s = clock()
 
     async def run(self) -> None:
-        """Take over from Python, for as long as the process lasts."""
+        """Replace Python's automatic full collections, for the rest of the process."""
         gc.set_threshold(_YOUNG, _YOUNGER, _NEVER)
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Collect, if it is time. To be called every few seconds."""
+        """Collect if it is time. Must be called every few seconds."""
         requests = self._requests()
         quiet, self._seen = requests == self._seen, requests
         passed_s = self._clock() - self._last_s
@@ -431,7 +437,7 @@ class Collecting:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: ``time``, ``level``, ``logger``, ``message``; a traceback is in ``error``."""
+    """One JSON object per line: ``time``, ``level``, ``logger``, ``message``; ``error`` has a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -447,7 +453,7 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """``time level message``; a traceback follows, indented."""
+    """Lines of ``time level message``, followed by an indented traceback."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
@@ -461,7 +467,7 @@ class PlainLines(logging.Formatter):
 
 
 def configure_logs(level: str, format: str) -> None:
-    """Let everything of this package be logged to stderr. May be called again."""
+    """Log everything of this package to stderr. May be called again."""
     logger = logging.getLogger("tierstore")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if format == "json" else PlainLines())

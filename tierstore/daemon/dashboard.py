@@ -1,4 +1,4 @@
-"""What the page says of a daemon: its stats, once a second, as tiles, bars, plots and tables."""
+"""The dashboard of a daemon: its stats, once a second, as tiles, bars, plots and tables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tierstore.units import format_size
 
 _LATELY_S = 60.0
 _PREFIXES = 10
-_PREFIXES_S = 2.0  # between two looks for them, at least
-_PREFIXES_DUTY = 1 / 100  # of one thread, that these may take
+_PREFIXES_S = 2.0  # least time between two searches for them
+_PREFIXES_DUTY = 1 / 100  # largest share of one thread for these searches
 _MOST_ROWS = 12
 _PLOTS = (
-    Plot("hit_rate", "Hit rate", Unit.PERCENT, ("tokens found of those asked for",)),
+    Plot("hit_rate", "Hit rate", Unit.PERCENT, ("share of the tokens asked for",)),
     Plot("tokens", "Prompt tokens", Unit.PER_SECOND, ("asked for", "found in host", "found on disk")),
     Plot(
         "traffic",
@@ -41,7 +41,7 @@ class _DaemonMoment:
 
 
 class DaemonPage:
-    """Makes one sample after the other. On one thread at a time."""
+    """Makes one sample after the other. For one thread at a time."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DaemonPage:
         self._prefixes_due = -math.inf
 
     def look(self) -> Sample:
-        """What is true now, with rates since the last look, and since a minute ago."""
+        """Return the present state, with rates since the last call and since a minute ago."""
         now = _DaemonMoment(self._clock(), self._stats())
         if now.at >= self._prefixes_due:
             self._prefixes = self._busiest(_PREFIXES)
@@ -123,12 +123,12 @@ def _conditions(stats: DaemonStats) -> list[ConditionRow]:
         found.append(ConditionRow("cluster", state, printable(stats.cluster.line.removeprefix("cluster "))))
     failed = stats.service.failed_requests
     if failed:
-        text = f"{failed:,} requests ended in a bug of tierstore: its log has a traceback"
+        text = f"{failed:,} requests failed because of a bug in tierstore: its log has a traceback"
         found.append(ConditionRow("requests", ViewState.WARNING, text))
     return found
 
 
-_NOT_READY = ConditionRow("daemon", ViewState.BAD, "does not serve: it starts or ends")
+_NOT_READY = ConditionRow("daemon", ViewState.BAD, "not serving: it is starting or stopping")
 
 
 def _tiles(stats: DaemonStats, lately: StoreRates) -> tuple[Tile, ...]:
@@ -139,18 +139,18 @@ def _tiles(stats: DaemonStats, lately: StoreRates) -> tuple[Tile, ...]:
     return (
         Tile("Hit rate, last minute", percent(lately.hit_rate), f"{percent(ever.hit_rate)} since the start"),
         Tile(
-            "Tokens found a second",
+            "Tokens found per second",
             short(sum(hits.values())),
             f"host {short(hits['host'])}, disk {short(hits['disk'])}",
         ),
         Tile(
-            "Loaded a second",
+            "Loaded per second",
             f"{lately.gb_per_s_out('host'):.2f} GB",
             f"saved {lately.gb_per_s_in('host'):.2f} GB",
         ),
-        Tile("Lookups a second", short(lately.of("lookups")), f"{stats.service.leases:,} leases"),
-        Tile("Clients", f"{stats.service.connections:,}", f"{stats.service.reservations:,} saves under way"),
-        Tile("On the way to disk", f"{pending:,} pages", f"{dropped:,} dropped so far"),
+        Tile("Lookups per second", short(lately.of("lookups")), f"{stats.service.leases:,} leases"),
+        Tile("Clients", f"{stats.service.connections:,}", f"{stats.service.reservations:,} running saves"),
+        Tile("Waiting for disk", f"{pending:,} pages", f"{dropped:,} dropped so far"),
     )
 
 
@@ -170,7 +170,7 @@ def _tenants(stats: DaemonStats) -> Table:
             )
             for name, each in tenants[:_MOST_ROWS]
         ),
-        "No client has come yet.",
+        "No client has connected yet.",
         note=_more(len(tenants)),
     )
 
@@ -193,7 +193,7 @@ def _busy(prefixes: list[BusyPrefix]) -> Table:
         ),
         "No prefix has been found yet.",
         left=3,
-        note="Each ends where the prompts that share it part. The name says nothing of its text.",
+        note="A prefix ends where the prompts that share it diverge. Its name does not reveal its text.",
     )
 
 

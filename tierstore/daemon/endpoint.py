@@ -1,8 +1,9 @@
 """One ROUTER socket on the event loop, through its file descriptor.
 
-``zmq.asyncio`` costs a future and a poll per message; here a readable descriptor drains a batch of
-messages in one go. ZMQ's descriptor tells of *changes*, so whoever leaves messages in the socket, or
-sends (which may eat a change), has to look again: both is done by scheduling another drain."""
+``zmq.asyncio`` costs a future and a poll for each message. Here, a readable descriptor drains a batch of
+messages together. ZMQ's descriptor shows only *changes*. So code that leaves messages in the socket, or sends
+(which may consume a change), has to look again: it schedules another drain.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from tierstore.wire.local_address import is_loopback
 from tierstore.wire.messages import MAX_MESSAGE_BYTES, VERSION
 from tierstore.wire.zmq_door import ZmqDoor
 
-_BATCH = 32  # messages, and then the other sockets get their turn
+_BATCH = 32  # messages before the other sockets get their turn
 _MOST_FRAMES = 4096 + 4
-_RECEIVE_HWM = 64  # messages of one peer, before its sender has to wait
+_RECEIVE_HWM = 64  # messages of one peer before its sender has to wait
 _SEND_HWM = 1000
 _HEARTBEAT_MS = 2000
-_MOST_CONNECTIONS = 1024  # served at a time
+_MOST_CONNECTIONS = 1024  # served at the same time
 
-# As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
+# As plain integers: combining two of ZMQ's enums takes longer than sending a frame.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _EVENTS = int(zmq.EVENTS)
@@ -44,15 +45,15 @@ _SRCFD = int(zmq.SRCFD)
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """``ipc://PATH`` or ``tcp://HOST:PORT``."""
+    """An address ``ipc://PATH`` or ``tcp://HOST:PORT``."""
 
     text: str
-    path: Path | None  # of ipc
+    path: Path | None  # None for tcp
     loopback: bool
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Raises :class:`UsageError`."""
+        """Parse an address. Raise :class:`UsageError` for anything else."""
         kind, _, rest = text.partition("://")
         if kind == "ipc" and rest:
             path = Path(os.path.abspath(rest))
@@ -65,8 +66,8 @@ class Url:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message: ``frames`` are the payloads behind it. ``tenant`` is what the peer's key stands for,
-    ``fd`` the descriptor of libzmq's connection that it came by (-1: another kind of connection)."""
+    """One message with the payload ``frames`` behind it. ``tenant`` belongs to the peer's key. ``fd`` is the
+    descriptor of libzmq's connection that it came over (-1: another kind of connection)."""
 
     peer: bytes
     version: bytes
@@ -77,7 +78,7 @@ class Received:
 
 
 class Endpoint:
-    """Receives and sends. ``take(endpoint, message)`` is called for each message that has the right shape,
+    """Receives and sends messages. It calls ``take(endpoint, message)`` for each well-formed message and
     ``malformed()`` for others. Belongs to the event loop's thread."""
 
     def __init__(
@@ -89,10 +90,11 @@ class Endpoint:
         malformed: Callable[[], None],
         listening: socket.socket | None = None,
     ) -> None:
-        """Bind to TCP, or accept at ``listening``, which is bound to the path. Raises :class:`UsageError`."""
+        """Bind to TCP, or accept at ``listening``, which is bound to the path. Raise :class:`UsageError` if
+        that fails."""
         if url.path is None and not url.loopback and keys is None:
             raise UsageError(
-                f"{url.text} can be reached from other machines, which needs keys: make them with "
+                f"{url.text} is reachable from other machines, which requires keys: make them with "
                 "`tierstore keygen`, then give --server-key and --tenants"
             )
         self.url = url
@@ -138,23 +140,23 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Where it really listens (the port, if 0 was asked for)."""
+        """The address at which it listens, with the actual port if 0 was requested."""
         return self.url.text if self._door is not None else str(self._socket.get_string(zmq.LAST_ENDPOINT))
 
     @property
     def places(self) -> Places:
-        """The connections."""
+        """The places of its connections."""
         listening = self._gate or self._door
         assert listening is not None
         return listening.places
 
     def serve(self, connection: TcpConnection) -> bool:
-        """Note that a session begins on a connection. False where as many are served as may be."""
+        """Note that a client begins on a connection. Return False if the limit of clients is reached."""
         return self._gate is None or self._gate.place(connection).serve()
 
     def end_session(self, connection: TcpConnection, *, unread: bool) -> None:
-        """Note that a session has ended. If its client has not read all (``unread``) the connection ends,
-        which gives up the pages on their way. Otherwise it has some seconds for another session."""
+        """Note that a client connection has ended. If the client has ``unread`` data, the TCP connection ends
+        too, which discards the pages on their way. Otherwise it may begin again within some seconds."""
         if unread:
             connection.hang_up()
         elif self._gate is not None:
@@ -174,13 +176,13 @@ class Endpoint:
     # -- sending -------------------------------------------------------------------------------------
 
     def send(self, peer: bytes, body: bytes) -> bool:
-        """Send one answer. False when the peer has gone, or has too many unread ones."""
+        """Send one answer. Return False if the peer is gone or has too many unread answers."""
         socket = self._socket
         try:
             socket.send(peer, _MORE)
             socket.send(VERSION, _MORE)
             socket.send(body, _NOBLOCK)
-        except zmq.ZMQError:  # of the first frame: the rest of a message never fails
+        except zmq.ZMQError:  # only for the first frame: the rest of a message never fails
             return False
         self.sent += 1
         self._look_again()
@@ -189,8 +191,8 @@ class Endpoint:
     def send_pages(
         self, peer: bytes, body: bytes, pages: Sequence[memoryview], sent: Callable[[], None]
     ) -> bool:
-        """Send an answer and pages behind it, from the memory where they are. ``sent`` is called when ZMQ
-        does not need that memory any more: at once, when the message cannot be sent."""
+        """Send an answer and pages behind it, directly from their memory. ``sent`` is called when ZMQ does
+        not need that memory any more, immediately if the message cannot be sent."""
         socket = self._socket
         try:
             socket.send(peer, _MORE)
@@ -209,8 +211,7 @@ class Endpoint:
 
         for position, page in enumerate(pages):
             flags = _MORE if position + 1 < len(pages) else _NOBLOCK
-            # The array lives for as long as the frame refers to it, which is until ZMQ's own thread has
-            # sent it.
+            # The frame refers to the array until ZMQ's own thread has sent it.
             array = np.frombuffer(page, np.uint8)
             weakref.finalize(array, _call_soon, self._loop, one_sent).atexit = False
             socket.send(zmq.Frame(array, copy=False, copy_threshold=0), flags, copy=False)
@@ -231,7 +232,7 @@ class Endpoint:
         self._drain()
 
     def _drain(self) -> None:
-        self._scheduled = more = True  # what is sent meanwhile need not see to it
+        self._scheduled = more = True  # sends in the meantime need not schedule a drain
         try:
             more = self._take_batch()
         finally:
@@ -240,9 +241,9 @@ class Endpoint:
                 self._look_again()
 
     def _take_batch(self) -> bool:
-        """Whether there may be more messages."""
+        """Take some messages. Return whether there may be more."""
         for _ in range(_BATCH):
-            # Asked for beforehand: an exception for "nothing there" costs as much as a short message.
+            # Checked first: an exception for "no message" costs as much as a short message.
             if self._socket.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
                 return False
             message = self._receive()
@@ -254,7 +255,7 @@ class Endpoint:
         return True
 
     def _receive(self) -> Received | None:
-        """A message; None when it cannot be one."""
+        """Return a message; None if it is malformed."""
         socket = self._socket
         peer = socket.recv(_NOBLOCK)
         if not socket.get(_RCVMORE):
@@ -278,6 +279,6 @@ class Endpoint:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """From ZMQ's thread, possibly after the loop's end."""
+    """Schedule a callback from ZMQ's thread, unless the loop has ended."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)

@@ -1,25 +1,26 @@
-"""KV events: what the daemon's tiers hold, told to routers and indexers as vLLM tells what its cache holds.
+"""KV events: report the content of the daemon's tiers to routers and indexers, in vLLM's format.
 
 Messages go out on an XPUB socket, in three frames: topic, sequence number (8 bytes, big-endian) and a batch
-(msgpack): ``[seconds since 1970, [event, …], rank]``. While nothing happens an empty batch goes out every two
-seconds, so that a follower that has missed the last one, or has only just come, learns of it.
+(msgpack): ``[seconds since 1970, [event, …], rank]``. Without events, an empty batch goes out every two
+seconds, so that a follower that has missed the last batch, or is new, notices it.
 
-Whoever missed something asks the ROUTER socket: an empty frame and the first sequence number wanted; what is
-still known of it comes back one message each, and then one with the sequence number -1. Who asks for what is
-not known any more gets a snapshot instead: ``AllBlocksCleared``, all that is held, and what has happened
-since the reading began. Its batches have the sequence numbers before that.
+A follower requests missed batches at the ROUTER socket, with an empty frame and the first wanted sequence
+number. The answer is one message for each batch that is still kept, and then one with the sequence number -1.
+If the batches are not kept any more, the answer is a snapshot: ``AllBlocksCleared``, all held pages, and the
+events since the reading began. Its batches have the sequence numbers before that.
 
-Sequence numbers go on from life to life: a life begins with the time since 1970 in units of 2⁻²⁰ s, which no
-earlier life has reached with its batches. A follower that has listened to an earlier life sees a gap, and
-asks. The first event of every life is ``AllBlocksCleared``. Pages of an earlier life are told of when a
-client first names their identity: only then is it known what they are.
+Sequence numbers never repeat across restarts: each run begins with the time since 1970 in units of 2⁻²⁰ s,
+which no earlier run has reached with its batches. A follower of an earlier run sees a gap, and asks. The
+first event of every run is ``AllBlocksCleared``. Pages of earlier runs are reported when a client first
+registers their identity, because their layout is unknown before.
 
-An endpoint without a ROUTER tells everybody anew what is held, ``AllBlocksCleared`` first, soon after a
-follower has come. So a follower knows the truth without asking, also after a kill that it has not noticed.
+An endpoint without a ROUTER reports all held pages again, after ``AllBlocksCleared``, soon after a follower
+has come. So a follower has the right state without asking, even after a restart that it has not noticed.
 
-An endpoint tells of all models, or of those that clients call by one name. Routers take an endpoint for a
-model. Tenants' pages are left out unless they are asked for: a router would find them for anybody. Events
-carry prompts in clear, so they leave this machine only where a person says so."""
+An endpoint reports the pages of all models, or of those that clients give one name. Routers expect one model
+per endpoint. Pages of tenants are left out by default, because a router would find them for every client.
+Events contain prompts in clear text, so they leave this machine only with explicit permission.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ from tierstore.wire.zmq_door import ZmqDoor
 
 _log = logging.getLogger(__name__)
 
-_KEPT_BATCHES = 10_000  # for replay, at most
+_KEPT_BATCHES = 10_000  # for replay
 _KEPT_BYTES = 64 << 20
 _MOST_EVENTS = 1024  # in a batch
 _MOST_TOKENS = 1 << 16  # in a batch: a quarter of a MiB
@@ -62,22 +63,23 @@ _GATHER_S = 0.01  # pages come in bursts
 _HEARTBEAT_MS = 2000
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOPPED_S = 5.0
-_SEND_S = 5.0  # for which a follower that has asked may not read
-_NUMBERS_S = 1 << 20  # sequence numbers for each second since 1970: no life uses them up
-_NUMBERS_BEFORE = 1 << 16  # a life: a snapshot has batches before it
-_UNREAD_BATCHES = 100  # of a follower: what comes after that it has to ask for
+_SEND_S = 5.0  # time limit for a follower that does not read its answer
+_NUMBERS_S = 1 << 20  # sequence numbers per second since 1970: no run uses them up
+_NUMBERS_BEFORE = 1 << 16  # numbers before a run's first, for the batches of snapshots
+_UNREAD_BATCHES = 100  # unread batches of a follower before it has to ask for further ones
 _SPARE_BATCHES = 16  # in a snapshot
 _MOST_FOLLOWERS = 256  # of one endpoint
-_MOST_REQUEST_BYTES = 64 << 10  # a follower's: a topic, or a number
-_DESCRIPTORS = 16  # that libzmq takes for an endpoint
+_MOST_REQUEST_BYTES = 64 << 10  # a request is a topic or a number
+_DESCRIPTORS = 16  # libzmq opens this many for an endpoint
 _SUBSCRIBED = b"\x01"
-_ANEW_S = 1.0  # from one telling of all that is held to the next, for followers that come …
-_ANEW_SHARE = 20  # … and so many times as long as it took
+_ANEW_S = 1.0  # shortest pause between two full reports for new followers …
+_ANEW_SHARE = 20  # … and a multiple of the time that the last one took
 
 
 @dataclass(frozen=True, slots=True)
 class EventOptions:
-    """Of one endpoint. ``model`` is a name that clients give, or an identity's model; empty for all."""
+    """Options of one endpoint. ``model`` is a name that clients give, or an identity's model; empty for
+    all."""
 
     url: str
     replay_url: str = ""
@@ -90,17 +92,17 @@ class EventOptions:
     connect: bool = False
 
     def wants(self, registration: Registration) -> bool:
-        """Whether pages under an identity are told of here."""
+        """Return whether pages of an identity are reported here."""
         identity = registration.identity
         named = not self.model or self.model in (registration.model_name, identity.model)
         return named and (self.tenants or not identity.tenant)
 
 
 class EventPublisher:
-    """Tells of a store's changes on threads of its own. :meth:`close` ends it.
+    """Reports a store's changes, on its own threads. :meth:`close` ends it.
 
-    Raises :class:`UsageError` for an address that leaves this machine without being allowed to, and
-    :class:`StoreUnavailableError` for one that cannot be had.
+    The constructor raises :class:`UsageError` for an address on other machines without permission, and
+    :class:`StoreUnavailableError` if it cannot listen at the address.
     """
 
     def __init__(self, state: StoreState, disk: DiskTier | None, options: EventOptions) -> None:
@@ -112,7 +114,7 @@ class EventPublisher:
         self._events = 0
         self._replays = 0
         self._snapshots = 0
-        self._anew_at = 0.0  # before then newcomers wait
+        self._anew_at = 0.0  # new followers wait until then
         self._closing = threading.Event()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -152,7 +154,7 @@ class EventPublisher:
         )
 
     def close(self) -> None:
-        """Tell what has happened, and end. Idempotent."""
+        """Report the remaining changes, and end. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
             self._wake()
@@ -161,7 +163,7 @@ class EventPublisher:
             with self._state.lock:
                 self._state.residency.followers.remove(self._log)
             if not any(thread.is_alive() for thread in self._threads):
-                self._close_sockets()  # only now: nobody wakes a thread any more
+                self._close_sockets()  # only now, because threads may still be woken before
 
     def _close_sockets(self) -> None:
         for door in self._doors:
@@ -175,8 +177,8 @@ class EventPublisher:
         url = Url.parse(text)
         if not url.loopback and not self._options.anywhere:
             raise UsageError(
-                f"events carry prompts in clear and {text} can be reached from other machines: "
-                "give ipc://PATH or a loopback address, or say events_anywhere"
+                f"events contain prompts in clear text, and {text} is reachable from other machines: "
+                "give ipc://PATH or a loopback address, or set events_anywhere"
             )
         require_room(_DESCRIPTORS, "an endpoint of KV events")
         opened: zmq.Socket[Any] = self._context.socket(kind)
@@ -184,11 +186,11 @@ class EventPublisher:
         opened.sndhwm = _UNREAD_BATCHES
         opened.maxmsgsize = _MOST_REQUEST_BYTES
         if kind == zmq.ROUTER:
-            # One that asks and does not read is given up, instead of messages being dropped without a word.
+            # A peer that asks and does not read causes an error; otherwise ZMQ would drop messages silently.
             opened.router_mandatory = True
             opened.sndtimeo = int(_SEND_S * 1e3)
         else:
-            opened.xpub_verbose = True  # says of every follower that it has come
+            opened.xpub_verbose = True  # shows every new follower
         try:
             if connect:
                 opened.connect(url.text)
@@ -211,7 +213,7 @@ class EventPublisher:
     def _wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
 
-    # -- the thread that tells -------------------------------------------------------------------------
+    # -- the publishing thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -236,12 +238,12 @@ class EventPublisher:
                     self._tell_anew()
             self._tell()
         except (zmq.ZMQError, OSError):
-            _log.exception("KV events: no more are published")
+            _log.exception("KV events: publishing has failed and stops")
         finally:
             self._out.close()
 
     def _has_newcomers(self) -> bool:
-        """Whether followers have come that have no other way to learn what is held now."""
+        """Return whether there are new followers that cannot ask for the held pages."""
         come = False
         with suppress(zmq.Again):
             while True:
@@ -249,8 +251,8 @@ class EventPublisher:
         return come and self._replay is None
 
     def _tell_anew(self) -> None:
-        """Tell everybody what is held, from the beginning. Many followers that come at once are told
-        together, and telling takes a small part of the time."""
+        """Report all held pages to all followers, from the beginning. Followers that come together share one
+        report, and the pauses keep reports to a small share of the time."""
         begun = time.monotonic()
         self._announce(self._begin(Lost()))
         took_s = time.monotonic() - begun
@@ -278,7 +280,7 @@ class EventPublisher:
             self._announce(new)
 
     def _begin(self, change: Named | Lost) -> list[bytes]:
-        """Identities whose pages have to be told of, as far as they are held."""
+        """Return the identities whose held pages have to be reported."""
         with self._state.lock:
             named = [change.identity] if isinstance(change, Named) else self._log.identities
             followed = {identity: self._log.followed(identity) for identity in named}
@@ -288,7 +290,7 @@ class EventPublisher:
         return [each for identity, what in followed.items() for each in self._blocks.add(identity, what)]
 
     def _announce(self, identities: Iterable[bytes]) -> None:
-        """Tell of pages that are held already, and go on telling of others meanwhile."""
+        """Report pages that are held already, and new changes between them."""
         for events in self._held(self._blocks, set(identities)):
             self._send_all(events)
             if self._closing.is_set():
@@ -300,7 +302,7 @@ class EventPublisher:
 
         for pages in held(self._state, self._disk, wanted):
             yield blocks.events(pages)
-            self._closing.wait(_GATHER_S)  # there may be a million: others have something to do, too
+            self._closing.wait(_GATHER_S)  # there may be a million pages: other threads need time, too
 
     def _send_all(self, events: Iterable[KvEvent]) -> None:
         for batch in _batches(events):
@@ -319,7 +321,7 @@ class EventPublisher:
         told = [as_array(event) for event in events] if self._options.encoding == "array" else events
         return msgspec.msgpack.encode((time.time(), told, 0))
 
-    # -- the thread that answers -----------------------------------------------------------------------
+    # -- the answering thread -----------------------------------------------------------------------------
 
     def _answer(self, replay: zmq.Socket[Any]) -> None:
         try:
@@ -327,15 +329,15 @@ class EventPublisher:
                 if replay.poll(100):
                     self._answer_one(replay)
         except zmq.ZMQError:
-            _log.exception("KV events: nobody can ask for those missed any more")
+            _log.exception("KV events: answering requests has failed and stops")
         finally:
             replay.close()
 
     def _answer_one(self, replay: zmq.Socket[Any]) -> None:
-        """Send again what a follower has missed."""
+        """Answer a follower's request for missed batches."""
         peer, *rest = replay.recv_multipart()
         if len(rest) != 2 or len(rest[1]) != 8:
-            _log.warning("KV events: a request to replay that is none: %d frames", len(rest))
+            _log.warning("KV events: malformed replay request: %d frames", len(rest))
             return
         self._replays += 1
         first = int.from_bytes(rest[1], "big")
@@ -346,9 +348,9 @@ class EventPublisher:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            _log.warning("KV events: a follower that asked for what it missed does not read it")
+            _log.warning("KV events: a follower does not read the batches that it asked for")
         except OSError as error:
-            _log.warning("KV events: what is on disk could not be told of: %s", error)
+            _log.warning("KV events: cannot report the pages on disk: %s", error)
 
     def _missed(self, first: int) -> Iterator[tuple[int, bytes]]:
         again = self._sent.since(first, self._encoded([]))
@@ -367,9 +369,9 @@ class EventPublisher:
             told = begun
 
     def _snapshot(self, least: int, begun: int) -> Iterator[tuple[int, bytes]]:
-        """All that is held, in batches numbered from ``least`` at the earliest up to ``begun``, which is not
-        one of them. As many numbers are taken as batches are expected: those left are sent empty, because a
-        follower takes a number that does not come for something missed. What is too much is sent in one."""
+        """Yield all held pages, in batches numbered from ``least`` at the earliest up to, but not including,
+        ``begun``. There is one number for each expected batch. Unused numbers are sent empty, because a
+        follower takes a missing number for a missed batch. The last batch holds everything that remains."""
         with self._state.lock:
             identities = {each for each in self._log.identities if self._blocks.tells(each)}
             pages = self._state.index.tree.pages + (self._disk.pages if self._disk is not None else 0)
@@ -387,18 +389,19 @@ class EventPublisher:
 
 
 class _Sent:
-    """Batches that went out, the last ones kept. Empty ones are not: their numbers say that they were."""
+    """The sent batches. The last ones are kept. Empty batches are not kept: missing numbers mean
+    empty."""
 
     def __init__(self, first: int) -> None:
         self._lock = threading.Lock()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._oldest = first  # all from here on are known
+        self._oldest = first  # all batches from here on are known
         self.next = first
         self.batches = 0
 
     def add(self, batch: bytes, *, keep: bool) -> tuple[int, bytes]:
-        """The batch with its number."""
+        """Add a batch and return it with its number."""
         with self._lock:
             numbered = (self.next, batch)
             self.next += 1
@@ -413,8 +416,7 @@ class _Sent:
             return numbered
 
     def since(self, first: int, empty: bytes) -> list[tuple[int, bytes]] | None:
-        """All from ``first`` on; None where they are not known any more, or too many to be sent one by
-        one."""
+        """Return all batches from ``first`` on; None if some are not kept any more or there are too many."""
         with self._lock:
             if not self._oldest <= first or self.next - first > _KEPT_BATCHES:
                 return None

@@ -1,14 +1,16 @@
-"""KV events as vLLM writes them, and how pages become the blocks that they tell of.
+"""KV events in vLLM's format, and the mapping from pages to blocks.
 
 An event is a map with its ``type``, or with ``array`` encoding (vLLM up to 0.23) an array that begins with
-it. A page is told of as one block of ``chunk_tokens`` tokens, by the last 64 bits of its key, or as several
-smaller ones: then the last of them has the page's name, and the others names made from it. ``medium`` is
-``CPU`` for the host tier and ``STORAGE`` for the disk. (Format: vllm/distributed/kv_events.py of vLLM 0.32.)
+it. A page is reported as one block of ``chunk_tokens`` tokens, named by the last 64 bits of its key, or as
+several smaller blocks. Then the last block has the page's name, and the others have names derived from it.
+``medium`` is ``CPU`` for the host tier and ``STORAGE`` for the disk. (Format: vllm/distributed/kv_events.py
+of vLLM 0.32.)
 
-An engine whose model is split over workers keeps a page for each of them, one with several KV cache groups of
-full attention a page for each of those, and it can use a block only when it has all of these. So a block is
-told of when the last one has come, and is gone with the first that leaves. Pages of sliding windows are not
-told of: a hit needs few of them, and followers do not know which."""
+An engine whose model is split over workers has one page per worker for each block. With several KV cache
+groups of full attention it has one page for each group. It can use a block only with all of these pages. So a
+block is reported when its last page has arrived, and removed with the first page that leaves. Pages of
+sliding windows are not reported: a hit needs few of them, and followers do not know which.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from tierstore.index import Tier
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity
 
 _MEDIUM = {Tier.HBM: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
-_PART = re.compile(r"[a-z]+(\d+)/(\d+)")  # of an identity's shard: which of how many
+_PART = re.compile(r"[a-z]+(\d+)/(\d+)")  # in an identity's shard: number and count
 _WINDOWED = re.compile(r"\bwindow\d")
 
 
 class KvEvent(msgspec.Struct, tag=True, omit_defaults=True):
-    """What all events have in common: nothing but their encoding."""
+    """The base of all events, with their encoding."""
 
 
 class BlockStored(KvEvent):
@@ -60,31 +62,31 @@ class AllBlocksCleared(KvEvent):
 
 
 def as_array(event: KvEvent) -> list[object]:
-    """What followers of vLLM up to 0.23 can read: the name, then the fields these have."""
+    """Return an event as followers of vLLM up to 0.23 read it: its name and then the fields known there."""
     fields = list(msgspec.structs.astuple(event))
     known = {BlockStored: 8, BlockRemoved: 2}.get(type(event), 0)
     return [type(event).__name__, *fields[:known]]
 
 
 def block_hash(key: bytes) -> int:
-    """What others call a page by: the last 64 bits of its key."""
+    """Return the name of a page for followers: the last 64 bits of its key."""
     return int.from_bytes(key[-8:], "big")
 
 
 def block_hashes(key: bytes, blocks: int) -> list[int]:
-    """The names of the ``blocks`` blocks of a page."""
+    """Return the names of the ``blocks`` blocks of a page."""
     inner = [xxhash.xxh3_64_intdigest(key + bytes([at])) for at in range(blocks - 1)]
     return [*inner, block_hash(key)]
 
 
 @dataclass(frozen=True, slots=True)
 class _PageEvents:
-    """What the pages of an identity are to followers. They are part ``rank`` of ``parts``; identities of one
-    ``family`` differ in that only."""
+    """How pages of an identity are reported. They are part ``rank`` of ``parts``. Identities of one
+    ``family`` differ only in their rank."""
 
     identity: Identity
     block_tokens: int
-    blocks: int  # of a page
+    blocks: int  # blocks of a page
     rank: int
     parts: int
     family: bytes
@@ -96,26 +98,26 @@ class _PageEvents:
         for number, of in _PART.findall(identity.shard):
             rank, parts = rank * int(of) + int(number), parts * int(of)
         tokens = block_tokens or followed.chunk_tokens
-        # Workers' pages may be laid out differently: a stage of a pipeline may have a layer more.
+        # Workers' pages may have different layouts: a pipeline stage may have one more layer.
         same = (identity.model, identity.revision, identity.adapter, identity.rope, identity.tenant)
         family = msgspec.json.encode((same, parts, followed.chunk_tokens))
         return cls(identity, tokens, followed.chunk_tokens // tokens, rank, parts, family)
 
 
 class EventBlocks:
-    """From what happens to pages to events. ``block_tokens`` is the size of a block (0: a page's); pages that
-    are no multiple of it are not told of."""
+    """Converts changes of pages to events. ``block_tokens`` is the size of a block (0: a page's). Pages whose
+    size is not a multiple of it are not reported."""
 
     def __init__(self, block_tokens: int = 0) -> None:
         self._block_tokens = block_tokens
         self._pages: dict[bytes, _PageEvents] = {}
         self._families: dict[bytes, dict[int, bytes]] = {}  # rank → identity
-        # Where there are several parts: a block in a tier → a bit for each of them that is there.
+        # Only with several parts: a block in a tier → one bit for each part that is there.
         self._ranks: dict[int, int] = {}
 
     def add(self, digest: bytes, followed: Followed) -> list[bytes]:
-        """Pages of an identity may come and go now. The identities whose pages can be told of from here on,
-        and could not before: itself, and those of the other parts once it is the last one."""
+        """Add an identity. Return the identities whose pages can be reported from now on: the identity
+        itself, or all identities of its family if it is the last part."""
         if self._block_tokens and followed.chunk_tokens % self._block_tokens:
             return []
         if _WINDOWED.search(followed.identity.shard):
@@ -126,18 +128,18 @@ class EventBlocks:
         return list(family.values()) if len(family) == pages.parts else []
 
     def tells(self, identity: bytes) -> bool:
-        """Whether pages of an identity are told of: all parts are known."""
+        """Return whether pages of an identity are reported: all parts are known."""
         pages = self._pages.get(identity)
         return pages is not None and len(self._families[pages.family]) == pages.parts
 
     def afresh(self) -> EventBlocks:
-        """For telling of everything from the beginning, to somebody else."""
+        """Return a copy for a report from the beginning to another follower."""
         other = EventBlocks(self._block_tokens)
         other._pages, other._families = self._pages, self._families
         return other
 
     def events(self, changes: Iterable[Stored | PageRemoved]) -> Iterator[KvEvent]:
-        """The events that tell of ``changes``, in order. Pages that follow one another share one."""
+        """Yield the events for ``changes``, in order. Pages that follow one another share an event."""
         run: list[Stored | PageRemoved] = []
         for change in changes:
             if not self._whole(change):
@@ -150,7 +152,8 @@ class EventBlocks:
             yield self._event(run)
 
     def _whole(self, change: Stored | PageRemoved) -> bool:
-        """Whether followers are told of this: the last page of a block has come, or one has left."""
+        """Return whether followers are told of a change: the last page of a block has arrived, or one has
+        left."""
         if not self.tells(change.identity):
             return False
         pages = self._pages[change.identity]
@@ -165,7 +168,7 @@ class EventBlocks:
             self._ranks[block] = ranks
         else:
             self._ranks.pop(block, None)
-        return True  # to followers of a snapshot, too, who may have been told of more than we know
+        return True  # also for followers of a snapshot, who may know of more blocks
 
     def _event(self, run: Sequence[Stored | PageRemoved]) -> KvEvent:
         first, pages = run[0], self._pages[run[0].identity]
@@ -198,7 +201,7 @@ def _continues(before: Stored | PageRemoved, change: Stored | PageRemoved) -> bo
 
 
 def _extra_keys(identity: Identity, blocks: int, *, begins: bool) -> list[list[str] | None] | None:
-    """As vLLM has them: the adapter with every block, the salt with a prompt's first."""
+    """Return vLLM's extra keys: the adapter for every block, the salt for a prompt's first block."""
     adapter = [identity.adapter] if identity.adapter else []
     salt = [identity.tenant] if identity.tenant and begins else []
     keys = [adapter + salt or None, *([adapter or None] * (blocks - 1))]

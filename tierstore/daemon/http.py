@@ -1,11 +1,11 @@
-"""The daemon's HTTP port: ``/metrics``, ``/healthz``, ``/readyz``, and the page to watch at ``/dashboard/``.
+"""The daemon's HTTP port: ``/metrics``, ``/healthz``, ``/readyz``, and the dashboard at ``/dashboard/``.
 
-It has a thread and an event loop of its own. So whoever looks at a page, or asks for metrics in a hurry,
-takes nothing from the loop that serves engines but its turns of the interpreter. ``/healthz`` and ``/readyz``
-ask that loop whether it still goes round: a port that answers says nothing of it.
+It has its own thread and event loop. So HTTP clients take nothing from the loop that serves engines except
+time of the interpreter. ``/healthz`` and ``/readyz`` check that the engines' loop still runs, because an HTTP
+answer alone does not prove it.
 
-The server answers one request for each connection and hangs up, but for the page's feed. Connections are
-bounded (:mod:`tierstore.wire.listener`), and a client that is slow to ask or to read is hung up on.
+The server answers one request per connection and closes it, except for the dashboard's feed. The number of
+connections is limited (:mod:`tierstore.wire.listener`), and connections of slow clients are closed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from tierstore.wire.listener import Listener, ListenerPlace, Places, tcp_sockets
 _log = logging.getLogger(__name__)
 
 _REQUEST_S = 5.0
-_LOOP_S = 5.0  # for the loop that serves engines to come by
+_LOOP_S = 5.0  # time limit for an answer of the loop that serves engines
 _MOST_REQUEST_BYTES = 8192
 _MOST_CONNECTIONS = 64
-_PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # they have places of their own
+_PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # these have reserved places
 _TEXT = {"Content-Type": "text/plain; charset=utf-8"}
 _FULL = WebAnswer(503, {**_TEXT, "Retry-After": "1"}, b"too many connections\n")
 
 
 class HttpServer:
-    """Serves what ``stats`` and ``look`` give, and ``site`` lets be seen. ``look`` is called on a thread."""
+    """Serves the results of ``stats`` and ``look`` as far as ``site`` permits. A thread calls ``look``."""
 
     def __init__(self, stats: Callable[[], DaemonStats], look: Callable[[], Sample], site: Site) -> None:
         self._stats = stats
         self._look = look
         self._site = site
         self._metrics = MetricsText(stats)
-        self._serving = asyncio.get_running_loop()  # engines
+        self._serving = asyncio.get_running_loop()  # the engines' loop
         self._own: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event
         self._feed: Feed
@@ -56,7 +56,7 @@ class HttpServer:
         self._port: concurrent.futures.Future[int] = concurrent.futures.Future()
 
     async def start(self, host: str, port: int) -> None:
-        """Raises :class:`UsageError`."""
+        """Start the thread and listen. Raise :class:`UsageError` if that fails."""
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._run(host, port)), name="tierstore-http", daemon=True
         )
@@ -71,7 +71,7 @@ class HttpServer:
         return self._port.result()
 
     async def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections and end the thread."""
         if self._own is not None and self._thread is not None and self._thread.is_alive():
             self._own.call_soon_threadsafe(self._stop.set)
             await asyncio.to_thread(self._thread.join, _LOOP_S)
@@ -93,7 +93,7 @@ class HttpServer:
         self._port.set_result(port)
         await self._stop.wait()
         listener.close()
-        await self._feed.close()  # and asyncio.run cancels what is left
+        await self._feed.close()  # asyncio.run cancels the rest
 
     def _enter(self, connection: socket.socket, place: ListenerPlace) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(connection, place))
@@ -137,14 +137,14 @@ class HttpServer:
             await _write(writer, WebAnswer(503, {**_TEXT, "Retry-After": "10"}, f"{error}\n".encode()))
 
     async def _answer(self, request: WebRequest) -> WebAnswer:
-        """Return the answer, an error's too: what fails in here is not a client that hung up."""
+        """Return the answer, also for an error: exceptions here do not mean that the client is gone."""
         try:
             return await self._found(request)
         except TierStoreError as error:
             return WebAnswer(503, {**_TEXT, "Retry-After": "1"}, f"{error}\n".encode())
-        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
-            _log.error("%s could not be answered", request.path, exc_info=error)
-            return WebAnswer(500, _TEXT, b"the daemon made a mistake; its log says more\n")
+        except Exception as error:  # noqa: BLE001  # the client gets an answer in any case
+            _log.error("answering %s has failed", request.path, exc_info=error)
+            return WebAnswer(500, _TEXT, b"internal error: see the daemon's log\n")
 
     async def _found(self, request: WebRequest) -> WebAnswer:
         page = self._site.answer(request)
@@ -168,7 +168,7 @@ class HttpServer:
 
     async def _health(self) -> WebAnswer:
         if not await self._loop_goes_round():
-            return WebAnswer(503, _TEXT, f"the event loop has not come by for {_LOOP_S:g} s\n".encode())
+            return WebAnswer(503, _TEXT, f"the event loop has not answered for {_LOOP_S:g} s\n".encode())
         line = (await asyncio.to_thread(self._stats)).store.health_line or "ok"
         return WebAnswer(200, _TEXT, f"{line}\n".encode())
 
@@ -177,30 +177,30 @@ class HttpServer:
         return WebAnswer(200, _TEXT, b"ready\n") if ready else WebAnswer(503, _TEXT, b"not ready\n")
 
     async def _loop_goes_round(self) -> bool:
-        """Whether the loop that serves engines does what it is asked within some seconds."""
+        """Return whether the loop that serves engines runs a callback within some seconds."""
         came: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def come() -> None:
-            if came.set_running_or_notify_cancel():  # somebody still waits
+            if came.set_running_or_notify_cancel():  # not cancelled by the time limit
                 came.set_result(None)
 
         try:
             self._serving.call_soon_threadsafe(come)
             await asyncio.wait_for(asyncio.wrap_future(came), _LOOP_S)
-        except (RuntimeError, asyncio.TimeoutError):  # it is closed, or does not
+        except (RuntimeError, asyncio.TimeoutError):  # the loop is closed or hangs
             return False
         return True
 
 
 async def _read(reader: asyncio.StreamReader) -> WebRequest:
-    """One request. Raises :class:`ValueError` and others for what is none."""
+    """Read one request. Raise :class:`ValueError` or another error if it is malformed."""
     head = await reader.readuntil(b"\r\n\r\n")
     line, _, rest = head.partition(b"\r\n")
     method, target, _ = line.decode("latin-1").split(" ")
     headers = {name.lower(): value for name, value in http.client.parse_headers(io.BytesIO(rest)).items()}
     length = int(headers.get("content-length", "0"))
     if not 0 <= length <= MOST_BODY_BYTES:
-        raise ValueError(f"a body of {length} bytes")
+        raise ValueError(f"the body has {length} bytes")
     return WebRequest(method, target, headers, await reader.readexactly(length))
 
 

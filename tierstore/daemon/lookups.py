@@ -1,4 +1,4 @@
-"""The verbs that find pages: here, and on other hosts."""
+"""Handlers of lookups, for pages here and on other hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.stats import DECLINED
 from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages as p
 
-if TYPE_CHECKING:  # costs nothing where there is no cluster
+if TYPE_CHECKING:  # costs nothing without a cluster
     from tierstore.cluster.supervisor import Cluster
 
 Rates: TypeAlias = dict[str, tuple[float, float, float]]
@@ -41,10 +41,10 @@ def lookup(connection: ClientConnection, m: p.Find) -> Reply | Awaitable[Reply]:
     wait_s = _begin(connection, m)
     view = connection.view(m.prompt)
     if m.max_tokens < 0:
-        raise Refusal("usage", f"max_tokens is {m.max_tokens}")
+        raise Refusal("usage", f"max_tokens must not be negative, got {m.max_tokens}")
     if m.expect and m.expect_s:
         if m.expect < 0 or not 0 <= m.expect_s <= p.MOST_EXPECT_S:
-            between = f"expect_s lies between 0 and {p.MOST_EXPECT_S:.0f}"
+            between = f"expect_s must lie between 0 and {p.MOST_EXPECT_S:.0f}"
             raise Refusal("usage", f"{m.expect} tokens expected within {m.expect_s} s: {between}")
         expected = connection.backend.expect(view, tokens=m.expect, wait_s=m.expect_s)
         if not expected.done:
@@ -63,7 +63,7 @@ async def fetch_remote(connection: ClientConnection, m: p.FetchRemote) -> Reply:
     wait_s = checked_wait(m.wait_s)
     view = connection.view(m.prompt)
     if m.first < 0 or m.count < 0:
-        raise Refusal("usage", f"there are no chunks {m.first} … {m.first} + {m.count}")
+        raise Refusal("usage", f"first and count must not be negative, got {m.first} and {m.count}")
     cluster = connection.cluster
     return p.FetchedRemote(
         m.id, await cluster.fetch_remote(view, m.first, m.count, wait_s) if cluster is not None else 0
@@ -71,7 +71,7 @@ async def fetch_remote(connection: ClientConnection, m: p.FetchRemote) -> Reply:
 
 
 def _begin(connection: ClientConnection, m: p.Find | p.FindHit) -> float:
-    """Take in what comes with every lookup. Return how many seconds it may wait."""
+    """Handle the fields that every lookup has. Return how many seconds it may wait."""
     connection.release(m.released)
     declined = {why: count for why, count in m.declined.items() if why in DECLINED and count > 0}
     if declined:
@@ -82,7 +82,7 @@ def _begin(connection: ClientConnection, m: p.Find | p.FindHit) -> float:
 async def _find_later(
     connection: ClientConnection, view: PromptView, m: p.Find, wait_s: float, expected: Transfer[None]
 ) -> Reply:
-    """Find a prompt's pages when those that were promised have come, or are late."""
+    """Find a prompt's pages when the promised ones have arrived or are late."""
     with ExitStack() as ending:
         if (cluster := connection.cluster) is not None:
             missing = connection.backend.lookups.missing(view, m.expect).wait()
@@ -101,7 +101,7 @@ async def _find_later(
 def _find(
     connection: ClientConnection, view: PromptView, m: p.Find, wait_s: float
 ) -> Reply | Awaitable[Reply]:
-    if m.expect and not m.max_tokens:  # whoever only waits is not counted as one that has found nothing
+    if m.expect and not m.max_tokens:  # a request that only waits does not count as a miss
         return p.Found(m.id, 0, 0, 0, [], 0, 0)
     lease = connection.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
     rates = _on_wire(connection.backend.rates())
@@ -114,7 +114,7 @@ def _find(
 async def _look_further(
     cluster: Cluster, view: PromptView, lease: Transfer[Lease | None], m: p.Find, rates: Rates
 ) -> Reply:
-    """Answer a lookup, and say which of the named pages that it lacks other hosts have."""
+    """Answer a lookup, and say which of the missing named pages other hosts have."""
     answer = _found(m.id, rates, await lease)
     if isinstance(view, NamedView):
         here = set(array.array("I", answer.positions))
@@ -136,7 +136,7 @@ async def _find_hit_elsewhere(
     m: p.FindHit,
     rates: Rates,
 ) -> Reply:
-    """Answer with the hit, and say by how much it would be longer with what other hosts have."""
+    """Answer with the hit, and say how much longer it would be with pages of other hosts."""
     answer = _hit_found(m.id, rates, await hit)
     chunk_tokens, lookups = view.chunk_tokens, connection.backend.lookups
     reach = view.num_tokens

@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus, read from one snapshot of the stats."""
+"""``/metrics`` for Prometheus, made from one snapshot of the stats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tierstore.daemon.stats import BOUNDS_S, DaemonStats, LatencyStats
 
 
 class StatsCollector(Collector):
-    """Every number of a :class:`DaemonStats` as a metric."""
+    """All numbers of a :class:`DaemonStats` as metrics."""
 
     def __init__(self, stats: Callable[[], DaemonStats]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield _gauge("uptime_seconds", "Since the daemon started", stats.uptime_s)
+        yield _gauge("uptime_seconds", "Seconds since the daemon started", stats.uptime_s)
         yield _gauge("ready", "Whether clients are served", stats.ready)
         yield from _tiers(stats)
         yield from _counters(stats)
@@ -54,14 +54,14 @@ def _tiers(stats: DaemonStats) -> Iterator[Metric]:
     tiers = stats.store.tiers
     for name, help in (
         ("capacity_bytes", "Byte capacity of a tier"),
-        ("used_bytes", "Bytes of slots handed out"),
-        ("pages", "Pages held"),
+        ("used_bytes", "Bytes of slots in use"),
+        ("pages", "Pages in a tier"),
         ("leased_pages", "Pages under at least one lease"),
     ):
         values = {tier: float(getattr(each, name)) for tier, each in tiers.items()}
         yield _by(f"tier_{name}", help, "tier", values, counts=False)
     health = {tier: float(each.condition.value == "online") for tier, each in stats.store.health.items()}
-    yield _by("tier_online", "1 while a tier is read and written", "tier", health, counts=False)
+    yield _by("tier_online", "1 while a tier can be read and written", "tier", health, counts=False)
 
 
 def _counters(stats: DaemonStats) -> Iterator[Metric]:
@@ -75,30 +75,30 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
             yield _counter(name, text, value)
     store = stats.store
     yield _gauge("index_pages", "Pages in the tree", store.pages)
-    yield _gauge("pending_writes", "Pages on their way to disk", store.pending_writes)
+    yield _gauge("pending_writes", "Pages that wait to be written to disk", store.pending_writes)
     yield _gauge("disk_writable", "Whether pages are written to disk", store.disk_writable)
-    yield _counter("key_collisions", "Pages found by an equal key with other tokens", store.key_collisions)
+    yield _counter("key_collisions", "Pages with an equal key and other tokens", store.key_collisions)
     for name, help in (
         ("events", "KV events published"),
-        ("lost_changes", "Changes not told in time"),
-        ("replays", "Times that a follower asked again"),
-        ("snapshots", "Times that a follower asked for more than was known"),
+        ("lost_changes", "Changes that were not reported in time"),
+        ("replays", "Requests of followers for missed batches"),
+        ("snapshots", "Requests for batches that were not kept any more"),
     ):
         told = {each.model: getattr(each, name) for each in stats.events}
         label = f"kv_{name}" if name == "events" else f"kv_event_{name}"
         yield _by(label, help, "model", told, counts=True)
     if stats.cluster is not None:
         yield _gauge("cluster_online", "Whether the shared store answers", stats.cluster.online)
-        yield _gauge("cluster_bytes_per_second", "At which pages came lately", stats.cluster.bytes_per_s)
-        what = "Pages and bytes brought and published, and what went wrong"
+        yield _gauge("cluster_bytes_per_second", "Recent rate of fetched pages", stats.cluster.bytes_per_s)
+        what = "Pages and bytes fetched and published, and errors"
         yield _by("cluster_events", what, "event", dict(stats.cluster.counts), counts=True)
-    yield _counter("failed_tasks", "Tasks of the mover that ended in a bug", store.failed_tasks)
+    yield _counter("failed_tasks", "Mover tasks that failed because of a bug", store.failed_tasks)
 
 
 def _declined(tokens: Any) -> Metric:
     family = CounterMetricFamily(
         "tierstore_declined_tokens",
-        "Tokens found and not loaded, by tier and reason",
+        "Tokens that were found and not loaded, by tier and reason",
         labels=["tier", "reason"],
     )
     for why, count in tokens.items():
@@ -107,17 +107,23 @@ def _declined(tokens: Any) -> Metric:
 
 
 def _curve(curve: CurveStats) -> Iterator[Metric]:
-    yield _gauge("curve_ceiling", "Hit rate that no more memory could improve", curve.ceiling)
-    yield _gauge("curve_sampled", "Pages in the sample that the curve is made of", curve.sampled)
+    yield _gauge("curve_ceiling", "Hit rate with unlimited memory", curve.ceiling)
+    yield _gauge("curve_sampled", "Pages in the curve's sample", curve.sampled)
     now = {name: tier.hit_rate for name, tier in curve.tiers.items()}
-    yield _by("curve_hit_rate", "Estimated hit rate down to a tier, as it is", "tier", now, counts=False)
+    yield _by("curve_hit_rate", "Estimated hit rate of the tiers down to this one", "tier", now, counts=False)
     doubled = {
         name: tier.hit_rate + more.added_hit_rate
         for name, tier in curve.tiers.items()
         for more in tier.more
         if more.share == 1
     }
-    yield _by("curve_hit_rate_doubled", "The same with twice this tier", "tier", doubled, counts=False)
+    yield _by(
+        "curve_hit_rate_doubled",
+        "Estimated hit rate with twice the capacity of this tier",
+        "tier",
+        doubled,
+        counts=False,
+    )
 
 
 def _service(stats: DaemonStats) -> Iterator[Metric]:
@@ -125,27 +131,27 @@ def _service(stats: DaemonStats) -> Iterator[Metric]:
     yield _gauge("client_connections", "Connected clients", service.connections)
     yield _gauge("arena_connections", "Processes that have mapped the arena", server.arena_connections)
     yield _gauge("leases", "Lookups that hold pages", service.leases)
-    yield _gauge("reservations", "Saves under way", service.reservations)
+    yield _gauge("reservations", "Running saves", service.reservations)
     yield _gauge("reserved_bytes", "Arena bytes that clients are writing to", service.reserved_bytes)
     yield _gauge("sending_bytes", "Arena bytes on their way to clients over TCP", service.sending_bytes)
     yield _counter("clients_ended", "Client connections that have ended", service.clients_ended)
     yield _by("requests", "Requests by message", "message", dict(service.requests), counts=True)
     yield _by("refused", "Requests refused, by kind", "kind", dict(service.refused), counts=True)
-    yield _counter("failed_requests", "Requests that ended in a bug", service.failed_requests)
+    yield _counter("failed_requests", "Requests that failed because of a bug", service.failed_requests)
     evicted = service.quota_evicted_pages
-    yield _counter("quota_evicted_pages", "Pages that left because their tenant was full", evicted)
+    yield _counter("quota_evicted_pages", "Pages evicted because of their tenant's quota", evicted)
     waited = service.promised_lookups
-    yield _counter("promised_lookups", "Lookups that waited for pages somebody had promised", waited)
+    yield _counter("promised_lookups", "Lookups that waited for promised pages", waited)
     broken = service.broken_promises
-    yield _counter("broken_promises", "Of these, those whose pages had not all come in time", broken)
+    yield _counter("broken_promises", "Lookups whose promised pages did not all arrive in time", broken)
     for name, help in (
         ("received", "Messages received"),
-        ("received_bytes", "Bytes received, without ZMQ's own"),
+        ("received_bytes", "Bytes received, without ZMQ's own overhead"),
         ("sent", "Answers sent"),
-        ("malformed", "What was received and is no message"),
-        ("unsent", "Answers to clients that had gone or did not read"),
-        ("silent_clients", "Clients over TCP that were taken for dead"),
-        ("denied", "Clients turned away for their key"),
+        ("malformed", "Received data that is not a message"),
+        ("unsent", "Answers to clients that were gone or did not read"),
+        ("silent_clients", "TCP clients that were silent for too long"),
+        ("denied", "Clients rejected because of their key"),
     ):
         yield _counter(f"server_{name}", help, getattr(server, name))
 
@@ -170,13 +176,13 @@ def _tenants(stats: DaemonStats) -> Iterator[Metric]:
 def _histogram(name: str, latency: LatencyStats) -> Metric:
     cumulative = list(itertools.accumulate(latency.counts))
     bounds = [*map(str, BOUNDS_S), "+Inf"]
-    family = HistogramMetricFamily(f"tierstore_{name}_seconds", f"From request to answer: {name}")
+    family = HistogramMetricFamily(f"tierstore_{name}_seconds", f"Seconds from request to answer: {name}")
     family.add_metric([], list(zip(bounds, map(float, cumulative), strict=True)), latency.sum_s)
     return family
 
 
 class MetricsText:
-    """The document itself."""
+    """Renders the document of ``/metrics``."""
 
     content_type = CONTENT_TYPE_LATEST
 

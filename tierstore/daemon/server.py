@@ -1,7 +1,8 @@
-"""The server: which message belongs to which client connection, what is answered to whom, and who is dead.
+"""The server: assigns messages to client connections, sends answers, and notices dead clients.
 
-Nothing a peer sends is trusted. What is not a message is counted, and answered if at least its id can be
-read. What is far too large for what it claims to be is not decoded at all."""
+No data of a peer is trusted. Malformed messages are counted, and answered if at least their id can be read.
+Messages that are far too large for their type are not decoded.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ from tierstore.wire.keys import Doorkeeper, KeyPair
 _log = logging.getLogger(__name__)
 
 _IO_THREADS = 1
-_DESCRIPTORS = 32  # that libzmq and the listeners take
-_MOST_SMALL_BYTES = 64 << 10  # of messages without a prompt
-_HEAD_BYTES = 64  # with the name and the id
+_DESCRIPTORS = 32  # libzmq and the listeners open this many
+_MOST_SMALL_BYTES = 64 << 10  # limit for messages without a prompt
+_HEAD_BYTES = 64  # enough for the name and the id
 _BULKY = {cls.__name__.encode() for cls in (p.Find, p.FindHit, p.Reserve, p.Pin, p.Commit)}
-_SWEEP_S = 1.0  # how often clients without an arena are looked after
+_SWEEP_S = 1.0  # interval of checks for silent clients
 
 
 Listener: TypeAlias = Endpoint | ArenaListener
-"""How messages come, and answers go."""
+"""Receives messages and sends answers."""
 
 
 class Server:
-    """Sockets in, service out. Belongs to the event loop's thread."""
+    """Connects sockets with the service. Belongs to the event loop's thread."""
 
     def __init__(self, service: Service, *, keys: KeyPair | None, tenants: dict[bytes, str]) -> None:
         self._service = service
@@ -54,17 +55,16 @@ class Server:
         self._connections_by_route: dict[tuple[Listener, bytes], ClientConnection] = {}
         self._routes: dict[int, tuple[Listener, bytes]] = {}  # by the connection's number
         self._by_token: dict[bytes, ClientConnection] = {}
-        self._sockets: dict[
-            int, tuple[Endpoint, TcpConnection]
-        ] = {}  # of clients over ZMQ, by connection number
-        self._seen: dict[int, float] = {}  # when clients without an arena were last heard of
+        # Sockets of clients over ZMQ, by connection number.
+        self._sockets: dict[int, tuple[Endpoint, TcpConnection]] = {}
+        self._seen: dict[int, float] = {}  # when each client without an arena last sent something
         self._sweeping: asyncio.TimerHandle | None = None
         self._answering: set[asyncio.Task[None]] = set()
         self._malformed = self._unsent = self._silent = 0
 
     def listen(self, url: Url, listening: socket.socket | None = None) -> Endpoint:
-        """``listening`` is bound to the path of an ``ipc://`` address. Raises
-        :class:`~tierstore.errors.UsageError`."""
+        """Listen at ``url``. ``listening`` is bound to the path of an ``ipc://`` address. Raise
+        :class:`~tierstore.errors.UsageError` if that fails."""
         endpoint = Endpoint(self._context, url, self._keys, self._take, self._count_malformed, listening)
         self.endpoints.append(endpoint)
         return endpoint
@@ -74,7 +74,7 @@ class Server:
         self.listeners.append(ArenaListener(path, listening, fd, nbytes, self._take, self._arena_gone))
 
     def stats(self) -> ServerStats:
-        """A snapshot. From any thread."""
+        """Return a snapshot. Callable from any thread."""
         listeners: list[Listener] = [*self.endpoints, *self.listeners]
         return ServerStats(
             received=sum(each.received for each in listeners),
@@ -88,7 +88,7 @@ class Server:
         )
 
     async def close(self) -> None:
-        """Stop listening, end every connection. What is being answered is not waited for."""
+        """Stop listening and end every connection. Requests that are being handled get no answer."""
         for endpoint in self.endpoints:
             endpoint.close()
         for listener in self.listeners:
@@ -112,7 +112,9 @@ class Server:
     def _take(self, listener: Listener, received: Received) -> None:
         if received.version != p.VERSION:
             self._malformed += 1
-            self._refuse(listener, received.peer, 0, "version", f"this daemon speaks version {p.VERSION[0]}")
+            self._refuse(
+                listener, received.peer, 0, "version", f"this daemon uses protocol version {p.VERSION[0]}"
+            )
             return
         message = self._decode(listener, received)
         if message is None:
@@ -124,9 +126,11 @@ class Server:
             if not isinstance(message, p.OneWay):
                 self._refuse(listener, received.peer, message.id, "connection", "say Hello first")
         elif isinstance(listener, ArenaListener) and isinstance(message, p.Fetch | p.Write):
-            self._refuse(listener, received.peer, message.id, "usage", "pages go through the arena here")
+            self._refuse(
+                listener, received.peer, message.id, "usage", "local clients must use the arena for pages"
+            )
         elif isinstance(message, p.Bye):
-            if not connection.local:  # who has mapped the arena may be writing there until it hangs up
+            if not connection.local:  # a local client may write to the arena until it closes its socket
                 self._end(connection)
         else:
             if not connection.local:
@@ -137,7 +141,7 @@ class Server:
         body = received.body
         try:
             if len(body) > _MOST_SMALL_BYTES and _tag(bytes(body[:_HEAD_BYTES])) not in _BULKY:
-                raise msgspec.ValidationError("too large for what it is")
+                raise msgspec.ValidationError("too large for its type")
             return p.decode_request(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._malformed += 1
@@ -170,7 +174,7 @@ class Server:
     ) -> None:
         answer = await reply
         if isinstance(answer, PageFrames) and connection.number not in self._routes:
-            answer.sent()  # the connection has ended, so no client reads them
+            answer.sent()  # the connection has ended: no client reads the pages
             return
         self._send(listener, peer, answer)
 
@@ -185,10 +189,10 @@ class Server:
         if not sent:
             self._unsent += 1
 
-    # -- sessions ------------------------------------------------------------------------------------
+    # -- client connections -------------------------------------------------------------------------------
 
     def let_in(self, tenants: dict[bytes, str]) -> None:
-        """From now on the clients with these keys are let in. Connections of tenants without one end."""
+        """Admit clients with these keys from now on. Connections of tenants without a key end."""
         if self._doorkeeper is None:
             return
         self._doorkeeper.let_in(tenants)
@@ -197,21 +201,23 @@ class Server:
                 self._end(connection)
 
     def _is_let_in(self, tenant: str) -> bool:
-        """Whether a peer still is: ZMQ has let it in once, and keys may have gone since. Local ones have no
-        tenant."""
+        """Return whether a peer is still admitted: keys may have been removed since ZMQ admitted it. Local
+        peers have no tenant."""
         return not tenant or (self._doorkeeper is not None and tenant in self._doorkeeper)
 
     def _hello(
         self, listener: Listener, received: Received, m: p.Hello, before: ClientConnection | None
     ) -> None:
         if not self._is_let_in(received.tenant):
-            self._refuse(listener, received.peer, m.id, "connection", "this key is not let in any more")
+            self._refuse(listener, received.peer, m.id, "connection", "this key is no longer admitted")
             return
         if not m.token:
             if before is not None:
                 self._end(before)
             if not self._may_serve(listener, received):
-                self._refuse(listener, received.peer, m.id, "busy", "as many clients are served as may be")
+                self._refuse(
+                    listener, received.peer, m.id, "busy", "the daemon serves its maximum of clients"
+                )
                 return
             connection = self._service.begin(m.client, local=False, tenant=received.tenant)
             self._seen[connection.number] = self._loop.time()
@@ -221,13 +227,13 @@ class Server:
             arena = next((listener for listener in self.listeners if m.token in listener), None)
             if not own or arena is None or not arena.serve(m.token):
                 self._refuse(
-                    listener, received.peer, m.id, "connection", "this token is not (any more) known"
+                    listener, received.peer, m.id, "connection", "this token is unknown or has expired"
                 )
                 return
             known = self._by_token.get(m.token)
             if before is not None and before is not known:
                 self._end(before)
-            # Once more from the same process: what it holds it still holds, it may be writing there.
+            # The same process again: it keeps what it holds, because it may be writing there.
             connection = known or self._service.begin(m.client, local=True, tenant=received.tenant)
             self._by_token[m.token] = connection
             self._connections_by_route.pop(
@@ -246,7 +252,7 @@ class Server:
         return not isinstance(listener, Endpoint) or tcp is None or listener.serve(tcp)
 
     def _arena_gone(self, token: bytes) -> None:
-        """The process behind an arena connection has ended: so has its connection."""
+        """End the connection of the process behind an arena connection that has ended."""
         connection = self._by_token.pop(token, None)
         if connection is not None:
             self._end(connection)
@@ -267,8 +273,8 @@ class Server:
             self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
-        """End the connections of clients that have been silent too long. Runs only while there are such
-        clients."""
+        """End the connections of clients that were silent for too long. Runs only while there are clients
+        without an arena."""
         self._sweeping = None
         silent_since = self._loop.time() - p.SILENCE_S
         for number, seen in list(self._seen.items()):
@@ -280,12 +286,13 @@ class Server:
 
 
 def _tag(body: bytes) -> bytes:
-    """The name of a message, from its first bytes (an array of fewer than 16, a text of fewer than 32)."""
+    """Return the name of a message from its first bytes (an array of fewer than 16, a text of fewer than
+    32)."""
     return body[2 : 2 + (body[1] & 0x1F)] if len(body) > 1 and body[1] & 0xE0 == 0xA0 else b""
 
 
 def _id(body: bytes) -> int | None:
-    """The id of a request that is none, if it can be read."""
+    """Return the id of a malformed request; None if it cannot be read."""
     tag = _tag(body)
     start = 2 + len(tag)
     sizes = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}

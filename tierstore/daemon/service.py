@@ -1,13 +1,13 @@
-"""What the daemon does for its clients, without sockets: a message in, an answer or a coroutine that ends in
-one out.
+"""The service of a daemon, without sockets: a message goes in, and an answer, or a coroutine that returns
+one, comes out.
 
-Each client connection has a :class:`~tierstore.core.backend.LocalBackend` of its own, which decides. The
-verbs are functions of a connection and a message: those of :mod:`tierstore.daemon.lookups` find pages, those
-of :mod:`tierstore.daemon.transfers` move them, and the rest are in :mod:`tierstore.daemon.administration`. A
+Each client connection has its own :class:`~tierstore.core.backend.LocalBackend`, which decides. The handlers
+are functions of a connection and a message. Those in :mod:`tierstore.daemon.lookups` find pages, those in
+:mod:`tierstore.daemon.transfers` move them, and the others are in :mod:`tierstore.daemon.administration`. A
 connection reads and checks its messages (:mod:`tierstore.daemon.client_connections`).
 
-Everything runs on the event loop's thread and nothing blocks it: what is in memory is answered at once, what
-has to be waited for is a coroutine over a transfer or a thread.
+Everything runs on the event loop's thread, and nothing blocks it. Requests for pages in memory are answered
+at once. Other requests become coroutines that wait for a transfer or a thread.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _LATENCY_OF: dict[type, str] = {
 
 
 class Service:
-    """Passes requests to the verbs, and counts them. ``stats_json`` makes the answer to :class:`p.Stats`."""
+    """Dispatches requests to their handlers and counts them. ``stats_json`` makes the answer to
+    :class:`p.Stats`."""
 
     def __init__(self, core: Core, settings: Settings, *, stats_json: Callable[[], bytes]) -> None:
         self.state = ServiceState(core, stats_json)
@@ -73,7 +74,7 @@ class Service:
         self._latency = {name: Histogram() for name in ("lookup", "load", "save")}
         self._slowest = Slowest()
 
-    # -- sessions ------------------------------------------------------------------------------------
+    # -- client connections -----------------------------------------------------------------------------
 
     def begin(self, name: str, *, local: bool, tenant: str = "") -> ClientConnection:
         client = Client(name[:200], local, tenant)
@@ -92,13 +93,13 @@ class Service:
         )
 
     def end(self, connection: ClientConnection) -> None:
-        """The client is dead, or has gone: take back what it held. Idempotent."""
+        """End a connection whose client has gone, and take back everything that it held. Idempotent."""
         if self.state.connections.pop(connection.number, None) is not None:
             self._clients_ended += 1
             connection.backend.end()
 
     def close(self) -> None:
-        """End all connections and the threads. What still waits for a disk is answered to nobody."""
+        """End all connections and threads. Requests that wait for a disk get no answer."""
         for connection in list(self.state.connections.values()):
             self.end(connection)
         self.state.threads.shutdown(wait=False, cancel_futures=True)
@@ -108,7 +109,8 @@ class Service:
     def handle(
         self, connection: ClientConnection, m: p.Request, frames: Sequence[memoryview] = ()
     ) -> Reply | Awaitable[Reply]:
-        """What to answer: None for messages that have no answer. Never raises, nor does the coroutine."""
+        """Return the answer; None for messages without an answer. Neither this method nor the coroutine
+        raises."""
         started = time.perf_counter()
         try:
             self._requests[type(m).__name__] += 1
@@ -136,13 +138,13 @@ class Service:
 
     def _took(self, m: p.Request, started: float) -> None:
         name = _LATENCY_OF.get(type(m))
-        if name is not None and not (isinstance(m, p.Find) and m.expect):  # that one waits on purpose
+        if name is not None and not (isinstance(m, p.Find) and m.expect):  # such a request waits on purpose
             now = time.perf_counter()
             self._latency[name].add(now - started)
             self._slowest.add(type(m).__name__, now - started, now)
 
     def refuse(self, number: int, kind: str, message: str) -> p.Refused:
-        """An answer to a request that cannot be handled; counted."""
+        """Return the answer to a request that cannot be handled, and count it."""
         self._refused[kind] += 1
         return p.Refused(number, kind, message)
 
@@ -156,18 +158,18 @@ class Service:
             kind, message = "busy", "the daemon is shutting down"
         else:
             self._failed_requests += 1
-            _log.error("a %s failed", type(m).__name__, exc_info=error)
+            _log.error("request %s failed", type(m).__name__, exc_info=error)
         refused = self.refuse(0 if isinstance(m, p.OneWay) else m.id, kind, message)
         return None if isinstance(m, p.OneWay) else refused
 
     # -- counting ------------------------------------------------------------------------------------
 
     def lookups(self) -> int:
-        """How many have come: while none come, no engine begins anything."""
+        """Return the number of lookups so far. Without new lookups, no engine starts a request."""
         return self._requests[p.Find.__name__] + self._requests[p.FindHit.__name__]
 
     def stats(self) -> ServiceStats:
-        """A snapshot. From any thread."""
+        """Return a snapshot. Callable from any thread."""
         core = self._core
         connections = list(self.state.connections.values())
         with core.state.lock:

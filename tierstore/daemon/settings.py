@@ -1,7 +1,9 @@
-"""The daemon's settings: flags before ``TIERSTORE_…`` in the environment before the file before the defaults.
+"""The daemon's settings, from flags, then ``TIERSTORE_…`` in the environment, then the file, then the
+defaults.
 
 Every setting has one spelling: ``host_bytes`` is ``--host-bytes``, ``TIERSTORE_HOST_BYTES`` and
-``host_bytes`` in the file. A setting that does not exist is an error, not a shrug."""
+``host_bytes`` in the file. An unknown setting is an error.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
 PREFIX = "TIERSTORE_"
-_OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # the engine's and the proxy's
+_OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # settings of the engine and the proxy
 _KUBERNETES = re.compile(
     r"TIERSTORE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.*"
     r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*)"
@@ -43,56 +45,57 @@ _MOST_RESERVE = 1 * GIB
 
 
 def default_listen() -> str:
-    """Where the daemon of this user listens when nothing else is said."""
+    """Return the default address of this user's daemon."""
     return f"ipc://{default_directory()}/tierstore.sock"
 
 
 HELP: Mapping[str, str] = {
     "listen": "Where clients connect: ipc://PATH or tcp://HOST:PORT, comma-separated",
-    "host_bytes": "The host arena",
-    "disk": "The disk tier's directory (without one, pages live as long as the daemon)",
-    "disk_bytes": "Cap on everything under that directory",
-    "disk_write_budget": "Bytes of pages that may be written there a day (0: any number)",
-    "disk_codec": f"How pages are kept there: {', '.join(codec.NAMES)}",
-    "page_bytes": "The size most pages will have: shares the disk out",
-    "policy": f"Which page leaves a full tier next: {', '.join(POLICIES)}",
+    "host_bytes": "Size of the arena in host memory",
+    "disk": "Directory of the disk tier (without one, pages live as long as the daemon)",
+    "disk_bytes": "Cap on everything in that directory",
+    "disk_write_budget": "Bytes of pages written to disk per day (0: unlimited)",
+    "disk_codec": f"Compression of pages on disk: {', '.join(codec.NAMES)}",
+    "page_bytes": "Size of most pages; it divides the disk",
+    "policy": f"Order in which pages leave a full tier: {', '.join(POLICIES)}",
     "lease_s": "How long a lookup holds its pages",
-    "reserve_bytes": "What one client may hold in reservations (0: a quarter of the arena, at most 1 GiB)",
-    "server_key": "The daemon's own key file: needed for tcp:// off loopback",
-    "tenants": "Directory with the public keys of the clients that are let in, TENANT.key",
+    "reserve_bytes": "Limit of one client's reservations (0: a quarter of the arena, at most 1 GiB)",
+    "server_key": "The daemon's own key file, required for tcp:// off loopback",
+    "tenants": "Directory with the public keys of the admitted clients, TENANT.key",
     "quotas": "Bytes of the arena by tenant: TENANT=SIZE, comma-separated",
-    "metrics_port": "Serve /metrics, /healthz, /readyz and a page to watch on this port (0: do not)",
-    "metrics_host": "The address of that port",
-    "dashboard_token": "File with the token that the page asks for (needed off loopback)",
-    "events": "Publish KV events as vLLM does, at URL (ipc://PATH or tcp://127.0.0.1:PORT), or MODEL=URL, "
-    "comma-separated, for an endpoint of each model (empty: do not)",
-    "events_replay": "Where who missed some may ask for them again: URL, or MODEL=URL",
-    "events_topic": "The topic of all of them; {model} in it is the endpoint's model",
+    "metrics_port": "Port of /metrics, /healthz, /readyz and the dashboard (0: off)",
+    "metrics_host": "Address of that port",
+    "dashboard_token": "File with the dashboard's token (required off loopback)",
+    "events": "Publish KV events in vLLM's format at URL (ipc://PATH or tcp://127.0.0.1:PORT), or at "
+    "MODEL=URL, comma-separated, with one endpoint per model (empty: off)",
+    "events_replay": "Replay endpoint for missed events: URL or MODEL=URL",
+    "events_topic": "Topic of all events; {model} is replaced by the endpoint's model",
     "events_encoding": f"One of {', '.join(EVENT_ENCODINGS)} (array: for followers of vLLM up to 0.23)",
-    "events_block_tokens": "Tell of blocks of so many tokens, into which pages are divided (0: of pages)",
-    "events_tenants": "Tell of tenants' pages, too (true or false)",
+    "events_block_tokens": "Tokens of a block in the events; it divides a page's tokens (0: whole pages)",
+    "events_tenants": "Include pages of tenants in the events (true or false)",
     "events_connect": "Connect to the URL instead of listening there (true or false)",
-    "events_anywhere": "Let other machines listen: events hold prompts in clear (true or false)",
-    "cluster": "Share pages with other hosts through the shared store at mooncake://HOST:PORT or etcd://HOST:PORT",
-    "cluster_publish": f"What others are given: {', '.join(PUBLISH)} (reused: what has been asked for again)",
-    "cluster_min_tokens": "Ask the shared store where at least so many tokens of a prompt are not held here",
+    "events_anywhere": "Allow followers on other machines: events have prompts in clear text (true or false)",
+    "cluster": "Share pages with other hosts through the shared store at mooncake://HOST:PORT or "
+    "etcd://HOST:PORT",
+    "cluster_publish": f"Which pages to publish: {', '.join(PUBLISH)} (reused: those requested again)",
+    "cluster_min_tokens": "Ask the shared store if at least this many tokens of a prompt are not held here",
     "cluster_look_s": "How long a lookup waits for the shared store's answer",
-    "cluster_bytes_per_s": "Publish at most so many bytes a second (0: any number)",
-    "cluster_staging": "Memory that pages pass through on their way",
-    "cluster_secret": "File with 16 to 64 bytes that all hosts share: without it pages have no name",
+    "cluster_bytes_per_s": "Limit of published bytes per second (0: unlimited)",
+    "cluster_staging": "Size of the buffers for pages to and from other hosts",
+    "cluster_secret": "File with 16 to 64 bytes that all hosts share; the names of pages depend on it",
     "cluster_protocol": "tcp or rdma",
-    "cluster_devices": "For rdma: mlx5_0,mlx5_1",
-    "cluster_host": "This host's address in the shared store (default: the one on the way to it)",
-    "drain_s": "How long SIGTERM waits for pages on their way to disk",
+    "cluster_devices": "RDMA devices, such as mlx5_0,mlx5_1",
+    "cluster_host": "This host's address in the shared store (default: the one it connects from)",
+    "drain_s": "How long SIGTERM waits for writes to disk",
     "log_level": f"One of {', '.join(LOG_LEVELS)}",
     "log_format": f"One of {', '.join(LOG_FORMATS)}",
 }
-_RELOADED = frozenset({"quotas", "drain_s", "log_level"})  # what can change while running
+_RELOADED = frozenset({"quotas", "drain_s", "log_level"})  # can change at run time
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All of them; ``HELP`` says what they mean. Raises :class:`UsageError` for what cannot work together."""
+    """All settings; ``HELP`` describes them. Raises :class:`UsageError` for inconsistent values."""
 
     listen: tuple[str, ...] = field(default_factory=lambda: (default_listen(),))
     host_bytes: int = 8 * GIB
@@ -160,7 +163,9 @@ class Settings:
             )
         for model in self.events_replay.keys() - self.events.keys():
             what = f"of {model}" if model else "of all models"
-            raise UsageError(f"events_replay has an endpoint {what}, and events has none: name both alike")
+            raise UsageError(
+                f"events_replay has an endpoint {what}, but events has none: use the same models in both"
+            )
         for name, least in (("lease_s", 0.1), ("drain_s", 0.0), ("cluster_look_s", 0.0)):
             if not least <= getattr(self, name) <= 86400:
                 raise UsageError(f"{name} is {getattr(self, name)}: give {least} to 86400 seconds")
@@ -173,14 +178,14 @@ class Settings:
         file: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Settings:
-        """Settings from all places. ``flags`` that are None were not given."""
+        """Read the settings from all places. ``flags`` that are None were not given."""
         with _reading(file):
             text = "" if file is None else file.read_text("utf-8")
         return cls._put_together(flags, file, text, environment)
 
     @classmethod
     async def load_again(cls, flags: Mapping[str, object], *, file: Path | None) -> Settings:
-        """:meth:`load` in the middle of serving: the file is read beside the event loop."""
+        """:meth:`load` while serving: the file is read without blocking the event loop."""
         text = ""
         with _reading(file):
             if file is not None:
@@ -217,8 +222,8 @@ class Settings:
         return cls(**given)
 
     def reloaded(self, newer: Settings) -> tuple[Settings, list[str]]:
-        """These settings with what can change while running taken from ``newer``, and the names of those that
-        differ and need a restart."""
+        """Return these settings with the values of ``newer`` that can change at run time, and the names of
+        changed settings that need a restart."""
         stuck = [
             name for name in HELP if name not in _RELOADED and getattr(self, name) != getattr(newer, name)
         ]
@@ -243,18 +248,19 @@ def _toml(file: Path | None, text: str) -> dict[str, object]:
 
 
 def _is_kubernetes(variable: str, value: str) -> bool:
-    """Whether Kubernetes has put this variable into the container, for a Service named ``tierstore…``."""
+    """Return whether Kubernetes has set this variable in the container, for a Service named
+    ``tierstore…``."""
     return _KUBERNETES.fullmatch(f"{variable}={value}") is not None
 
 
 def _require_known(name: str, where: str) -> None:
     if name not in HELP:
         near = difflib.get_close_matches(name, HELP, n=1, cutoff=0)[0]
-        raise UsageError(f"{where}there is no setting {name!r}; the nearest is {near!r}")
+        raise UsageError(f"{where}there is no setting {name!r}, the nearest is {near!r}")
 
 
 def _parse(name: str, value: object) -> object:
-    """A value as it is written in any of the places. Raises :class:`UsageError`."""
+    """Parse a value as it is written in any of the places. Raise :class:`UsageError` if it is malformed."""
     try:
         return _PARSERS[name](value)
     except (TypeError, ValueError) as error:
@@ -324,7 +330,7 @@ def _flag(value: object) -> bool:
 
 
 def _urls(value: object) -> dict[str, str]:
-    """Endpoints by model: ``URL`` alone is for all models."""
+    """Parse endpoints by model. ``URL`` alone is for all models."""
     if isinstance(value, str):
         named = re.compile(r"([^=]*?)=(\w+://.*)")
         parts = [(part, named.fullmatch(part)) for part in _names(value)]
@@ -340,7 +346,7 @@ def _urls(value: object) -> dict[str, str]:
 def _port(value: object) -> int:
     port = _number(value)
     if not 0 <= port < 1 << 16 or port != int(port):
-        raise ValueError("a port lies between 0 and 65535")
+        raise ValueError("a port must lie between 0 and 65535")
     return int(port)
 
 

@@ -1,4 +1,4 @@
-"""What a daemon can tell about itself: one frozen snapshot, for ``stats``, ``top`` and the metrics."""
+"""Statistics of a daemon: one frozen snapshot, for ``stats``, ``top`` and the metrics."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _LATELY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LatencyStats:
-    """From a request's arrival to its answer. ``counts`` has one entry for each of ``BOUNDS_S`` (not
-    cumulative) and one for all that took longer."""
+    """Latencies of requests, from arrival to answer. ``counts`` has one entry for each of ``BOUNDS_S`` (not
+    cumulative) and one for all longer ones."""
 
     counts: tuple[int, ...]
     sum_s: float
 
     def since(self, before: LatencyStats | None) -> LatencyStats:
-        """What came after ``before``; None: all of it."""
+        """Return the latencies after the snapshot ``before``; None: all of them."""
         if before is None:
             return self
         counts = tuple(new - old for new, old in zip(self.counts, before.counts, strict=True))
         return LatencyStats(counts, self.sum_s - before.sum_s)
 
     def quantile(self, share: float) -> float | None:
-        """The least bound below which ``share`` of the requests took, infinite for the last one; None without
-        any."""
+        """Return the smallest bound below which ``share`` of the requests took; infinity for the last one,
+        None without requests."""
         total = sum(self.counts)
         if not total:
             return None
@@ -45,7 +45,7 @@ class LatencyStats:
 
 
 class Histogram:
-    """Counts latencies."""
+    """Counts latencies in buckets."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_S) + 1)
@@ -60,15 +60,16 @@ class Histogram:
 
 
 class Slowest:
-    """The longest that a request of each kind took in the last minute, or (its halves go by as one) half."""
+    """The longest time of a request of each kind in the last 30 to 60 seconds. (It forgets half a minute at
+    once.)"""
 
     def __init__(self) -> None:
         self._now: dict[str, float] = {}
         self._before: dict[str, float] = {}
-        self._ends = 0.0  # of the half minute that ``_now`` is about, by the clock of whoever adds
+        self._ends = 0.0  # end of the half minute of ``_now``, by the caller's clock
 
     def add(self, name: str, seconds: float, at: float) -> None:
-        """A request that was answered at ``at``."""
+        """Add a request that was answered at ``at``."""
         if at >= self._ends:
             self._before = self._now if at < self._ends + _LATELY_S else {}
             self._now = {}
@@ -77,8 +78,8 @@ class Slowest:
             self._now[name] = seconds
 
     def stats(self, at: float) -> dict[str, float]:
-        """As of ``at``, the slowest first."""
-        before, now = self._before.copy(), self._now.copy()  # requests go on meanwhile
+        """Return the longest times as of ``at``, the slowest request first."""
+        before, now = self._before.copy(), self._now.copy()  # other threads may add requests meanwhile
         if at >= self._ends:
             before, now = {}, now if at < self._ends + _LATELY_S else {}
         slowest = {name: max(before.get(name, 0.0), now.get(name, 0.0)) for name in {**before, **now}}
@@ -87,14 +88,14 @@ class Slowest:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """One tenant (the empty name: clients without one)."""
+    """Statistics of one tenant (empty name: clients without a tenant)."""
 
     lookup_tokens: int
     hit_tokens: Mapping[str, int]  # by tier
     host_bytes: int
     quota_bytes: int | None
     pinned_pages: int = 0
-    pinned_bytes: int = 0  # of all tiers: pages count once
+    pinned_bytes: int = 0  # in all tiers; each page counts once
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class ClientStats:
 
 @dataclass(frozen=True, slots=True)
 class LayersStats:
-    """What is kept of the layers of a model that remember the past alike, by all clients."""
+    """The pages of one group of a model's layers, those of all clients."""
 
     model: str
     layers: str
@@ -121,7 +122,7 @@ class LayersStats:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """What the clients do. Everything but the connections counts from the start."""
+    """Statistics of the requests. Everything but the connections counts from the daemon's start."""
 
     connections: int
     leases: int
@@ -131,41 +132,41 @@ class ServiceStats:
     clients_ended: int
     requests: Mapping[str, int]  # by message
     refused: Mapping[str, int]  # by kind
-    failed_requests: int  # by a bug of ours
-    promised_lookups: int  # that waited for pages which somebody had promised
-    broken_promises: int  # of these, those whose pages had not all come when the time was over
+    failed_requests: int  # because of a bug in tierstore
+    promised_lookups: int  # lookups that waited for promised pages
+    broken_promises: int  # those whose pages did not all arrive in time
     quota_evicted_pages: int
-    latency: Mapping[str, LatencyStats]  # of lookup, load, save
-    slowest_s: Mapping[str, float]  # by message, in the last minute; the slowest first
+    latency: Mapping[str, LatencyStats]  # of lookup, load and save
+    slowest_s: Mapping[str, float]  # by message, in the last minute, slowest first
     tenants: Mapping[str, TenantStats]
     clients: tuple[ClientStats, ...]
-    layers: tuple[LayersStats, ...] = ()  # a model's one after the other, the one with the most bytes first
+    layers: tuple[LayersStats, ...] = ()  # grouped by model; the model with most bytes comes first
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """What went over the sockets. Counts from the start."""
+    """Traffic on the sockets, counted from the daemon's start."""
 
     received: int
     received_bytes: int
     sent: int
-    malformed: int  # messages that were none, dropped or refused
-    unsent: int  # answers to peers that had gone, or did not read
-    silent_clients: int  # clients over TCP that were taken for dead
-    denied: int  # CURVE keys that are not allowed here
+    malformed: int  # received data that is not a message
+    unsent: int  # answers to peers that were gone or did not read
+    silent_clients: int  # TCP clients that were silent for too long
+    denied: int  # CURVE keys that are not admitted
     arena_connections: int
 
 
 @dataclass(frozen=True, slots=True)
 class EventStats:
-    """What an endpoint has told since the start."""
+    """Events of one endpoint since the daemon's start."""
 
-    model: str  # empty: of all models
+    model: str  # empty: all models
     batches: int
     events: int
-    lost_changes: int  # that were not told in time: followers had to begin anew
-    replays: int  # asked for
-    snapshots: int  # of these, asked for more than was known
+    lost_changes: int  # not reported in time: followers had to start again
+    replays: int  # requested by followers
+    snapshots: int  # replays for batches that were not kept any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +180,13 @@ class DaemonStats:
     store: StoreStats
     service: ServiceStats
     server: ServerStats
-    events: tuple[EventStats, ...] = ()  # for each endpoint of KV events
+    events: tuple[EventStats, ...] = ()  # one for each endpoint of KV events
     cluster: ClusterStats | None = None
 
 
 @functools.cache
 def version() -> str:
-    """Of this package."""
+    """Return the version of this package."""
     try:
         return importlib.metadata.version("tierstore")
     except importlib.metadata.PackageNotFoundError:

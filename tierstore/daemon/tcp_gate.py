@@ -1,8 +1,9 @@
-"""Watches over the TCP connections that libzmq accepts, for the rule of :mod:`tierstore.wire.listener`.
+"""Limits the TCP connections that libzmq accepts, by the rule of :mod:`tierstore.wire.listener`.
 
-libzmq accepts by itself, so that pages go from its thread to the network without another copy. Its monitor
-says what it has accepted. A connection ends when its socket is shut down: libzmq believes that the client did
-it. A descriptor's number may be used again at any time, so a connection is known by its inode as well.
+libzmq accepts connections itself, so that pages go from its thread to the network without another copy. Its
+monitor reports the accepted connections. The gate ends a connection by shutting down its socket, which looks
+to libzmq as if the client had done so. The number of a descriptor may be reused at any time, so connections
+are identified by their inode as well.
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ from tierstore.descriptors import in_reserve
 from tierstore.wire.listener import ListenerPlace, Places, SlowLog, shut_down
 
 _EVENT = struct.Struct("=hi")
-# Not EVENT_ACCEPT_FAILED: without a free descriptor libzmq tries again at once, and sends one each time. They
-# would fill the memory faster than they are read.
+# Not EVENT_ACCEPT_FAILED: without a free descriptor libzmq retries continuously and sends one event each
+# time. They would fill the memory faster than they are read.
 _MONITORED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 _BATCH = 256  # events read in one round of the event loop
 
 
 class TcpConnection(NamedTuple):
-    """A connection that libzmq serves."""
+    """A TCP connection that libzmq serves."""
 
     fd: int
     inode: int
 
     @classmethod
     def at(cls, fd: int) -> TcpConnection | None:
-        """The connection with this descriptor; None where it has ended."""
+        """Return the connection with this descriptor; None if it has ended."""
         try:
             return cls(fd, os.fstat(fd).st_ino)
         except OSError:
             return None
 
     def hang_up(self) -> None:
-        """End the connection, if it has not ended."""
+        """End the connection if it has not ended."""
         if TcpConnection.at(self.fd) == self:
             with contextlib.suppress(OSError):
                 end = socket.socket(fileno=self.fd)
                 shut_down(end)
-                end.detach()  # closing it is libzmq's business
+                end.detach()  # libzmq closes it
 
 
 class TcpGate:
-    """The connections of a ZMQ socket that is bound to TCP, at most ``most`` of them. Make it before the
-    socket is bound. Belongs to the running event loop."""
+    """The connections of a ZMQ socket on TCP, at most ``most``. Make the gate before the socket is bound.
+    Belongs to the running event loop."""
 
     def __init__(self, context: zmq.Context[Any], socket_: zmq.Socket[Any], most: int) -> None:
         self.places = Places(most)
@@ -63,7 +64,7 @@ class TcpGate:
         self._monitored = socket_
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.linger = 0
-        self._monitor.rcvhwm = 0  # libzmq's thread must never wait for this one
+        self._monitor.rcvhwm = 0  # libzmq's thread must never wait for this socket
         socket_.monitor(address, _MONITORED)
         self._monitor.connect(address)
         self._fd = self._monitor.fd
@@ -72,12 +73,12 @@ class TcpGate:
 
     def place(self, connection: TcpConnection) -> ListenerPlace:
         """Return a connection's place."""
-        self._read()  # its first message may come before the monitor's
+        self._read()  # a first message may come before the monitor's event
         known = self._entered.get(connection)
         return known if known is not None else self._enter(connection)
 
     def close(self) -> None:
-        """Watch no more. Call it before the socket is closed."""
+        """Stop watching. Must be called before the socket is closed."""
         self._loop.remove_reader(self._fd)
         self._monitored.disable_monitor()
         self._monitor.close(0)
@@ -89,7 +90,7 @@ class TcpGate:
         for _ in range(_BATCH):
             try:
                 event, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:  # there is nothing to read, or it was closed
+            except zmq.ZMQError:  # nothing to read, or closed
                 return
             kind, value = _EVENT.unpack(event[: _EVENT.size])
             if kind == zmq.EVENT_ACCEPTED:
@@ -97,7 +98,7 @@ class TcpGate:
                     self._enter(connection)
             else:
                 self._leave(value)
-        self._loop.call_soon(self._read)  # the monitor's descriptor does not say again that there is more
+        self._loop.call_soon(self._read)  # the monitor's descriptor does not signal the rest again
 
     def _enter(self, connection: TcpConnection) -> ListenerPlace:
         known = self._entered.get(connection)
@@ -105,7 +106,7 @@ class TcpGate:
             return known
         self._leave(connection.fd)
         if in_reserve(connection.fd) and not self.places.make_room():
-            self._logs.warning("a connection was refused: few file descriptors are free (ulimit -n)")
+            self._logs.warning("refused a connection: too few file descriptors are free (ulimit -n)")
             self.places.refused += 1
             connection.hang_up()
         place = self._entered[connection] = self.places.enter(connection.hang_up)

@@ -1,4 +1,5 @@
-"""The verbs that move pages between the daemon and its clients: through the arena, or in frames."""
+"""Handlers of requests that move pages between the daemon and its clients: through the arena, or in
+frames."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from tierstore.errors import StoreClosedError
 from tierstore.types import Hint, Reuse
 from tierstore.wire import messages as p
 
-_SENDING_BYTES = 2 * p.MAX_FETCH_BYTES  # of pages on their way to one client over TCP
+_SENDING_BYTES = 2 * p.MAX_FETCH_BYTES  # limit of pages on their way to one TCP client
 
 
 def prefetch(connection: ClientConnection, m: p.Prefetch) -> Reply | Awaitable[Reply]:
     wait_s = checked_wait(m.wait_s)
     lease = connection.lease(m.lease)
     if m.first < 0:
-        raise Refusal("usage", f"there is no page {m.first}")
+        raise Refusal("usage", f"first must not be negative, got {m.first}")
     if lease is None:
         return p.Prefetched(m.id, 0)
     fetched = connection.backend.prefetch(lease, first=m.first, wait_s=wait_s)
@@ -54,7 +55,9 @@ async def fetch(connection: ClientConnection, m: p.Fetch) -> Reply:
         return p.Fetched(m.id, 0, b"")
     page_bytes = lease.page_bytes
     if count > 1 and count * page_bytes > p.MAX_FETCH_BYTES:
-        raise Refusal("usage", f"{count} pages of {page_bytes} bytes are more than {p.MAX_FETCH_BYTES}")
+        raise Refusal(
+            "usage", f"{count} pages of {page_bytes} bytes exceed the limit of {p.MAX_FETCH_BYTES} bytes"
+        )
     ends = time.monotonic() + wait_s
     nbytes = count * page_bytes
     if not await _room_to_send(connection, nbytes, wait_s):
@@ -80,8 +83,8 @@ async def fetch(connection: ClientConnection, m: p.Fetch) -> Reply:
 
 
 async def _room_to_send(connection: ClientConnection, nbytes: int, wait_s: float) -> bool:
-    """Wait until the client has read enough of what is on its way to it. A client that does not read costs no
-    more than that."""
+    """Wait until the client has read enough of the pages on their way. So the pages for a client that does
+    not read have a limit. Return False after ``wait_s`` seconds."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + wait_s
     while connection.sending_bytes and connection.sending_bytes + nbytes > _SENDING_BYTES:
@@ -106,7 +109,7 @@ def reserve(connection: ClientConnection, m: p.Reserve) -> Reply | Awaitable[Rep
     if m.first < 0 or m.count < 0 or m.first + m.count > view.num_chunks:
         raise Refusal(
             "usage",
-            f"chunks {m.first} … {m.first} + {m.count} do not lie within a prompt of {view.num_chunks}",
+            f"chunks {m.first} … {m.first} + {m.count} must lie within the prompt's {view.num_chunks} chunks",
         )
     hint = None
     if m.hint is not None:
@@ -122,7 +125,7 @@ def reserve(connection: ClientConnection, m: p.Reserve) -> Reply | Awaitable[Rep
         chunks = view.shared(range(m.first, min(m.first + m.count, view.whole_chunks)))
         if told.reservation:
             connection.sharing[told.reservation] = view.slice(chunks)[0], len(chunks)
-        elif elsewhere:  # it is here already, as far as it is
+        elif elsewhere:  # the pages are stored here already, or not at all
             missing = set(connection.backend.lookups.missing(view, len(chunks) * view.chunk_tokens).wait())
             held = [chunk for chunk in chunks if chunk not in missing]
             cluster.committed(view.slice(held)[0], len(held))
@@ -143,7 +146,7 @@ def _reserved(connection: ClientConnection, number: int, reservation: Reservatio
 
 
 def _offsets(connection: ClientConnection, addresses: Sequence[int]) -> bytes:
-    """Return where in the arena these addresses are."""
+    """Return the offsets of these addresses in the arena."""
     start = np.uint64(connection.backend.core.arena_address)
     offsets: npt.NDArray[np.uint64] = np.array(addresses, np.uint64) - start
     return offsets.tobytes()
@@ -154,22 +157,24 @@ def write(connection: ClientConnection, m: p.Write, frames: Sequence[memoryview]
     pages = reservation.pages[m.first : m.first + len(frames)] if m.first >= 0 else []
     nbytes = sum(frame.nbytes for frame in frames)
     if not frames or len(pages) != len(frames):
-        raise Refusal("usage", f"{len(frames)} frames are not pages {m.first} … of this reservation")
+        raise Refusal("usage", f"{len(frames)} frames do not fit the reservation from page {m.first} on")
     if any(frame.nbytes != reservation.page_bytes for frame in frames):
-        raise Refusal("usage", f"a page of this reservation has {reservation.page_bytes} bytes")
+        raise Refusal("usage", f"pages of this reservation must have {reservation.page_bytes} bytes")
     if len(frames) > 1 and nbytes > p.MAX_FETCH_BYTES:
-        raise Refusal("usage", f"{nbytes} bytes are more than the {p.MAX_FETCH_BYTES} of one Write")
+        raise Refusal("usage", f"{nbytes} bytes exceed the limit of {p.MAX_FETCH_BYTES} bytes for one Write")
     return then(connection.backend.write(reservation, m.first, frames), lambda _: p.Written(m.id))
 
 
 def commit(connection: ClientConnection, m: p.Commit) -> Reply | Awaitable[Reply]:
     reservation = connection.client.reservation(m.reservation)
     if len(m.done) % 4 or len(m.checksums) != 2 * len(m.done):
-        raise Refusal("usage", f"{len(m.done)} bytes of positions, {len(m.checksums)} of checksums")
+        raise Refusal(
+            "usage", f"{len(m.done)} bytes of positions do not match {len(m.checksums)} bytes of checksums"
+        )
     done = dict(zip(array.array("I", m.done), array.array("Q", m.checksums), strict=True))
     unknown = done.keys() - set(reservation.positions)
     if unknown or len(done) != len(m.done) // 4:
-        raise Refusal("usage", "positions that were not reserved, or twice")
+        raise Refusal("usage", "some positions were not reserved, or occur twice")
     if reservation.copying:
         raise Refusal("usage", "pages of this reservation are still being written")
     sharing = connection.sharing.pop(m.reservation, None)

@@ -180,7 +180,7 @@ def test_sighup_ends_the_sessions_of_tenants_whose_key_has_gone(keyed, directory
         with pytest.raises(StoreUnavailableError, match="say Hello first"):  # noqa: PT012
             while True:
                 operator.stats_json()
-        with pytest.raises(StoreUnavailableError, match="not let in any more"):
+        with pytest.raises(StoreUnavailableError, match="no longer admitted"):
             operator.ask(messages.Hello(0, b"", "ops"), messages.Welcome)
 
 

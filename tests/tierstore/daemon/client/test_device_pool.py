@@ -337,7 +337,7 @@ def test_a_lease_that_ended_during_copies_stops_the_engine(make_daemon, attach, 
     clock.advance(1000)
     held_copies.set()
     store._mover.drain()
-    with pytest.raises(DeviceError, match="5 pages may be others': the lease ended"):
+    with pytest.raises(DeviceError, match="the lease ended during the copy of 5 pages"):
         store.pool.arrivals(loaded.pages)
     assert store.stats().counters["expired_leases"] == 1
     store.release_hbm(loaded.pages)

@@ -108,5 +108,5 @@ def test_a_client_without_keys_is_not_let_in(curve, connect):
 
 def test_keys_without_tenants_let_nobody_in(tmp_path, start):
     server, _ = keys.generate(tmp_path, "server")
-    with pytest.raises(UsageError, match="lets nobody in"):
+    with pytest.raises(UsageError, match="admits no client"):
         start(server_key=server)

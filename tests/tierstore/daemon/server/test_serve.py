@@ -108,7 +108,7 @@ def test_sighup_takes_over_what_can_change(serve, tmp_path):
     process.send_signal(signal.SIGHUP)
     while "nearest is 'log_level'" not in (line := process.stderr.readline()):
         assert process.poll() is None
-    assert "the settings stay as they are" in line
+    assert "the settings are unchanged" in line
     assert isinstance(client.ask(p.Ping(0)), p.Pong)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 0

@@ -574,7 +574,7 @@ def test_a_dead_daemons_socket_is_replaced_and_a_file_is_not(start, connect, tmp
     daemon = start()
     assert isinstance(connect(daemon.url).ask(p.Ping(0)), p.Pong)
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(UsageError, match="no socket"):
+    with pytest.raises(UsageError, match="not a socket"):
         start(listen=(f"ipc://{tmp_path}/file",))
     assert (tmp_path / "file").read_text() == "precious"
 
