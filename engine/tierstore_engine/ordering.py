@@ -107,7 +107,7 @@ def turns(
 
     This is lazy: the first turn costs a sort, each turn a pass over the rest.
 
-    >>> short, long = Entry((0, 1, 1), [], 100), Entry((0, 0, 0), [], 9000)
+    >>> short, long = WaitingEntry((0, 1, 1), [], 100), WaitingEntry((0, 0, 0), [], 9000)
     >>> order = turns([long, short], Prefill(0.001), chunk_tokens=64, bound_s=1.0, now_s=0.0)
     >>> [turn.entry.tokens for turn in order]
     [100, 9000]

@@ -19,7 +19,7 @@ class EngineLoad:
 def rank_prefill(loads: Sequence[EngineLoad], turn: int = 0) -> list[int]:
     """Return the engines that are up, the shortest queue first. ``turn`` rotates equal engines.
 
-    >>> rank_prefill([Load(2, 900), Load(1, 4000), Load(0, 0, up=False)])
+    >>> rank_prefill([EngineLoad(2, 900), EngineLoad(1, 4000), EngineLoad(0, 0, up=False)])
     [0, 1]
     """
     return _ranked(loads, [load.tokens for load in loads], turn)
@@ -32,9 +32,9 @@ def rank_decode(loads: Sequence[EngineLoad], held: Sequence[int], tokens: int, t
     The best engine has the least work: the tokens that it does not hold, plus the tokens of its current
     requests. If all engines are down, all are returned, because only a request can tell.
 
-    >>> rank_decode([Load(3, 9000), Load(1, 2000)], [8000, 0], 8000)
+    >>> rank_decode([EngineLoad(3, 9000), EngineLoad(1, 2000)], [8000, 0], 8000)
     [0, 1]
-    >>> rank_decode([Load(3, 11000), Load(1, 2000)], [8000, 0], 8000)
+    >>> rank_decode([EngineLoad(3, 11000), EngineLoad(1, 2000)], [8000, 0], 8000)
     [1, 0]
     """
     if not any(load.up for load in loads):

@@ -49,8 +49,8 @@ class SentPrompts:
     """The prompts that were sent to each engine, as the last 262,144 used blocks of 256 bytes.
 
     >>> sent = SentPrompts(2)
-    >>> sent.note(Prompt(None, b"a" * 600), 1)
-    >>> sent.held(Prompt(None, b"a" * 2000))
+    >>> sent.note(RoutedPrompt(None, b"a" * 600), 1)
+    >>> sent.held(RoutedPrompt(None, b"a" * 2000))
     [0, 128]
     """
 
