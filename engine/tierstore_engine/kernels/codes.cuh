@@ -1,8 +1,8 @@
-// Codes of 8 and 4 bits for numbers, as kv_format.py has them: bit for bit, but for what is no number.
+// Codes of 8 and 4 bits for numbers, bit for bit like kv_format.py, except for NaN.
 #pragma once
 #include "numbers.cuh"
 
-// A code of 8 bits with `MANTISSA` bits of mantissa, its sign above its exponent.
+// A code of 8 bits with `MANTISSA` bits of mantissa; the sign is above the exponent.
 template <int MANTISSA, int BIAS>
 struct Float8 {
   static constexpr int BITS = 8;
@@ -16,7 +16,7 @@ struct Float8 {
     return sign | ((rounded >> SHIFT) - ((127 - BIAS) << MANTISSA));
   }
 
-  // Through a half, whose exponent is as wide or wider.
+  // Through a half, whose exponent is at least as wide.
   static __device__ __forceinline__ float decode(unsigned code) {
     const unsigned short bits = (code & 0x80) << 8 | (code & 0x7f) << (10 - MANTISSA);
     return __half2float(*reinterpret_cast<const __half*>(&bits)) * (1 << (15 - BIAS));

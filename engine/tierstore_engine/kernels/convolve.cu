@@ -1,11 +1,11 @@
-// The causal convolution before a recurrent state (states.cuh), with what it keeps of the tokens before.
+// The causal convolution before a recurrent state (states.cuh), and the inputs that it keeps for later tokens.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 #include "states.cuh"
 
-// SiLU of the convolution, every step rounded to T. grid (ceil(channels / 256), sequences), block 256: a channel for
-// each thread.
+// SiLU of the convolution, every step rounded to T. grid (ceil(channels / 256), sequences), block 256: one thread per
+// channel.
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(256)
     convolve(const T* __restrict__ inputs, int row_step,  // [tokens, channels], rows row_step apart

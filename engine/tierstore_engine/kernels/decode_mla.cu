@@ -1,15 +1,15 @@
-// Attention over latents (MLA, absorbed): one vector a token, which is the key of all heads and, but for its last
-// dimensions, their value. So a tile is copied once and read twice, by scores and by outputs.
+// Attention over latents (MLA, absorbed): one vector per token, which is the key of all heads. Without its last
+// dimensions it is also their value. So a tile is copied once and read twice, by scores and by outputs.
 //
-// An entry is one query token: the last of `lengths` tokens of a sequence. Decoding has an entry for each sequence;
-// a chunk of prefill one for each of its tokens. A block attends to one split of one entry for 16 of its heads, the
-// rows of an mma. All warps share a tile of TILE tokens: for the scores they take 8 tokens each, and for the outputs
-// 16 dimensions at a time, since no warp has registers for 512.
+// An entry is one query token: the last of `lengths` tokens of a sequence. Decoding has one entry per sequence; a
+// prefill chunk has one per token. A block attends to one split of one entry for 16 of its heads, the rows of an mma.
+// All warps share a tile of TILE tokens. For the scores each warp takes 8 tokens, and for the outputs 16 dimensions
+// at a time, because no warp has registers for 512.
 //
 //   S[16 x TILE] = Q K^T      the warps agree on each row's maximum     P = exp(S), to shared memory
 //   O[16 x RANK] += P K[:, :RANK]
 //
-// grid (ceil(heads / 16), the most splits that an entry has, entries), block WARPS * 32, dynamic shared memory
+// grid (ceil(heads / 16), most splits of an entry, entries), block WARPS * 32, dynamic shared memory
 // LatentTiles::BYTES.
 #include <ptx.cuh>
 
@@ -17,7 +17,7 @@
 #include "split.cuh"
 #include "tile.cuh"
 
-// What a block keeps in shared memory. Rows are padded with zeros to whole mma steps.
+// A block's shared memory. Rows are padded with zeros to whole mma steps.
 template <class T, int WIDTH, int WARPS, int TILE>
 struct LatentTiles {
   static constexpr int PADDED = (WIDTH + 15) / 16 * 16, ROWS = 16;
@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(WARPS * 32)
                const int* __restrict__ rows,   // [entries]: each one's row of queries
                const T* __restrict__ pool, long long page_stride, long long layer_offset,
                const int* __restrict__ tables, int table_stride,
-               const int* __restrict__ table_rows,  // [entries]: whose table; null: each entry has its own
-               const int* __restrict__ lengths,     // [entries]; 0: no such entry
-               float* __restrict__ part_out,        // [entries, gridDim.y, heads, RANK]; null: no splits, and to
+               const int* __restrict__ table_rows,  // [entries]: the row of its table; null: each entry has its own
+               const int* __restrict__ lengths,     // [entries]; 0: no entry
+               float* __restrict__ part_out,        // [entries, gridDim.y, heads, RANK]; null: no splits, writes `out`
                float* __restrict__ part_log2,       // [entries, gridDim.y, heads]
                T* __restrict__ out,                 // [tokens, heads, RANK]
                float* __restrict__ lse,             // [tokens, heads], natural logarithm, or null
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   using Tiles = LatentTiles<T, WIDTH, WARPS, TILE>;
   using Row = Tile<Tiles::PADDED>;
   constexpr int THREADS = WARPS * 32, STEPS = Tiles::PADDED / 16, GROUPS = TILE / 8, PIECES = RANK / 16;
-  constexpr int MINE = (PIECES + WARPS - 1) / WARPS;  // pieces of 16 output dimensions that a warp has at most
+  constexpr int MINE = (PIECES + WARPS - 1) / WARPS;  // most pieces of 16 output dimensions per warp
   static_assert(PAGE % TILE == 0 && GROUPS <= WARPS, "a tile lies in one page, and is scored at once");
   static_assert(WIDTH % 8 == 0 && RANK % 16 == 0 && RANK <= WIDTH, "values are a key's first dimensions");
   extern __shared__ __align__(16) unsigned char smem[];
@@ -77,22 +77,22 @@ __global__ void __launch_bounds__(WARPS * 32)
     T* const to = tile_at(token);
     for (int i = threadIdx.x; i < TILE * Row::CHUNKS; i += THREADS) {
       const int row = i / Row::CHUNKS, chunk = i % Row::CHUNKS;
-      // Tokens beyond the range become zeros: whatever lies there must not meet a weight of zero as NaN.
+      // Tokens beyond the range become zeros: their memory may hold NaN, and a weight of zero times NaN is NaN.
       const bool wanted = token + row < range.end && chunk < WIDTH / 8;
       const T* const from = page + (wanted ? (token % PAGE + row) * WIDTH + chunk * 8 : 0);
       ptx::cp_async16(to + Row::at(row, chunk), from, wanted);
     }
     ptx::cp_async_commit();
   };
-  load(range.begin);  // where a page begins, since nothing before is hidden: and so does a tile
+  load(range.begin);  // nothing before is hidden, so the range begins at a page, and at a tile
 
   const float scale_log2 = scale * LOG2_E;
   float sums[MINE][2][4] = {};
-  // Of the rows lane / 4 and lane / 4 + 8: the maximum is the block's, the denominator of the warp's own tokens.
+  // For the rows lane / 4 and lane / 4 + 8. The maximum is the block's, the denominator covers the warp's own tokens.
   float maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, denominator[2] = {0.f, 0.f};
   for (int token = range.begin; token < range.end; token += TILE) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // this tile is there for everybody, and everybody is done with the one before
+    __syncthreads();  // this tile has arrived, and no thread needs the previous one any more
     if (token + TILE < range.end) load(token + TILE);
     const T* const tile = tile_at(token);
 
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(WARPS * 32)
     if (warp < GROUPS) {
 #pragma unroll 4
       for (int step = 0; step < STEPS; step += 2) {
-        // Two steps of K in one load. There may be no second one: then what is loaded is not used.
+        // Two steps of K in one load. Without a second step the second half is not used.
         unsigned k[4], q[4];
         ptx::ldmatrix_x4(k, tile + Row::at(warp * 8 + lane % 8, min(step * 2 + lane / 8, Row::CHUNKS - 1)));
         ptx::ldmatrix_x4(q, shared.queries + Row::at(lane % 16, step * 2 + lane / 16));
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(WARPS * 32)
         if (lane % 4 == 0) shared.maxima[warp * 16 + half * 8 + lane / 4] = most;
       }
     }
-    __syncthreads();  // the maxima are there
+    __syncthreads();  // the maxima are written
 
     float rescale[2];
 #pragma unroll
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(WARPS * 32)
             Numbers<T>::narrow_pair(first, second);
       }
     }
-    __syncthreads();  // the weights are there
+    __syncthreads();  // the weights are written
 
 #pragma unroll
     for (int piece = 0; piece < MINE; piece++)
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(WARPS * 32)
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (lane % 4 == 0) shared.sums[warp * 16 + half * 8 + lane / 4] = sum;
   }
-  __syncthreads();  // the sums are there
+  __syncthreads();  // the sums are written
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = half * 8 + lane / 4;

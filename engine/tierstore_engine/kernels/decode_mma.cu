@@ -1,15 +1,15 @@
 // Paged decode on tensor cores: one new token per sequence, all query heads of a KV head at once.
 //
-// The query heads that share a KV head (`group`, up to 16) are the 16 rows of an mma operand, so K and V are
-// read from HBM once for all of them; rows beyond the group are zero. A block attends to one split of one
-// sequence for one KV head. Its warps take turns at tiles of 16 tokens, each with an online softmax and a
-// cp.async ring of its own: in the main loop no warp waits for another. Only at the end they meet and merge.
+// The query heads that share a KV head (`group`, up to 16) are the 16 rows of an mma operand, so K and V are read
+// from HBM once for all of them. Rows beyond the group are zero. A block attends to one split of one sequence for one
+// KV head. Its warps take turns at tiles of 16 tokens, each with its own online softmax and cp.async ring: in the
+// main loop no warp waits for another. They merge at the end.
 //
 //   S[16 rows x 16 tokens] = Q K^T        (K: ldmatrix, HEAD_DIM / 16 mma steps, two halves of 8 tokens)
 //   O[16 rows x HEAD_DIM] += softmax(S) V (S stays in registers: an mma result is laid out like an mma operand)
 //
-// grid (kv_heads, the most splits that a sequence has, sequences), block WARPS * 32, dynamic shared memory
-// WARPS * STAGES * 64 * HEAD_DIM bytes or what WarpStates needs, if that is more.
+// grid (kv_heads, most splits of a sequence, sequences), block WARPS * 32, dynamic shared memory WARPS * STAGES * 64
+// * HEAD_DIM bytes, or the size of WarpStates if that is larger.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(WARPS * 32)
     decode_mma(const T* __restrict__ queries,      // [tokens, heads, HEAD_DIM]
                const int* __restrict__ rows,       // [sequences]: each one's row of queries
                const typename KV::template Stored<T>* __restrict__ pool, long long page_stride,
-               long long layer_offset, const float* __restrict__ static_scales,  // of codes: null, or of the layer
+               long long layer_offset, const float* __restrict__ static_scales,  // for codes: null, or those of the layer
                const int* __restrict__ tables, int table_stride,
-               const int* __restrict__ lengths,    // [sequences], the new token included; 0: no such sequence
+               const int* __restrict__ lengths,    // [sequences], with the new token; 0: no sequence
                float* __restrict__ part_out,       // [sequences, gridDim.y, heads, HEAD_DIM]
                float* __restrict__ part_log2,      // [sequences, gridDim.y, heads]
                int group, int window, int chunk, int min_split_pages, int max_splits, float scale, float cap) {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(WARPS * 32)
                                                tables + sequence * table_stride, kv_head, kv_heads);
   const int heads = kv_heads * group, first_head = kv_head * group;
 
-  // The warp's tiles: from `begin` (a multiple of 16) on, every WARPS-th.
+  // The warp's tiles: every WARPS-th, from `begin` (a multiple of 16) on.
   const int begin = range.begin / TOKENS * TOKENS + warp * TOKENS;
   const int tiles = begin < range.end ? (range.end - begin + WARPS * TOKENS - 1) / (WARPS * TOKENS) : 0;
   T* const ring = reinterpret_cast<T*>(smem) + warp * (STAGES * 2 * TILE);
@@ -61,17 +61,17 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
       for (int i = lane; i < TOKENS * CHUNKS; i += 32) {
         const int row = i / CHUNKS, chunk = i % CHUNKS, place = Tile<HEAD_DIM>::at(row, chunk);
-        // Tokens outside the range become zeros: whatever lies there must not meet a weight of zero as NaN.
+        // Tokens outside the range become zeros: their memory may hold NaN, and a weight of zero times NaN is NaN.
         const bool wanted = token + row >= range.begin && token + row < range.end;
         from.copy(k_tile + place, v_tile + place, row, chunk, wanted);
       }
     }
-    ptx::cp_async_commit();  // also where nothing was copied: waiting counts groups
+    ptx::cp_async_commit();  // also if nothing was copied, because waiting counts groups
   };
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; stage++) load(stage);
 
-  // Q as mma operands, straight from global memory: rows lane / 4 and lane / 4 + 8.
+  // Q as mma operands, directly from global memory: rows lane / 4 and lane / 4 + 8.
   unsigned q[HEAD_DIM / 16][4];
   const T* const q_heads = queries + (static_cast<long long>(rows[sequence]) * heads + first_head) * HEAD_DIM;
 #pragma unroll
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   float maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, denominator[2] = {0.f, 0.f};
   for (int tile = 0; tile < tiles; tile++) {
     ptx::cp_async_wait<STAGES - 2>();
-    __syncwarp();  // the lanes read what other lanes copied, and overwrite what others have read
+    __syncwarp();  // lanes read copies of other lanes, and overwrite data that others have read
     load(tile + STAGES - 1);
     const T* const k_tile = ring + tile % STAGES * (2 * TILE);
     const T* const v_tile = k_tile + TILE;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       ptx::mma_m16n8k16<T>(scores[1], q[step], k[2], k[3]);
     }
 
-    // A lane holds tokens 2 (lane % 4) and the next of each half, for two rows; the quad holds whole rows.
+    // A lane holds tokens 2 (lane % 4) and the next one of each half, for two rows. The quad holds whole rows.
     const int token = begin + tile * (WARPS * TOKENS) + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {

@@ -1,13 +1,13 @@
 // Paged decode on CUDA cores, for groups of 1 or 2 query heads: an mma would be mostly padding.
 //
-// Work is cut as in decode_mma.cu: a block attends to one split of one sequence for one KV head, its warps
-// take turns at tiles of 16 tokens, each with a cp.async ring of its own. Within a warp, LANES lanes share a
-// token's row; each takes VECTORS 16-byte vectors of it, dots them with its part of every query, and the
-// LANES partial sums meet by shuffles. A lane reads back only what it copied itself, so that its own
-// cp.async_wait is all the synchronisation the main loop needs.
+// Work is divided as in decode_mma.cu: a block attends to one split of one sequence for one KV head, and its warps
+// take turns at tiles of 16 tokens, each with its own cp.async ring. Within a warp, LANES lanes share a token's row.
+// Each lane takes VECTORS 16-byte vectors of it and multiplies them with its part of every query; shuffles add the
+// LANES partial sums. A lane reads only data that it copied itself, so its own cp.async_wait is the only
+// synchronisation in the main loop.
 //
-// grid (kv_heads, the most splits that a sequence has, sequences), block WARPS * 32, dynamic shared memory
-// WARPS * STAGES * 64 * HEAD_DIM bytes or what WarpStates needs, if that is more.
+// grid (kv_heads, most splits of a sequence, sequences), block WARPS * 32, dynamic shared memory WARPS * STAGES * 64
+// * HEAD_DIM bytes, or the size of WarpStates if that is larger.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
@@ -15,8 +15,8 @@
 #include "scores.cuh"
 #include "split.cuh"
 
-// The lanes that share a token's row: a power of two, at most 8 of them, so that a lane has at least 2 vectors of
-// a long row and the shuffles do not cost more than the products; 16 where its share would not fit its registers.
+// The lanes that share a token's row: a power of two, at most 8, so that a lane has at least 2 vectors of a long row
+// and the shuffles cost no more than the products. It is 16 if a lane's share would not fit its registers.
 __device__ constexpr int lanes_per_row(int head_dim) {
   const int chunks = head_dim / 8;
   if (chunks % 32 == 0) return 16;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(WARPS * 32)
                 int group, int window, int chunk, int min_split_pages, int max_splits, float scale, float cap) {
   constexpr int TOKENS = 16, TILE = TOKENS * HEAD_DIM;
   constexpr int LANES = lanes_per_row(HEAD_DIM), VECTORS = HEAD_DIM / 8 / LANES;
-  constexpr int ROWS = 32 / LANES, PASSES = TOKENS / ROWS;  // tokens a warp takes at once, times for a tile
+  constexpr int ROWS = 32 / LANES, PASSES = TOKENS / ROWS;  // tokens that a warp takes at once, passes per tile
   static_assert(PAGE % TOKENS == 0, "a tile lies in one page");
   extern __shared__ __align__(16) unsigned char smem[];
 
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int begin = range.begin / TOKENS * TOKENS + warp * TOKENS;
   const int tiles = begin < range.end ? (range.end - begin + WARPS * TOKENS - 1) / (WARPS * TOKENS) : 0;
   T* const ring = reinterpret_cast<T*>(smem) + warp * (STAGES * 2 * TILE);
-  // Where this lane's vectors lie in a tile. Eight lanes read 128 contiguous bytes: no bank conflicts.
+  // The places of this lane's vectors in a tile. Eight lanes read 128 contiguous bytes, without bank conflicts.
   auto place = [&](int pass, int vector) {
     return (pass * ROWS + row) * HEAD_DIM + (vector * LANES + share) * 8;
   };
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       }
   }
 
-  // The rows of lanes saw different tokens. First they merge within the warp, then the warps do.
+  // The lanes' rows saw different tokens. First the lanes of a warp merge, then the warps.
   ptx::cp_async_wait<0>();
   __syncthreads();  // the states overwrite the rings
   const WarpStates<HEAD_DIM, WARPS, GROUP> states(smem);

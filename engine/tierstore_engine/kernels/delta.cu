@@ -6,8 +6,8 @@
 #include "numbers.cuh"
 #include "states.cuh"
 
-// A column of a head's matrix is in the registers of PARTS threads. grid (value_heads, sequences), block THREADS
-// (4 * VALUE_DIM, rounded up to whole warps), dynamic shared memory 2 * KEY_DIM * 4 bytes.
+// PARTS threads hold a column of a head's matrix in registers. grid (value_heads, sequences), block THREADS (4 *
+// VALUE_DIM, rounded up to whole warps), dynamic shared memory 2 * KEY_DIM * 4 bytes.
 template <class T, int KEY_DIM, int VALUE_DIM, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     delta_rule(const T* __restrict__ mixed,       // [tokens, queries | keys | values]
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(THREADS)
                T* __restrict__ out,                                                        // [tokens, value_heads, VALUE_DIM]
                int key_heads) {
   constexpr int ROWS = KEY_DIM / PARTS;
-  constexpr float EPSILON = 1e-6f;  // of the norms of queries and keys
+  constexpr float EPSILON = 1e-6f;  // for the norms of queries and keys
   static_assert(KEY_DIM % PARTS == 0, "each part of a column has as many rows");
   static_assert(THREADS % 32 == 0 && THREADS >= PARTS * VALUE_DIM, "each column has its threads");
   extern __shared__ __align__(16) unsigned char smem[];
@@ -43,12 +43,12 @@ __global__ void __launch_bounds__(THREADS)
   for (int token = 0; token < span.count; token++) {
     const long long place = span.row + token;
     const T* const from = mixed + place * width;
-    __syncthreads();  // everybody is done with the token before
+    __syncthreads();  // all threads have finished the previous token
     for (int i = threadIdx.x; i < KEY_DIM; i += THREADS) {
       query[i] = Numbers<T>::widen(from[key_head * KEY_DIM + i]);
       key[i] = Numbers<T>::widen(from[keys_width + key_head * KEY_DIM + i]);
     }
-    __syncthreads();  // queries and keys are there
+    __syncthreads();  // queries and keys are written
     float of_query = 0.f, of_key = 0.f;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {

@@ -1,23 +1,23 @@
-// Mamba-2: states in pages (states.cuh) to which every token adds, and which decay by what each token says.
+// Mamba-2: states in pages (states.cuh) that every token adds to, and that decay by a factor of each token.
 //
 //   S  <-  exp(step * decay) S + B (x) step * x        a token reads S^T C + skip * x
 //
-// The heads of a group share B and C. The columns of a head's matrix have nothing to do with one another: blocks take
-// 32 of them each, so that the few heads of a small model are enough blocks and any head_dim will do.
+// The heads of a group share B and C. The columns of a head's matrix are independent. Each block takes 32 of them, so
+// that a small model with few heads has enough blocks, and any head_dim is supported.
 #include "numbers.cuh"
 #include "states.cuh"
 
 constexpr int COLUMNS = 32, THREADS = PARTS * COLUMNS;
-constexpr int TILE = 8;  // tokens of which shared memory has everything at a time: the barriers are one pair for each
-constexpr float STRAIGHT = 20.f;  // from there on softplus is the number itself
+constexpr int TILE = 8;  // tokens whose data is in shared memory at once: one pair of barriers per tile
+constexpr float STRAIGHT = 20.f;  // from here on softplus(x) is x
 
 // grid (ceil(head_dim / 32), heads, sequences), block 128, dynamic shared memory TILE * (2 * STATE_DIM + 34) * 4 bytes.
-// (Where it is not told how many blocks an SM is to have, the compiler spills for Blackwell.)
+// Without a number of blocks per SM the compiler spills for Blackwell.
 template <class T, int STATE_DIM>
 __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
     mamba2_rule(const T* __restrict__ mixed,                  // [tokens, x of all heads | B, C of all groups]
                 const T* __restrict__ steps, int row_step,    // [tokens, heads], rows row_step apart; before softplus
-                const float* __restrict__ biases,             // [heads], of the steps
+                const float* __restrict__ biases,             // [heads], for the steps
                 const float* __restrict__ decays,             // [heads], below 0
                 const float* __restrict__ skips,              // [heads]
                 float least_step, float most_step,
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
   float* const query = reinterpret_cast<float*>(smem);  // C [TILE][STATE_DIM]
   float* const key = query + TILE * STATE_DIM;          // B [TILE][STATE_DIM]
   float* const value = key + TILE * STATE_DIM;          // x [TILE][COLUMNS]
-  float* const size = value + TILE * COLUMNS;           // [TILE], of the step
-  float* const left = size + TILE;                      // [TILE], of the state after it
+  float* const size = value + TILE * COLUMNS;           // [TILE], the step
+  float* const left = size + TILE;                      // [TILE], the decay of the state
 
   const int first_column = blockIdx.x * COLUMNS, head = blockIdx.y, heads = gridDim.y, sequence = blockIdx.z;
   const int column = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
     const int tokens = min(TILE, span.count - done);
     const long long row = span.row + done;
     const T* const from = mixed + row * width;
-    __syncthreads();  // everybody is done with the tile before
+    __syncthreads();  // all threads have finished the previous tile
     for (int i = threadIdx.x; i < tokens * STATE_DIM; i += THREADS) {
       const int at = i / STATE_DIM * width + i % STATE_DIM;
       key[i] = Numbers<T>::widen(from[at + keys]);
@@ -65,14 +65,14 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
       value[i] = of < head_dim ? Numbers<T>::widen(from[i / COLUMNS * width + head * head_dim + of]) : 0.f;
     }
     if (threadIdx.x < tokens) {
-      // The exact exponentials: what is lost of a state that hardly decays adds up over a long sequence.
+      // Exact exponentials: errors of a slowly decaying state add up over a long sequence.
       const float given = Numbers<T>::widen(steps[(row + threadIdx.x) * row_step + head]) + biases[head];
       const float positive = given > STRAIGHT ? given : log1pf(expf(given));
       const float step = fminf(fmaxf(positive, least_step), most_step);
       size[threadIdx.x] = step;
       left[threadIdx.x] = expf(step * decays[head]);
     }
-    __syncthreads();  // the tile is there
+    __syncthreads();  // the tile is written
     for (int token = 0; token < tokens; token++) {
       const float x = value[token * COLUMNS + column], added = size[token] * x, stays = left[token];
       float read = 0.f;

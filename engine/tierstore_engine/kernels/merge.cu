@@ -1,25 +1,24 @@
-// Merging attention over parts of the keys. Each part has its output and the logarithm of its softmax
-// denominator (LSE), and they merge exactly:
+// Merge attention over parts of the keys. Each part has its output and the logarithm of its softmax denominator
+// (LSE). They merge exactly:
 //
 //   lse = log(sum of exp(lse_i))        out = sum of out_i exp(lse_i - lse)
 //
-// combine_splits merges the splits of a decode step, combine_chunks those of a chunk of prefill. merge_states
-// merges two finished results, such as attention over KV on this device with attention over KV that is kept
-// elsewhere.
+// combine_splits merges the splits of a decode step, combine_chunks those of a prefill chunk. merge_states merges two
+// finished results, such as attention over KV on this device with attention over KV stored elsewhere.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 #include "split.cuh"
 
-// Merge the `splits` parts at `first`, `first + stride` … of one query, by a block of HEAD_DIM threads. Some of
-// them may have seen nothing, all of them may not.
+// Merge the `splits` parts at `first`, `first + stride` … of one query, with a block of HEAD_DIM threads. Some of the
+// parts may have seen nothing, but not all.
 template <class T, int HEAD_DIM>
 __device__ __forceinline__ void combine_parts(const float* __restrict__ part_out, const float* __restrict__ part_log2,
                                               long long first, long long stride, int splits, T* __restrict__ out,
                                               float* __restrict__ lse, long long query) {
   const int dim = threadIdx.x;
-  // Read several at once: one after the other, each a trip to memory, 64 splits take as long as attending to
-  // thousands of tokens. Where there are fewer the last one is read again, and has no weight.
+  // Read several parts at once. One at a time, each a trip to memory, 64 splits would take as long as attending to
+  // thousands of tokens. If there are fewer, the last one is read again with weight zero.
   constexpr int AT_ONCE = 8;
   float most = NEGATIVE_INFINITY;
 #pragma unroll 1
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(HEAD_DIM)
     combine_splits(const float* __restrict__ part_out,   // [sequences, part_splits, heads, HEAD_DIM]
                    const float* __restrict__ part_log2,  // [sequences, part_splits, heads], base 2
                    const int* __restrict__ rows,         // [sequences]: each one's row of out
-                   const int* __restrict__ lengths,      // [sequences]; 0: no such sequence, nothing is written
+                   const int* __restrict__ lengths,      // [sequences]; 0: no sequence, nothing is written
                    T* __restrict__ out,                  // [tokens, heads, HEAD_DIM]
                    float* __restrict__ lse,              // [tokens, heads], natural logarithm, or null
                    int part_splits, int window, int chunk, int min_split_pages, int max_splits) {
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(HEAD_DIM)
                    const int* __restrict__ rows,            // [sequences]: each one's first row of out
                    const int* __restrict__ counts,          // [sequences]: its rows
                    const int* __restrict__ splits,          // [sequences]
-                   const int* __restrict__ first_parts,     // [sequences]: its parts are [splits, count] from here on
+                   const int* __restrict__ first_parts,     // [sequences]: parts [splits, count] begin here
                    T* __restrict__ out,                     // [tokens, heads, HEAD_DIM]
                    float* __restrict__ lse) {               // [tokens, heads], natural logarithm, or null
   const int head = blockIdx.x, heads = gridDim.x, token = blockIdx.y, sequence = blockIdx.z;
@@ -86,8 +85,8 @@ __global__ void __launch_bounds__(HEAD_DIM)
   combine_parts<T, HEAD_DIM>(part_out, part_log2, first, stride, splits[sequence], out, lse, query);
 }
 
-// grid (queries = tokens * heads), block HEAD_DIM. A part that saw nothing has an LSE of -inf, and its output
-// is not looked at; when neither saw anything the result is zeros and -inf. `out` may be one of the inputs.
+// grid (queries = tokens * heads), block HEAD_DIM. A part that saw nothing has an LSE of -inf, and its output is
+// ignored. If neither saw anything, the result is zeros and -inf. `out` may be one of the inputs.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(HEAD_DIM)
     merge_states(const T* a_out, const float* __restrict__ a_lse,  // [queries, HEAD_DIM], [queries]

@@ -1,4 +1,4 @@
-// The two 16-bit number formats behind one name, and the constants that NVRTC has no <math.h> for.
+// Both 16-bit number formats under one name, and constants, because NVRTC has no <math.h>.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,9 +1,9 @@
-// Copying many small fragments, such as one layer's part of many pages, to or from pinned host memory or within
-// the pool. The copy engines are faster for large pieces and cost no SM; below some size one launch of this beats
-// thousands of descriptors. Where that is must be measured at start.
+// Copy many small fragments, such as one layer's part of many pages, to or from pinned host memory or within the
+// pool. The copy engines are faster for large pieces and need no SM. Below some size, which must be measured at
+// start, one launch of this kernel is faster than thousands of descriptors.
 //
-// One warp per fragment, 4 x 16 bytes in flight per lane. Any grid and any block of whole warps: the fragments
-// are dealt out. Addresses and `bytes` are multiples of 16; host memory must be pinned and mapped.
+// One warp per fragment, 4 x 16 bytes in flight per lane. Any grid and any block of whole warps: the fragments are
+// distributed over them. Addresses and `bytes` are multiples of 16. Host memory must be pinned and mapped.
 #include <ptx.cuh>
 
 __global__ void __launch_bounds__(512, 1)

@@ -1,17 +1,17 @@
-// Where a sequence's keys and values are, and how they are kept: as T, or as codes under scales.
+// The places of a sequence's keys and values, and their format: T, or codes under scales.
 //
-// The pool is [page][layer][K|V][kv_head][token][head_dim]. A block table names the page of every PAGE tokens
-// of a sequence, so one head's keys of one page are PAGE x HEAD_DIM contiguous numbers, and its values follow
-// one plane (all KV heads' keys) later. Of codes, a layer's scales [K|V][kv_head][token] follow its planes, unless
-// scales are static. Offsets are 64-bit: a pool is larger than 2^31 numbers.
+// The pool is [page][layer][K|V][kv_head][token][head_dim]. A block table names the page of every PAGE tokens of a
+// sequence. So one head's keys in one page are PAGE x HEAD_DIM contiguous numbers, and its values follow one plane
+// (all KV heads' keys) later. For codes, a layer's scales [K|V][kv_head][token] follow its planes, unless scales are
+// static. Offsets are 64-bit, because a pool has more than 2^31 numbers.
 #pragma once
 #include <ptx.cuh>
 
 #include "codes.cuh"
 
-// How KV is kept. `Stored<T>` is what a pool's strides and offsets count.
+// The format of KV. `Stored<T>` is the unit of a pool's strides and offsets.
 struct Floats {
-  static constexpr int UNROLL = 64;  // of loops over copies: all of them
+  static constexpr int UNROLL = 64;  // unrolls all loops over copies
   template <class T>
   using Stored = T;
 };
@@ -44,12 +44,12 @@ struct HeadPages<T, HEAD_DIM, PAGE, Floats> {
 
   __device__ __forceinline__ int page_of(int token) const { return table[token / PAGE]; }
 
-  // A token's vectors, and those of the page's later tokens.
+  // The vectors of a token, and of the page's later tokens.
   struct Rows {
     const T* keys;
     long long plane;
 
-    // 8 numbers of row `row` of both to shared memory, by cp.async; zeros where they are not wanted.
+    // Copy 8 numbers of row `row` of both to shared memory, by cp.async; write zeros if they are not wanted.
     __device__ __forceinline__ void copy(T* k_to, T* v_to, int row, int chunk, bool wanted) const {
       const T* const from = keys + row * HEAD_DIM + chunk * 8;
       ptx::cp_async16(k_to, from, wanted);
@@ -106,9 +106,9 @@ struct HeadPages<T, HEAD_DIM, PAGE, Codes<K, V>> {
   struct Rows {
     const unsigned char *keys, *values;
     const __nv_bfloat16 *key_scales, *value_scales;
-    const float *key_scale, *value_scale;  // static ones
+    const float *key_scale, *value_scale;  // static scales
 
-    // Through registers, dequantised and rounded to T on the way: what waits for cp.async waits for this, too.
+    // Through registers, dequantised and rounded to T: a wait for cp.async also covers this.
     __device__ __forceinline__ void copy(T* k_to, T* v_to, int row, int chunk, bool wanted) const {
       numbers<K>(k_to, keys + row * Planes::KEY_BYTES + chunk * K::BITS, key_scales + row, key_scale, wanted);
       numbers<V>(v_to, values + row * Planes::VALUE_BYTES + chunk * V::BITS, value_scales + row, value_scale, wanted);
@@ -129,7 +129,7 @@ struct HeadPages<T, HEAD_DIM, PAGE, Codes<K, V>> {
   };
 
   __device__ __forceinline__ Rows rows(int page, int token) const {
-    // Nothing is written through it.
+    // Only for reading.
     const Planes planes(const_cast<unsigned char*>(base) + page * page_stride, kv_heads);
     const int first = token % PAGE;
     const float* const fixed = static_scales == nullptr ? nullptr : static_scales + kv_head;

@@ -1,13 +1,13 @@
-// What a decoder does between its matrix products and its attention: a residual added and normalised, and the gate
-// of its MLP. Each is a handful of launches in torch, and a decode step consists of little but launches.
+// A decoder's operations between matrix products and attention: adding and normalising a residual, and the gate of an
+// MLP. In torch each takes several launches, which are most of a decode step.
 //
-// Every step that torch rounds is rounded here, so that results differ from torch's only where another order of
-// summation, or another exponential, changes the last bit of a number. A row's bits depend on that row alone.
+// Every step that torch rounds is rounded here. So results differ from torch's only where another order of summation,
+// or another exponential, changes the last bit of a number. A row's bits depend on that row alone.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 
-// total = hidden + added (without `added`: hidden itself, and nothing is written), normed = RMSNorm(total) * weight.
+// total = hidden + added (without `added`: hidden, and total is not written), normed = RMSNorm(total) * weight.
 //
 // grid (rows), block of THREADS; `width` is a multiple of 8. The rows are contiguous.
 template <class T, int THREADS>
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(THREADS)
   for (int warp = 0; warp < WARPS; warp++) sum += of_warps[warp];
   const float scale = 1.f / sqrtf(sum / width + epsilon);
 
-  const T* const from = added != nullptr ? total : hidden;  // each thread reads what it has written
+  const T* const from = added != nullptr ? total : hidden;  // each thread reads its own writes
   for (int i = threadIdx.x * 8; i < width; i += THREADS * 8) {
     float mine[8], weights[8];
     widen8<T>(mine, vector(from, row + i));
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// out = SiLU(gate) * up, for rows of gate_up [rows, 2 * width]: the gates of a row, then its ups.
+// out = SiLU(gate) * up, for rows of gate_up [rows, 2 * width]: a row's gates, then its ups.
 //
 // grid (rows), any block; `width` is a multiple of 8. The rows are contiguous.
 template <class T, int THREADS>

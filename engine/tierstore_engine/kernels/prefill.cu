@@ -1,22 +1,21 @@
-// Paged prefill in FlashAttention-2's shape: many new tokens of a sequence, causally, over its paged past.
+// Paged prefill in the form of FlashAttention-2: many new tokens of a sequence, causally, over its paged past.
 //
 // A block takes ROWS rows of queries for one KV head of one sequence. A row is a (new token, query head) pair,
-// token-major, so that the heads that share the KV head share its tiles. The block walks over the keys in tiles
-// of TILE tokens with an online softmax; scores and outputs stay in registers. Each warp owns STRIPS strips of
-// 16 rows, and every fragment of K and V that it loads from shared memory serves all of them.
+// token-major, so that the heads of one KV head share its tiles. The block walks over the keys in tiles of TILE
+// tokens with an online softmax; scores and outputs stay in registers. Each warp owns STRIPS strips of 16 rows, and
+// uses every fragment of K and V from shared memory for all of them.
 //
-// The new tokens are the last of the `lengths` tokens: row i of `counts` sees all tokens up to its own position
-// length - count + i, within the window or its attention chunk. That covers a cold prefill (count = length), a chunk after a cached
-// prefix, and a single token. Sequences of any mix of lengths go in one launch.
+// The new tokens are the last of the `lengths` tokens. Row i of `counts` sees all tokens up to its own position
+// length - count + i, within the window or its attention chunk. This covers a cold prefill (count = length), a chunk
+// after a cached prefix, and a single token. One launch handles any mix of lengths.
 //
-// A few new tokens behind a long past are few blocks with much to read. With SPLIT the tiles that a block would
-// walk over are cut into `splits[sequence]` parts, each for a block of its own, which leaves what a decode split
-// leaves (split.cuh); combine_chunks (merge.cu) merges them. How many there are is the caller's choice, for each
-// sequence by itself.
+// A few new tokens after a long past are few blocks with much to read. With SPLIT a block's tiles are divided into
+// `splits[sequence]` parts, each for its own block. A part writes the same as a decode split (split.cuh), and
+// combine_chunks (merge.cu) merges the parts. The caller chooses the number of parts, for each sequence separately.
 //
-// grid (ceil(max count * group / ROWS), kv_heads, sequences * most_splits), block WARPS * 32, dynamic shared
-// memory (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes. For the smallest heads the compiler would spill to fit four blocks
-// on an SM; three are enough. (0: none given.)
+// grid (ceil(max count * group / ROWS), kv_heads, sequences * most_splits), block WARPS * 32, dynamic shared memory
+// (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes. For the smallest heads the compiler would spill to fit four blocks on an
+// SM; three are enough. (0: no limit given.)
 #include <ptx.cuh>
 
 #include "numbers.cuh"
@@ -31,28 +30,28 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
             const int* __restrict__ rows,    // [sequences]: each one's first row of queries
             const int* __restrict__ counts,  // [sequences]: its new tokens
             const typename KV::template Stored<T>* __restrict__ pool, long long page_stride,
-            long long layer_offset, const float* __restrict__ static_scales,  // of codes: null, or of the layer
+            long long layer_offset, const float* __restrict__ static_scales,  // for codes: null, or those of the layer
             const int* __restrict__ tables, int table_stride,
-            const int* __restrict__ lengths,  // [sequences]: its tokens, the new ones included
+            const int* __restrict__ lengths,  // [sequences]: its tokens, including new ones
             T* __restrict__ out,              // as queries
             float* __restrict__ lse,          // [tokens, heads], natural logarithm, or null
-            // Of a SPLIT instance, which writes the last two instead of those above:
-            const int* __restrict__ splits, int most_splits,  // [sequences], and the largest of them
-            const int* __restrict__ first_parts,  // [sequences]: its parts are [splits, count] from here on
+            // For a SPLIT instance, which writes the last two instead of the two above:
+            const int* __restrict__ splits, int most_splits,  // [sequences], and the largest one
+            const int* __restrict__ first_parts,  // [sequences]: parts [splits, count] begin here
             float* __restrict__ part_out,         // [parts, heads, HEAD_DIM]
-            float* __restrict__ part_log2,        // [parts, heads], base 2; -inf where nothing was seen
+            float* __restrict__ part_log2,        // [parts, heads], base 2; -inf if nothing was seen
             int group, int window, int chunk, float scale, float cap) {
   constexpr int ROWS = WARPS * STRIPS * 16, CHUNKS = Tile<HEAD_DIM>::CHUNKS, THREADS = WARPS * 32;
   static_assert(PAGE % TILE == 0 && TILE % 16 == 0, "a tile lies in one page");
   extern __shared__ __align__(16) unsigned char smem[];
   T* const q_tile = reinterpret_cast<T*>(smem);
-  T* const ring = q_tile + ROWS * HEAD_DIM;  // two stages of a K and a V tile
+  T* const ring = q_tile + ROWS * HEAD_DIM;  // two stages of a tile of K and one of V
 
   const int sequence = SPLIT ? blockIdx.z / most_splits : blockIdx.z;
   const int kv_head = blockIdx.y, kv_heads = gridDim.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int count = counts[sequence], length = lengths[sequence], heads = kv_heads * group;
-  // The last rows see the most keys; their blocks start first.
+  // The last rows see the most keys, so their blocks start first.
   const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS;
   if (first_row >= count * group) return;
   const int past = length - count;
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
   const int last_position = past + min(count - 1, (first_row + ROWS - 1) / group);
   const int visible_begin = first_visible(first_position, window, chunk);
   const int visible_end = last_position + 1;
-  int first_token = visible_begin / TILE * TILE, end_token = visible_end;  // of the tiles to walk over
+  int first_token = visible_begin / TILE * TILE, end_token = visible_end;  // the range of tiles
   if constexpr (SPLIT) {
     const int split = blockIdx.z % most_splits, count_of_splits = splits[sequence];
     if (split >= count_of_splits) return;
@@ -86,13 +85,13 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
     const auto from = pages.rows(pages.page_of(token), token);
     T* const k_tile = ring + token / TILE % 2 * (2 * TILE * HEAD_DIM);
     T* const v_tile = k_tile + TILE * HEAD_DIM;
-    // A constant number of rounds, so that they are unrolled without a check of each.
+    // A constant number of rounds, so that they are unrolled without a check each.
 #pragma unroll KV::UNROLL
     for (int round = 0; round < (TILE * CHUNKS + THREADS - 1) / THREADS; round++) {
       const int i = round * THREADS + static_cast<int>(threadIdx.x);
       if (TILE * CHUNKS % THREADS != 0 && i >= TILE * CHUNKS) break;
       const int row = i / CHUNKS, chunk = i % CHUNKS, place = Tile<HEAD_DIM>::at(row, chunk);
-      // Tokens that no row sees become zeros: whatever lies there must not meet a weight of zero as NaN.
+      // Tokens that no row sees become zeros: their memory may hold NaN, and a weight of zero times NaN is NaN.
       const bool wanted = token + row >= visible_begin && token + row < end_token;
       from.copy(k_tile + place, v_tile + place, row, chunk, wanted);
     }
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
   };
   if (!SPLIT || first_token < end_token) load(first_token);  // a part may be empty
 
-  // Of every strip a lane holds two rows, lane / 4 and lane / 4 + 8.
+  // A lane holds two rows of every strip, lane / 4 and lane / 4 + 8.
   auto row_of = [&](int strip, int half) {
     return first_row + (warp * STRIPS + strip) * 16 + half * 8 + lane / 4;
   };
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
 
   for (int token = first_token; token < end_token; token += TILE) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // this tile is there for everybody, and everybody is done with the one before
+    __syncthreads();  // this tile has arrived, and no thread needs the previous one any more
     if (token + TILE < end_token) load(token + TILE);
     const T* const k_tile = ring + token / TILE % 2 * (2 * TILE * HEAD_DIM);
     const T* const v_tile = k_tile + TILE * HEAD_DIM;
@@ -155,7 +154,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
       for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          // Rows beyond the last are computed as if they were the last token's, and not written.
+          // Rows beyond the last are computed like the last token's rows, and not written.
           const int position = past + min(row_of(strip, half) / group, count - 1);
           const int oldest = first_visible(position, window, chunk);
 #pragma unroll
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
         }
       }
 
-    // The scores of 16 tokens, rounded to T, are an mma operand as they lie in the registers.
+    // The scores of 16 tokens, rounded to T, are already in the register layout of an mma operand.
 #pragma unroll
     for (int step = 0; step < TILE / 16; step++) {
       unsigned weights[STRIPS][4];
@@ -230,7 +229,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
       const int row = row_of(strip, half);
       if (row >= count * group) continue;
       if constexpr (SPLIT) {
-        // A row may have seen nothing: a window that begins later, or a part that is empty.
+        // A row may have seen nothing: its window begins later, or its part is empty.
         const float inverse = sum > 0.f ? 1.f / sum : 0.f;
         const long long part = first_parts[sequence] + static_cast<long long>(blockIdx.z % most_splits) * count +
                                row / group;

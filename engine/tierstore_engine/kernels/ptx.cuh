@@ -1,7 +1,7 @@
-// Every inline-PTX instruction the kernels use, each behind a plain function; no other file has `asm`.
+// Every inline-PTX instruction of the kernels, each in a plain function. No other file has `asm`.
 //
-// The tests execute the kernels on the CPU. There, a file of the same name is found first and gives these
-// functions a host body, so whoever adds one here adds it in tests/engine/kernels/executor/ptx.cuh too.
+// The tests execute the kernels on the CPU. There a file of the same name comes first and gives these functions a
+// host body. A function that is added here must be added in tests/engine/kernels/executor/ptx.cuh as well.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,8 +12,8 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Copy 16 bytes from global to shared memory without a register in between (sm_80). Both ends 16-byte
-// aligned. Where `wanted` is false nothing is read and zeros are written.
+// Copy 16 bytes from global to shared memory without a register in between (sm_80). Both ends are 16-byte aligned. If
+// `wanted` is false, nothing is read and zeros are written.
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, bool wanted) {
   const int bytes = wanted ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)),
@@ -24,8 +24,8 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global, boo
 // The calling thread's copies since the last commit become one group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Wait until at most PENDING of the calling thread's groups are unfinished. What other threads copied is
-// only visible after a barrier as well.
+// Wait until at most PENDING of the calling thread's groups are unfinished. Copies of other threads are visible only
+// after a barrier as well.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
@@ -40,7 +40,7 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&fragments)[4], const void
                : "memory");
 }
 
-// The same, each matrix transposed: lane l receives elements (2 (l % 4), l / 4) and the one below it.
+// The same with each matrix transposed: lane l receives elements (2 (l % 4), l / 4) and the one below it.
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&fragments)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -77,7 +77,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return result;
 }
 
-// 16 bytes that are read once: they do not push anything out of L1.
+// Load 16 bytes that are read once, without evicting data from L1.
 __device__ __forceinline__ uint4 load_streaming(const uint4* global) {
   uint4 value;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -87,7 +87,7 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* global) {
   return value;
 }
 
-// 16 bytes that nobody on this device reads soon.
+// Store 16 bytes that this device does not read soon.
 __device__ __forceinline__ void store_streaming(uint4* global, uint4 value) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)

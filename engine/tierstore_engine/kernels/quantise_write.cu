@@ -1,13 +1,13 @@
-// Keys and values of new tokens to their pages, quantised: kv_format.py's quantise(), bit for bit.
+// Quantise keys and values of new tokens and write them to their pages, bit for bit like quantise() in kv_format.py.
 //
 // grid (tokens), any block of whole warps. A warp takes a vector, a lane 8 of its numbers. A token without a page
-// (-1) is none.
+// (-1) is skipped.
 #include <ptx.cuh>
 
 #include "codes.cuh"
 #include "paged.cuh"
 
-// `vector` to `codes`, under a static scale, or (null) under one of its own that goes to `scale`.
+// Quantise `vector` to `codes`, under a static scale, or (null) under its own scale, which is written to `scale`.
 template <class T, int HEAD_DIM, class CODE>
 __device__ __forceinline__ void write_vector(const T* vector, unsigned char* codes, __nv_bfloat16* scale,
                                              const float* static_scale) {
@@ -19,13 +19,13 @@ __device__ __forceinline__ void write_vector(const T* vector, unsigned char* cod
   if (static_scale != nullptr) {
     chosen = *static_scale;
   } else {
-    int largest = 0;  // magnitudes are ordered like their bits, and a NaN is above all of them
+    int largest = 0;  // magnitudes are ordered like their bits, and NaN is above all
 #pragma unroll
     for (int i = 0; i < 8; i++) largest = max(largest, __float_as_int(numbers[i]) & 0x7fffffff);
 #pragma unroll
     for (int other = 16; other > 0; other /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
     const float exact = __int_as_float(largest) / CODE::LARGEST;
-    // To the next bfloat16 that is not smaller, and to no subnormal one. A NaN stays one.
+    // Round up to a bfloat16 that is not subnormal. A NaN stays a NaN.
     const int up = max((__float_as_int(exact) + 0xffff) & static_cast<int>(0xffff0000u), 1 << 23);
     chosen = __int_as_float(exact == exact ? up : 0x7fc00000);
     if (lane == 0) *scale = __float2bfloat16_rn(chosen);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_vector(const T* vector, unsigned char* cod
 template <class T, int HEAD_DIM, int PAGE, class KV>
 __global__ void __launch_bounds__(256)
     quantise_write(const T* __restrict__ keys, const T* __restrict__ values,
-                   long long key_stride, long long value_stride,  // numbers from token to token
+                   long long key_stride, long long value_stride,  // distance of tokens, in numbers
                    const int* __restrict__ token_pages, const int* __restrict__ token_offsets,  // [tokens]
                    unsigned char* __restrict__ pool, long long page_stride, long long layer_offset,
                    const float* __restrict__ static_scales, int kv_heads) {

@@ -1,17 +1,16 @@
-// From the projections of new tokens to their pages: rotate queries and keys, put keys and values into pages.
+// From the projections of new tokens to their pages: rotate queries and keys, and write keys and values into pages.
 //
-// The rounding is that of the plain formula in T, x * cos + rotated(x) * sin with every step rounded, so the
-// pages are bit for bit those of an unfused implementation, on whatever device.
+// The rounding is that of the plain formula in T, x * cos + rotated(x) * sin with every step rounded. So the pages
+// are bit for bit those of an unfused implementation, on any device.
 //
 // grid (tokens), any block of whole warps. Each thread takes 8 dimensions and the 8 that they pair with. A token
-// without a page (-1) is none: nothing is written for it. Four blocks on an SM are enough: left to itself the
-// compiler spills to fit six.
+// without a page (-1) is skipped. Four blocks on an SM are enough: without that limit the compiler spills to fit six.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 
-// One vector of a head turned: `mine` are 8 of its dimensions, `other` those that they pair with, with the sign
-// that they have in the rotation.
+// Rotate one vector of a head. `mine` are 8 of its dimensions, `other` the dimensions that they pair with, with their
+// sign in the rotation.
 template <class T>
 __device__ __forceinline__ uint4 rotate8(const float (&mine)[8], const float (&other)[8], float sign,
                                          const float (&cos)[8], const float (&sin)[8]) {
@@ -24,18 +23,18 @@ __device__ __forceinline__ uint4 rotate8(const float (&mine)[8], const float (&o
   return narrow8<T>(turned);
 }
 
-// ROTATE false: keys are taken as they are, and queries, cos and sin are not looked at. Latents are keys without
-// values (null).
+// ROTATE false: keys are written unchanged, and queries, cos and sin are not read. Latents are keys without values
+// (null).
 template <class T, int HEAD_DIM, int PAGE, bool ROTATE>
 __global__ void __launch_bounds__(256, 4)
     rope_write(const T* __restrict__ queries, const T* __restrict__ keys, const T* __restrict__ values,
-               long long query_stride, long long key_stride, long long value_stride,  // numbers from token to token
+               long long query_stride, long long key_stride, long long value_stride,  // distance of tokens, in numbers
                const T* __restrict__ cosines, const T* __restrict__ sines,            // [tokens, HEAD_DIM]
                const int* __restrict__ token_pages, const int* __restrict__ token_offsets,  // [tokens]
                T* __restrict__ rotated,                                               // [tokens, heads, HEAD_DIM]
                T* __restrict__ pool, long long page_stride, long long layer_offset, int heads, int kv_heads) {
   constexpr int VECTORS = HEAD_DIM / 8;  // of 16 bytes
-  constexpr int HALF = HEAD_DIM / 16;    // of half a head; a head of 16 dimensions has one
+  constexpr int HALF = HEAD_DIM / 16;    // vectors of half a head; a head of 16 dimensions has one
   const long long token = blockIdx.x;
   auto vector = [](const T* row, int head, int index) {
     return *reinterpret_cast<const uint4*>(row + head * HEAD_DIM + index * 8);

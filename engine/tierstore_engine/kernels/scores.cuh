@@ -1,18 +1,18 @@
-// What queries and keys make of one another, where models differ: which keys a query sees, and what its scores are.
+// The parts of attention in which models differ: which keys a query sees, and what its scores are.
 #pragma once
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 
-// The first token that the one at `position` sees: of the last `window`, of those of its attention chunk (`chunk`
-// tokens long, counted from the sequence's first), or of all (both 0). Pages before it may be missing.
+// The first token that the token at `position` sees: of the last `window`, of its attention chunk (`chunk` tokens
+// long, counted from the sequence's first), or of all (both 0). Pages before it may be missing.
 __device__ __forceinline__ int first_visible(int position, int window, int chunk) {
   if (chunk > 0) return position - position % chunk;
   return window > 0 ? max(position - window + 1, 0) : 0;
 }
 
-// How products become the scores that go into a softmax, in base 2: in two factors, between which a score x may be
-// capped, smoothly, to cap * tanh(x / cap).
+// Turn products into the scores of a softmax, in base 2. There are two factors, and between them a score x may be
+// capped smoothly to cap * tanh(x / cap).
 template <bool CAPPED>
 struct Scores {
   float inner, outer;
@@ -20,10 +20,10 @@ struct Scores {
   __device__ __forceinline__ Scores(float scale, float cap)
       : inner(CAPPED ? scale / cap : 1.f), outer((CAPPED ? cap : scale) * LOG2_E) {}
 
-  // Of a product; `outer` is still to be multiplied by.
+  // The score of a product, which must still be multiplied by `outer`.
   __device__ __forceinline__ float of(float product) const {
     if constexpr (!CAPPED) return product;
-    // tanh; what cancels for small x is 2^-24, and the caps are tens.
+    // tanh. The cancellation error for small x is 2^-24, and caps are in the tens.
     return 1.f - __fdividef(2.f, 1.f + ptx::exp2_approx(product * inner * (2.f * LOG2_E)));
   }
 };

@@ -1,12 +1,12 @@
-// Split-KV decoding: how a sequence is cut into splits, and what a split leaves behind.
+// Split-KV decoding: how a sequence is cut into splits, and what a split writes.
 //
-// One new token per sequence gives a GPU too few blocks, so a long sequence is cut into splits that different
-// blocks attend to. The cut depends on the sequence's own length and on nothing else in the batch: who else is
-// being served does not change a sequence's bits. It is computed on the device from the device's lengths, so
-// that a captured CUDA graph stays valid while sequences grow.
+// One new token per sequence gives a GPU too few blocks, so a long sequence is cut into splits for different blocks.
+// The cut depends only on the sequence's own length, so the rest of the batch does not change a sequence's bits. It
+// is computed on the device from the device's lengths, so that a captured CUDA graph stays valid while sequences
+// grow.
 //
-// A split leaves its output, already divided by its softmax denominator, and the base-2 logarithm of that
-// denominator (-inf where it saw nothing). combine_splits (merge.cu) merges them.
+// A split writes its output, already divided by its softmax denominator, and the base-2 logarithm of that denominator
+// (-inf if it saw nothing). combine_splits (merge.cu) merges them.
 #pragma once
 #include <ptx.cuh>
 
@@ -17,7 +17,7 @@ struct TokenRange {
   int begin, end;
 };
 
-// In how many splits the tokens from `first` up to `length` are cut.
+// Return into how many splits the tokens from `first` up to `length` are cut.
 template <int PAGE>
 __device__ __forceinline__ int split_count(int first, int length, int min_split_pages, int max_splits) {
   const int pages = (length + PAGE - 1) / PAGE - first / PAGE;
@@ -33,7 +33,7 @@ __device__ __forceinline__ TokenRange split_range(int first, int length, int spl
   return {max(begin * PAGE, first), min(end * PAGE, length)};
 }
 
-// What the warps of a block found out about the same ROWS queries, in shared memory.
+// The results of a block's warps for the same ROWS queries, in shared memory.
 template <int HEAD_DIM, int WARPS, int ROWS>
 struct WarpStates {
   float* out;          // [WARPS][ROWS][HEAD_DIM], not yet divided
@@ -46,8 +46,8 @@ struct WarpStates {
         maximum(out + WARPS * ROWS * HEAD_DIM),
         denominator(maximum + WARPS * ROWS) {}
 
-  // Merge the warps' states of the first `rows` queries into the split's output and logarithm. All threads
-  // of the block call this, after a barrier.
+  // Merge the warps' states of the first `rows` queries into the split's output and logarithm. All threads of the
+  // block must call this, after a barrier.
   __device__ __forceinline__ void store(float* part_out, float* part_log2, int rows) const {
     for (int element = threadIdx.x; element < rows * HEAD_DIM; element += WARPS * 32) {
       const int row = element / HEAD_DIM, dim = element % HEAD_DIM;

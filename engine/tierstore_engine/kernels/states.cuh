@@ -1,11 +1,10 @@
-// What the kernels for recurrent states share. A page has of each layer the last inputs of the causal convolution
-// [channels][WIDTH - 1], the newest last, and a float32 matrix [rows][columns] for each head. The kernels take what is
-// there (nothing, for a sequence that begins), go through the sequence's new tokens one by one, and leave what is there
-// behind them: the work of a decode step and of a chunk of prefill is the same, and how tokens are cut into steps
-// changes no bits.
+// Shared code of the kernels for recurrent states. For each layer a page has the last inputs of the causal
+// convolution [channels][WIDTH - 1], the newest last, and a float32 matrix [rows][columns] for each head. The kernels
+// read the state (zeros for a new sequence), process the sequence's new tokens one by one, and write the state after
+// them. Decode steps and prefill chunks do the same work, and the division of tokens into steps changes no bits.
 #pragma once
 
-// Where the new tokens of the sequences are. A sequence of length 0 is none.
+// The places of the sequences' new tokens. A sequence of length 0 is skipped.
 struct Spans {
   int row, count;
   bool begins;
@@ -16,13 +15,13 @@ struct Spans {
         begins(lengths[sequence] == counts[sequence]) {}
 };
 
-// What is `offset` bytes into a page.
+// The address `offset` bytes into a page.
 template <class T>
 __device__ __forceinline__ T* in_page(unsigned char* pool, int page, long long page_stride, long long offset) {
   return reinterpret_cast<T*>(pool + page * page_stride + offset);
 }
 
-constexpr int PARTS = 4;  // neighbouring threads that share a column of a matrix, every fourth row each
+constexpr int PARTS = 4;  // adjacent threads that share a column of a matrix, every fourth row each
 
 // The sum over the threads that share a column.
 __device__ __forceinline__ float over_parts(float x) {

@@ -1,10 +1,10 @@
 // A tile: rows of HEAD_DIM 16-bit numbers in shared memory, swizzled so that ldmatrix has no bank conflicts.
 //
-// ldmatrix reads 8 rows of 16 bytes at a time. Shared memory has 32 banks of 4 bytes, so these 8 pieces are
-// read at once only if they lie in different sixteenths of 128 bytes. Down a column of plain rows of 128 or
-// 256 bytes they would all lie in the same one. So the 16-byte chunks of row r are stored in an order that is
-// permuted by r: chunk c goes to place c XOR phase(r). Row widths that are not a multiple of 128 bytes already
-// spread over some banks; the XOR then only has to reach the others (and must not leave the row).
+// ldmatrix reads 8 rows of 16 bytes at a time. Shared memory has 32 banks of 4 bytes, so these 8 pieces are read at
+// once only if they lie in different sixteenths of 128 bytes. In plain rows of 128 or 256 bytes a column would lie in
+// one of them. So the 16-byte chunks of row r are permuted by r: chunk c goes to place c XOR phase(r). Row widths
+// that are not a multiple of 128 bytes already spread over some banks. The XOR then only has to reach the others, and
+// must stay within the row.
 #pragma once
 
 template <int HEAD_DIM>
@@ -18,7 +18,7 @@ struct Tile {
     return (row >> 2) & 1;
   }
 
-  // Where chunk `chunk` of row `row` lies, in numbers from the tile's start.
+  // The place of chunk `chunk` of row `row`, in numbers from the tile's start.
   static __device__ __forceinline__ int at(int row, int chunk) {
     return row * HEAD_DIM + ((chunk ^ phase(row)) << 3);
   }
