@@ -1,7 +1,8 @@
-"""The compiled parts, ``pages.c`` and ``codec.c``, where there was a C compiler when tierstore was installed.
+"""The compiled parts ``pages.c`` and ``codec.c``, built if there was a C compiler when tierstore was
+installed.
 
-They are optional. :data:`LIBRARY` is None without the one, and :mod:`tierstore.copying` then does the same
-with what Python's libraries offer, slower. So it is with :data:`CODEC` and :mod:`tierstore.codec`.
+They are optional. Without the first, :data:`LIBRARY` is None, and :mod:`tierstore.copying` uses Python's
+libraries instead, which is slower. The same holds for :data:`CODEC` and :mod:`tierstore.codec`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("_pages.so")
 CODEC_FILE = Path(__file__).with_name("_codec.so")
-# INTERFACE in the sources: what lies there may have been built from another version of them.
+# INTERFACE in the sources: a built file may be of another version.
 _INTERFACE = 4
 _CODEC_INTERFACE = 1
 
 
 def load(file: Path) -> ctypes.CDLL | None:
-    """``pages.c`` as built in ``file``, or None if it is not one that this version can use."""
+    """Return ``pages.c`` as built in ``file``, or None if this version cannot use it."""
     library = _opened(file, "tierstore_interface", _INTERFACE)
     if library is None:
         return None
@@ -47,7 +48,7 @@ def load(file: Path) -> ctypes.CDLL | None:
 
 
 def load_codec(file: Path) -> ctypes.CDLL | None:
-    """``codec.c``, likewise."""
+    """Return ``codec.c`` as built in ``file``, or None if this version cannot use it."""
     library = _opened(file, "tierstore_codec_interface", _CODEC_INTERFACE)
     if library is None:
         return None
@@ -64,12 +65,12 @@ def _opened(file: Path, name: str, interface: int) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(file))
         found = library[name]
-    except (OSError, AttributeError):  # not built, for another machine, or something else altogether
+    except (OSError, AttributeError):  # not built, for another machine, or another file
         return None
     return library if found() == interface else None
 
 
 LIBRARY = load(FILE)
 CODEC = load_codec(CODEC_FILE)
-LEAST_HASHED = 241  # bytes: it knows XXH3 for long inputs only
+LEAST_HASHED = 241  # bytes: it has XXH3 for long inputs only
 MOST_CHUNK = 4096  # bytes

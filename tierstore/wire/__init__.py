@@ -1,1 +1,1 @@
-"""What a client and a daemon say to each other: the messages, and how they are framed."""
+"""The protocol between clients and daemon: messages and their framing."""

@@ -1,10 +1,10 @@
-"""Messages over a stream socket, each behind its length: what a client and the daemon on one host talk over.
+"""Length-prefixed messages over a stream socket, for clients on the daemon's host.
 
-ZMQ is for clients on other hosts. Between two processes of one host it costs more than everything else about
-a lookup: a message passes through an I/O thread on either side, which is six hand-overs for a round trip
-instead of two. Here whoever sends is the one that writes, and whoever waits reads.
+Clients on other hosts use ZMQ. Between two processes of one host, ZMQ would be the most expensive part of a
+lookup: each message passes through an I/O thread on both sides. That makes six hand-overs for a round trip
+instead of two. Here the sending thread writes, and the waiting thread reads.
 
-Nothing blocks. What the socket does not take at once is kept, up to a limit, until
+No method blocks. Data that the socket does not take at once is kept, up to a limit, until
 :meth:`FramedSocket.flush`.
 """
 
@@ -19,30 +19,30 @@ from tierstore.wire.messages import MAX_MESSAGE_BYTES
 LENGTH = struct.Struct("<I")
 
 _READ_BYTES = 64 << 10
-_BEGUN_BYTES = 1 << 20  # of memory for a message of which only the length has come
-_MOST_UNSENT_BYTES = 4 << 20  # and one message, however long
-_COPIED_BYTES = 32 << 10  # up to here, one string of both is sent more quickly than two
+_BEGUN_BYTES = 1 << 20  # memory allocated for a message before its bytes have arrived
+_MOST_UNSENT_BYTES = 4 << 20  # plus one message of any size
+_COPIED_BYTES = 32 << 10  # up to this size, sending one joined string is faster than sending two
 
 
-class FramedSocketEnd(Exception):  # not an error: every line has one
-    """The other side has hung up, or sends what no message can be."""
+class FramedSocketEnd(Exception):  # not an error: every connection has an end
+    """The peer has closed the connection, or sent something that cannot be a message."""
 
 
 class FramedSocket:
-    """One end. Not thread-safe. The socket belongs to whoever made this."""
+    """One end of a connection. Not thread-safe. The socket belongs to the caller."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._head = b""  # of a message whose length has not come to its end
-        self._begun: bytearray | None = None  # a message that has not come to its end …
-        self._length = self._filled = 0  # … how long it will be, and how much of it is there
+        self._head = b""  # the beginning of an incomplete length
+        self._begun: bytearray | None = None  # an incomplete message …
+        self._length = self._filled = 0  # … its size, and the size of the received part
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
 
     @property
     def unsent(self) -> bool:
-        """Whether :meth:`flush` has something to do."""
+        """Whether there is data for :meth:`flush`."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
@@ -51,7 +51,7 @@ class FramedSocket:
     # -- sending -------------------------------------------------------------------------------------
 
     def send(self, body: bytes) -> bool:
-        """Send a message. False when the other side does not read, or has gone."""
+        """Send a message. Return False if the peer does not read or is gone."""
         if self._unsent_bytes > _MOST_UNSENT_BYTES:
             return False
         head = LENGTH.pack(len(body))
@@ -61,7 +61,7 @@ class FramedSocket:
         return self.flush()
 
     def flush(self) -> bool:
-        """Send what is unsent, as far as the socket takes it. False when the other side has gone."""
+        """Send queued data as far as the socket takes it. Return False if the peer is gone."""
         unsent = self._unsent
         try:
             while unsent:
@@ -74,13 +74,13 @@ class FramedSocket:
         except BlockingIOError:
             return True
         except OSError:
-            return False  # whoever receives hears of it, too
+            return False  # receiving fails as well and raises
         return True
 
     # -- receiving -----------------------------------------------------------------------------------
 
     def receive(self) -> list[memoryview]:
-        """The messages that have come to their end. Raises :class:`FramedSocketEnd`."""
+        """Return the complete messages. Raise :class:`FramedSocketEnd` at the end of the connection."""
         try:
             if self._begun is None:
                 return self._cut(self._socket.recv(_READ_BYTES))
@@ -101,7 +101,7 @@ class FramedSocket:
         while len(data) - at >= LENGTH.size:
             (length,) = LENGTH.unpack_from(data, at)
             if length > MAX_MESSAGE_BYTES:
-                raise FramedSocketEnd(f"a message of {length} bytes")
+                raise FramedSocketEnd(f"a message must not have {length} bytes")
             at += LENGTH.size
             if at + length > len(data):
                 self._begin(view[at:], length)
@@ -113,7 +113,7 @@ class FramedSocket:
         return messages
 
     def _begin(self, part: memoryview, length: int) -> None:
-        # A length is a claim: memory for it comes with the bytes.
+        # The length may be wrong: memory is allocated as bytes arrive.
         self._begun = bytearray(min(length, _BEGUN_BYTES))
         self._begun[: len(part)] = part
         self._length, self._filled = length, len(part)

@@ -1,9 +1,10 @@
-"""Keys for ``tcp://``: who the daemon is, and which clients it lets in.
+"""Keys for ``tcp://``: the daemon's identity, and the clients that it admits.
 
-A key pair is two files: ``NAME.secret`` (the pair) and ``NAME.key`` (the public half). The daemon is
-given its own ``.secret`` and a directory with the ``.key`` of each client it lets in. The file's name is
-the tenant: the daemon, not the client, puts it into every identity, so that tenants cannot see each
-other's pages."""
+A key pair is two files: ``NAME.secret`` (the pair) and ``NAME.key`` (the public half). The daemon needs its
+own ``.secret`` and a directory with the ``.key`` of each client that it admits. The file's name is the
+tenant. The daemon, not the client, puts it into every identity, so that tenants cannot see each other's
+pages.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """Z85 text, 40 characters each."""
+    """A key pair, each key as Z85 text of 40 characters."""
 
     public: bytes
     secret: bytes
@@ -43,9 +44,9 @@ class KeyPair:
 
 
 def generate(directory: Path, name: str) -> tuple[Path, Path]:
-    """Make a key pair. Returns the files of the pair and of its public half. Never overwrites one.
+    """Make a key pair and return the files of the pair and of its public half.
 
-    Raises :class:`UsageError`.
+    Existing files are never overwritten. Raises :class:`UsageError` if a file exists or cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be a key's name: use letters, digits, '.', '_' and '-'")
@@ -58,23 +59,24 @@ def generate(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_pair(file: Path) -> KeyPair:
-    """Raises :class:`UsageError`, also for a file that others may read."""
+    """Read a key pair. Raise :class:`UsageError` for a malformed file, and for one that other users can
+    read."""
     keys = _read(file)
     if "secret" not in keys:
-        raise UsageError(f"{file} has no secret key in it: give a .secret file from `tierstore keygen`")
+        raise UsageError(f"{file} has no secret key: give a .secret file from `tierstore keygen`")
     if file.stat().st_mode & 0o077:
         raise UsageError(f"{file} can be read by others: chmod 600 {file}")
     return KeyPair(keys["public"], keys["secret"])
 
 
 def read_public(file: Path) -> bytes:
-    """Raises :class:`UsageError`."""
+    """Read a public key. Raise :class:`UsageError` for a malformed file."""
     return _read(file)["public"]
 
 
 async def read_tenants(directory: Path) -> dict[bytes, str]:
-    """Tenants by their public key: of each ``.key`` file in a directory, read beside the event loop.
-    Raises :class:`UsageError`."""
+    """Return the tenants of the ``.key`` files in a directory, by public key, without blocking the event
+    loop. Raise :class:`UsageError` if the directory or a file is unusable."""
     try:
         names = await aiofiles.os.listdir(directory)
     except OSError as error:
@@ -127,7 +129,7 @@ def _parse(file: Path, text: str) -> dict[str, bytes]:
 
 
 class Doorkeeper:
-    """Answers ZMQ's question whether a client's key is let in (ZAP, RFC 27), on the event loop."""
+    """Answers ZMQ's requests whether a client's key is admitted (ZAP, RFC 27), on the event loop."""
 
     def __init__(self, context: zmq.Context[Any], tenants: dict[bytes, str]) -> None:
         self.let_in(tenants)
@@ -139,11 +141,11 @@ class Doorkeeper:
         self._loop.add_reader(self._socket.fd, self._answer)
 
     def let_in(self, tenants: dict[bytes, str]) -> None:
-        """From now on these keys are let in, and no others. Who is in stays in."""
+        """Admit these keys from now on, and no others. Existing connections stay."""
         self._tenants = {zmq.utils.z85.decode(public): name for public, name in tenants.items()}
 
     def __contains__(self, tenant: str) -> bool:
-        """Whether a tenant has a key that is let in."""
+        """Return whether a tenant has an admitted key."""
         return tenant in self._tenants.values()
 
     def close(self) -> None:
@@ -162,8 +164,8 @@ class Doorkeeper:
             number = frames[1] if len(frames) > 1 else b""
             if tenant is None:
                 self.denied += 1
-                _log.warning("a client with an unknown key was turned away")
-                reply = [_ZAP_VERSION, number, b"400", b"this key is not let in", b"", b""]
+                _log.warning("rejected a client with an unknown key")
+                reply = [_ZAP_VERSION, number, b"400", b"this key is not admitted", b"", b""]
             else:
                 reply = [_ZAP_VERSION, number, b"200", b"OK", tenant.encode(), b""]
             self._socket.send_multipart(reply, zmq.NOBLOCK)

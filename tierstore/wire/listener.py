@@ -1,12 +1,12 @@
-"""Accepting connections: how many there may be, and how long one may stay without a request.
+"""Accepting connections, with limits on their number and on the time without a request.
 
-Every listener of this project follows one rule, before it looks at any key:
+Every listener of this project follows the same rules, before it checks any key:
 
-- A connection *waits* until its first whole request has come, for ``FIRST_REQUEST_S`` seconds at most.
-- A newcomer always finds a place among those that wait: where there is none, the connection that has waited
-  longest is hung up on. So connections that send nothing keep nobody out.
-- At most ``most`` connections are served at a time. Probes have places of their own.
-- A reserve of file descriptors stays free. An error of ``accept`` is one log line a second at most.
+- A connection *waits* until its first whole request has arrived, at most ``FIRST_REQUEST_S`` seconds.
+- A new connection always finds a place among the waiting ones. If there is none, the connection that has
+  waited longest is closed. So silent connections cannot block others.
+- At most ``most`` connections are served at the same time. Probes have reserved places.
+- A reserve of file descriptors stays free. Errors of ``accept`` log at most one line per second.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _log = logging.getLogger(__name__)
 FIRST_REQUEST_S = 10.0
 _MOST_WAITING = 256
 _PROBES = 16  # places
-_WAITING_SHARE = 16  # of the descriptors that this process may have, where those are few
-_BATCH = 4  # accepted in one round of the event loop: a request is read before many newcomers push it out
+_WAITING_SHARE = 16  # 1/16 of the process's descriptors, if those are few
+_BATCH = 4  # accepted per loop round, so that requests are read before newcomers displace them
 _BACKLOG = 128
 _PAUSE_S = 0.1  # after an error of accept
 _LOG_S = 1.0
 
 
 class ListenerPlace:
-    """One connection's. ``hang_up`` ends the connection; whoever serves it then calls :meth:`leave`."""
+    """The place of one connection. ``hang_up`` closes the connection. The code that serves it then calls
+    :meth:`leave`."""
 
     def __init__(self, places: Places, hang_up: Callable[[], None]) -> None:
         self._places = places
@@ -47,16 +48,16 @@ class ListenerPlace:
 
     @property
     def served(self) -> bool:
-        """Whether a whole request has come and is not answered yet."""
+        """Whether a whole request has arrived and has no answer yet."""
         return self in self._places.served or self in self._places.probes
 
     def serve(self, *, probe: bool = False) -> bool:
-        """Note that a whole request has come. Return False where as many connections are served as may be:
-        then refuse the request, and hang up."""
+        """Note that a whole request has arrived. Return False if the maximum of connections is served: then
+        the caller refuses the request and closes the connection."""
         return self._places._serve(self, probe)
 
     def wait(self, seconds: float = FIRST_REQUEST_S) -> None:
-        """Note that the connection waits for a request, or for its rest, for ``seconds`` at most."""
+        """Note that the connection waits for a request, or for its rest, at most ``seconds``."""
         self._places._wait(self, seconds)
 
     def leave(self) -> None:
@@ -65,16 +66,16 @@ class ListenerPlace:
 
 
 class Places:
-    """The connections of one listener. Belongs to the running event loop."""
+    """The places of one listener's connections. Belongs to the running event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._most_waiting = max(min(_MOST_WAITING, limit() // _WAITING_SHARE), 4 * _BATCH)
         self._loop = asyncio.get_running_loop()
-        self.waiting: dict[ListenerPlace, None] = {}  # the one that has waited longest first
+        self.waiting: dict[ListenerPlace, None] = {}  # the longest-waiting one first
         self.served: set[ListenerPlace] = set()
         self.probes: set[ListenerPlace] = set()
-        self.hung_up = 0  # connections without a request, since the start
+        self.hung_up = 0  # number of connections closed without a request
         self.refused = 0
 
     def __len__(self) -> int:
@@ -82,7 +83,7 @@ class Places:
 
     @property
     def full(self) -> bool:
-        """Whether as many connections are served as may be."""
+        """Whether the maximum of connections is served."""
         return len(self.served) >= self._most
 
     def enter(self, hang_up: Callable[[], None]) -> ListenerPlace:
@@ -94,7 +95,7 @@ class Places:
         return place
 
     def make_room(self) -> bool:
-        """Hang up on the connection that has waited longest. Return False where none waits."""
+        """Close the connection that has waited longest. Return False if none waits."""
         for place in self.waiting:
             self._give_up(place)
             return True
@@ -108,7 +109,7 @@ class Places:
             self.probes.add(place)
         else:
             self.refused += 1
-            place.wait()  # until it has heard so
+            place.wait()  # until the client has read the refusal
             return False
         return True
 
@@ -132,9 +133,9 @@ class Places:
 
 
 class Listener:
-    """Accepts at listening sockets, on the running event loop. ``enter(connection, place)`` takes a
-    connection over, which does not block; it closes the connection in the end and calls ``place.leave()``.
-    The sockets belong to the listener."""
+    """Accepts connections at listening sockets, on the running event loop. ``enter(connection, place)`` takes
+    over a connection and must not block. In the end it closes the connection and calls ``place.leave()``. The
+    listener owns the listening sockets."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class Listener:
             self._loop.add_reader(each, self._accept, each)
 
     def close(self) -> None:
-        """Accept no more. Connections stay. Idempotent."""
+        """Stop accepting. Existing connections stay. Idempotent."""
         for each in self._sockets:
             self._loop.remove_reader(each)
             each.close()
@@ -165,14 +166,14 @@ class Listener:
                 connection, _ = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor or no memory is left
-                self._logs.warning("a connection could not be accepted: %s", error)
+            except OSError as error:  # too few descriptors or too little memory
+                self._logs.warning("cannot accept a connection: %s", error)
                 self.places.make_room()
                 self._loop.remove_reader(listening)
                 self._loop.call_later(_PAUSE_S, self._accept_again, listening)
                 return
             if in_reserve(connection.fileno()) and not self.places.make_room():
-                self._logs.warning("a connection was refused: few file descriptors are free (ulimit -n)")
+                self._logs.warning("refused a connection: too few file descriptors are free (ulimit -n)")
                 self.places.refused += 1
                 connection.close()
                 return
@@ -181,7 +182,7 @@ class Listener:
             try:
                 self._enter(connection, place)
             except OSError as error:
-                self._logs.warning("a connection was refused: %s", error)
+                self._logs.warning("refused a connection: %s", error)
                 self.places.refused += 1
                 place.leave()
                 connection.close()
@@ -192,7 +193,7 @@ class Listener:
 
 
 class SlowLog:
-    """Warnings that may come often: one a second is logged, with the number of those left out before it."""
+    """A log for frequent warnings. It logs one per second, with the number of those left out before it."""
 
     def __init__(self) -> None:
         self._last = -_LOG_S
@@ -210,14 +211,15 @@ class SlowLog:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """End a connection for both sides: whoever serves it reads its end."""
-    with contextlib.suppress(OSError):  # it has ended
+    """End a connection for both sides, so that the code that serves it reads its end."""
+    with contextlib.suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def tcp_sockets(host: str, port: int) -> list[socket.socket]:
-    """Bind to the addresses that ``host`` has (``*`` is any), all with the same port; 0 is any free one.
-    Addresses that this machine lacks are left out while another one is there. Raise :class:`UsageError`."""
+    """Bind to the addresses of ``host`` (``*`` is any), all with the same port; 0 is any free one. Addresses
+    that this machine does not have are skipped if another one works. Raise :class:`UsageError` if none does.
+    """
     sockets: list[socket.socket] = []
     name = f"[{host}]" if ":" in host else host
     try:
@@ -258,7 +260,8 @@ def _bound(family: int, kind: int, protocol: int, address: tuple[str | int, ...]
 
 
 def unix_socket(path: Path) -> socket.socket:
-    """Bind at ``path``, where nothing is, with mode 0600. Raise :class:`UsageError`."""
+    """Bind a socket at ``path``, which must not exist, with mode 0600. Raise :class:`UsageError` if that
+    fails."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)
     try:

@@ -1,8 +1,9 @@
-"""Whose daemon is at ``ipc://PATH``: this user's, or an impostor's?
+"""Trust in ``ipc://PATH``: check that the daemon there belongs to this user.
 
-Anybody may make a directory under /tmp, also the one that another user's daemon would choose. So the default
-address lies in a directory that belongs to this user and that nobody else can write to: both ends check that.
-A client also asks the kernel whose process is at the other end (SO_PEERCRED) before it says anything.
+Any user can make a directory under /tmp, even the one that another user's daemon would choose. So the default
+address is in a directory that belongs to this user and that no other user can write to. Both ends check that.
+A client also asks the kernel for the owner of the process at the other end (SO_PEERCRED) before it sends
+anything.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_directory() -> Path:
-    """Where this user's daemon listens by default: ``$XDG_RUNTIME_DIR``, or a directory under /tmp."""
+    """Return the directory of this user's default address: ``$XDG_RUNTIME_DIR``, or a directory under
+    /tmp."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/tierstore-{os.geteuid()}")
 
 
 def require_own_directory(path: Path) -> None:
-    """Check the directory of a socket at the default address. One that is not there yet is fine, and so are
-    all others: who names an address has chosen its directory.
+    """Check the directory of a socket at the default address. A directory that does not exist yet is
+    accepted, and so is every other address, because the user has chosen its directory.
 
     Raises :class:`StoreUnavailableError` for a directory that another user owns or can write to.
     """
@@ -44,32 +46,32 @@ def require_own_directory(path: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         wrong = "it is no directory"
     elif found.st_uid != uid:
-        wrong = f"it belongs to uid {found.st_uid}, and this is uid {uid}"
+        wrong = f"it belongs to uid {found.st_uid}, this is uid {uid}"
     elif found.st_mode & _WRITABLE_BY_OTHERS:
-        wrong = f"other users can write to it (mode {stat.S_IMODE(found.st_mode):o}; chmod 700 mends that)"
+        wrong = f"other users can write to it (mode {stat.S_IMODE(found.st_mode):o}: use chmod 700)"
     else:
         return
     raise StoreUnavailableError(
-        f"{directory}, the default place of the daemon's socket, cannot be trusted: {wrong}; set "
-        "XDG_RUNTIME_DIR to a directory of your own, or name another address"
+        f"cannot trust {directory}, the default directory of the daemon's socket: {wrong}. Set "
+        "XDG_RUNTIME_DIR to a directory of your own, or use another address"
     )
 
 
 def require_own_peer(connection: socket.socket, url: str) -> None:
-    """Check that the process which listens at the other end of a unix socket is this user's or root's.
+    """Check that the process which listens at the other end of a unix socket belongs to this user or to root.
 
-    Raises :class:`StoreUnavailableError` for anybody else's.
+    Raises :class:`StoreUnavailableError` if it belongs to another user.
     """
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if uid not in (_ROOT, os.geteuid()):
         raise StoreUnavailableError(
-            f"process {pid}, which listens at {url}, belongs to uid {uid}, and this is uid {os.geteuid()}: a "
-            "daemon and its clients run as the same user"
+            f"process {pid}, which listens at {url}, belongs to uid {uid}, this is uid {os.geteuid()}: a "
+            "daemon and its clients must run as the same user"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is reached by this name or address."""
+    """Return whether this name or address reaches only this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -79,9 +81,9 @@ def is_loopback(host: str) -> bool:
 def foreign_host(served_at: str, host: str) -> str | None:
     """Return the name in the ``Host`` header of a request if the server at ``served_at`` must not answer it.
 
-    A web page elsewhere can have its own name resolve to 127.0.0.1 (DNS rebinding) and would read the answers
-    of a server at loopback. So such a server answers only requests that name a loopback address, or none.
-    None for a request that may be answered.
+    A web page elsewhere can make its own name resolve to 127.0.0.1 (DNS rebinding) and would then read the
+    answers of a server at loopback. So such a server answers only requests that name a loopback address, or
+    none. Return None for a request that may be answered.
 
     >>> foreign_host("127.0.0.1", "evil.example:8000"), foreign_host("127.0.0.1", "localhost:8000")
     ('evil.example', None)

@@ -1,17 +1,17 @@
-"""The daemon's messages: the one place where they are defined.
+"""The definition of the daemon's messages.
 
-A message is a ZMQ multipart: ``[VERSION] [msgpack] [page bytes …]``; on the arena's own socket it is the
-second of these, behind its length (``framing.py``). The version is one byte; a peer of
-another version gets :class:`Refused` and is disconnected. The second frame is one of the structs below, as a
-msgpack array with its tag first. Frames after it are page payloads, for the two messages of clients on other
-hosts that have any (:class:`Write`, :class:`Fetched`).
+A message is a ZMQ multipart: ``[VERSION] [msgpack] [page bytes …]``. On the arena's own socket it is only the
+second part, after its length (``framing.py``). The version is one byte. A peer of another version gets
+:class:`Refused` and is disconnected. The second frame is one of the structs below, as a msgpack array that
+begins with its tag. The frames after it are pages, in the two messages of clients on other hosts that have
+any (:class:`Write`, :class:`Fetched`).
 
-Requests have an ``id`` of the client's choosing, which the answer repeats; answers may come in any order.
-``wait_s`` is how long the sender will wait: the answer says what there was by then. One-way messages have no
-id and no answer.
+The client chooses the ``id`` of a request, and the answer repeats it. Answers may come in any order.
+``wait_s`` is how long the sender will wait: the answer has the pages that were available by then. One-way
+messages have no id and no answer.
 
-Nothing here is trusted by the daemon: sizes are bounded below, and an unknown, malformed or oversized message
-is answered with :class:`Refused`, or by disconnecting when not even its id can be read.
+The daemon trusts nothing in a message. Sizes have the limits below. An unknown, malformed or oversized
+message is answered with :class:`Refused`, or the peer is disconnected if the id cannot be read.
 """
 
 from __future__ import annotations
@@ -24,78 +24,79 @@ from msgspec import Meta
 
 VERSION = b"\x03"
 
-MAX_MESSAGE_BYTES = 64 << 20  # of one message with its payload frames: a prompt of 1M tokens needs 5 MB
+MAX_MESSAGE_BYTES = 64 << 20  # one message with its payload frames: a prompt of 1M tokens needs 5 MB
 MAX_CHUNKS = 1 << 17  # in one prompt
 MAX_GROUPS = 1024  # layer groups of a model, on all of its workers
 MAX_IDENTITY_BYTES = 4096
-MAX_LIST_BYTES = 1 << 20  # of identities in one answer
-MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more of them may be under way
+MAX_LIST_BYTES = 1 << 20  # identities in one answer
+MAX_FETCH_BYTES = 16 << 20  # in one Fetch or Write; several may be under way
 
-MOST_WAIT_S = 600.0  # of any request
-MOST_EXPECT_S = 10.0  # that a lookup waits for pages that somebody has promised
+MOST_WAIT_S = 600.0  # for any request
+MOST_EXPECT_S = 10.0  # for lookups that wait for promised pages
 
-# What a field may hold at most: a message that holds more is malformed. msgspec compares the number of
-# entries with these before it makes any. Requests of a real client stay far below.
+# Limits of fields: a message that exceeds them is malformed. msgspec checks the number of entries before it
+# allocates them. Requests of real clients stay far below.
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 Payload: TypeAlias = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 IdentityFields: TypeAlias = Annotated[dict[Text, Text], Meta(max_length=64)]
 Numbers: TypeAlias = Annotated[list[int], Meta(max_length=MAX_CHUNKS)]
 
-PING_S = 1.0  # a client without an arena socket says Ping at least this often …
-SILENCE_S = 5.0  # … and is taken for dead, as is a daemon that does not answer it, after this
+PING_S = 1.0  # a client without an arena socket sends Ping at least this often …
+SILENCE_S = 5.0  # … and counts as dead after this silence, as does a daemon that does not answer
 
 ARENA_MAGIC = b"tierkv\x00" + VERSION
 ARENA_HEADER = struct.Struct("<8sQ16s")
-"""What the unix socket ``PATH.arena`` (a stream) sends, once, to whoever connects: ``ARENA_MAGIC``, the
-arena's size in bytes and the token for :class:`Hello`, with the arena's file descriptor (SCM_RIGHTS) on the
-first byte. Messages follow, both ways; either side's end of file is its death."""
+"""The header that the unix socket ``PATH.arena`` (a stream) sends once to each new connection:
+``ARENA_MAGIC``, the arena's size in bytes and the token for :class:`Hello`. The arena's file descriptor
+(SCM_RIGHTS) comes with the first byte. Messages follow in both directions. An end of file means that the
+other side has died."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """What all messages have in common: nothing but their encoding."""
+    """The base of all messages, with their encoding."""
 
 
-# -- the session ---------------------------------------------------------------------------------------
+# -- the connection ------------------------------------------------------------------------------------
 
 
 class Hello(Message):
-    """The first message of a connection. ``token`` is what the arena's socket gave (empty: another host)."""
+    """The first message of a connection. ``token`` comes from the arena's socket (empty: another host)."""
 
     id: int
     token: Payload = b""
-    client: Text = ""  # for people: what it is and its process id
+    client: Text = ""  # for people: the client's kind and process id
 
 
 class Welcome(Message):
     id: int
     connection: int
-    server: Text  # version, for people
-    lease_s: float  # how long a lease lasts, from the daemon's answer on
-    reserve_bytes: int  # how much a client may hold in reservations at once
-    cluster: bool = False  # whether pages of other hosts can be brought
+    server: Text  # the daemon's version, for people
+    lease_s: float  # the length of a lease, from the daemon's answer on
+    reserve_bytes: int  # limit of one client's reservations
+    cluster: bool = False  # whether pages can be fetched from other hosts
 
 
 class Register(Message):
-    """Name an identity (its fields; the daemon adds the tenant) and the size of its pages."""
+    """Register an identity (its fields; the daemon adds the tenant) and the size of its pages."""
 
     id: int
     identity: IdentityFields
     page_bytes: int
     chunk_tokens: int
-    model_name: Text = ""  # what people call the model: not part of the identity
+    model_name: Text = ""  # the model's name for people; not part of the identity
 
 
 class Registered(Message):
     id: int
-    identity: int  # how later messages refer to it
+    identity: int  # the number for later messages
 
 
 class Bye(Message):
-    """One-way: a client without an arena socket ends its session. (Others hang up.)"""
+    """One-way: a client without an arena socket ends its connection. (Others close their socket.)"""
 
 
 class Ping(Message):
-    """A sign of life of a client that has no arena socket; others need not send it."""
+    """A sign of life of a client without an arena socket. Other clients need not send it."""
 
     id: int
 
@@ -105,8 +106,8 @@ class Pong(Message):
 
 
 class Refused(Message):
-    """The request could not be done as asked. ``kind`` is for programs: ``version``, ``session`` (say Hello
-    again), ``identity`` (register again), ``path`` (send the whole prompt), ``denied``, ``usage``,
+    """The daemon cannot do what was requested. ``kind`` is for programs: ``version``, ``connection`` (say
+    Hello again), ``identity`` (register again), ``path`` (send the whole prompt), ``denied``, ``usage``,
     ``busy``, ``internal``."""
 
     id: int
@@ -114,15 +115,15 @@ class Refused(Message):
     message: Text
 
 
-# -- prompts: what Lookup, Reserve, Pin and Unpin begin with -------------------------------------------
+# -- prompts, in Find, FindHit, Reserve and Pin --------------------------------------------------------
 
 
 class PromptPart(Message):
     """A prompt, or its end. ``path`` names a prefix that an earlier :class:`Found` remembered, and ``known``
-    how many of its chunks this prompt begins with; ``keys`` (16 bytes each) and ``tokens`` (uint32,
-    little-endian) are those after it, the tokens to the prompt's end. ``named``: whole chunks that follow
-    nothing, each to be found by its own key; then ``known`` is how many pages come before them, for the order
-    in which they leave."""
+    is the number of its chunks that this prompt begins with. ``keys`` (16 bytes each) and ``tokens`` (uint32,
+    little-endian) are those of the following chunks; the tokens go to the prompt's end. ``named``: the chunks
+    are whole named pages, each found by its own key. Then ``known`` is the number of pages before them, which
+    decides their eviction order."""
 
     identity: int
     keys: Payload
@@ -136,12 +137,15 @@ class PromptPart(Message):
 
 
 class Find(Message):
-    """The longest held prefix, leased until :class:`Release`, the lease's end, or the client's. ``released``
-    are leases given back on this occasion; ``declined`` is what earlier lookups found and the client did not
-    load: tokens by tier and reason. ``expect``: so many leading tokens have been promised by whoever computes
-    them, and the answer waits until they are held, ``expect_s`` seconds at most; ``wait_s`` counts from then
-    on. ``gain``, of named chunks: so many tokens of a prompt need not be computed if those that are not held
-    here come from other hosts. Where that is enough, the shared store is asked for them; 0: it is not."""
+    """Find the longest held prefix. It is leased until :class:`Release`, the lease's end, or the client's
+    end. ``released`` are leases that are given back with this message. ``declined`` are tokens that earlier
+    lookups found and the client did not load, by tier and reason.
+
+    ``expect``: this many leading tokens have been promised by the client that computes them. The answer waits
+    until they are held, at most ``expect_s`` seconds, and ``wait_s`` counts from then on. ``gain`` is for
+    named chunks: the number of tokens that a prompt need not compute if the missing chunks come from other
+    hosts. If that is enough, the shared store is asked for them (0: never).
+    """
 
     id: int
     prompt: PromptPart
@@ -155,20 +159,20 @@ class Find(Message):
 
 
 class Unexpect(Message):
-    """One-way: nobody waits any more for what the :class:`Find` of this id expects. It is answered at
-    once."""
+    """One-way: the client does not need the promised pages of the :class:`Find` with this id any more. The
+    daemon answers that request at once."""
 
     lookup: int
 
 
 class Found(Message):
-    """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
-    page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
-    later messages of this session, with up to ``known`` chunks. Of named chunks, ``positions`` (uint32) are
-    those that are held, and the lease's pages in their order. ``rates`` says what bytes of a tier cost now:
-    bytes a second, the latency and the queue in front of it, both in seconds; see
-    :mod:`tierstore.planner`. Of named chunks, those at ``remote_positions`` (uint32), which are not held, can
-    perhaps be brought from other hosts."""
+    """The answer to :class:`Find`. ``tokens`` lie in ``tiers``: pairs of (``host`` or ``disk``, pages), run
+    by run, in prefix order. ``tail_tokens`` tokens of the last page match. ``lease`` is 0 if nothing was
+    found. Later messages of this connection may refer to ``path``, with up to ``known`` chunks. For named
+    chunks, ``positions`` (uint32) are the held ones, in the order of the lease's pages. ``rates`` has the
+    present costs of each tier: bytes per second, and the latency and the queue in front of it, both in
+    seconds; see :mod:`tierstore.planner`. The named chunks at ``remote_positions`` (uint32) are not held but
+    can perhaps be fetched from other hosts."""
 
     id: int
     tokens: int
@@ -183,9 +187,9 @@ class Found(Message):
 
 
 class NamedPart(msgspec.Struct, array_like=True):
-    """A layer group whose pages are found by name: what a hit needs of it is the rule's of ``past``
-    (:class:`tierstore.groups.Past`) and ``past_tokens``. The client has the pages that end at the tokens
-    ``here`` (uint32) itself."""
+    """A layer group with named pages. ``past`` (:class:`tierstore.groups.Past`) and ``past_tokens`` are the
+    rule for the pages that a hit needs. The client itself has the pages that end at the tokens ``here``
+    (uint32)."""
 
     identity: int
     past: Text
@@ -194,13 +198,15 @@ class NamedPart(msgspec.Struct, array_like=True):
 
 
 class FindHit(Message):
-    """The longest hit of the first ``num_tokens`` tokens that all layer groups of a model support. ``chains``
-    is the prompt as each group keeps it that needs every token; the client has the first ``here[i]`` tokens
-    of ``chains[i]`` itself. A later chain has the first one's keys, or tokens, where it has none of its own.
-    ``named`` are the other groups. ``names`` (32 bytes each) are those of the
-    pages of all whole chunks, ``root`` is what the first one was chained behind, and ``tail`` are the tokens
-    of the chunk that the ``num_tokens`` end in. ``counted`` is false for a second look on behalf of one
-    request: the daemon's counters leave it out. The other fields are those of :class:`Find`."""
+    """Find the longest hit of the first ``num_tokens`` tokens that all layer groups of a model support.
+    ``chains`` is the prompt in each group that needs every token. The client itself has the first ``here[i]``
+    tokens of ``chains[i]``. A later chain without keys or tokens has those of the first one.
+
+    ``named`` are the other groups. ``names`` (32 bytes each) are the names of the pages of all whole chunks,
+    ``root`` is the parent of the first chunk, and ``tail`` are the tokens of the chunk in which
+    ``num_tokens`` ends. ``counted`` is false for a second lookup for the same request, which the daemon's
+    counters leave out. For the other fields see :class:`Find`.
+    """
 
     id: int
     chains: Annotated[list[PromptPart], Meta(max_length=MAX_GROUPS)]
@@ -217,9 +223,9 @@ class FindHit(Message):
 
 
 class GroupFound(msgspec.Struct, array_like=True):
-    """What a hit needs of one layer group and the client does not have. The pages of ``lease`` lie in
-    ``tiers``, as in :class:`Found`: the first ``tokens`` tokens of a chain, or the pages that the group's
-    rule names, in prompt order. ``path`` and ``known`` are those of :class:`Found`. Other hosts seem to have
+    """The pages of one layer group that a hit needs and the client does not have. The pages of ``lease`` lie
+    in ``tiers``, as in :class:`Found`: the first ``tokens`` tokens of a chain, or the pages that the group's
+    rule names, in prompt order. ``path`` and ``known`` are as in :class:`Found`. Other hosts probably have
     the pages that end at the tokens ``remote_ends`` (uint32)."""
 
     lease: int
@@ -231,8 +237,9 @@ class GroupFound(msgspec.Struct, array_like=True):
 
 
 class HitFound(Message):
-    """The hit has ``tokens`` tokens; the groups that need every token reach to ``branch``. With what other
-    hosts seem to have it would be ``remote_tokens`` longer. ``rates`` is as in :class:`Found`."""
+    """The answer to :class:`FindHit`. The hit has ``tokens`` tokens. The groups that need every token reach
+    to ``branch``. With pages that other hosts probably have, the hit would be ``remote_tokens`` longer.
+    ``rates`` is as in :class:`Found`."""
 
     id: int
     tokens: int
@@ -244,8 +251,8 @@ class HitFound(Message):
 
 
 class FetchRemote(Message):
-    """Have ``count`` whole chunks of a prompt from ``first`` on come from other hosts into the arena. (Named
-    ones, too; a daemon that shares none of these answers 0.)"""
+    """Fetch ``count`` whole chunks of a prompt from ``first`` on from other hosts into the arena. (Named
+    chunks, too; a daemon that shares none of them answers 0.)"""
 
     id: int
     prompt: PromptPart
@@ -256,11 +263,11 @@ class FetchRemote(Message):
 
 class FetchedRemote(Message):
     id: int
-    chunks: int  # that have come, one behind the other; look them up
+    chunks: int  # the number of arrived chunks, without a gap; look them up
 
 
 class Prefetch(Message):
-    """Bring the pages of a lease from ``first`` on into the arena, in prefix order."""
+    """Load the pages of a lease from ``first`` on into the arena, in prefix order."""
 
     id: int
     lease: int
@@ -270,11 +277,11 @@ class Prefetch(Message):
 
 class Prefetched(Message):
     id: int
-    pages: int  # those from ``first`` on that are in the arena now, one behind the other
+    pages: int  # the number of pages from ``first`` on in the arena, without a gap
 
 
 class Locate(Message):
-    """Where in the arena pages ``first … first + count`` of a lease are; brings them there first."""
+    """Load pages ``first … first + count`` of a lease into the arena and return their places."""
 
     id: int
     lease: int
@@ -284,9 +291,9 @@ class Locate(Message):
 
 
 class Offsets(Message):
-    """``offsets`` (uint64, little-endian) of the leading pages that are there: fewer than asked for when the
-    wait was over, a page was damaged or the arena full. They stay until the lease ends. ``checksums``
-    (likewise) are the XXH3-64 of what was saved, 0 where it is not known."""
+    """The answer to :class:`Locate`: ``offsets`` (uint64, little-endian) of the leading pages in the arena.
+    There are fewer than requested if the wait ended, a page was damaged or the arena was full. The pages stay
+    until the lease ends. ``checksums`` (likewise) are the XXH3-64 of the saved pages, 0 if unknown."""
 
     id: int
     offsets: Payload
@@ -294,7 +301,8 @@ class Offsets(Message):
 
 
 class Fetch(Message):
-    """Like :class:`Locate`, for clients on other hosts: the pages themselves. At most ``MAX_FETCH_BYTES``."""
+    """Like :class:`Locate`, but return the pages themselves, for clients on other hosts. At most
+    ``MAX_FETCH_BYTES``."""
 
     id: int
     lease: int
@@ -304,7 +312,7 @@ class Fetch(Message):
 
 
 class Fetched(Message):
-    """Followed by one frame for each of the leading ``pages`` that are there."""
+    """The answer to :class:`Fetch`, followed by one frame for each of the leading ``pages``."""
 
     id: int
     pages: int
@@ -312,7 +320,7 @@ class Fetched(Message):
 
 
 class ReportDamage(Message):
-    """One-way: what the arena has of a page of a lease is not what its checksum is of."""
+    """One-way: a page of a lease in the arena does not match its checksum."""
 
     lease: int
     page: int
@@ -328,7 +336,7 @@ class Release(Message):
 
 
 class HintPart(Message):
-    """What the client knows of the future of pages; see :class:`tierstore.types.Hint`."""
+    """The client's knowledge about the future of pages; see :class:`tierstore.types.Hint`."""
 
     ttl_s: float | None = None
     reuse: Text | None = None
@@ -337,9 +345,9 @@ class HintPart(Message):
 
 
 class Reserve(Message):
-    """Room for pages ``first … first + count`` of a prompt (its partial tail included). ``count`` may be 0,
-    for the sake of ``hint`` and ``session``, a name within the client's tenant (empty: none). Of named pages
-    they are about those that the prompt names then."""
+    """Reserve room for pages ``first … first + count`` of a prompt (including its partial tail). ``count``
+    may be 0 in order to send only ``hint`` and ``session``, a name within the client's tenant (empty: none).
+    With named pages, these then apply to the pages that the prompt names."""
 
     id: int
     prompt: PromptPart
@@ -350,10 +358,10 @@ class Reserve(Message):
 
 
 class Reserved(Message):
-    """What is to be written: ``positions`` (uint32, from ``first`` on counted as 0) and the ``offsets`` of
-    their slots (uint64). Pages that are there already, and pages for which there is no room, are not among
-    them. ``stored_tokens`` are those that will be stored when all of it is committed. Later messages may
-    refer to ``path`` with up to ``known`` chunks: :class:`Reserve` at once, others when that is done."""
+    """The answer to :class:`Reserve`: ``positions`` to write (uint32, counted from ``first``) and the
+    ``offsets`` of their slots (uint64). Pages that are stored already, and pages without room, are not
+    included. ``stored_tokens`` are stored after everything is committed. Later messages may refer to ``path``
+    with up to ``known`` chunks: :class:`Reserve` at once, others after the commit."""
 
     id: int
     reservation: int  # 0: nothing to write
@@ -365,7 +373,7 @@ class Reserved(Message):
 
 
 class Write(Message):
-    """The bytes of pages ``first … `` of a reservation (counted in its ``positions``), one frame each: for
+    """The pages of a reservation from ``first`` on (counted in its ``positions``), one frame each, for
     clients on other hosts."""
 
     id: int
@@ -378,8 +386,8 @@ class Written(Message):
 
 
 class Commit(Message):
-    """Pages of a reservation are complete: ``done`` (uint32 positions) with the XXH3-64 of each
-    (``checksums``, uint64). Those left out are given up. Ends the reservation."""
+    """Complete pages of a reservation: ``done`` (uint32 positions) with the XXH3-64 of each (``checksums``,
+    uint64). The other pages are aborted. Ends the reservation."""
 
     id: int
     reservation: int
@@ -393,7 +401,8 @@ class Committed(Message):
 
 
 class Finish(Message):
-    """A session, as it was named in :class:`Reserve`, is over: what only it has used leaves first."""
+    """End a session that was named in :class:`Reserve`. Pages that only this session has used are evicted
+    first."""
 
     id: int
     session: Text
@@ -401,11 +410,11 @@ class Finish(Message):
 
 class Finished(Message):
     id: int
-    pages: int  # that it was about
+    pages: int  # the number of these pages
 
 
 class Abort(Message):
-    """One-way: give a reservation up."""
+    """One-way: abort a reservation."""
 
     reservation: int
 
@@ -414,8 +423,8 @@ class Abort(Message):
 
 
 class Pin(Message):
-    """Keep the held whole chunks of a prompt's first ``max_tokens`` tokens (-1: all). ``undo``: take back the
-    newest pin of exactly this prompt by the same tenant, whatever ``max_tokens`` it had."""
+    """Pin the held whole chunks of a prompt's first ``max_tokens`` tokens (-1: all). ``undo``: undo the
+    newest pin of exactly this prompt by the same tenant, for any ``max_tokens``."""
 
     id: int
     prompt: PromptPart
@@ -429,7 +438,7 @@ class Pinned(Message):
 
 
 class Unpin(Message):
-    """Undo all pins of a tenant (empty: of clients without one; nil: of everybody). Not for tenants."""
+    """Undo all pins of a tenant (empty: of clients without a tenant; nil: all pins). Refused for tenants."""
 
     id: int
     tenant: Text | None
@@ -441,7 +450,7 @@ class Unpinned(Message):
 
 
 class Evict(Message):
-    """Let up to ``pages`` pages leave ``tier`` (-1: all that may)."""
+    """Evict up to ``pages`` pages from ``tier`` (-1: all that may leave)."""
 
     id: int
     tier: Text
@@ -466,8 +475,8 @@ class Flushed(Message):
 
 
 class Identities(Message):
-    """What there may be pages of: what sessions have registered or pages are held of, in the order of their
-    digests, from behind ``after`` on; to a client with a tenant, its own."""
+    """List the identities that clients have registered or that have stored pages, ordered by digest, after
+    ``after``. A client with a tenant gets only its own."""
 
     id: int
     after: Payload = b""
@@ -476,7 +485,7 @@ class Identities(Message):
 class IdentitiesAnswer(Message):
     id: int
     identities: Annotated[list[IdentityFields], Meta(max_length=1 << 16)]  # the tenant as the client names it
-    more: Payload = b""  # ask for what is ``after`` this; empty: that was all
+    more: Payload = b""  # the value of ``after`` for the next request; empty at the end
 
 
 class Stats(Message):
@@ -485,7 +494,7 @@ class Stats(Message):
 
 class StatsAnswer(Message):
     id: int
-    json: Payload  # as printed by ``tierstore stats --json``
+    json: Payload  # the document of ``tierstore stats --json``
 
 
 Request: TypeAlias = (
@@ -546,15 +555,15 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Message) -> bytes:
-    """The second frame."""
+    """Return the second frame of a message."""
     return _encoder.encode(message)
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """Raises :class:`msgspec.MsgspecError` for anything that is no request."""
+    """Decode a request. Raise :class:`msgspec.MsgspecError` for anything else."""
     return _requests.decode(frame)
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:
-    """Raises :class:`msgspec.MsgspecError` for anything that is no answer."""
+    """Decode an answer. Raise :class:`msgspec.MsgspecError` for anything else."""
     return _answers.decode(frame)

@@ -1,9 +1,9 @@
-"""A door for a ZMQ socket that listens: connections are accepted here, and bytes are passed on.
+"""Accepts connections for a listening ZMQ socket, and passes their bytes on.
 
-libzmq aborts the process when its listener at ``ipc://PATH`` finds no free descriptor. It also takes any
-number of connections, and they may stay silent. So the socket binds at a private address, which libzmq opens
-to this process only, and :class:`~tierstore.wire.listener.Listener` accepts in its place. Each connection
-costs two more descriptors, and each byte a copy: this is for events and operators, not for pages.
+libzmq aborts the process if its listener at ``ipc://PATH`` finds no free descriptor. It also accepts any
+number of connections, even silent ones. So the socket binds to a private address that only this process may
+open, and :class:`~tierstore.wire.listener.Listener` accepts in its place. Each connection costs two more
+descriptors, and each byte one more copy. So this is for events and operators, not for pages.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import zmq
 from tierstore.descriptors import in_reserve
 from tierstore.wire.listener import Listener, ListenerPlace, Places, shut_down
 
-_GREETING_BYTES = 64  # of ZMTP 3
-_LONG = 0x02  # a frame's flag: its length has 8 bytes
-_FRAMES = 2  # the greeting's command, and the first frame behind it
+_GREETING_BYTES = 64  # ZMTP 3
+_LONG = 0x02  # flag of a frame whose length has 8 bytes
+_FRAMES = 2  # the handshake's command, and the first frame behind it
 
 
 class ZmqDoor:
-    """Lets connections at ``listening`` reach ``socket``, at most ``most`` of them. Belongs to the running
-    event loop. Raises :class:`zmq.ZMQError` when the private address cannot be had."""
+    """Passes connections at ``listening`` to ``socket``, at most ``most`` of them. Belongs to the running
+    event loop. Raises :class:`zmq.ZMQError` if the private address cannot be used."""
 
     def __init__(self, socket_: zmq.Socket[Any], listening: list[socket.socket], most: int) -> None:
         socket_.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
@@ -40,7 +40,7 @@ class ZmqDoor:
         self._listener = Listener(listening, self.places, self._enter)
 
     def close(self) -> None:
-        """Accept no more and hang up on everybody. The loop closes the connections in its next round."""
+        """Stop accepting and close all connections. The loop closes them in its next round."""
         self._listener.close()
         for task in self._passing:
             task.cancel()
@@ -52,7 +52,7 @@ class ZmqDoor:
         inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if in_reserve(inside.fileno()):
-                raise OSError("few file descriptors are free (ulimit -n)")
+                raise OSError("too few file descriptors are free (ulimit -n)")
             inside.setblocking(False)
             inside.connect(self._inside)
         except OSError:
@@ -77,11 +77,11 @@ class ZmqDoor:
 
 
 class _Side(asyncio.Protocol):
-    """One of the two connections that belong together. The outer one has a place, and comes first."""
+    """One of the two connections of a pair. The outer one has a place, and is made first."""
 
     def __init__(self, sides: set[_Side], place: ListenerPlace | None = None) -> None:
         self.other: _Side
-        self._sides = sides  # that are open
+        self._sides = sides  # the open ones
         self.transport: asyncio.Transport | None = None
         self._place = place
         self._frames = _Frames() if place is not None else None
@@ -94,7 +94,7 @@ class _Side(asyncio.Protocol):
             transport.pause_reading()
 
     def start(self) -> None:
-        """Read; the other side is there. If this one has gone meanwhile, end the other."""
+        """Start reading, now that the other side exists. If this side has ended meanwhile, end the other."""
         if self.transport is not None:
             self.transport.resume_reading()
         else:
@@ -126,7 +126,7 @@ class _Side(asyncio.Protocol):
         self.other.end()
 
     def end(self) -> None:
-        """Hang up. What is on its way to the outer side may still be read, for some seconds."""
+        """Close this side. The outer peer may still read pending data, for some seconds."""
         if self.transport is None:
             return
         if self._place is not None:
@@ -137,15 +137,15 @@ class _Side(asyncio.Protocol):
 
 
 class _Frames:
-    """Counts the frames behind a ZMTP greeting, as far as is needed to see a first request."""
+    """Counts the frames after a ZMTP greeting, until a first request is complete."""
 
     def __init__(self) -> None:
         self._skip = _GREETING_BYTES
         self._head = b""
-        self._ended = -1  # the greeting is the first thing that ends
+        self._ended = -1  # the greeting ends first
 
     def enough(self, data: bytes) -> bool:
-        """Take more bytes. Return whether the first request has come to its end."""
+        """Take more bytes. Return whether the first request is complete."""
         while data:
             if self._skip:
                 taken = min(self._skip, len(data))
