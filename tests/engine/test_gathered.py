@@ -174,7 +174,7 @@ def test_a_damaged_choice_is_measured_again(tmp_path: Path, caplog: pytest.LogCa
     file.unlink()
     tmp_path.joinpath("no").write_text("")
     assert kept_choice("test", {}, lambda: 4, folder=tmp_path / "no") == 4
-    assert "will be measured again" in caplog.text
+    assert "the next process will measure again" in caplog.text
 
 
 def test_on_the_cpu_a_pools_size_must_be_said(tiny: LoadedModel) -> None:
