@@ -1,23 +1,25 @@
-"""Pages shared between hosts, through a distributed store that is there already (Mooncake Store).
+"""Pages shared between hosts, through an existing distributed store (Mooncake Store).
 
-The daemon does not speak to that store. An **agent** does, a process beside it that is an ordinary client of
-the daemon's: such libraries crash, hang, and write to memory they were given after their calls have returned
-(76 MB in one trial), and a registered arena could be read and overwritten by anybody on the network. So:
+The daemon itself does not use the store's library. A process beside it, the **agent**, does so as an ordinary
+client of the daemon. Such libraries crash, hang, and write to memory after their calls have returned (76 MB
+in one trial). Also, every host of the network could read and overwrite a registered arena. So:
 
-* no byte from the network lands in the arena. It lands in the agent's own *staging* memory, and one pass
-  copies it into a slot and hashes what it copied. What is not exactly the page that was asked for is a miss;
-* an agent that hangs is killed, one that crashes is started again. Its session with the daemon ends with it,
-  and what it had reserved comes back, as any client's;
-* a lane of staging memory whose call failed or came late is never used again in that life.
+* No byte from the network is written to the arena directly. It is written to the agent's own *staging*
+  memory. One pass then copies it into a slot and hashes the copy. Any difference from the requested page is a
+  miss.
+* A hanging agent is killed, and a crashed agent is started again. Its connection to the daemon ends with it,
+  and the daemon takes back its reservations, as for any client.
+* A lane of staging memory is never used again after a call on it has failed or was late.
 
-A page is one object. Its name is made by SHA-256 from the identity, the tokens and keys up to its end, and
-the cluster's secret if there is one: a store that keeps the old bytes when a name exists must not be blocked
-by somebody who found two prompts with one XXH3. Before the page's bytes stands a header that says all this
-again; the reader builds the header that it expects and compares (``objects.py``).
+A page is one object. Its name is the SHA-256 of the identity, the tokens and keys up to its end, and the
+cluster's secret if there is one. This prevents an attack: a store keeps the old bytes if a name exists, so an
+attacker with two prompts of equal XXH3 could block a page. The page's bytes follow a header with the same
+data. The reader builds the expected header and compares (``objects.py``).
 
-The shared store is no fourth tier. What it holds may go at any time, so the index knows nothing of it: a
-lookup whose local answer ends early asks (``Found.remote``, a hint), somebody brings (``FetchOrder``), and
-then the pages are in host memory and found like any others.
+The shared store is not a fourth tier. Its pages may disappear at any time, so the index does not know them. A
+lookup whose local hit ends early asks the shared store (``Found.remote``, a hint). Then the client may fetch
+the pages (``FetchOrder``), which are in host memory afterwards and are found like any others.
 
-``orders.py`` is what daemon and agents say to each other, ``supervisor.py`` the daemon's side, ``agent.py``
-the process, ``shared_store.py`` what a store must be able to do, ``mooncake.py`` the one there is."""
+``orders.py`` has the messages between daemon and agents, ``supervisor.py`` the daemon's side, ``agent.py``
+the process, ``shared_store.py`` the interface of a store, and ``mooncake.py`` its only implementation.
+"""

@@ -1,13 +1,14 @@
-"""The agent: a process beside the daemon that speaks to the shared store. ``python -m tierstore.cluster.agent
+"""The agent: a process beside the daemon that uses the shared store. ``python -m tierstore.cluster.agent
 FD``.
 
-It is an ordinary client of the daemon. To *fetch* pages it has the shared store write them to staging memory,
-compares each with the header that it expects, and saves those that are right; to *publish* pages it looks
-them up, copies them to staging memory and has the shared store read them there. One agent fetches and another
-publishes, so that a put that hangs costs nobody a page.
+It is an ordinary client of the daemon. To *fetch* pages, it makes the shared store write them to staging
+memory, compares each with the expected header, and saves those that match. To *publish* pages, it looks them
+up, copies them to staging memory, and makes the shared store read them there. One agent fetches and another
+publishes, so that a hanging put delays no fetch.
 
-It ends when the daemon's end of the socket does, or when staging memory is worn out, and always by
-``os._exit``: the library's own end takes a second, or crashes."""
+The agent ends when the daemon closes the socket, or when too much staging memory is unusable. It always ends
+with ``os._exit``, because the library's own shutdown takes a second or crashes.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +50,12 @@ from tierstore.store import Store
 from tierstore.store.buffers import PageSource, copied_frames
 from tierstore.wire.framing import LENGTH
 
-_QUEUED_PAGES = 256  # to be published; more are dropped
-_MOST_NAMES = 2048  # asked about at once
+_QUEUED_PAGES = 256  # pages to publish; more are dropped
+_MOST_NAMES = 2048  # in one request
 _KNOWN_NAMES = 1 << 16
 _KNOWN_S = 30.0
 _MOST_STORES = 8
-_MOST_IDENTITIES = 512  # of a store's session, which keeps them all
+_MOST_IDENTITIES = 512  # for one connection to the daemon, which keeps them all
 _LOOKUP_S = 2.0
 _LANE_WAIT_S = 5.0
 _SAVE_S = 5.0
@@ -62,7 +63,7 @@ _WORN_OUT = 3
 
 
 class Agent:
-    """Carries out orders. Thread-safe: the shared store's calls are made by threads that may hang."""
+    """Carries out orders. Thread-safe: threads that may hang make the calls to the shared store."""
 
     def __init__(self, begin: o.Begin, shared: SharedStore, tell: Tell) -> None:
         self._daemon = begin.daemon
@@ -72,8 +73,8 @@ class Agent:
         self._tell = tell
         self._staging = StagingMemory(begin.staging_bytes)
         self._stores = AgentStores(begin.daemon)
-        self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names that are in the shared store
-        self._queued: set[str] = set()  # names of pages that are to be published
+        self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names in the shared store
+        self._queued: set[str] = set()  # names of pages to publish
         self._known_lock = threading.Lock()  # guards both
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._fetchers = ThreadPoolExecutor(2, "tierstore-fetch")
@@ -82,7 +83,7 @@ class Agent:
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
     def do(self, order: o.Look | o.FetchOrder | o.Stop | o.Publish) -> None:
-        """Begin it."""
+        """Start an order."""
         match order:
             case o.Look():
                 self._lookers.submit(self._answer, order)
@@ -115,15 +116,15 @@ class Agent:
 
     @contextmanager
     def _noting(self, counts: Counter[str], failed: str) -> Iterator[None]:
-        """What goes wrong is counted, as ``failed`` where the daemon is why, and ends what is done here: each
-        thread goes on, and who asked gets an answer."""
+        """Count errors in the block, as ``failed`` if the daemon caused them, and end the block. The thread
+        continues, and the order is answered."""
         try:
             yield
         except SharedStoreError:
             counts["failed_calls"] += 1
         except TierStoreError:
             counts[failed] += 1
-        except Exception as error:  # noqa: BLE001  # and told of
+        except Exception as error:  # noqa: BLE001  # reported to the daemon
             counts["unforeseen_errors"] += 1
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{os.path.basename(where.filename)}:{where.lineno}"
@@ -142,7 +143,7 @@ class Agent:
         return o.Looked(order.id, len(places), places.tobytes())
 
     def _fetch(self, order: o.FetchOrder, counts: Counter[str]) -> int:
-        """How many chunks have come, one behind the other."""
+        """Fetch chunks. Return how many have arrived, without a gap."""
         ends = time.monotonic() + order.wait_s
         objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
         done = 0
@@ -162,7 +163,8 @@ class Agent:
         ends: float,
         counts: Counter[str],
     ) -> int:
-        """Of chunks ``first …``, which are ``part`` in the shared store."""
+        """Fetch chunks ``first …``, which are the objects ``part``. Return how many have arrived, without a
+        gap."""
         with self._staging.lane(_room(part), max(ends - time.monotonic(), 0)) as lane:
             if lane is None:
                 return 0
@@ -197,7 +199,7 @@ class Agent:
         self._promised.add(order, objects)
 
     def _there(self, names: Sequence[str]) -> list[bool]:
-        """Which of these the shared store has; none where it does not answer."""
+        """Return which of these names the shared store has; none if it does not answer."""
         there: list[bool] = []
         counts: Counter[str] = Counter()
         with self._noting(counts, "failed_calls"):
@@ -226,7 +228,8 @@ class Agent:
     # -- publishing ----------------------------------------------------------------------------------
 
     def _queue(self, order: o.Publish) -> None:
-        """A prompt that is being computed is told of again after each step: its pages are queued once."""
+        """Queue the pages of a prompt, each once: a prompt that is being computed is reported after each
+        step."""
         names = {each.name for each in _objects(order.pages, self._secret)[: order.count]}
         with self._known_lock:
             new = {name for name in names - self._queued if name not in self._known}
@@ -259,7 +262,7 @@ class Agent:
             return
         store = self._stores.of(pages)
         with store.lookup(_prompt(pages, 0, count)[0]) as hit:
-            # Only a hit of named pages has positions: others are the leading pages.
+            # Only hits of named pages have positions. The others have the leading pages.
             held = [objects[at] for at in hit.positions or range(hit.tokens // pages.chunk_tokens)]
             wanted = {each.name for each in missing}
             for first, run in _runs(held, wanted, self._staging):
@@ -300,7 +303,7 @@ class AgentStores:
         self._stores: OrderedDict[str, tuple[Store, set[bytes]]] = OrderedDict()
 
     def of(self, pages: o.PromptPages) -> Store:
-        """Raises :class:`TierStoreError` for pages that no store has."""
+        """Return the store for these pages. Raise :class:`TierStoreError` if there is none."""
         identity = Identity(**pages.identity)
         with self._lock:
             store, identities = self._stores.get(identity.layout, (None, set()))
@@ -321,7 +324,7 @@ class AgentStores:
 
 
 class _Staged(PageSource):
-    """Pages that have come to a lane, as the source of a save."""
+    """Pages that have arrived in a lane, as the source of a save."""
 
     def __init__(self, lane: StagingLane, places: Sequence[Memory], page_bytes: int) -> None:
         self._lane = lane
@@ -330,7 +333,7 @@ class _Staged(PageSource):
         self._checksums: list[int] = []
 
     def right(self, objects: Sequence[PageObject], secret: bytes) -> int:
-        """How many of the leading ones are what they are said to be. Only these are to be saved."""
+        """Return how many leading pages match their objects. Only these may be saved."""
         addresses = [address + HEADER_BYTES for address, _ in self._places]
         self._checksums = copying.hash_all(addresses, self._page_bytes)
         for at, (place, checksum) in enumerate(zip(self._places, self._checksums, strict=True)):
@@ -339,7 +342,7 @@ class _Staged(PageSource):
         return len(self._places)
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        """A page that has changed since it was looked at is not stored."""
+        """Copy pages. A page that has changed since :meth:`right` is not stored."""
         copies = [(address, self._places[position][0] + HEADER_BYTES) for position, address in pages]
         copied = copying.copy_and_hash(copies, page_bytes)
         expected = [self._checksums[position] for position, _ in pages]
@@ -352,7 +355,7 @@ class _Staged(PageSource):
 
 
 class _Outgoing:
-    """A lane as where a hit's pages go from ``first`` on, each behind its header."""
+    """A lane as the target of a hit's pages from ``first`` on, each behind its header."""
 
     def __init__(
         self,
@@ -392,8 +395,8 @@ def _objects(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
 
 
 def _prompt(pages: o.PromptPages, first: int, count: int) -> tuple[Prompt, int]:
-    """Return a prompt that ends with these chunks, and where the first of them is in it. Chunks of a chain
-    come with those before them, named ones by themselves."""
+    """Return a prompt that ends with these chunks, and the position of the first of them in it. The prompt of
+    a chain begins with its earlier chunks. A prompt of named chunks has only these."""
     start, make = 0, Prompt.with_keys
     if pages.named:
         start, make = first, partial(Prompt.with_names, pages_before=pages.depth + first)
@@ -410,8 +413,8 @@ def _room(objects: Sequence[PageObject]) -> int:
 def _runs(
     held: Sequence[PageObject], wanted: Collection[str], staging: StagingMemory
 ) -> list[tuple[int, list[PageObject]]]:
-    """Pages of ``wanted`` names that follow one another in a hit of ``held``, no more together than a lane
-    has room for, and where in the hit they begin."""
+    """Return runs of consecutive pages of a hit (``held``) with ``wanted`` names, each at most as long as a
+    lane, and the position of each run in the hit."""
     runs: list[tuple[int, list[PageObject]]] = []
     for at, each in enumerate(held):
         if each.name not in wanted:
@@ -428,7 +431,7 @@ def _runs(
 
 
 class Tell:
-    """Says something to the daemon. Thread-safe."""
+    """Sends messages to the daemon. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -440,7 +443,7 @@ class Tell:
             try:
                 self._connection.sendall(LENGTH.pack(len(body)) + body)
             except OSError:
-                os._exit(0)  # the daemon has gone
+                os._exit(0)  # the daemon is gone
 
 
 def main() -> None:

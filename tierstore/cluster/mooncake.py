@@ -1,8 +1,9 @@
-"""Mooncake Store as a shared store: its Python wheel, in this process.
+"""Mooncake Store as a shared store, through its Python wheel in this process.
 
-The operator runs ``mooncake_master`` and lends memory with ``mooncake_client`` processes, one for each host.
-We are a pure client: no segment, no buffer of the library's own. Its calls crash after ``close``, and
-``close`` takes a second: whoever uses this ends with ``os._exit``."""
+The operator runs ``mooncake_master`` and lends memory with ``mooncake_client`` processes, one per host. This
+is a pure client: it has no segment and no buffer of the library. Calls crash after ``close``, and ``close``
+takes a second, so a process that uses this module ends with ``os._exit``.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from tierstore.cluster.shared_store import (
 )
 from tierstore.errors import UsageError
 
-# Read when the library is imported. Without the first two it is 1.3 to 2 times as slow at 1 to 8 MiB, without
-# the others a lender that has gone takes 30 s, and a master that is not there 22.
+# The library reads these when it is imported. Without the first two it is 1.3 to 2 times as slow at 1 to 8
+# MiB. Without the others, a lender that is gone takes 30 s, and a missing master 22 s.
 _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
@@ -35,15 +36,14 @@ _ENVIRONMENT = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
 }
 _NO_ROOM = -200
-_NO_OBJECT = -704  # said before anything is transferred
+_NO_OBJECT = -704  # reported before any transfer
 _INSTALL = (
     "pip install mooncake-transfer-engine-non-cuda (or -cuda13), and apt-get install libibverbs1 libnuma1"
 )
 
 
 class MooncakeStore(SharedStore):
-    """A client of the master at ``mooncake://HOST:PORT``, or of the leader that ``etcd://HOST:PORT``
-    names."""
+    """A client of the master at ``mooncake://HOST:PORT``, or of the leader named at ``etcd://HOST:PORT``."""
 
     def __init__(self, options: SharedStoreOptions) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -51,11 +51,9 @@ class MooncakeStore(SharedStore):
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
-            raise UsageError(f"Mooncake cannot be imported ({error}): {_INSTALL}") from error
+            raise UsageError(f"cannot import Mooncake ({error}): {_INSTALL}") from error
         if options.protocol == "rdma" and not options.devices:
-            raise UsageError(
-                "rdma needs cluster_devices: without names Mooncake runs over TCP and says nothing"
-            )
+            raise UsageError("rdma needs cluster_devices: without them Mooncake silently uses TCP")
         url = urlsplit(options.url)
         master = options.url if url.scheme == "etcd" else url.netloc
         host = options.host or _address_towards(url.hostname or "", url.port or 0)
@@ -88,13 +86,13 @@ class MooncakeStore(SharedStore):
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This host's address on the way to another one. Nothing is sent."""
+    """Return this host's address on the route to another host. Nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port or 1))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise SharedStoreError(f"there is no way to {host}: {error.strerror}") from error
+        raise SharedStoreError(f"there is no route to {host}: {error.strerror}") from error
 
 
 def open_shared_store(options: SharedStoreOptions) -> SharedStore:

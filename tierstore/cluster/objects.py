@@ -1,16 +1,17 @@
-"""What a page is called in the shared store, and what stands before its bytes there. Pure.
+"""Names and headers of pages in the shared store. Pure functions.
 
     proof₋₁ = SHA-256("tierstore page 1\\0" ‖ secret ‖ identity)
     proofᵢ  = SHA-256(proofᵢ₋₁ ‖ keyᵢ ‖ tokensᵢ)
 
-A named page follows nothing: its proof is that of a first page, below a root of its own
-(``tierstore loose page 1\\0``), so none is ever taken for the other. Its depth is 0.
+A named page has no parent. Its proof is that of a first page under another root (``tierstore loose page
+1\\0``), so chained and named pages cannot be confused. Its depth is 0.
 
-A page's name is ``ts1:`` and the first 40 hex digits of its proof. The keys are in it because opaque pages
-with equal tokens may differ (an image, an adapter). A header ends with XXH3-64 of what is before it, or with
-keyed BLAKE2b where the cluster has a secret: then names cannot be guessed, nor headers forged. That is no
-encryption, and the page's XXH3-64 no signature: who can write to the shared store and knows a page can put
-another one with the same XXH3 in its place."""
+A page's name is ``ts1:`` and the first 40 hex digits of its proof. The proof includes the keys because opaque
+pages with equal tokens may differ (an image, an adapter). A header ends with the XXH3-64 of its other fields,
+or with their keyed BLAKE2b if the cluster has a secret. With a secret, names cannot be guessed and headers
+cannot be forged. But pages are not encrypted, and the page's XXH3-64 is not a signature. An attacker who can
+write to the shared store and knows a page can replace it by another one with the same XXH3.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _MAC_BYTES = HEADER_BYTES - _FIELDS.size
 
 
 def proofs(identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: bytes = b"") -> list[bytes]:
-    """The proof of each chunk of a prompt, from its first one on: ``chunks`` are (key, tokens), ``identity``
-    is the digest.
+    """Return the proofs of a prompt's chunks, from the first on. ``chunks`` are (key, tokens), and
+    ``identity`` is the digest.
 
     >>> first, second = proofs(bytes(32), [(b"k" * 16, b"abcd"), (b"l" * 16, b"efgh")])
     >>> object_name(first)
@@ -49,7 +50,7 @@ def proofs(identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: by
 def named_proofs(
     identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: bytes = b""
 ) -> list[bytes]:
-    """The proof of each of these named pages, whatever else is among them."""
+    """Return the proof of each named page. It does not depend on the other pages."""
     root = hashlib.sha256(_NAMED + secret + identity).digest()
     return [hashlib.sha256(root + key + tokens).digest() for key, tokens in chunks]
 
@@ -60,7 +61,7 @@ def object_name(proof: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageObject:
-    """A page in the shared store. ``depth`` counts the pages before it; a named one has none."""
+    """A page in the shared store. ``depth`` is the number of pages before it, 0 for a named page."""
 
     identity: bytes
     page_bytes: int
@@ -77,7 +78,7 @@ class PageObject:
         return HEADER_BYTES + self.page_bytes
 
     def header(self, checksum: int, *, secret: bytes = b"") -> bytes:
-        """Of the page whose bytes have this XXH3-64."""
+        """Return the header for the page with this XXH3-64."""
         fields = _FIELDS.pack(
             _MAGIC, self.page_bytes, self.chunk_tokens, self.depth, checksum, self.identity, self.proof
         )
@@ -96,7 +97,7 @@ def page_objects(
     secret: bytes = b"",
     named: bool = False,
 ) -> list[PageObject]:
-    """Those of a prompt's whole chunks, from its beginning on, or of ``named`` ones."""
+    """Return the objects of a prompt's whole chunks, from its beginning on, or of ``named`` chunks."""
     prove = named_proofs if named else proofs
     made = prove(identity, zip(keys, chunks, strict=True), secret=secret)
     return [

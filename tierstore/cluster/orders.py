@@ -1,5 +1,5 @@
-"""What the daemon and its agents say to each other, over a socketpair, each message behind its length
-(``wire/framing.py``), in msgpack."""
+"""Messages between the daemon and its agents: length-prefixed msgpack (``wire/framing.py``) over a
+socketpair."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from tierstore.wire.messages import IdentityFields, Payload, Text
 
 
 class AgentOrder(msgspec.Struct, tag=True, array_like=True):
-    """Anything that is said."""
+    """The base of all messages."""
 
 
 class PromptPages(msgspec.Struct, array_like=True):
     """The whole chunks of a prompt, from its beginning on: 16 bytes of ``keys`` and ``chunk_tokens`` uint32
-    of ``tokens`` for each. ``named``: chunks that follow nothing, ``depth`` chunks behind the prompt's
-    beginning."""
+    of ``tokens`` for each. ``named``: named chunks, at depth ``depth`` of the prompt."""
 
     identity: IdentityFields
     page_bytes: int
@@ -30,7 +29,7 @@ class PromptPages(msgspec.Struct, array_like=True):
 
 
 class Begin(AgentOrder):
-    """The first one: where the daemon listens and where the shared store is."""
+    """The first message: the addresses of the daemon and of the shared store."""
 
     daemon: Text
     url: Text
@@ -39,11 +38,11 @@ class Begin(AgentOrder):
     host: Text
     secret: Payload
     staging_bytes: int
-    bytes_per_s: int  # of what is published; 0: any number
+    bytes_per_s: int  # limit of publishing; 0: none
 
 
 class Look(AgentOrder):
-    """How many chunks from ``first`` on, one behind the other, the shared store seems to have; of named ones,
+    """Ask how many chunks from ``first`` on, without a gap, the shared store probably has; for named chunks,
     which."""
 
     id: int
@@ -52,8 +51,8 @@ class Look(AgentOrder):
 
 
 class FetchOrder(AgentOrder):
-    """Have chunks ``first … first + count`` come into the daemon's memory, as far as they do. ``promised``:
-    somebody is publishing them, and those that are not there yet are waited for."""
+    """Fetch chunks ``first … first + count`` into the daemon's memory, as many as possible. ``promised``:
+    another host is publishing them, so wait for those that are not there yet."""
 
     id: int
     pages: PromptPages
@@ -64,13 +63,13 @@ class FetchOrder(AgentOrder):
 
 
 class Stop(AgentOrder):
-    """What was ordered under this number is not wanted any more. It is answered all the same."""
+    """Cancel the order with this number. It is answered nevertheless."""
 
     id: int
 
 
 class Publish(AgentOrder):
-    """The first ``count`` chunks may be of use to others. No answer."""
+    """Publish the first ``count`` chunks, if other hosts may need them. Not answered."""
 
     pages: PromptPages
     count: int
@@ -83,14 +82,14 @@ class Ready(AgentOrder):
 
 
 class Away(AgentOrder):
-    """It could not, and ends. ``hopeless``: it is not worth trying again."""
+    """The agent could not open the shared store, and ends. ``hopeless``: another try would fail, too."""
 
     message: Text
     hopeless: bool
 
 
 class Looked(AgentOrder):
-    """``there``: of named chunks, the places (uint32, ascending) of those that are."""
+    """``there``: for named chunks, the positions (uint32, ascending) of those in the shared store."""
 
     id: int
     chunks: int
@@ -103,13 +102,14 @@ class FetchDone(AgentOrder):
 
 
 class Counted(AgentOrder):
-    """What has been counted since the last time."""
+    """Counts since the last such message."""
 
     counts: Annotated[dict[Text, int], Meta(max_length=1024)]
 
 
 class Failed(AgentOrder):
-    """Something went wrong that was not foreseen: a bug of ours or the shared store's. The agent goes on."""
+    """An unexpected error occurred, because of a bug in tierstore or the shared store. The agent
+    continues."""
 
     message: Text
 

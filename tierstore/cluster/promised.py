@@ -1,11 +1,11 @@
-"""Pages that are being published on another host: asked for until they have come, or the time is over.
+"""Pages that another host is publishing: ask for them until they have arrived or the time is over.
 
-One thread asks, for all prompts in one call: for the first page that each of them lacks, since what is
-behind it is of no use without it. A few others bring what is there. So a prompt costs a name in a call and
-not a thread, and promises that nobody keeps cost those that are kept nothing.
+One thread asks the shared store for all prompts in one call: for the first missing page of each, because
+later pages are useless without it. A few other threads fetch the pages. So a prompt costs one name in a call
+instead of a thread, and broken promises do not delay others.
 
-A prompt is asked for again after a twentieth of the time for which nothing of it has come, so the asking adds
-little to any wait, and one that nobody computes soon costs little: 5 ms to 50 ms.
+The pause before a prompt is asked for again is a twentieth of the time since its last page arrived, between 5
+ms and 50 ms. So asking adds little to a wait, and a prompt that is not computed soon costs little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BRINGERS = 4
 
 @dataclass(slots=True, eq=False)
 class PromisedPrompt:
-    """``objects`` are what was promised of it; the first ``done`` of them have come."""
+    """A promised prompt: the first ``done`` of its ``objects`` have arrived."""
 
     order: o.FetchOrder
     objects: Sequence[PageObject]
@@ -39,19 +39,20 @@ class PromisedPrompt:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more of it is asked for, whatever the time."""
+        """Whether no more pages are requested, even before the time is over."""
         return self.over or self.done == len(self.objects)
 
     def put_off(self, now: float) -> None:
-        """It was asked for, and nothing new is there."""
+        """Schedule the next question after one without a new page."""
         pause = (now - self.idle_since) * _SHARE
         self.ask_at = now + min(max(pause, _ASK_AGAIN_S[0]), _ASK_AGAIN_S[1])
 
 
 class PromisedPages:
-    """``exists`` asks the shared store which names it has; ``fetch_remote`` has those pages of a prompt come
-    that are there from ``done`` on, and says how many came, 0 when no more of it can be had; ``ended`` is
-    told of each prompt once. All three are called on threads of this object, and do not raise."""
+    """The promised prompts of an agent. ``exists`` returns which names the shared store has. ``fetch_remote``
+    fetches the available pages of a prompt from ``done`` on and returns their number, 0 if no more can be
+    fetched. ``ended`` is called once for each prompt. This object's threads call all three, and these must
+    not raise."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class PromisedPages:
         self._fetch = fetch_remote
         self._ended = ended
         self._prompts: dict[int, PromisedPrompt] = {}  # by the order's number
-        self._changed = threading.Condition()  # guards it, and them
+        self._changed = threading.Condition()  # guards the dict and the prompts
         self._fetchers = ThreadPoolExecutor(_BRINGERS, "tierstore-promised")
         threading.Thread(target=self._ask_always, name="tierstore-ask", daemon=True).start()
 
@@ -74,7 +75,7 @@ class PromisedPages:
             self._changed.notify()
 
     def stop(self, number: int) -> None:
-        """It is not wanted any more: what is on its way still comes."""
+        """Cancel a prompt. Pages on their way still arrive."""
         with self._changed:
             prompt = self._prompts.get(number)
             if prompt is not None:
@@ -102,11 +103,11 @@ class PromisedPages:
         return ended
 
     def _wait_due(self) -> list[PromisedPrompt]:
-        """Those that are to be asked for now; waits for the first of them, or for a change."""
+        """Return the prompts to ask for now. Wait for the first of them, or for a change."""
         with self._changed:
             idle = [prompt for prompt in self._prompts.values() if not prompt.fetching]
             if any(prompt.finished for prompt in idle):
-                return []  # came to be while nobody looked
+                return []  # finished while this thread was busy
             now = time.monotonic()
             due = [prompt for prompt in idle if prompt.ask_at <= now]
             if not due:
@@ -125,7 +126,7 @@ class PromisedPages:
                     prompt.put_off(now)
 
     def _fetch_one(self, prompt: PromisedPrompt) -> None:
-        # Others may have had the bringers all its time.
+        # Other prompts may have used the threads for its whole time.
         late = prompt.over or prompt.ends <= time.monotonic()
         came = 0 if late else self._fetch(prompt)
         with self._changed:

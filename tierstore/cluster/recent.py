@@ -1,4 +1,4 @@
-"""What has been seen of late. Pure."""
+"""Recently seen keys. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Recent(Generic[_Key]):
-    """Keys that were noted less than ``seconds`` ago, ``most`` of them. What is seen of a shared store is not
-    true for long: its pages go when they like, and a master that is started again has none.
+    """Keys that were noted less than ``seconds`` ago, at most ``most`` of them. An observation of a shared
+    store is valid only for a short time: its pages may disappear at any time, and a restarted master has
+    none.
 
     >>> at = [0.0]
     >>> seen: Recent[str] = Recent(60.0, 2, clock=lambda: at[0])
@@ -37,7 +38,7 @@ class Recent(Generic[_Key]):
         return len(self._ends)
 
     def note(self, key: _Key) -> None:
-        """It is seen now. The longest unseen one gives way."""
+        """Note a key now. It displaces the key that was noted longest ago."""
         self._ends[key] = self._clock() + self._seconds
         self._ends.move_to_end(key)
         if len(self._ends) > self._most:

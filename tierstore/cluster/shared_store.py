@@ -1,4 +1,4 @@
-"""What a distributed store has to be able to do, and how one is opened by its address."""
+"""The interface of a distributed store, and opening one by its address."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from urllib.parse import urlsplit
 from tierstore.errors import StoreUnavailableError, UsageError
 
 Memory = tuple[int, int]
-"""Address and bytes."""
+"""Address and size in bytes."""
 
 NOT_THERE = 0
-"""Instead of an object's size."""
+"""Returned instead of an object's size."""
 
 
 class SharedStoreError(StoreUnavailableError):
-    """The shared store does not answer, or not in a way that can be understood."""
+    """The shared store does not answer, or its answer is malformed."""
 
 
 class SharedStore(Protocol):
-    """Objects by name. Every call may take as long as it likes, and be made from several threads."""
+    """Objects by name. A call may take any time, and several threads may make calls."""
 
     transport: str
-    """How bytes travel: ``tcp``, ``rdma``, … For people."""
+    """The transport of bytes, such as ``tcp`` or ``rdma``, for people."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Raises :class:`SharedStoreError`."""
+        """Return which names exist. Raise :class:`SharedStoreError` if the store does not answer."""
 
     def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
-        """Have objects written to memory: the size of each, ``NOT_THERE`` for what the shared store does not
-        have (its memory is left alone), less than 0 for what did not come. Memory of a call in which
-        something did not come may be written to later. Raises :class:`SharedStoreError`."""
+        """Write objects to memory. Return the size of each, ``NOT_THERE`` for a missing object (its memory
+        does not change), and a negative number for a failed one. After a failure, the memory of the whole
+        call may still be written to. Raise :class:`SharedStoreError` if the store does not answer."""
 
     def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
-        """Which of them are there now; for others there was no room. A name that exists keeps its bytes.
-        Raises :class:`SharedStoreError` for any other failure: then something may still be read from that
-        memory."""
+        """Store objects. Return which of them exist now; there was no room for the others. An existing name
+        keeps its bytes. Raise :class:`SharedStoreError` for any other failure: then the memory may still be
+        read."""
 
     def remove(self, name: str) -> None:
-        """Best effort. Raises nothing."""
+        """Remove an object, best effort. Does not raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStoreOptions:
-    """``host`` is this host's address, as other hosts reach it (empty: found out)."""
+    """Options of a shared store. ``host`` is this host's address for other hosts (empty: detected)."""
 
     url: str
     protocol: str = "tcp"
@@ -62,7 +62,7 @@ _KINDS: Mapping[str, str] = {
 
 
 def check_url(url: str) -> None:
-    """Raises :class:`UsageError` for an address that no shared store has."""
+    """Check a shared store's address. Raise :class:`UsageError` if it is malformed."""
     scheme = urlsplit(url).scheme
     if scheme not in _KINDS or not url.partition("://")[2]:
         raise UsageError(
@@ -71,8 +71,8 @@ def check_url(url: str) -> None:
 
 
 def open_shared_store(options: SharedStoreOptions) -> SharedStore:
-    """Raises :class:`UsageError` for what cannot be opened at all, :class:`SharedStoreError` for what may be
-    there later."""
+    """Open a shared store. Raise :class:`UsageError` if that can never work, and :class:`SharedStoreError` if
+    the store is unavailable now."""
     check_url(options.url)
     module = import_module(_KINDS[urlsplit(options.url).scheme])
     return cast("Callable[[SharedStoreOptions], SharedStore]", module.open_shared_store)(options)

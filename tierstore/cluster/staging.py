@@ -1,4 +1,4 @@
-"""Memory of the agent's own that the shared store writes to and reads from, in lanes."""
+"""The agent's own memory, in lanes, which the shared store writes to and reads from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LANE_BYTES = 16 << 20
 
 
 class StagingLane:
-    """Room for some objects, one behind the other. ``sound`` until a call on it failed: then something may
-    still be written to it, or be sent from it, and it is not used again."""
+    """Memory for some objects, one behind the other. It is ``sound`` until a call on it fails. After that,
+    the shared store may still write to it or read from it, so it is not used again."""
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -25,7 +25,7 @@ class StagingLane:
         self.sound = True
 
     def places(self, objects: Sequence[PageObject]) -> list[Memory]:
-        """Where each of them goes. They have one size."""
+        """Return the place of each object. The objects have equal sizes."""
         size = objects[0].nbytes
         step = -(-size // 64) * 64
         return [(self.address + at * step, size) for at in range(len(objects))]
@@ -38,8 +38,8 @@ class StagingLane:
 
 
 class StagingMemory:
-    """Lanes of 16 MiB (or of one object, if that is larger) out of ``nbytes``, made when they are wanted.
-    Those that are not sound count for ever."""
+    """Lanes of 16 MiB (or of one object, if that is larger) out of ``nbytes``, allocated on demand. Lanes
+    that are not sound stay counted for good."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -50,16 +50,16 @@ class StagingMemory:
 
     @property
     def worn_out(self) -> bool:
-        """More than half of it cannot be used any more."""
+        """Whether more than half of the memory is unusable."""
         return self._poisoned_bytes * 2 > self._nbytes
 
     def objects_in_a_lane(self, nbytes: int) -> int:
-        """How many objects of this size."""
+        """Return how many objects of this size fit a lane."""
         return max(_LANE_BYTES // (-(-nbytes // 64) * 64), 1)
 
     @contextmanager
     def lane(self, nbytes: int, timeout: float) -> Iterator[StagingLane | None]:
-        """A lane with room for ``nbytes``; None when there is none for so long."""
+        """Yield a lane of at least ``nbytes``; None if there is none within ``timeout`` seconds."""
         lane = self._take(max(nbytes, _LANE_BYTES), timeout)
         try:
             yield lane
@@ -79,7 +79,7 @@ class StagingMemory:
             if lane is not None:
                 self._free.remove(lane)
                 return lane
-            if self._taken_bytes + nbytes > self._nbytes:  # those that are free are too small
+            if self._taken_bytes + nbytes > self._nbytes:  # the free ones are too small
                 self._taken_bytes -= sum(each.nbytes for each in self._free)
                 self._free.clear()
             self._taken_bytes += nbytes
@@ -98,7 +98,7 @@ class StagingMemory:
                 self._free.append(lane)
             else:
                 self._poisoned_bytes += lane.nbytes
-                _GRAVEYARD.append(lane)  # its memory must stay mapped: somebody may write to it
+                _GRAVEYARD.append(lane)  # its memory must stay mapped: the shared store may still write to it
             self._lock.notify_all()
 
 

@@ -1,7 +1,8 @@
-"""The daemon's side of its agents: starts them, gives them orders, counts, and kills those that hang.
+"""The daemon's side of its agents: start them, send orders, count, and kill those that hang.
 
-Everything runs on the daemon's event loop, and nothing here waits for an agent longer than it was told to.
-What goes wrong is a miss: whoever asks gets 0 chunks."""
+Everything runs on the daemon's event loop, and no call waits for an agent longer than its time limit. Errors
+are misses: the result is 0 chunks.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +33,29 @@ from tierstore.wire.framing import LENGTH
 _log = logging.getLogger(__name__)
 
 
-_OVERDUE_S = 5.0  # after which an agent that has not answered is killed
+_OVERDUE_S = 5.0  # an agent whose answer is this late is killed
 _CHECK_S = 0.5
 _BACK_OFF_S = (0.1, 5.0)
-_LIVED_S = 2.0  # after such a life the next one begins without much delay
-_HOPELESS_S = 60.0  # between two trials of what cannot work, until somebody installs something
-_ABSENT_S = 2.0  # for which a page that was not there is not asked for again
-_PUBLISHED_S = 60.0  # for which a prompt that was published is not told of again
+_LIVED_S = 2.0  # after a life of at least this length, the next one begins with little delay
+_HOPELESS_S = 60.0  # between two tries of something that cannot work until software is installed
+_ABSENT_S = 2.0  # a missing page is not asked for again during this time
+_PUBLISHED_S = 60.0  # a published prompt is not reported again during this time
 _REMEMBERED = 1 << 14
-_MOST_UNREAD_BYTES = 16 << 20  # that an agent has not read
-_LATE = 3  # looks that came late, in …
+_MOST_UNREAD_BYTES = 16 << 20  # limit of what an agent has not read
+_LATE = 3  # this many late answers to lookups within …
 _LATE_WITHIN_S = 10.0
-_PAUSE_S = (5.0, 60.0)  # … stop the looking for so long
-_MOST_PROMISED = 1024  # prompts whose pages are waited for at a time, of all clients; each has 64 at most …
-_MOST_PROMISED_TOKENS = 16 << 20  # … and their tokens: the agent keeps their ids and names
-_RATE_SHARE = 0.3  # of the newest measurement
+_PAUSE_S = (5.0, 60.0)  # … pause further questions for this long
+_MOST_PROMISED = 1024  # limit of promised prompts of all clients (64 for each client) …
+_MOST_PROMISED_TOKENS = 16 << 20  # … and of their tokens: the agent keeps their ids and names
+_RATE_SHARE = 0.3  # weight of the newest measurement
 
 _Found: TypeAlias = "o.Looked | o.FetchDone"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """``url`` is the shared store's; ``secret`` a file; ``look_s`` what a lookup waits for the shared store.
-    Raises :class:`UsageError` for what cannot be."""
+    """Options of the shared store: its ``url``, a file with the ``secret``, and ``look_s``, the time that a
+    lookup waits for its answer. Raises :class:`UsageError` for values that cannot work."""
 
     url: str
     protocol: str = "tcp"
@@ -78,13 +79,13 @@ class ClusterOptions:
         except OSError as error:
             raise UsageError(f"cannot read the cluster's secret: {error}") from error
         if not 16 <= len(secret) <= 64:
-            raise UsageError(f"the cluster's secret has {len(secret)} bytes: give 16 to 64")
+            raise UsageError(f"the cluster's secret must have 16 to 64 bytes, got {len(secret)}")
         return secret
 
 
 class Cluster:
-    """What the daemon asks of the shared store. :meth:`start` and :meth:`stop` it on the event loop.
-    ``daemon`` is an address at which agents reach the daemon."""
+    """The daemon's access to the shared store. :meth:`start` and :meth:`stop` it on the event loop.
+    ``daemon`` is the address at which agents connect to the daemon."""
 
     def __init__(self, options: ClusterOptions, daemon: str) -> None:
         self._options = options
@@ -105,7 +106,7 @@ class Cluster:
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._fetching: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
-        self._promised = 0  # prompts that are waited for …
+        self._promised = 0  # promised prompts …
         self._promised_tokens = 0  # … and their tokens
         self._late: list[float] = []
         self._paused_until = 0.0
@@ -117,7 +118,10 @@ class Cluster:
         for agent in (self._getter, self._putter):
             agent.start()
         if not self._options.secret:
-            _log.info("cluster: whoever reaches the shared store's ports can read and replace its pages")
+            _log.info(
+                "cluster: without cluster_secret, every host that reaches the shared store can read and replace "
+                "its pages"
+            )
 
     async def stop(self) -> None:
         for agent in (self._getter, self._putter):
@@ -125,11 +129,11 @@ class Cluster:
 
     @property
     def pids(self) -> set[int]:
-        """Of the agents that run."""
+        """Return the process ids of the running agents."""
         return {agent.pid for agent in (self._getter, self._putter) if agent.pid}
 
     def rates(self) -> Mapping[str, TierRate]:
-        """What bytes of the shared store cost, as far as that was measured."""
+        """Return the cost of bytes from the shared store, if it was measured."""
         return {CLUSTER: TierRate(self._bytes_per_s, self._latency_s, 0.0)} if self._bytes_per_s else {}
 
     def stats(self) -> ClusterStats:
@@ -145,22 +149,22 @@ class Cluster:
     # -- asking --------------------------------------------------------------------------------------
 
     async def look(self, view: PromptView, first: int) -> int:
-        """How many chunks behind the first ``first`` the shared store seems to have. Waits ``look_s`` at
-        most."""
+        """Return how many chunks after the first ``first`` the shared store probably has. Waits at most
+        ``look_s``."""
         left = (view.whole_chunks - first) * view.chunk_tokens
         looked = await self._look(view, first, left)
         return min(looked.chunks, view.whole_chunks - first) if looked is not None else 0
 
     async def look_for(self, view: PromptView, gain: int) -> Sequence[int]:
-        """Which of these named chunks the shared store seems to have, where a prompt gains ``gain`` tokens by
-        them. Waits ``look_s`` at most."""
+        """Return which of these named chunks the shared store probably has, if they save a prompt ``gain``
+        tokens. Waits at most ``look_s``."""
         looked = await self._look(view, 0, gain) if view.whole_chunks else None
         if not isinstance(looked, o.Looked) or len(looked.there) % 4:
             return ()
         return [at for at in array.array("I", looked.there) if at < view.whole_chunks]
 
     async def _look(self, view: PromptView, first: int, tokens: int) -> _Found | None:
-        """None where it is not worth it, where there is no answer, or nothing."""
+        """Ask the shared store. Return None if that is not worth it, or without an answer."""
         now = time.monotonic()
         if not self._shares(view) or tokens < max(self._options.min_tokens, 1) or now < self._paused_until:
             return None
@@ -190,8 +194,8 @@ class Cluster:
             self._late.clear()
 
     async def fetch_remote(self, view: PromptView, first: int, count: int, wait_s: float) -> int:
-        """Have chunks ``first … first + count`` come into host memory; how many came in ``wait_s`` seconds,
-        one behind the other, as far as is known."""
+        """Fetch chunks ``first … first + count`` into host memory. Return how many arrived in ``wait_s``
+        seconds, without a gap, as far as known."""
         count = min(count, view.whole_chunks - first)
         if not self._shares(view) or count <= 0:
             return 0
@@ -220,8 +224,8 @@ class Cluster:
         return fetching.result().chunks
 
     def expect(self, view: PromptView, first: int, count: int, wait_s: float) -> Callable[[], None]:
-        """Somebody has promised chunks ``first … first + count``: have them come as they are published on
-        another host, in ``wait_s`` seconds. Call the result when they are not wanted any more."""
+        """Fetch promised chunks ``first … first + count`` as another host publishes them, for ``wait_s``
+        seconds. Call the result when they are not needed any more."""
         count = min(count, view.whole_chunks - first)
         agent = self._getter
         if not self._shares(view) or count <= 0:
@@ -262,27 +266,28 @@ class Cluster:
         self._bytes_per_s += (_RATE_SHARE if self._bytes_per_s else 1.0) * (rate - self._bytes_per_s)
 
     def publishes(self, view: PromptView, *, elsewhere: bool) -> bool:
-        """Whether :meth:`committed` is to be told of a prompt's pages. ``elsewhere``: another host's engine
-        is going to ask for them."""
+        """Return whether to call :meth:`committed` for a prompt's pages. ``elsewhere``: another host's engine
+        will ask for them."""
         wanted = self._options.publish == "all" or (elsewhere and self._options.publish != "none")
         return wanted and self._shares(view)
 
     # -- telling -------------------------------------------------------------------------------------
 
     def used(self, view: PromptView, chunks: int) -> None:
-        """The first ``chunks`` of a prompt have been asked for again, and may have left the shared store."""
+        """Publish the first ``chunks`` of a prompt again after a use, because they may have left the shared
+        store."""
         if self._options.publish != "none":
             self._publish(view, chunks)
 
     def committed(self, view: PromptView, chunks: int) -> None:
-        """The first ``chunks`` of a prompt are here (of named ones, some of them), and others are to have
-        them: see :meth:`publishes`."""
+        """Publish the first ``chunks`` of a prompt, which are stored here (some of them for named chunks);
+        see :meth:`publishes`."""
         self._publish(view, chunks)
 
     def _publish(self, view: PromptView, chunks: int) -> None:
         if chunks <= 0 or not self._shares(view):
             return
-        # By one agent: its queue ends with it.
+        # With the agent's pid, because its queue ends with it.
         key = (*_key(view, chunks - 1), self._putter.pid)
         if key not in self._published and self._putter.tell(o.Publish(_pages(view, chunks), chunks)):
             self._published.note(key)
@@ -292,11 +297,11 @@ class Cluster:
 
 
 def _nothing() -> None:
-    """There is nothing to end."""
+    """Cancel nothing."""
 
 
 def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
-    """What a prompt up to one of its chunks is known by."""
+    """Return what identifies a prompt up to one of its chunks."""
     return view.registration.identity.digest, view.key_up_to(chunk)
 
 
@@ -322,7 +327,7 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class _Agent:
-    """One agent: a process that is started again whenever it ends."""
+    """One agent: a process that is restarted whenever it ends."""
 
     begin: o.Begin
     counts: Counter[str]
@@ -335,7 +340,7 @@ class _Agent:
     _writer: asyncio.StreamWriter | None = None
     _running: asyncio.Task[None] | None = None
     _hopeless: bool = False
-    _failure: str = ""  # that was told of last
+    _failure: str = ""  # logged last
 
     def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -348,7 +353,8 @@ class _Agent:
     def ask(
         self, order: Callable[[int], o.Look | o.FetchOrder], wait_s: float
     ) -> asyncio.Future[_Found] | None:
-        """The answer, no chunks if the agent ends before; None where it cannot be asked."""
+        """Send an order and return its answer: no chunks if the agent ends before. None if the agent cannot
+        be asked."""
         number = self._next
         if not self.tell(order(number)):
             return None
@@ -358,7 +364,7 @@ class _Agent:
         return answer
 
     def tell(self, order: o.ToAgent) -> bool:
-        """Say something; False where nobody listens."""
+        """Send a message. Return False if there is no agent to read it."""
         if not self.ready or self._writer is None:
             return False
         if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
@@ -377,8 +383,8 @@ class _Agent:
             began = time.monotonic()
             try:
                 await self._live()
-            except OSError as error:  # no process, no descriptor: later there may be
-                self.trouble = f"its agent cannot be started: {error.strerror}"
+            except OSError as error:  # no process or descriptor now, but perhaps later
+                self.trouble = f"cannot start its agent: {error.strerror}"
             self.counts["agent_ends"] += 1
             if time.monotonic() - began > _LIVED_S:
                 back_off_s = _BACK_OFF_S[0]
@@ -386,7 +392,7 @@ class _Agent:
             back_off_s = min(back_off_s * 2, _BACK_OFF_S[1])
 
     async def _live(self) -> None:
-        """One life of an agent."""
+        """Run an agent once."""
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
@@ -415,7 +421,7 @@ class _Agent:
             watch.cancel()
             writer.close()
             process.kill()
-            await asyncio.to_thread(process.wait)  # a driver may keep it for a while
+            await asyncio.to_thread(process.wait)  # a driver may delay its end
             for number, asked in self._asked.items():
                 if not asked.answer.done():
                     asked.answer.set_result(o.FetchDone(number, 0))
@@ -445,12 +451,12 @@ class _Agent:
                 case o.Counted():
                     self.counts.update(order.counts)
                 case o.Failed():
-                    if order.message != self._failure:  # the same again and again is told once
-                        _log.error("cluster: an agent goes on after an error: %s", order.message)
+                    if order.message != self._failure:  # a repeated error is logged once
+                        _log.error("cluster: an agent had an error and continues: %s", order.message)
                     self._failure = order.message
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill it when an answer is overdue."""
+        """Kill the process if an answer is overdue."""
         while True:
             await asyncio.sleep(_CHECK_S)
             now = time.monotonic()
