@@ -1,39 +1,43 @@
-"""KV packs: pages as a file that can be carried to another machine, and checked there.
+"""KV packs: pages in a file that can be carried to another machine and verified there.
 
-A pack has the pages of some prompts, their tokens, the identity they were computed under, checksums and,
-where somebody signs it, an Ed25519 signature. It warms a fleet with a system prompt, goes along with a bug
-report, or moves a cache to another host.
+A pack has the pages of some prompts, their tokens, the identity under which they were computed, checksums and
+an optional Ed25519 signature. It can warm a fleet with a system prompt, accompany a bug report, or move a
+cache to another host.
 
-**What a pack promises.** A page that comes out of it is the page that went in, for those tokens and that
-identity, or it does not come out. XXH3 finds accidents, as everywhere in tierstore; it stops nobody who means
-it, so each page has a BLAKE3 or a SHA-256 (``hashing.py``), and one chain of SHA-256 goes over head, index
-and all tables of checksums.
-Its links are signed, not only its end: a reader believes each block (16 MiB of pages) when it has come, and
-needs neither the whole pack nor memory for it. That is what makes packs streamable and resumable.
+**What a pack guarantees.** A page that comes out of a pack is the page that went in, for the same tokens and
+the same identity. Otherwise it is rejected. XXH3 finds accidental damage, as everywhere in tierstore, but
+does not stop an attacker. So each page also has a BLAKE3 or SHA-256 hash (``hashing.py``), and a chain of
+SHA-256 covers head, index and all tables of checksums. Each link of the chain is signed, not only the end. So
+a reader can verify each block (16 MiB of pages) when it arrives, and needs neither the whole pack nor memory
+for it. This makes packs streamable and resumable.
 
-**What it does not promise.** A signature says who packed it, not that a model computed it. Without a key of
-yours to compare with (:class:`Trust`), a signature only says that the pack is whole.
+**What it does not guarantee.** A signature says who made the pack, not that a model computed its pages.
+Without a key to compare with (:class:`Trust`), a signature only proves that the pack is complete.
 
-**Whose pages.** The identity in a pack is the one its maker used, with the tenant as the maker names it. A
-daemon nests it under the tenant of whoever imports over ``tcp://``, so a pack never reaches into another
-tenant's pages. A pack of another model than the store's is refused before a page is read.
+**Tenants and models.** A pack has the identity that its maker used, with the maker's name for the tenant. A
+daemon nests it under the tenant of the client that imports over ``tcp://``, so a pack never touches another
+tenant's pages. If a pack's model differs from the store's, it is rejected before a page is read.
 
-**Whole chunks, chains.** Of a prompt, a pack has the leading whole chunks that were held. An incomplete last
-chunk is left out (what lies behind its tokens in a page may be another prompt's). Opaque pages travel with
-the keys that their engine gave them.
+**Whole chunks and chains.** A pack has the leading whole chunks of a prompt that were held. An incomplete
+last chunk is left out, because the rest of its page may belong to another prompt. Opaque pages are packed
+with the keys of their engine.
 
-**Layer groups.** Of a model of several, each has a pack with an identity of its own; they lie one behind the
-other in one file, by one signer, and the first says which follow. Pages of windows and states are named
-there, as in the store.
+**Layer groups.** Each layer group of a model has its own pack, with its own identity. The packs of a model
+follow one another in one file, by one signer, and the first lists those that follow. Pages of windows and
+states are named, as in the store.
 
 ::
 
     export   Store.lookup ─▶ load_to ─▶ a buffer ─▶ BLAKE3, XXH3 ─▶ seal ─▶ aiofiles
     import   aiofiles ─▶ a buffer ─▶ seal, BLAKE3, XXH3 compared ─▶ Store.save (reserve, copy, commit)
 
-``format.py`` says what the bytes are, ``docs/packs.md`` says it for others. Rejected: safetensors or a tar
-file (an index of names and no seals), a signature at the end only (nothing could be believed before all of it
-had come), compression (a matter of the codecs of tiers; packs carry raw bytes).
+``format.py`` defines the bytes, and ``docs/packs.md`` describes them for other implementations.
+
+Rejected alternatives:
+
+* safetensors or a tar file have an index of names, but no seals;
+* with one signature at the end, nothing could be verified before everything has arrived;
+* compression is up to the codecs of tiers (packs have raw bytes).
 """
 
 from tierstore.packs.format import Manifest, PackError

@@ -1,12 +1,11 @@
-"""What a pack is made of, as bytes: pure functions, no I/O. ``docs/packs.md`` has the same as tables.
+"""The bytes of a pack: pure functions without I/O. ``docs/packs.md`` has the same as tables.
 
 A pack is a head (sizes, signer), an index (identity, prompts), blocks (a table of checksums, then pages) and
-a footer. Head with index, each table, and the footer end in a *seal*: a SHA-256 over them and over the seal
-before, and the signature of that. So a seal stands for everything before it, a block can be believed as soon
-as its pages have been compared with its table, and a pack that was cut off is still good up to its last whole
-block.
+a footer. The head with the index, each table, and the footer end with a *seal*: a SHA-256 over them and over
+the previous seal, and the signature of that hash. So a seal covers everything before it. A block is verified
+when its pages match its table, and a truncated pack is still good up to its last whole block.
 
-All sizes follow from the head: where each page lies, and how long the pack is. What the head declares is
+All sizes follow from the head: the place of each page and the length of the pack. The sizes in the head are
 compared with fixed limits before anything is allocated.
 """
 
@@ -29,18 +28,19 @@ from tierstore.packs.hashing import PageHash
 from tierstore.spec import KVSpec
 from tierstore.units import GIB, MIB, format_size, round_up
 
-MAGIC = b"TSKV\r\n\x1a\n"  # a transfer that takes it for text changes it
-# Magic, version, packs that follow, bytes of the index, bytes of a page, pages, the signer's public key.
+MAGIC = b"TSKV\r\n\x1a\n"  # a transfer in text mode changes it
+# Magic, version, number of following packs, bytes of the index, bytes of a page, pages, the signer's public
+# key.
 HEAD = struct.Struct("<8sIIQQQ32s24x")
 SEAL = struct.Struct("<32s64s")  # SHA-256, Ed25519 signature (zeros: unsigned)
 FOOTER = struct.Struct("<8sQ")  # magic, pages; then a seal
 FOOTER_MAGIC = b"TSKVEND\n"
 FOOTER_BYTES = FOOTER.size + SEAL.size
-ENTRY = np.dtype([("xxh3", "<u8"), ("digest", "V32")])  # of one page
+ENTRY = np.dtype([("xxh3", "<u8"), ("digest", "V32")])  # one page
 UNSIGNED = bytes(32)
 
-ALIGNMENT = 4096  # of what follows the index, of each block and of its pages
-BLOCK_BYTES = 16 * MIB  # of pages in a block, at least one page
+ALIGNMENT = 4096  # for every block, and for the pages in it
+BLOCK_BYTES = 16 * MIB  # pages in a block; at least one page
 MOST_BLOCK_PAGES = 4096
 MOST_INDEX_BYTES = 64 * MIB
 MOST_PAGE_BYTES = GIB
@@ -50,33 +50,35 @@ MOST_FOLLOWING = 63
 _MOST_LAYOUT_CHARS = 1 << 16
 _IDENTITY_FIELDS = {field.name for field in fields(Identity)}
 
-# msgspec compares the number of entries that an index declares with these before it makes any.
+# msgspec checks the number of entries in an index against these limits before it allocates them.
 _Bytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_INDEX_BYTES)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=_MOST_LAYOUT_CHARS)]
 _Fields: TypeAlias = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=64)]
 
 
 class PackError(TierStoreError):
-    """This is no pack, or one that is damaged, cut off, not signed by the right key, or of another model."""
+    """The file is not a pack, or it is damaged, truncated, not signed by the right key, or of another
+    model."""
 
 
 class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A prompt of whole chunks. Its first ``shared`` chunks are also those of prompt ``like``, an earlier
-    one, and their pages are there; the pages of the others follow one another in the pack. ``named``: its
-    pages follow nothing (:meth:`Prompt.with_names`)."""
+    """A prompt of whole chunks. Its first ``shared`` chunks are equal to those of the earlier prompt
+    ``like``, which has their pages. The pages of its other chunks follow one another in the pack. ``named``:
+    its pages are named, without parents (:meth:`Prompt.with_names`)."""
 
     tokens: _Bytes
     keys: _Bytes
     like: int = -1
     shared: int = 0
-    named: bool = msgspec.field(default=False, name="loose")  # as packs of earlier versions call it
+    named: bool = msgspec.field(default=False, name="loose")  # the field's name in packs of earlier versions
 
     @property
     def chunks(self) -> int:
         return len(self.keys) // KEY_BYTES
 
     def to_find(self, first: int, count: int) -> range:
-        """The chunks that a store is asked for to find ``count`` pages from chunk ``first`` on."""
+        """Return the chunks to request from a store in order to find ``count`` pages from chunk ``first``
+        on."""
         return range(first, first + count) if self.named else range(self.chunks)
 
 
@@ -88,7 +90,7 @@ class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 @dataclass(frozen=True)
 class PageRun:
-    """``count`` pages of a pack from ``page`` on are chunks ``chunk …`` of prompt ``prompt``."""
+    """Pages ``page … page + count`` of a pack are the chunks ``chunk …`` of the prompt ``prompt``."""
 
     prompt: int
     chunk: int
@@ -98,14 +100,15 @@ class PageRun:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Whose pages a pack holds, and where each is: what its head and index say. ``following`` are those
-    of the packs behind it in its file, which are of a model's further layer groups."""
+    """The content of a head and index: the identity of a pack's pages, and the place of each. ``following``
+    are the identities of the packs behind it in the file, which belong to further layer groups of the model.
+    """
 
     identity: Identity
     spec: KVSpec
     prompts: tuple[PackedPrompt, ...]
     signer: bytes = UNSIGNED
-    hash: PageHash = PageHash.SHA256  # which is the version, too
+    hash: PageHash = PageHash.SHA256  # also decides the version
     following: tuple[Identity, ...] = ()
 
     @classmethod
@@ -118,19 +121,19 @@ class Manifest:
         hash: PageHash = PageHash.SHA256,
         following: Sequence[Identity] = (),
     ) -> Manifest:
-        """A manifest of the whole chunks of ``prompts``, chains or named pages all of them. A beginning that
-        one has in common with an earlier one is in the pack once, and so is a named page. Raises
-        :class:`UsageError` for prompts without a whole chunk, or not of one identity."""
+        """Make a manifest of the whole chunks of ``prompts``, either all chains or all named pages. A
+        beginning that prompts share is packed once, and so is each named page. Raise :class:`UsageError` for
+        prompts without a whole chunk, or of several identities."""
         kinds = {(prompt.identity, prompt.named) for prompt in prompts}
         if len(kinds) > 1:
-            raise UsageError("the prompts of a pack are of one identity, and chains or named pages")
+            raise UsageError(
+                "the prompts of a pack must have one identity, and be either chains or named pages"
+            )
         if not can_have(hash, prompts):
-            raise UsageError("packs of named pages, and of several layer groups, have the hash blake3")
+            raise UsageError("packs of named pages or of several layer groups need the hash blake3")
         packed = _named(prompts) if has_named(prompts) else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
         if not packed:
-            raise UsageError(
-                f"nothing to pack: there is no prompt of at least {spec.chunk_tokens} tokens held"
-            )
+            raise UsageError(f"nothing to pack: no prompt has at least {spec.chunk_tokens} stored tokens")
         return cls(prompts[0].identity, spec, tuple(packed), signer, hash, tuple(following))
 
     # -- sizes ---------------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the pack's pages."""
+        """The number of tokens of the pack's pages."""
         return self.pages * self.spec.chunk_tokens
 
     @property
@@ -165,11 +168,11 @@ class Manifest:
         return -(-self.pages // self.block_pages)
 
     def pages_of(self, block: int) -> int:
-        """Pages in a block: the last one may have fewer."""
+        """Return the number of pages of a block. The last one may have fewer."""
         return min(self.block_pages, self.pages - block * self.block_pages)
 
     def block_at(self, block: int) -> int:
-        """Where a block begins; behind the last it is the footer."""
+        """Return where a block begins; after the last block, where the footer begins."""
         whole = table_bytes(self.block_pages) + round_up(self.block_pages * self.page_bytes, ALIGNMENT)
         if block < self.blocks or not block:
             return len(self.encoded) + block * whole
@@ -178,11 +181,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """The length of the pack."""
+        """The length of the pack in bytes."""
         return self.block_at(self.blocks) + FOOTER_BYTES
 
     def runs_of(self, first: int, count: int) -> Iterator[PageRun]:
-        """Pages ``first … first + count`` of the pack, by prompt."""
+        """Yield the pages ``first … first + count`` of the pack, by prompt."""
         for run in self.runs:
             start, stop = max(run.page, first), min(run.page + run.count, first + count)
             if start < stop:
@@ -200,8 +203,8 @@ class Manifest:
         return prompt
 
     def pages_to_find(self, run: PageRun) -> tuple[Prompt, int]:
-        """What a store is asked for to find the pages of a run, and the chunk of it that is the first of
-        them: the prompt, or of named pages those and no others."""
+        """Return the prompt to request from a store in order to find the pages of a run, and the chunk of it
+        that is the run's first page. For named pages, the prompt has only the run's pages."""
         chunks = self.prompts[run.prompt].to_find(run.chunk, run.count)
         return self._prompt(run.prompt, chunks), run.chunk - chunks.start
 
@@ -209,14 +212,14 @@ class Manifest:
 
     @cached_property
     def head(self) -> bytes:
-        """Head and index, without their seal."""
+        """Head and index without their seal."""
         index = msgspec.msgpack.encode(
             _Index(asdict(self.identity), list(self.prompts), [asdict(each) for each in self.following])
         )
         if len(index) > MOST_INDEX_BYTES:
             raise UsageError(
-                f"the tokens of these prompts take {format_size(len(index))}, a pack has room for "
-                f"{format_size(MOST_INDEX_BYTES)}: make several packs"
+                f"the tokens of these prompts take {format_size(len(index))}, but a pack has room for "
+                f"{format_size(MOST_INDEX_BYTES)}: use several packs"
             )
         return (
             HEAD.pack(
@@ -233,13 +236,13 @@ class Manifest:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The same with room for the seal, padded: as many bytes as come before the first block."""
+        """Return head and index with room for the seal, padded to the beginning of the first block."""
         return self.head.ljust(round_up(len(self.head) + SEAL.size, ALIGNMENT), b"\0")
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head by itself, its sizes within the limits."""
+    """A head without its index. Its sizes are within the limits."""
 
     index_bytes: int
     page_bytes: int
@@ -250,13 +253,13 @@ class Head:
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
-        """Raises :class:`PackError`."""
+        """Decode a head. Raise :class:`PackError` if it is malformed."""
         if len(data) < HEAD.size or not data.startswith(MAGIC):
-            raise PackError("this is no pack: it does not begin as one")
+            raise PackError("this is not a pack: the beginning is wrong")
         _, version, following, index_bytes, page_bytes, pages, signer = HEAD.unpack_from(data)
         if version not in (versions := [each.value for each in PageHash]):
             raise PackError(
-                f"a pack of version {version}: this tierstore reads versions {', '.join(map(str, versions))}"
+                f"the pack has version {version}, this tierstore reads {', '.join(map(str, versions))}"
             )
         if not (
             following <= (MOST_FOLLOWING if version > PageHash.SHA256 else 0)
@@ -264,11 +267,11 @@ class Head:
             and 0 < page_bytes <= MOST_PAGE_BYTES
             and 0 < pages <= MOST_PAGES
         ):
-            raise PackError("the pack is damaged: its head declares sizes that no pack has")
+            raise PackError("the pack is damaged: its head has impossible sizes")
         return cls(index_bytes, page_bytes, pages, signer, PageHash(version), following)
 
     def manifest(self, index: bytes) -> Manifest:
-        """What head and index say together. Raises :class:`PackError` where they do not fit together."""
+        """Return the manifest of head and index. Raise :class:`PackError` if they are inconsistent."""
         try:
             decoded = msgspec.msgpack.decode(index, type=_Index)
             identity, *following = map(_identity, [decoded.identity, *decoded.following])
@@ -276,9 +279,9 @@ class Head:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise PackError(f"the pack is damaged: its index cannot be read ({error})") from error
         except (SpecError, UsageError) as error:
-            raise PackError(f"the pack's pages have a layout of another version: {error}") from error
+            raise PackError(f"the pack's pages have a layout from another version: {error}") from error
         if not can_have(self.hash, decoded.prompts):
-            raise PackError("the pack is damaged: there are no named pages in version 1")
+            raise PackError("the pack is damaged: version 1 has no named pages")
         _check_prompts(identity, spec, decoded.prompts)
         manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer, self.hash, tuple(following))
         if (manifest.pages, manifest.page_bytes, len(following)) != (
@@ -286,37 +289,37 @@ class Head:
             self.page_bytes,
             self.following,
         ):
-            raise PackError("the pack is damaged: its index is of other pages than its head")
+            raise PackError("the pack is damaged: its index does not match its head")
         return manifest
 
 
 def has_named(prompts: Iterable[Prompt | PackedPrompt]) -> bool:
-    """Whether any of these are named pages."""
+    """Return whether any of these are named pages."""
     return any(prompt.named for prompt in prompts)
 
 
 def can_have(hash: PageHash, prompts: Iterable[Prompt | PackedPrompt]) -> bool:
-    """Whether a pack of these pages may have this hash: version 1 has no named pages."""
+    """Return whether a pack of these pages may have this hash: version 1 has no named pages."""
     return hash is not PageHash.SHA256 or not has_named(prompts)
 
 
 def block_pages(page_bytes: int) -> int:
-    """Pages in a whole block."""
+    """Return the number of pages in a whole block."""
     return max(min(BLOCK_BYTES // page_bytes, MOST_BLOCK_PAGES), 1)
 
 
 def table_bytes(pages: int) -> int:
-    """A block's seal and table, up to its first page."""
+    """Return the size of a block's seal and table, up to its first page."""
     return round_up(SEAL.size + pages * ENTRY.itemsize, ALIGNMENT)
 
 
 def head_digest(head: bytes) -> bytes:
-    """What the seal of head and index is of."""
+    """Return the digest that the seal of head and index signs."""
     return hashlib.sha256(b"tskv head" + head).digest()
 
 
 def block_digest(before: bytes, table: bytes) -> bytes:
-    """… of a block: ``before`` is the digest in the seal before it."""
+    """Return the digest that the seal of a block signs. ``before`` is the digest in the previous seal."""
     return hashlib.sha256(b"tskv block" + before + table).digest()
 
 
@@ -325,7 +328,7 @@ def footer_digest(before: bytes, footer: bytes) -> bytes:
 
 
 def encode_table(checksums: Sequence[int], digests: Sequence[bytes]) -> bytes:
-    """A block's table: of each page its XXH3-64 and its digest."""
+    """Return a block's table: the XXH3-64 and the digest of each page."""
     table = np.empty(len(checksums), ENTRY)
     table["xxh3"] = checksums
     table["digest"] = np.frombuffer(b"".join(digests), "V32")
@@ -339,10 +342,10 @@ def decode_table(table: bytes) -> tuple[list[int], list[bytes]]:
 
 def _identity(of: dict[str, str]) -> Identity:
     if of.keys() != _IDENTITY_FIELDS:
-        raise PackError("the pack's identity has other fields than this version's")
+        raise PackError("the pack's identity has other fields than in this version")
     identity = Identity(**of)
     if len(identity.layout) > _MOST_LAYOUT_CHARS:
-        raise PackError("the pack's page layout is longer than any")
+        raise PackError("the pack's page layout is too long")
     return identity
 
 
@@ -364,7 +367,7 @@ def _chains(prompts: Sequence[Prompt], width: int) -> list[PackedPrompt]:
 
 
 def _named(prompts: Sequence[Prompt]) -> list[PackedPrompt]:
-    """The named pages of all prompts, each once."""
+    """Return the named pages of all prompts, each once."""
     pages = {
         key: chunk for prompt in prompts for key, chunk in zip(prompt.keys, prompt.chunks(), strict=True)
     }
@@ -372,13 +375,13 @@ def _named(prompts: Sequence[Prompt]) -> list[PackedPrompt]:
 
 
 def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
-    """Leading chunks that are equal, by key and by tokens."""
+    """Return the number of leading chunks with equal keys and tokens."""
     most = min(len(keys), len(other.keys)) // KEY_BYTES
     ours, theirs = np.frombuffer(keys, "V16", most), np.frombuffer(other.keys, "V16", most)
     differ = np.flatnonzero(ours != theirs)
     count = int(differ[0]) if len(differ) else most
     while count and tokens[: count * width] != other.tokens[: count * width]:
-        count -= 1  # two chunks with one key
+        count -= 1  # two different chunks with the same key
     return count
 
 
@@ -400,10 +403,8 @@ def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPro
                 and prompt.keys[: shared * KEY_BYTES] == other.keys[: shared * KEY_BYTES]
             )
         if not fits:
-            raise PackError(f"the pack is damaged: its prompt {number} does not fit together")
-        if not identity.whole_pages:  # others' keys are their engine's own, and only it can make them
+            raise PackError(f"the pack is damaged: its prompt {number} is inconsistent")
+        if not identity.whole_pages:  # otherwise only the engine can make the keys
             keys = b"".join(chunk_keys(root_key(identity), prompt.tokens, width))
             if keys != prompt.keys:
-                raise PackError(
-                    f"the pack is damaged: the keys of prompt {number} are not those of its tokens"
-                )
+                raise PackError(f"the pack is damaged: the keys of prompt {number} do not match its tokens")

@@ -1,9 +1,10 @@
-"""What a page of a pack is hashed with, by several threads at once.
+"""Hashes of a pack's pages, computed by several threads.
 
-The version of a pack names its cryptographic hash: 1 is SHA-256 (``hashlib``), which any tierstore reads, and
-2 is BLAKE3 (the package ``blake3``, in the extra ``[packs]``), which takes two fifths of the processor where
-SHA-256 has instructions of its own, and less elsewhere. Both are 256 bits, and a signature stands for every
-byte with either. The seals are SHA-256 in both: they are over little.
+The version of a pack decides its cryptographic hash. Version 1 has SHA-256 (``hashlib``), which any tierstore
+can read. Version 2 has BLAKE3 (the package ``blake3``, in the extra ``[packs]``), which takes two fifths of
+the processor time on processors with SHA-256 instructions, and less on others. Both have 256 bits, and a
+signature covers every byte with either. The seals use SHA-256 in both versions, because they cover little
+data.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _HASHERS = min(os.cpu_count() or 1, 4)
 
 
 class PageHash(enum.IntEnum):
-    """The hash of a pack's pages, by the version of packs that have it."""
+    """The hash of a pack's pages. The value is the pack's version."""
 
     SHA256 = 1
     BLAKE3 = 2
 
     @classmethod
     def best(cls) -> PageHash:
-        """The fastest that is installed."""
+        """Return the fastest installed hash."""
         return cls.BLAKE3 if importlib.util.find_spec("blake3") is not None else cls.SHA256
 
     def digester(self) -> Callable[[memoryview], bytes]:
-        """Raises :class:`ModuleNotFoundError` where its package is not installed."""
+        """Return the hash function. Raise :class:`ModuleNotFoundError` if its package is not installed."""
         if self is PageHash.SHA256:
             return _sha256
         from blake3 import blake3
@@ -44,7 +45,7 @@ class PageHash(enum.IntEnum):
 
 
 async def page_digests(pages: memoryview, page_bytes: int, hash: PageHash) -> list[tuple[int, bytes]]:
-    """The XXH3-64 and the digest of each page, by several threads at once."""
+    """Return the XXH3-64 and the digest of each page, computed by several threads."""
     count = len(pages) // page_bytes
     step = -(-count // _HASHERS)
     parts = [
@@ -57,7 +58,7 @@ async def page_digests(pages: memoryview, page_bytes: int, hash: PageHash) -> li
 
 
 def hash_pages(pages: memoryview, page_bytes: int, hash: PageHash) -> list[tuple[int, bytes]]:
-    """The same, here and now."""
+    """Return the XXH3-64 and the digest of each page, computed on this thread."""
     start = memory.address_of(pages, writable=False)
     checksums = copying.hash_all(range(start, start + len(pages), page_bytes), page_bytes)
     digest = hash.digester()

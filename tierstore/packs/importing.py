@@ -1,8 +1,8 @@
-"""Taking a pack's pages into a store: those, and nothing else.
+"""Importing a pack's pages into a store.
 
-A block's pages are saved once all of the block has been checked, as :meth:`tierstore.Store.save` saves any:
-the store decides what it has room for. Pages that it holds already are not read, so an import that was cut
-off goes on where it was when it is run again.
+A block's pages are saved after the whole block has been verified, with :meth:`tierstore.Store.save`: the
+store decides what it has room for. Pages that the store already has are not read, so an interrupted import
+continues where it stopped when it is run again.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ from tierstore.store import Store
 from tierstore.store.buffers import copied_frames
 from tierstore.units import MIB
 
-_FLUSH_BYTES = 64 * MIB  # between flushes, where the size of the host tier is not known
-_FLUSH_S = 300.0  # for a disk, where the host tier has no room for more until it is written
+_FLUSH_BYTES = 64 * MIB  # between flushes, if the size of the host tier is unknown
+_FLUSH_S = 300.0  # limit for a disk, if the host tier has no room until pages are written
 _MOST_CHARS = 60
 
 
 @dataclass(frozen=True)
 class Imported:
-    """All pages of a file's packs are in the store. ``held_pages`` were, before."""
+    """The result of an import: all pages of a file's packs are in the store. ``held_pages`` were there
+    before."""
 
     manifests: tuple[Manifest, ...]
     held_pages: int
 
     @property
     def manifest(self) -> Manifest:
-        """Of the first."""
+        """The manifest of the first pack."""
         return self.manifests[0]
 
 
 async def import_pack(
     store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Imported:
-    """Save the pages of a pack, and of those of further layer groups behind it, in ``store``, which has their
-    identity: afterwards it gives the hits that the exporting one gave.
+    """Save the pages of a pack, and of the packs of further layer groups behind it, in ``store``, which has
+    their identity. Afterwards the store has the hits of the exporting store.
 
-    Raises :class:`PackError` for a pack of another identity, before anything is saved; for one that is
-    damaged or cut off, when all before the damage has been saved; and for a store that has no room for all of
-    it."""
+    Raises :class:`PackError` before anything is saved if the pack has another identity. Raises it as well if
+    the pack is damaged or truncated, after all pages before the damage have been saved, and if the store has
+    no room for all pages.
+    """
     identities = store.identity.groups
     require_identity(reader.manifest, identities)
     parts = []
@@ -65,7 +67,7 @@ async def import_pack(
 async def import_part(
     store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Imported:
-    """Save the pages of one layer group, whatever follows behind them."""
+    """Save the pages of one layer group, without those of the packs behind it."""
     manifest = reader.manifest
     held = [await _held(store, manifest, run) for run in manifest.runs]
 
@@ -89,8 +91,8 @@ async def import_part(
 
 
 def require_identity(manifest: Manifest, known: Sequence[Identity]) -> None:
-    """Raises :class:`PackError`, with the difference to the most similar one, unless the pack's identity is
-    among those known, and those of the packs behind it."""
+    """Check that the identity of a pack, and those of the packs behind it, are among the ``known`` ones.
+    Otherwise raise :class:`PackError` with the difference to the most similar one."""
     missing = [each for each in (manifest.identity, *manifest.following) if each not in known]
     if not known or not missing:
         return
@@ -107,7 +109,7 @@ def _short(value: str) -> str:
 
 
 async def _held(store: Store, manifest: Manifest, run: PageRun) -> int:
-    """Leading chunks of a prompt that the store holds."""
+    """Return the number of leading chunks of a prompt that the store has."""
     hit = await store.lookup_async(manifest.prompt(run.prompt))
     hit.release()
     held = hit.whole_chunks
@@ -126,18 +128,19 @@ async def _save(store: Store, manifest: Manifest, block: Block, run: PageRun) ->
             return
         if last or not await asyncio.to_thread(make_room, store, run.count):
             raise PackError(
-                f"the store did not take more than {run.page:,} of {manifest.pages:,} pages: is it running, "
-                "and has it room for them? What it has taken stays"
+                f"the store took only {run.page:,} of {manifest.pages:,} pages, and these stay. Check that "
+                "it runs and has room, then run this again"
             )
 
 
 class _Pace:
-    """Keeps an import behind the disk: what a write queue has no room for is not written."""
+    """Keeps an import from outrunning the disk, because pages without room in the write queue are not
+    written."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         tiers = store.stats().tiers
-        host = tiers.get("host")  # a client with a tenant is told nothing of tiers
+        host = tiers.get("host")  # a client with a tenant gets no tiers
         room = _FLUSH_BYTES if host is None else host.capacity_bytes // 4
         self._most_bytes = room if host is None or "disk" in tiers else math.inf
         self._nbytes = 0
@@ -149,12 +152,14 @@ class _Pace:
 
     async def flush(self) -> None:
         if not await asyncio.to_thread(self._store.flush, _FLUSH_S):
-            raise PackError(f"the store's disk has not taken all pages within {_FLUSH_S:.0f} s: run it again")
+            raise PackError(
+                f"the store's disk did not write all pages within {_FLUSH_S:.0f} s: run this again"
+            )
         self._nbytes = 0
 
 
 class _ImportedPages:
-    """A block's pages as the source of a save. A page that is not what its checksum is of is not stored."""
+    """A block's pages as the source of a save. A page that does not match its checksum is not stored."""
 
     def __init__(self, pages: memoryview, checksums: Sequence[int], page_bytes: int) -> None:
         self._address = memory.address_of(pages, writable=False)

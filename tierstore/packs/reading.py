@@ -1,14 +1,14 @@
-"""Reading a pack from its beginning to its end, checked as it comes: from a file, a pipe, whatever gives
-bytes.
+"""Reading and verifying a pack from beginning to end, from a file or a pipe.
 
-A block is handed out once its table's seal and every one of its pages have been checked. While the caller
-uses it, the next is checked, and while that goes on, the one after it is read. There are three buffers, so a
-pack of any size takes three blocks of memory. What a pack declares is allocated after it was compared with
-the format's limits, and touched as bytes come.
+A block is handed out after its table's seal and all of its pages have been verified. While the caller uses
+it, the next block is verified and the one after that is read. There are three buffers, so a pack of any size
+needs the memory of three blocks. Sizes in a pack are compared with the format's limits before memory is
+allocated, and the memory is used only as bytes arrive.
 
-A file is read through the page cache, for what the kernel reads ahead, and leaves it block by block: what is
-imported is in the store then, and others keep their places. Where a virtual machine gives memory that is free
-back to its host, filling the cache with a whole pack also took four times as long.
+A file is read through the page cache, to profit from the kernel's read-ahead, and each block leaves the cache
+after it was read. The store has the imported pages then, and the cached data of other programs stays. Also,
+if a virtual machine returns free memory to its host, filling the cache with a whole pack took four times as
+long.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from tierstore.packs.signing import Trust, Verifier
 from tierstore.units import MIB, round_up
 
 ANYBODY = Trust()
-_INDEX_READ_BYTES = MIB  # an index is taken as it comes: what is declared may not be there
-_BUFFERS = 3  # one is with the caller, one is checked, one is read into
+_INDEX_READ_BYTES = MIB  # an index is read in pieces: its size may be wrong
+_BUFFERS = 3  # one is used by the caller, one is verified, one is read into
 
 Wanted = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Pages ``first … first + count`` of a pack, as they were when it was made; ``seal`` is the digest that
-    their table was sealed with. ``pages`` are their bytes,
-    one after the other, until the next block is asked for; None where they were not wanted, and not read."""
+    """The verified pages ``first … first + count`` of a pack. ``seal`` is the digest in the seal of their
+    table. ``pages`` are their bytes, valid until the next block is requested; None if they were not wanted
+    and not read."""
 
     number: int
     first: int
@@ -73,14 +73,14 @@ class Block:
 
 @dataclass(frozen=True)
 class _Raw:
-    """A block as it was read."""
+    """A block before its verification."""
 
     table: bytes
     pages: memoryview | None
 
 
 class PackReader:
-    """A pack whose head and index have been checked. For one task; see :func:`open_pack`."""
+    """A pack with a verified head and index. For one task; see :func:`open_pack`."""
 
     def __init__(
         self, file: Any, manifest: Manifest, verifier: Verifier, digest: bytes, *, begins: int = 0
@@ -88,18 +88,18 @@ class PackReader:
         self.manifest = manifest
         self.head_seal = digest
         self.leaves_cache = False
-        """Blocks of the file leave the page cache once they have been read."""
-        self._seal = digest  # the last that was checked
-        self._begins = begins  # in its file
+        """Whether blocks of the file leave the page cache after they were read."""
+        self._seal = digest  # the last verified one
+        self._begins = begins  # offset in its file
         self._leaving: list[asyncio.Future[None]] = []
         self._file = file
         self._verifier = verifier
-        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # blocks take them in turn
+        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # used by the blocks in turn
 
     @classmethod
     async def begin(cls, file: Any, trust: Trust = ANYBODY, *, begins: int = 0) -> PackReader:
-        """Read and check head and index. ``file`` is one of aiofiles', or has its ``read`` and ``readinto``.
-        Raises :class:`PackError`."""
+        """Read and verify head and index. ``file`` is one of aiofiles' or has its ``read`` and ``readinto``.
+        Raise :class:`PackError` if they are malformed."""
         data = await _read(file, HEAD.size)
         head = Head.decode(data)
         verifier = trust.verifier(head.signer)
@@ -111,9 +111,9 @@ class PackReader:
         return cls(file, head.manifest(index), verifier, digest, begins=begins)
 
     async def blocks(self, wanted: Wanted = lambda first, count: True) -> AsyncGenerator[Block, None]:
-        """Each block, then the footer. Where pages ``first … first + count`` are not ``wanted``, and the file
-        can be positioned, only their table is read and checked. Raises :class:`PackError` for the first thing
-        that is wrong, behind blocks that were right."""
+        """Yield each block, and verify the footer. If pages ``first … first + count`` are not ``wanted``, and
+        the file can be positioned, only their table is read and verified. Raise :class:`PackError` at the
+        first error, after all blocks before it."""
         count = self.manifest.blocks
         reading = asyncio.ensure_future(self._read_block(0, wanted, None))
         checking = asyncio.ensure_future(self._checked(0, reading))
@@ -130,15 +130,15 @@ class PackReader:
         await self._check_footer()
 
     async def following(self) -> PackReader | None:
-        """The pack behind this one, of another layer group, once all blocks of this one have come; None
-        behind the last. It has to be of the same signer."""
+        """Return the pack behind this one, of another layer group, after all blocks of this one; None behind
+        the last. It must have the same signer."""
         manifest = self.manifest
         if not manifest.following:
             return None
         begins = self._begins + round_up(manifest.nbytes, ALIGNMENT)
         reader = await PackReader.begin(self._file, Trust(manifest.signer), begins=begins)
         if (reader.manifest.identity, *reader.manifest.following) != manifest.following:
-            raise PackError("the pack is damaged: another layer group follows than it says")
+            raise PackError("the pack is damaged: an unexpected layer group follows")
         reader.leaves_cache = self.leaves_cache
         return reader
 
@@ -161,11 +161,12 @@ class PackReader:
             if self.leaves_cache:
                 await self._leave_cache(number)
         except PackError as error:
-            raise PackError(f"{error}, behind {first:,} of {manifest.pages:,} pages") from None
+            raise PackError(f"{error}, after {first:,} of {manifest.pages:,} pages") from None
         return _Raw(table, pages)
 
     async def _leave_cache(self, number: int) -> None:
-        """Begin to, while the next block is read, once an earlier one has left."""
+        """Start removing a block from the page cache, while the next block is read, after an earlier one is
+        removed."""
         await asyncio.gather(*self._leaving)
         start = self._begins + self.manifest.block_at(number)
         length = self._begins + self.manifest.block_at(number + 1) - start
@@ -189,25 +190,25 @@ class PackReader:
             found = await page_digests(pages, manifest.page_bytes, manifest.hash)
             if found != list(zip(checksums, digests, strict=True)):
                 bad = next(at for at, pair in enumerate(found) if pair != (checksums[at], digests[at]))
-                raise PackError(f"the pack is damaged: page {first + bad:,} is not what it was")
+                raise PackError(f"the pack is damaged: page {first + bad:,} has changed")
         return Block(number, first, count, self._seal, checksums, digests, pages)
 
     async def _check_footer(self) -> None:
         footer = await _read(self._file, FOOTER_BYTES)
         if footer[: FOOTER.size] != FOOTER.pack(FOOTER_MAGIC, self.manifest.pages):
-            raise PackError("the pack is damaged: its footer is of other pages")
+            raise PackError("the pack is damaged: its footer does not match its pages")
         digest = footer_digest(self._seal, footer[: FOOTER.size])
         _check_seal(footer[FOOTER.size :], digest, self._verifier)
         if self.manifest.following:
             _check_zeros(await _read(self._file, -FOOTER_BYTES % ALIGNMENT))
         elif await self._file.read(1):
-            raise PackError("the pack is damaged: something follows its end")
+            raise PackError("the pack is damaged: there is data after its end")
 
 
 @asynccontextmanager
 async def open_pack(path: Path | None, trust: Trust = ANYBODY) -> AsyncIterator[PackReader]:
-    """The pack in a file, or on stdin (None). Raises :class:`PackError` for what is none, and
-    :class:`UsageError` for what cannot be read."""
+    """Open the pack in a file, or on stdin (None). Raise :class:`PackError` if it is malformed, and
+    :class:`UsageError` if it cannot be read."""
     async with open_file(sys.stdin.fileno() if path is None else path, "rb") as file:
         reader = await PackReader.begin(file, trust)
         reader.leaves_cache = path is not None and await file.seekable()
@@ -216,7 +217,7 @@ async def open_pack(path: Path | None, trust: Trust = ANYBODY) -> AsyncIterator[
 
 @asynccontextmanager
 async def open_file(file: Path | int, mode: str) -> AsyncIterator[Any]:
-    """One of aiofiles' files; a descriptor stays open. Raises :class:`UsageError` for what cannot be
+    """Open a file with aiofiles; a descriptor stays open. Raise :class:`UsageError` if it cannot be
     opened."""
     try:
         opened = await aiofiles.open(
@@ -232,7 +233,7 @@ async def open_file(file: Path | int, mode: str) -> AsyncIterator[Any]:
 
 
 async def verify_pack(reader: PackReader, progress: Callable[[int, int], None] | None = None) -> None:
-    """Check all of a pack, and of those behind it. Raises :class:`PackError`."""
+    """Verify a whole pack and the packs behind it. Raise :class:`PackError` at the first error."""
     part: PackReader | None = reader
     while part is not None:
         async with aclosing(part.blocks()) as blocks:
@@ -243,21 +244,21 @@ async def verify_pack(reader: PackReader, progress: Callable[[int, int], None] |
 
 
 def _check_seal(seal: bytes, digest: bytes, verifier: Verifier) -> bytes:
-    """The digest, if a seal is of it. Raises :class:`PackError`."""
+    """Return the digest if it matches the seal. Otherwise raise :class:`PackError`."""
     sealed, signature = SEAL.unpack_from(seal)
     if sealed != digest:
-        raise PackError("the pack is damaged: a checksum is not that of what it seals")
+        raise PackError("the pack is damaged: a seal does not match its data")
     verifier.check(digest, signature)
     return digest
 
 
 def _check_zeros(padding: bytes | memoryview) -> None:
     if any(padding):
-        raise PackError("the pack is damaged: there is something where nothing belongs")
+        raise PackError("the pack is damaged: padding is not zero")
 
 
 async def _read(file: Any, nbytes: int) -> bytes:
-    """Exactly so many bytes, as they come. Raises :class:`PackError`."""
+    """Read exactly ``nbytes``, in pieces as they arrive. Raise :class:`PackError` at an early end."""
     parts, missing = [], nbytes
     while missing:
         part = await file.read(min(missing, _INDEX_READ_BYTES))
@@ -278,7 +279,7 @@ async def _read_into(file: Any, view: memoryview) -> None:
 
 
 async def _ended(*tasks: asyncio.Future[Any]) -> None:
-    """End what nobody wants the result of any more."""
+    """Cancel tasks whose result is not needed any more, and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Who made a pack: Ed25519 keys in PEM files, as ``openssl genpkey -algorithm ed25519`` makes them, too.
+"""Signatures of packs: Ed25519 keys in PEM files, which ``openssl genpkey -algorithm ed25519`` makes, too.
 
-The arithmetic is the ``cryptography`` package's (the extra ``[packs]``), which is imported when a key is.
+The package ``cryptography`` (the extra ``[packs]``) does the arithmetic. It is imported when a key is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs seals. Without a ``key`` they have none."""
+    """Signs seals. Without a ``key``, seals are unsigned."""
 
     key: Ed25519PrivateKey | None = None
 
@@ -37,7 +37,8 @@ class Signer:
 
     @classmethod
     def read(cls, file: Path) -> Signer:
-        """The private key in a PEM file. Raises :class:`UsageError`, also for a file that others may read."""
+        """Read the private key in a PEM file. Raise :class:`UsageError` for another file, and for one that
+        other users can read."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -50,20 +51,20 @@ class Signer:
         if open_to_others:
             raise UsageError(f"{file} can be read by others: chmod 600 {file}")
         if not isinstance(key, Ed25519PrivateKey):
-            raise UsageError(f"{file} holds no Ed25519 key: make one with `tierstore pack keygen`")
+            raise UsageError(f"{file} has no Ed25519 key: make one with `tierstore pack keygen`")
         return cls(key)
 
 
 @dataclass(frozen=True)
 class Trust:
-    """Which signature is asked for: that of ``public`` (32 bytes), or, where that is None, none at all; one
-    that is there has to be right all the same."""
+    """The required signature: that of ``public`` (32 bytes). With None a pack may be unsigned, but a
+    signature must be valid."""
 
     public: bytes | None = None
 
     @classmethod
     def read(cls, file: Path) -> Trust:
-        """The public key in a PEM file. Raises :class:`UsageError`."""
+        """Read the public key in a PEM file. Raise :class:`UsageError` for another file."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -72,15 +73,15 @@ class Trust:
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot read a public key in {file}: {error}") from error
         if not isinstance(key, Ed25519PublicKey):
-            raise UsageError(f"{file} holds no Ed25519 key: give a .pub file from `tierstore pack keygen`")
+            raise UsageError(f"{file} has no Ed25519 key: give a .pub file from `tierstore pack keygen`")
         return cls(key.public_bytes_raw())
 
     def verifier(self, signer: bytes) -> Verifier:
-        """For a pack that names this ``signer``. Raises :class:`PackError` for one that is not to be
-        trusted."""
+        """Return the verifier for a pack of this ``signer``. Raise :class:`PackError` if the signer is not
+        the required one."""
         if self.public is not None and signer != self.public:
             who = f"signed by {name(signer)}" if signer != UNSIGNED else "not signed"
-            raise PackError(f"the pack is {who}, and not by the key that was asked for, {name(self.public)}")
+            raise PackError(f"the pack is {who}, but the required key is {name(self.public)}")
         return Verifier(signer)
 
 
@@ -95,30 +96,30 @@ class Verifier:
             try:
                 self._key = Ed25519PublicKey.from_public_bytes(signer)
             except ValueError as error:
-                raise PackError("the pack names a signer whose key is none") from error
+                raise PackError("the pack is damaged: its signer's key is invalid") from error
 
     def check(self, digest: bytes, signature: bytes) -> None:
-        """Raises :class:`PackError` unless this is the signer's signature."""
+        """Raise :class:`PackError` unless this is the signer's signature."""
         if self._key is None:
             if signature != NO_SIGNATURE:
-                raise PackError("the pack is damaged: it names no signer, and has a signature")
+                raise PackError("the pack is damaged: it has a signature but no signer")
             return
         from cryptography.exceptions import InvalidSignature
 
         try:
             self._key.verify(signature, digest)
         except InvalidSignature:
-            raise PackError("the pack's signature is not that of its signer: it was changed") from None
+            raise PackError("the pack's signature is wrong: the pack was changed") from None
 
 
 def name(public: bytes) -> str:
-    """A public key as people compare it."""
+    """Return a public key as users compare it."""
     return "nobody" if public == UNSIGNED else public.hex()[:_NAME_CHARS]
 
 
 def generate(directory: Path, key_name: str) -> tuple[Path, Path]:
-    """Make a key pair: ``NAME.pem``, which only its owner reads, and ``NAME.pub``. Never overwrites one.
-    Raises :class:`UsageError`."""
+    """Make a key pair: ``NAME.pem``, which only its owner can read, and ``NAME.pub``. Existing files are
+    never overwritten. Raise :class:`UsageError` if a file exists or cannot be written."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import (
         Encoding,

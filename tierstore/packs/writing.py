@@ -1,13 +1,12 @@
-"""Making a pack from what a store holds: block by block, loaded, hashed, sealed and written one behind the
-other.
+"""Writing a pack of a store's pages, block by block: load, hash, seal, write.
 
-While one block is written, the next is hashed and the one after it loaded, in three buffers. A file is
-written under its name with ``.part`` behind it, and gets its own once all of it is on disk. What was cut off
-is resumed: its whole blocks are checked and kept, if it is of the same pages and the same signer.
+While one block is written, the next is hashed and the one after that loaded, in three buffers. A file is
+written under its name with the suffix ``.part``, and renamed when all of it is on disk. An interrupted export
+can be resumed: the whole blocks of its file are verified and kept, if pages and signer are the same.
 
-Blocks go to a file past the page cache, where it can be had (``O_DIRECT``): copying them there takes a fifth
-of the processor that hashing leaves, and nobody reads the file soon. Rejected: syncing the file bit by bit
-while later blocks are hashed, which was slower.
+Blocks bypass the page cache if the file system supports it (``O_DIRECT``): a copy to the cache would take a
+fifth of the processor time that hashing leaves, and the file is not read soon. Rejected alternative: syncing
+the file piece by piece while later blocks are hashed, which was slower.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """A file was made, of a pack for each layer group that has pages of the prompts. ``asked_tokens`` are
-    those of the prompts, ``held_tokens`` those that the first of these groups holds; ``resumed_pages`` were
-    there already."""
+    """The result of an export: a file with one pack for each layer group that has pages of the prompts.
+    ``asked_tokens`` are the tokens of the prompts, ``held_tokens`` those that the store has of the first of
+    these groups. ``resumed_pages`` come from an earlier run."""
 
     manifests: tuple[Manifest, ...]
     asked_tokens: int
@@ -71,7 +70,7 @@ class Exported:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the first."""
+        """The manifest of the first pack."""
         return self.manifests[0]
 
 
@@ -85,13 +84,13 @@ async def export_pack(
     progress: Progress | None = None,
     hash: PageHash | None = None,
 ) -> Exported:
-    """Write what ``store`` holds of the whole chunks of ``prompts`` to ``path``, or to stdout (None). The
-    store has no page pool. Where the model has several layer groups, each has a pack of its own, one behind
-    the other in the file: what comes out of them gives the hits that ``store`` gives. ``resume``: go on with
-    what an earlier run left of the same packs. ``hash``: None is the best one that is installed, or blake3
-    where pages are named.
+    """Write the pages of ``store`` for the whole chunks of ``prompts`` to ``path``, or to stdout (None).
 
-    Raises :class:`UsageError` when nothing is held, and :class:`PackError` when pages leave the store
+    The store has no page pool. If the model has several layer groups, each has its own pack, one behind the
+    other in the file. A store that imports them has the hits of ``store``. ``resume``: continue an earlier
+    run for the same packs. ``hash``: None is the best installed one, or blake3 for named pages.
+
+    Raises :class:`UsageError` if the store has no pages, and :class:`PackError` if pages leave the store
     meanwhile.
     """
     _check_new(path)
@@ -101,7 +100,7 @@ async def export_pack(
         if any(prompt.keys for prompt in held):
             found.append((group.spec, held))
     if not found:
-        raise UsageError("nothing to pack: no whole chunk of these prompts is held")
+        raise UsageError("nothing to pack: the store has no whole chunk of these prompts")
     if hash is None:
         best = PageHash.best()
         hash = best if len(store.groups) == 1 and can_have(best, found[0][1]) else PageHash.BLAKE3
@@ -121,7 +120,8 @@ async def export_pack(
 
 
 async def _write_packs(exports: Sequence[_Export], path: Path | None, whole: int, done: int) -> None:
-    """One behind the other; ``whole`` packs, and ``done`` blocks of the next, are there already."""
+    """Write the packs one behind the other. ``whole`` packs and ``done`` blocks of the next one exist
+    already."""
     part = None if path is None else _part(path)
     resumed = whole or done
     at = sum(round_up(export.manifest.nbytes, ALIGNMENT) for export in exports[:whole])
@@ -148,7 +148,7 @@ def _check_new(path: Path | None) -> None:
 
 
 async def _held(store: Store, prompt: Prompt) -> Prompt:
-    """The whole chunks of a prompt that the store holds now."""
+    """Return the whole chunks of a prompt that the store has now."""
     whole = len(prompt.keys) * prompt.chunk_tokens
     hit = await store.lookup_async(prompt, max_tokens=whole)
     hit.release()
@@ -156,8 +156,8 @@ async def _held(store: Store, prompt: Prompt) -> Prompt:
 
 
 async def _resumable(part: Path, exports: Sequence[_Export]) -> tuple[int, int]:
-    """How many packs of a file that was cut off are whole, and how many blocks of the next are there; the
-    exports go on from there."""
+    """Return the number of whole packs in the file of an interrupted export, and of whole blocks in the next
+    pack. The exports continue from there."""
     if not part.exists():
         return 0, 0
     whole = good = 0
@@ -181,26 +181,26 @@ async def _resumable(part: Path, exports: Sequence[_Export]) -> tuple[int, int]:
                 if not export.last:
                     reader = await reader.following()
     except PackError:
-        pass  # as far as it is good it is kept, and the rest is written once more
+        pass  # the part before the error is kept, the rest is written again
     return whole, good
 
 
 def _difference(begun: Manifest, wanted: Manifest) -> str:
-    """Why a part cannot be gone on with, and what to do."""
+    """Return why a partial file cannot be continued, and what to do."""
     if begun.hash != wanted.hash:
         name = begun.hash.name.lower()
         return f"has pages hashed by {name}, not {wanted.hash.name.lower()}: give --hash {name}, remove it"
     if begun.identity != wanted.identity:
-        return f"is of another model or layout ({begun.identity.model}): remove it"
+        return f"has another model or layout ({begun.identity.model}): remove it"
     return (
-        f"is of {begun.tokens:,} tokens of {len(begun.prompts):,} prompts, and other ones are held now "
+        f"has {begun.tokens:,} tokens of {len(begun.prompts):,} prompts, but the store has others now "
         f"({wanted.tokens:,} of {len(wanted.prompts):,}): remove it"
     )
 
 
 class _Output:
-    """Where a pack is written to, without a buffer of its own. ``ours``: a file that nobody else writes,
-    past the page cache if that can be."""
+    """The output of an export, without its own buffer. ``ours``: a file that no other process writes. It
+    bypasses the page cache if possible."""
 
     def __init__(self, file: Any, *, ours: bool) -> None:
         self._file = file
@@ -213,26 +213,27 @@ class _Output:
             view = view[await self._file.write(view) :]
 
     async def write_aligned(self, view: memoryview) -> None:
-        """Append whole blocks of :data:`ALIGNMENT` bytes, in page-aligned memory, behind others."""
+        """Append whole blocks of :data:`ALIGNMENT` bytes from page-aligned memory. The file's length must be
+        aligned, too."""
         while view and self._direct and _go_direct(self._file.fileno(), True):
             try:
                 view = view[await self._file.write(view) :]
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = False  # a file system that takes the flag, and no such write
+                self._direct = False  # a file system that accepts the flag but not the write
             finally:
                 _go_direct(self._file.fileno(), False)
         await self.write(view)
 
     async def go_to(self, offset: int) -> None:
-        """Cut the file off, and go on from there."""
+        """Truncate the file at ``offset`` and continue there."""
         await self._file.seek(offset)
         await self._file.truncate()
 
 
 def _go_direct(fd: int, wanted: bool) -> bool:
-    """Write past the page cache from now on, or not. False where the file system cannot."""
+    """Switch bypassing the page cache on or off. Return False if the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -244,7 +245,7 @@ def _go_direct(fd: int, wanted: bool) -> bool:
 
 
 class _Buffer:
-    """A block on its way: its table, and its pages as a target of loads."""
+    """A block in work: its table, and its pages as a target of loads."""
 
     def __init__(self, page_bytes: int, pages: int) -> None:
         self._page_bytes = page_bytes
@@ -254,7 +255,7 @@ class _Buffer:
         self._shift = 0
 
     def take(self, at: int, chunk: int) -> _Buffer:
-        """Get ready for pages from place ``at`` on, the first of which is ``chunk`` of what is loaded."""
+        """Prepare for pages from place ``at`` on. The first of them is chunk ``chunk`` of the load."""
         self._shift = at - chunk
         return self
 
@@ -264,11 +265,12 @@ class _Buffer:
         copying.copy_all(copies, self._page_bytes, read_next=True)
 
     def pages(self, count: int) -> memoryview:
-        """The bytes of the first ``count`` pages."""
+        """Return the bytes of the first ``count`` pages."""
         return self._memory.view(self._pages_at, count * self._page_bytes)
 
     def sealed(self, count: int, table: bytes) -> memoryview:
-        """The block of the first ``count`` pages, as it is written: behind ``table``, with its seal."""
+        """Return the block of the first ``count`` pages as it is written, after its ``table`` with the
+        seal."""
         begins = self._pages_at - table_bytes(count)
         self._memory.view(begins, table_bytes(count))[:] = table.ljust(table_bytes(count), b"\0")
         nbytes = count * self._page_bytes
@@ -278,7 +280,7 @@ class _Buffer:
 
 
 class _Export:
-    """One pack being written. ``digest`` is that of the last seal."""
+    """One pack that is being written. ``digest`` is that of the last seal."""
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class _Export:
         *,
         resumable: bool,
     ) -> None:
-        manifest.hash.digester()  # that its package is missing is said before there is a file
+        manifest.hash.digester()  # raises for a missing package before there is a file
         self.digest = b""
         self.resumed_pages = 0
         self._store = store
@@ -300,12 +302,12 @@ class _Export:
 
     @property
     def last(self) -> bool:
-        """Whether no other pack comes behind it in its file."""
+        """Whether it is the last pack in its file."""
         return not self.manifest.following
 
     async def run(self, output: _Output, done: int, at: int | None) -> None:
-        """Write all behind the first ``done`` blocks. ``at``: the pack begins there in the file (None: where
-        it is written to now)."""
+        """Write everything after the first ``done`` blocks. ``at`` is the pack's offset in the file (None:
+        the current end)."""
         manifest = self.manifest
         if at is not None:
             await output.go_to(at + (manifest.block_at(done) if done else 0))
@@ -339,17 +341,17 @@ class _Export:
         first = number * manifest.block_pages
         for run in manifest.runs_of(first, manifest.pages_of(number)):
             if not await self._load_run(run, buffer, run.page - first):
-                # Where the host tier is smaller than the prompt, the prompt's own pages are in the way.
+                # If the host tier is smaller than the prompt, the prompt's own pages block the room.
                 await asyncio.to_thread(make_room, self._store, manifest.block_pages)
                 if not await self._load_run(run, buffer, run.page - first):
                     again = "again with --resume" if self._resumable else "again"
                     raise PackError(
-                        f"the store has let go of pages behind {run.page:,} of {manifest.pages:,}: save "
-                        f"them, and run this {again}"
+                        f"the store has dropped pages after the first {run.page:,} of {manifest.pages:,}: "
+                        f"save them, and run this {again}"
                     )
 
     async def _load_run(self, run: PageRun, buffer: _Buffer, at: int) -> bool:
-        """Bring pages of one prompt; whether all came."""
+        """Load pages of one prompt. Return whether all arrived."""
         prompt, chunk = self.manifest.pages_to_find(run)
         end = (chunk + run.count) * self.manifest.spec.chunk_tokens
         with await self._store.lookup_async(prompt, max_tokens=end) as hit:

@@ -116,7 +116,7 @@ def test_a_group_of_another_signer_is_refused(tmp_path, signer):
     signed, plain = ((tmp_path / name).read_bytes() for name in ("signed.tskv", "plain.tskv"))
     second = -(-done.manifest.nbytes // 4096) * 4096
     mixed = signed[:second] + plain[second:]
-    cases = {mixed: "not signed", signed[:second]: "cut off", signed + b"x": "follows its end"}
+    cases = {mixed: "not signed", signed[:second]: "cut off", signed + b"x": "data after its end"}
     for data, words in cases.items():
         with without_pools(GEMMA, None) as store:
             with pytest.raises(PackError, match=words):
@@ -177,5 +177,5 @@ def test_a_prompt_that_goes_on_from_named_pages_is_refused():
     chain = PackedPrompt(bytes(96), bytes(48), 0, 2)
     identity = Identity.of(spec, model="m")
     packed = Manifest(identity, spec, (named, chain), hash=PageHash.BLAKE3).head
-    with pytest.raises(PackError, match="prompt 1 does not fit together"):
+    with pytest.raises(PackError, match="prompt 1 is inconsistent"):
         Head.decode(packed).manifest(packed[HEAD.size :])

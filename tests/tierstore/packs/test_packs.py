@@ -220,12 +220,12 @@ def test_a_layout_of_huge_pages_is_cut_off_not_allocated():
         reader = await PackReader.begin(c.Bytes(data))
         await verify_pack(reader)
 
-    with pytest.raises(PackError, match="cut off, behind 0 of 10 pages"):
+    with pytest.raises(PackError, match="cut off, after 0 of 10 pages"):
         asyncio.run(run())
 
 
 def test_other_files_are_no_packs(tmp_path):
-    for data, words in ((b"", "cut off"), (b"x" * 4096, "no pack"), (format.MAGIC + b"\3" * 4096, "version")):
+    for data, words in ((b"", "cut off"), (b"x" * 4096, "not a pack"), (format.MAGIC + b"\3" * 4096, "version")):
         (tmp_path / "a").write_bytes(data)
         with pytest.raises(PackError, match=words):
             verified(tmp_path / "a")
@@ -268,7 +268,7 @@ def test_an_import_that_was_cut_off_has_whole_blocks_and_goes_on(large):
     manifest = verified(large[0])
     assert manifest.blocks == 3
     with large_store() as store:
-        with pytest.raises(PackError, match="cut off, behind 32 of 40 pages"):
+        with pytest.raises(PackError, match="cut off, after 32 of 40 pages"):
             c.imported(store, data[: manifest.block_at(2) + 70_000])
         assert store.lookup(LARGE_TOKENS).tokens == 32 * 32
         file = c.Bytes(data)
@@ -314,7 +314,7 @@ def test_an_export_goes_on_with_the_same_pages_only(large, tmp_path):
     path, store = large
     (tmp_path / "b.tskv.part").write_bytes(path.read_bytes()[: 20 << 20])
     fewer = c.prompt(LARGE_TOKENS[:640], LARGE_IDENTITY, LARGE)
-    with pytest.raises(UsageError, match=r"is of 1,280 tokens of 1 prompts, and other ones .* \(640 of 1\)"):
+    with pytest.raises(UsageError, match=r"has 1,280 tokens of 1 prompts, but the store has others .* \(640 of 1\)"):
         c.exported(store, [fewer], tmp_path / "b.tskv", resume=True)
     same = c.prompt(LARGE_TOKENS, LARGE_IDENTITY, LARGE)
     other = PageHash.SHA256 if verified(path).hash is PageHash.BLAKE3 else PageHash.BLAKE3
@@ -339,7 +339,7 @@ def test_pages_that_leave_the_store_end_an_export(tmp_path, monkeypatch):
 
         monkeypatch.setattr(store, "lookup_async", lookup)
         prompt = c.prompt(LARGE_TOKENS, LARGE_IDENTITY, LARGE)
-        with pytest.raises(PackError, match=r"let go of pages behind 16 of 40: .* --resume"):
+        with pytest.raises(PackError, match=r"dropped pages after the first 16 of 40: .* --resume"):
             c.exported(store, [prompt], tmp_path / "b.tskv")
         assert [file.name for file in tmp_path.iterdir()] == ["b.tskv.part"]
         c.save(store, LARGE_TOKENS, LARGE)
@@ -349,7 +349,7 @@ def test_pages_that_leave_the_store_end_an_export(tmp_path, monkeypatch):
 
 def test_a_store_without_room_says_how_far_it_came(large):
     with c.open_store(LARGE_IDENTITY, spec=LARGE, host_bytes=20 << 20) as store:
-        with pytest.raises(PackError, match="did not take more than 16 of 40 pages"):
+        with pytest.raises(PackError, match="took only 16 of 40 pages"):
             c.imported(store, large[0].read_bytes())
         held, pages = c.held(store, LARGE_TOKENS, LARGE)
         assert pages == pages_of(LARGE_TOKENS[:held], LARGE)
