@@ -1,9 +1,8 @@
-"""One sample a second, shared by everybody who looks.
+"""One sample per second, shared by all viewers.
 
-However many look, what is watched is asked once a second at most, and each event is encoded once. Who reads
-too slowly misses events, and who does not read for some seconds is hung up on: nothing queues up behind a
-viewer. While nobody looks there is a sample every ten seconds, so that the plots have a past when somebody
-comes.
+The server's state is read at most once a second for any number of viewers, and each event is encoded once. A
+slow viewer misses events, and one that does not read for some seconds is disconnected, so no events queue up.
+Without viewers there is a sample every ten seconds, so that the plots have a history when a viewer comes.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ _RETRY_MS = 1000
 
 
 class TooManyViewersError(TierStoreError):
-    """As many look as may."""
+    """The maximum of viewers is connected."""
 
 
 class SlowViewerError(TierStoreError):
-    """It has not read for some seconds."""
+    """A viewer has not read for some seconds."""
 
 
 class Feed:
-    """Server-sent events about what ``look()`` returns. Belongs to the event loop that it is started on.
+    """Server-sent events with the results of ``look()``. Belongs to the event loop on which it was started.
 
-    ``look`` may take as long as it likes: the next one begins after it. What it raises is counted in
-    ``failures`` and logged once in a row; the page says that there is nothing new.
+    ``look`` may take any time: the next call begins after it. Its exceptions are counted in ``failures`` and
+    logged, repeated ones once. The dashboard then says that there is nothing new.
 
     Example::
 
@@ -70,22 +69,22 @@ class Feed:
         self._unwatched_s = unwatched_s
         self._past: deque[tuple[float, dict[str, tuple[Number, ...]]]] = deque()
         self._latest = b""
-        self._number = 0  # of the latest
-        self._changed = asyncio.Event()  # replaced by a new one with each sample
+        self._number = 0  # number of the latest event
+        self._changed = asyncio.Event()  # replaced with each sample
         self._came = asyncio.Event()
         self._closed = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to sample, on the running event loop."""
+        """Begin to sample on the running event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Have no new sample begin. From any thread."""
+        """Start no new sample. Callable from any thread."""
         self._closed = True
 
     async def close(self) -> None:
-        """Stop sampling; whoever follows is let go."""
+        """Stop sampling and end :meth:`follow` for all viewers."""
         self.stop()
         self._changed.set()
         self._came.set()
@@ -96,9 +95,11 @@ class Feed:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Look on. Raises :class:`TooManyViewersError`."""
+        """Count a viewer while the block runs. Raise :class:`TooManyViewersError` if there are too many."""
         if self.viewers >= self._most_viewers:
-            raise TooManyViewersError(f"{self.viewers} pages are open already, which is as many as may be")
+            raise TooManyViewersError(
+                f"{self.viewers} viewers are connected, which is the maximum: close a dashboard"
+            )
         self.viewers += 1
         self._came.set()
         try:
@@ -107,8 +108,8 @@ class Feed:
             self.viewers -= 1
 
     async def follow(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send what there is of the past, then every new sample, until the feed is closed. Raises what
-        ``send`` does, and :class:`SlowViewerError` when it takes too long."""
+        """Send the history, then every new sample, until the feed is closed. Raise the exceptions of
+        ``send``, and :class:`SlowViewerError` if it takes too long."""
         await self._send(send, self._history())
         seen = 0
         while not self._closed:
@@ -122,10 +123,10 @@ class Feed:
     async def _send(self, send: Callable[[bytes], Awaitable[None]], event: bytes) -> None:
         sending = asyncio.ensure_future(send(event))
         try:
-            # Not wait_for: up to Python 3.11 it forgets a cancellation that comes as the sending ends.
+            # Not wait_for: up to Python 3.11 it loses a cancellation that comes as the sending ends.
             await asyncio.wait({sending}, timeout=self._slow_s)
             if not sending.done():
-                raise SlowViewerError(f"a page has not read for {self._slow_s:g} s")
+                raise SlowViewerError(f"a dashboard has not read for {self._slow_s:g} s")
             sending.result()
         finally:
             sending.cancel()
@@ -140,10 +141,10 @@ class Feed:
             try:
                 self._note(await self._look())
                 failed = False
-            except Exception as error:  # noqa: BLE001  # counted and logged: one must not end the looking
+            except Exception as error:  # noqa: BLE001  # counted and logged: sampling must continue
                 self.failures += 1
                 if not failed:
-                    _log.warning("the page has nothing new to show: %s", error, exc_info=error)
+                    _log.warning("the dashboard has no new sample: %s", error, exc_info=error)
                 failed = True
             await asyncio.sleep(max(began + _WATCHED_S - time.monotonic(), 0.05))
             self._came.clear()
@@ -167,7 +168,7 @@ def _event(name: str, document: object) -> bytes:
 
 
 def _rounded(number: Number) -> Number:
-    """To the digits that a plot can show: they are what an event mostly consists of."""
+    """Round to the digits that a plot can show, because numbers are most of an event."""
     if number is None or not math.isfinite(number):
         return None
     return float(f"{number:.4g}")

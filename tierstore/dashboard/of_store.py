@@ -1,5 +1,4 @@
-"""The parts of a page that are about a store: the same for a daemon, and for an engine that has one in
-itself."""
+"""The parts of a dashboard about a store, for a daemon and for an engine with an embedded store."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from tierstore.dashboard.view import ConditionRow, Curve, Mark, Meter, Table, Vi
 from tierstore.stats import StoreStats
 from tierstore.units import format_size
 
-_FEW_SAMPLED = 500  # pages in the curve's sample: with fewer its figures are rough
+_FEW_SAMPLED = 500  # with fewer sampled pages, the curve is rough
 _STATES = {
     TierCondition.ONLINE: ViewState.GOOD,
     TierCondition.READ_ONLY: ViewState.WARNING,
@@ -23,7 +22,7 @@ def percent(share: float | None) -> str:
 
 
 def short(number: float) -> str:
-    """With three digits, and k, M or G."""
+    """Format a number with three digits and the suffix k, M or G."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= limit:
             return f"{number / (1e3 if suffix == 'k' else limit):.3g} {suffix}"
@@ -31,7 +30,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Without much detail."""
+    """Format a duration in its largest unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -39,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def meters(stats: StoreStats) -> tuple[Meter, ...]:
-    """How full each tier is."""
+    """Return how full each tier is."""
     return tuple(
         Meter(
             f"{name} {percent(tier.used_bytes / max(tier.capacity_bytes, 1))}",
@@ -52,19 +51,17 @@ def meters(stats: StoreStats) -> tuple[Meter, ...]:
 
 
 def conditions(stats: StoreStats) -> list[ConditionRow]:
-    """Of the tiers that can fail, and of what should never be counted."""
+    """Return the state of the tiers that can fail, and counts that should be zero."""
     found = [
         ConditionRow(f"{tier} tier", _STATES[health.condition], _health(health))
         for tier, health in stats.health.items()
     ]
     damaged = stats.counters.get("damaged_pages")
     if damaged:
-        text = (
-            f"{damaged:,} pages on disk had other bytes than were saved, and were misses: see tierstore fsck"
-        )
+        text = f"{damaged:,} pages on disk were damaged, and counted as misses: see tierstore fsck"
         found.append(ConditionRow("pages", ViewState.WARNING, text))
     if stats.failed_tasks:
-        text = f"{stats.failed_tasks:,} tasks ended in a bug of tierstore: its log has a traceback"
+        text = f"{stats.failed_tasks:,} tasks failed because of a bug in tierstore: its log has a traceback"
         found.append(ConditionRow("tierstore", ViewState.WARNING, text))
     return found
 
@@ -80,25 +77,25 @@ def _health(health: TierHealth) -> str:
 
 
 def curve(stats: CurveStats) -> Curve:
-    """What more memory would buy."""
+    """Return the hit rate by capacity."""
     marks = tuple(Mark(name, tier.capacity_bytes) for name, tier in stats.tiers.items())
     if not stats.asked_tokens:
-        return Curve((), (), marks, 0.0, "Nothing has been asked for yet, so there is no estimate.")
-    rough = " That is few: the figures are rough." if stats.sampled < _FEW_SAMPLED and stats.rate < 1 else ""
+        return Curve((), (), marks, 0.0, "No estimate yet: there were no lookups.")
+    rough = " That is few: the estimate is rough." if stats.sampled < _FEW_SAMPLED and stats.rate < 1 else ""
     return Curve(
         tuple(point.capacity_bytes for point in stats.points),
         tuple(point.hit_rate for point in stats.points),
         marks,
         stats.ceiling,
-        f"At best {percent(stats.ceiling)}. Estimated for a cache that drops what was used least recently: "
-        f"{stats.asked_tokens:,} tokens asked for lately, a sample of {stats.sampled:,} pages.{rough}",
+        f"At best {percent(stats.ceiling)}. Estimated for a cache that drops the least recently used page: "
+        f"{stats.asked_tokens:,} recently requested tokens, a sample of {stats.sampled:,} pages.{rough}",
     )
 
 
 def worth(stats: CurveStats) -> Table:
-    """The same in numbers."""
+    """Return the gain from more memory as a table."""
     return Table(
-        "What more memory would buy",
+        "Gain from more memory",
         ("with", "added", "hit rate then", "points more"),
         tuple(
             (
@@ -113,6 +110,6 @@ def worth(stats: CurveStats) -> Table:
         )
         if stats.asked_tokens
         else (),
-        "Nothing has been asked for yet.",
-        note="Of the prompt tokens asked for, found in this tier or a faster one.",
+        "There were no lookups yet.",
+        note="The hit rate is the share of requested tokens found in this tier or a faster one.",
     )

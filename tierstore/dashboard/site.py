@@ -1,17 +1,17 @@
-"""The page's documents and who may have them: requests in, answers out, no sockets.
+"""The dashboard's documents and access rules. It turns requests into answers, without sockets.
 
-Who may look:
+Access rules:
 
-* At a loopback address everybody on this machine may, unless there is a token. Only requests that name this
-  machine are answered (``Host``): a web page elsewhere may have its own name point to 127.0.0.1, and read
-  what it gets.
-* At any other address the page asks for the token. It goes to the server once; the browser then keeps a
-  cookie that is made from it, and is of no use for anything else.
-* A request that says it comes from another site (``Origin``, ``Sec-Fetch-Site``) is refused, so that a web
-  page elsewhere cannot take the places of those who look.
+* At a loopback address, every user of this machine has access, unless there is a token. Only requests that
+  name this machine (``Host``) are answered: a web page elsewhere may make its own name point to 127.0.0.1 and
+  read the answers.
+* At any other address the dashboard asks for the token. The browser sends it once, and then keeps a cookie
+  that is derived from it and useless for anything else.
+* A request from another site (``Origin``, ``Sec-Fetch-Site``) is refused, so that a web page elsewhere cannot
+  take the viewers' places.
 
-What is shown contains names that others chose. The page writes text only, and ``Content-Security-Policy``
-lets it run its own two scripts and nothing else.
+Samples contain names chosen by clients. The dashboard shows them as text only, and
+``Content-Security-Policy`` allows only its own two scripts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "same-origin",  # no-referrer would have forms say that their origin is null
+    "Referrer-Policy": "same-origin",  # with no-referrer, forms would say that their origin is null
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
@@ -54,7 +54,7 @@ _EVENTS = "text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class WebRequest:
-    """``target`` is path and query as they were sent; names of ``headers`` are in lower case."""
+    """A request. ``target`` is path and query as sent. Names of ``headers`` are in lower case."""
 
     method: str
     target: str
@@ -71,14 +71,14 @@ class WebRequest:
 
     @property
     def token(self) -> str:
-        """The one that was typed in, or is in the address; empty without."""
+        """The token in the form or in the address; empty if there is none."""
         text = self.body.decode("utf-8", "replace") if self.method == "POST" else self.query
         return urllib.parse.parse_qs(text).get("token", [""])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class WebAnswer:
-    """``follows``: after the headers comes the feed, for as long as both sides like."""
+    """An answer. ``follows``: the feed comes after the headers."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -87,11 +87,9 @@ class WebAnswer:
 
 
 class Site:
-    """What a server at ``host`` shows to whom. ``token`` None: nobody off loopback, where ``how`` is said
-    instead.
-
-    ``title`` is what a person who is asked for the token reads.
-    """
+    """The dashboard of a server at ``host``. With ``token`` None it has no access rules at loopback, and off
+    loopback it refuses every request and says ``how`` to set a token. ``title`` is shown above the form for
+    the token."""
 
     def __init__(self, host: str, token: str | None, *, title: str, how: str) -> None:
         self._host = host
@@ -99,24 +97,25 @@ class Site:
         self._token = token
         self._title = title
         self._how = how
-        # Not the token: cookies go to every port of a host, and the token may open more than this page.
+        # Not the token itself: the browser sends cookies to every port of a host, and the token may permit
+        # more than the dashboard.
         secret = hmac.digest((token or "").encode(), b"tierstore: who may look at the page", "sha256").hex()
         self._cookie = f"tierstore-{hashlib.sha256(secret.encode()).hexdigest()[:8]}"
         self._secret = secret
 
     def refusal(self, request: WebRequest) -> WebAnswer | None:
-        """For requests that no path of this server is for: those that name another host."""
+        """Return the refusal of a request that names another host; None for other requests."""
         name = foreign_host(self._host, request.headers.get("host", ""))
-        return None if name is None else _text(421, f"this is not {name}: ask for localhost or 127.0.0.1")
+        return None if name is None else _text(421, f"this is not {name}: use localhost or 127.0.0.1")
 
     def strange(self, request: WebRequest) -> WebAnswer | None:
-        """The refusal of a request that names another host, or that a web page elsewhere has made."""
+        """Return the refusal of a request that names another host or comes from another site."""
         if (refusal := self.refusal(request)) is not None:
             return refusal
-        return None if _same_site(request) else _text(403, "this page is for its own site")
+        return None if _same_site(request) else _text(403, "requests from other sites are refused")
 
     def answer(self, request: WebRequest) -> WebAnswer | None:
-        """None for what is no path of the page."""
+        """Return the answer; None for a path that is not the dashboard's."""
         path = request.path
         if path not in ("/", PAGE.rstrip("/")) and not path.startswith(PAGE):
             return None
@@ -126,7 +125,7 @@ class Site:
             query = f"?{request.query}" if request.query else ""
             return WebAnswer(307, {"Location": f"{PAGE.strip('/')}/{query}", **_HEADERS})
         if self._token is None and not self._loopback:
-            return _text(403, f"the page is shown off loopback only with a token: {self._how}")
+            return _text(403, f"the dashboard needs a token off loopback: {self._how}")
         return self._of_page(request, path.removeprefix(PAGE))
 
     def _of_page(self, request: WebRequest, name: str) -> WebAnswer:
@@ -137,13 +136,13 @@ class Site:
         allowed = self._allowed(request)
         if name == "feed":
             if not allowed:
-                return _text(401, "the token is needed", {"WWW-Authenticate": "Bearer"})
+                return _text(401, "a token is required", {"WWW-Authenticate": "Bearer"})
             return WebAnswer(200, {"Content-Type": _EVENTS, **_HEADERS}, follows=True)
         if not name:
             return self._page() if allowed else self._ask("")
         body = _assets().get(name)
         if body is None:
-            return _text(404, "there is no such file")
+            return _text(404, "no such file")
         return WebAnswer(200, {"Content-Type": _KINDS[Path(name).suffix], **_HEADERS}, body)
 
     def _page(self) -> WebAnswer:
@@ -158,7 +157,7 @@ class Site:
         if self._token is None:
             return WebAnswer(303, {"Location": ".", **_HEADERS})
         if not _equal(request.token, self._token):
-            return self._ask("That is not the token.")
+            return self._ask("The token is wrong.")
         flags = f"Path={PAGE}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Lax"
         cookie = f"{self._cookie}={self._secret}; {flags}"
         return WebAnswer(303, {"Location": ".", "Set-Cookie": cookie, **_HEADERS})
@@ -178,28 +177,31 @@ class Site:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The page's token. Raises :class:`UsageError`, also for one that can be guessed."""
+    """Return the dashboard's token. Raise :class:`UsageError` for an unreadable file, and for a token that is
+    too short."""
     if file is None:
         return None
     try:
         token = file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the page's token: {error}") from error
+        raise UsageError(f"cannot read the dashboard's token: {error}") from error
     if len(token) < _MIN_TOKEN:
-        raise UsageError(f"{file}: the page's token has {len(token)} characters, give at least {_MIN_TOKEN}")
+        raise UsageError(
+            f"{file}: the dashboard's token must have at least {_MIN_TOKEN} characters, got {len(token)}"
+        )
     return token
 
 
 def _same_site(request: WebRequest) -> bool:
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        # Somebody may follow a link from elsewhere to the page, and nothing else.
+        # A user may follow a link from another site to the dashboard, but nothing else is allowed.
         return request.headers.get("sec-fetch-mode") == "navigate" and request.method == "GET"
     origin = request.headers.get("origin")
     return origin is None or origin.partition("://")[2] == request.headers.get("host")
 
 
 def _equal(given: str, right: str) -> bool:
-    """In a time that says nothing of where they differ."""
+    """Compare in a time that does not show where the strings differ."""
     return hmac.compare_digest(given.encode(), right.encode())
 
 
@@ -209,12 +211,12 @@ def _text(status: int, text: str, headers: Mapping[str, str] | None = None) -> W
 
 @functools.cache
 def _documents() -> dict[str, bytes]:
-    """What is shipped, by file name."""
+    """Return the shipped files, by name."""
     folder = resources.files("tierstore.dashboard") / "assets"
     return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 
 
 def _assets() -> Mapping[str, bytes]:
-    """What a page asks for by name: no page itself, and nothing secret."""
+    """Return the files that the dashboard loads by name. They have no secrets."""
     kinds = (".js", ".css", ".svg")
     return {name: body for name, body in _documents().items() if name.endswith(kinds)}

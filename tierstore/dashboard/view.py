@@ -1,7 +1,7 @@
-"""What a page shows, as types. A server makes a :class:`Sample` once a second; the page draws it and knows
-nothing of daemons or engines.
+"""The content of a dashboard, as types. A server makes a :class:`Sample` once a second. The dashboard draws
+it and does not depend on daemons or engines.
 
-All text is shown as text, never as markup. What has a name that somebody else chose goes through
+All text is shown as text, never as markup. Names chosen by clients go through
 :func:`~tierstore.printable.printable` first.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-Number: TypeAlias = float | None  # None: there is nothing to show, and a line has a gap
+Number: TypeAlias = float | None  # None: no value, shown as a gap in a line
 
 
 class ViewState(str, enum.Enum):
-    """How somebody who looks should feel about something."""
+    """How good or bad something is."""
 
     GOOD = "good"
     WARNING = "warning"
@@ -24,7 +24,7 @@ class ViewState(str, enum.Enum):
 
 
 class Unit(str, enum.Enum):
-    """Of a plot's values. The page writes them out."""
+    """The unit of a plot's values. The dashboard formats them."""
 
     PERCENT = "percent"
     PER_SECOND = "per_second"
@@ -35,7 +35,7 @@ class Unit(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ConditionRow:
-    """One thing that can be in order or not, and why it is not."""
+    """The state of one component, with the reason if it is not good."""
 
     name: str
     state: ViewState
@@ -44,7 +44,7 @@ class ConditionRow:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One number, large."""
+    """One large number."""
 
     label: str
     value: str
@@ -53,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """How full something is: a bar of ``share`` (0 to 1)."""
+    """A bar that shows a ``share`` from 0 to 1."""
 
     label: str
     share: float
@@ -62,7 +62,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Lines over time. Their values come with each sample, under ``key``."""
+    """Lines over time. Each sample has their values under ``key``."""
 
     key: str
     title: str
@@ -72,7 +72,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A capacity that there is today."""
+    """A present capacity, marked in a curve."""
 
     label: str
     capacity_bytes: int
@@ -80,8 +80,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Hit rate (0 to 1) over capacity. ``ceiling`` is what no more memory could improve. Without points
-    ``note`` says why there are none."""
+    """Hit rate (0 to 1) by capacity. ``ceiling`` is the hit rate with unlimited memory. Without points,
+    ``note`` says why."""
 
     capacity_bytes: tuple[int, ...]
     hit_rate: tuple[float, ...]
@@ -92,7 +92,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text. Columns from ``left`` on are numbers. ``empty`` is shown where there are no rows."""
+    """Rows of text. Columns from ``left`` on are numbers. ``empty`` is shown if there are no rows."""
 
     title: str
     columns: tuple[str, ...]
@@ -104,11 +104,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything but the lines of the plots."""
+    """Everything except the lines of the plots."""
 
     title: str
     about: str
-    version: str  # of what serves the page: with another one the page loads itself again
+    version: str  # the server's version; the dashboard reloads itself when it changes
     conditions: tuple[ConditionRow, ...]
     tiles: tuple[Tile, ...]
     meters: tuple[Meter, ...]
@@ -119,7 +119,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment. ``at_s`` is since 1970; ``values`` are of the plots' lines, by the plots' keys."""
+    """The state at one moment. ``at_s`` is the time since 1970. ``values`` are those of the plots' lines, by
+    the plots' keys."""
 
     at_s: float
     view: View

@@ -138,7 +138,7 @@ def test_off_loopback_it_asks_for_the_token(visit, tmp_path):
         page = visit(daemon.page)
         page.get_by_label("Token").fill("not the token at all")
         page.get_by_role("button").click()
-        page.get_by_text("That is not the token.").wait_for()
+        page.get_by_text("The token is wrong.").wait_for()
         page.get_by_label("Token").fill(TOKEN)
         page.get_by_role("button").click()
         wait_live(page)

@@ -145,7 +145,7 @@ def test_what_cannot_be_looked_at_now_is_looked_at_again(caplog):
         viewer = Viewer(feed)
         await viewer.got(1)
         assert feed.failures == 2
-        assert caplog.text.count("nothing new to show") == 1
+        assert caplog.text.count("no new sample") == 1
         await leave(viewer)
         await feed.close()
 

@@ -1,14 +1,14 @@
-// Draws what the feed says. Everything from the server becomes a text node, an attribute or a number, never markup.
+// Draws the samples of the feed. Everything from the server becomes a text node, an attribute or a number, never markup.
 "use strict";
 
-const SILENT_MS = 15000; // without an event: the server hangs
-const AGAIN_MS = 2000; // when the browser does not try again by itself
+const SILENT_MS = 15000; // without an event for this long, the server hangs
+const AGAIN_MS = 2000; // pause before a retry, if the browser does not retry itself
 const PAST_S = 900;
 const HEIGHT = 210; // of a plot
-const GAP_S = 25; // between two samples: there was nobody to ask
+const GAP_S = 25; // a longer time between two samples shows as a gap
 const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3]];
 const SIGNS = { good: "✓", warning: "!", bad: "✕" };
-const WORDS = { good: "in order", warning: "warning", bad: "in trouble" };
+const WORDS = { good: "in order", warning: "warning", bad: "error" };
 
 const byId = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -21,7 +21,7 @@ function element(name, attributes = {}, ...children) {
 }
 
 function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text; // what has not changed is not read out again
+  if (node.textContent !== text) node.textContent = text; // screen readers read changed text only
 }
 
 // -- numbers ------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ const UNITS = {
   seconds: (v) => (v < 1 ? `${parseFloat((1000 * v).toPrecision(3))} ms` : `${parseFloat(v.toPrecision(3))} s`),
   count: short,
 };
-const TITLES = { per_second: ", a second", gb_per_s: ", GB/s" }; // where that is not at each tick
+const TITLES = { per_second: ", per second", gb_per_s: ", GB/s" }; // for units that are not shown at each tick
 const TICKS = { ...UNITS, per_second: short, gb_per_s: (v) => String(parseFloat(v.toPrecision(3))) };
 
 function bytes(number) {
@@ -53,7 +53,7 @@ function bytes(number) {
 const clock = (seconds) =>
   new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 
-// -- the past -----------------------------------------------------------------------------------------------
+// -- history -----------------------------------------------------------------------------------------------
 
 const past = []; // [seconds since 1970, values by plot]
 
@@ -175,7 +175,7 @@ class TimePlot extends Card {
 
 class CurvePlot extends Card {
   constructor() {
-    super("What more memory would buy");
+    super("Hit rate by capacity");
     this.card.dataset.plot = "curve";
     this.value = element("b");
     this.legend.append(legendLine(0, "hit rate with this much memory", this.value), legendLine(1, "at best", this.best = element("b")));
@@ -261,7 +261,7 @@ function powers(low, high, most) {
   return found;
 }
 
-// -- the rest of the page -----------------------------------------------------------------------------------
+// -- tiles, meters, tables --------------------------------------------------------------------------------
 
 // Brings the children of `parent` to one for each item, and lets `fill` write into them.
 function each(parent, items, make, fill) {
@@ -373,7 +373,7 @@ function lost() {
 function follow() {
   feed?.close();
   clearTimeout(again);
-  if (document.hidden) return; // nobody looks: leave the place to others
+  if (document.hidden) return; // leave the place to other viewers
   lastHeard = Date.now();
   feed = new EventSource("feed");
   feed.addEventListener("history", (event) => {
@@ -392,14 +392,14 @@ function follow() {
   });
   feed.addEventListener("error", async () => {
     lost();
-    if (feed.readyState !== EventSource.CLOSED) return; // the browser tries again
+    if (feed.readyState !== EventSource.CLOSED) return; // the browser retries itself
     clearTimeout(again);
     again = setTimeout(follow, AGAIN_MS);
-    const stop = new AbortController(); // an EventSource does not say why it was refused
+    const stop = new AbortController(); // an EventSource does not report why it was refused
     const answer = await fetch("feed", { signal: stop.signal }).catch(() => null);
     stop.abort();
-    if (answer?.status === 401) location.reload(); // it asks for the token
-    if (answer?.status === 503) say("lost", "too many pages are open; trying again");
+    if (answer?.status === 401) location.reload(); // the server then asks for the token
+    if (answer?.status === 503) say("lost", "too many dashboards are open; trying again");
   });
 }
 
