@@ -1,7 +1,7 @@
-"""Builds the optional compiled parts (tierstore/native/*.c) into whatever is installed.
+"""Builds the optional compiled parts (tierstore/native/*.c) into the wheel or the editable installation.
 
-Where there is no C compiler, or it fails, tierstore is installed without them: it does the same, slower, and
-``tierstore doctor`` says so.
+Without a C compiler, or if it fails, tierstore is installed without them. It works the same, but slower, and
+``tierstore doctor`` reports that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC"]
 
 
 class NativeHook(BuildHookInterface):
-    """Compiles before the wheel, or the editable install, is put together."""
+    """Compiles the parts before the wheel or the editable installation is put together."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root, "tierstore", "native")
@@ -27,7 +27,7 @@ class NativeHook(BuildHookInterface):
             library = folder / f"_{name}.so"
             problem = _compile(folder / f"{name}.c", library)
             if problem is not None:
-                library.unlink(missing_ok=True)  # an older one would not be what the source says
+                library.unlink(missing_ok=True)  # an older one would not match the source
                 self.app.display_warning(f"tierstore is built without its compiled part {name}.c: {problem}")
                 continue
             build_data["artifacts"].append(f"/tierstore/native/{library.name}")
@@ -38,9 +38,9 @@ class NativeHook(BuildHookInterface):
 
 
 def _compile(source: Path, library: Path) -> str | None:
-    """What went wrong, or None."""
+    """Compile ``source``. Return the error, or None."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    built = library.with_suffix(f".{os.getpid()}")  # a process that has the old one open keeps it
+    built = library.with_suffix(f".{os.getpid()}")  # a process that uses the old file keeps it
     try:
         subprocess.run([*compiler, *_FLAGS, "-o", built, source], check=True, capture_output=True, text=True)
         built.replace(library)

@@ -1,8 +1,8 @@
-"""One daemon for all engines of a host: an engine comes, computes and goes; the next one finds its pages.
+"""One daemon for all engines of a host. An engine computes and ends, and the next engine finds its pages.
 
     python examples/daemon_and_engine.py
 
-The daemon would be `tierstore serve`, started once for the machine; here it lives as long as the example.
+In production the daemon is `tierstore serve`, started once per machine. Here it runs as long as the example.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT = Path(__file__).read_text() * 2
 
 @contextmanager
 def daemon(directory: str) -> Iterator[str]:
-    """A daemon with 256 MiB of host memory and 1 GiB of disk. Yields its address."""
+    """Run a daemon with 256 MiB of host memory and 1 GiB of disk. Yield its address."""
     url = f"ipc://{directory}/tierstore.sock"
     sizes = ["--host-bytes", "256MiB", "--disk", f"{directory}/kv", "--disk-bytes", "1GiB"]
     process = subprocess.Popen(
@@ -35,12 +35,12 @@ def daemon(directory: str) -> Iterator[str]:
             time.sleep(0.05)
         yield url
     finally:
-        process.terminate()  # writes what is left to disk
+        process.terminate()  # the daemon writes the rest to disk
         process.wait()
 
 
 def ask(url: str) -> str:
-    """One engine's life: its model and its page pool are its own, all below is the daemon's."""
+    """Run one engine: it has its own model and page pool, and uses the daemon for everything below."""
     model = load_model("tiny", device="cpu")  # or a Hugging Face folder; this one has random weights
     engine = build_engine(model, pool_pages=128, store=url)
     try:
@@ -55,7 +55,7 @@ def ask(url: str) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory, daemon(directory) as url:
         first = ask(url)
-        second = ask(url)  # another engine: nothing of the first one's is left but what the daemon holds
+        second = ask(url)  # another engine: only the daemon's pages are left of the first
     print("the same answer" if first == second else "DIFFERENT ANSWERS")
 
 

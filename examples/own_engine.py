@@ -1,9 +1,9 @@
-"""An engine of your own: it computes in the pages of a pool, and a connector finds, loads and keeps them.
+"""Your own engine: it computes in the pages of a pool, and a connector finds, loads and saves them.
 
     python examples/own_engine.py [DIRECTORY | ipc://PATH]
 
-The model is one attention head with random weights, so that all of an engine fits on a page: what it does
-with pages is what one for a GPU does, too. Nothing is copied to be kept: a saved page stays where it is.
+The model is one attention head with random weights, so that the whole engine is short. It uses pages like an
+engine for a GPU. Saving does not copy within the pool: a saved page stays in its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Engine:
     def __init__(self, store: str | None) -> None:
         identity = Identity.of(SPEC, model="one-head", revision="seed 0")
         self.connector: Connector = open_connector(SPEC, identity, pool_pages=POOL_PAGES, store=store)
-        # The pool's memory as this model reads it: [page][K or V][token of the chunk][width].
+        # The pool's memory as the model sees it: [page][K or V][token of the chunk][width].
         self.kv = self.connector.pool.array.view(np.float32).reshape(POOL_PAGES, 2, CHUNK, WIDTH)
         random = np.random.default_rng(0)
         self.embedding = random.standard_normal((VOCABULARY, WIDTH), np.float32)
@@ -38,23 +38,23 @@ class Engine:
     def generate(self, text: bytes, new_tokens: int) -> bytes:
         tokens = list(text)
         prompt = self.connector.prompt(tokens)
-        # The last token is always computed: what follows it is what was asked for.
+        # The last token is always computed, because the next token follows from it.
         hit = self.connector.lookup(prompt, max_tokens=len(tokens) - 1)
         loaded = self.connector.load(hit, deadline_s=0.5).wait()
         pages = list(loaded.pages)
         needed = -(-(len(tokens) + new_tokens) // CHUNK)
         pages += self.connector.allocate(needed - len(pages)) or []
-        assert len(pages) == needed, "a real engine waits for room, or lets another sequence go"
+        assert len(pages) == needed, "a real engine waits for room, or preempts another sequence"
 
         self._prefill(tokens, loaded.tokens, pages)
         for _ in range(new_tokens):
             tokens.append(self._next_token(tokens, pages))
             self._prefill(tokens, len(tokens) - 1, pages)
 
-        # Full chunks that did not come from the store. They are read-only from here on.
+        # Full chunks that did not come from the store. They are read-only from now on.
         first, full = loaded.tokens // CHUNK, len(tokens) // CHUNK
         prompt.extend(tokens[len(text) :])
-        self.connector.save(prompt, pages[first:full], first=first)  # returns at once: copies go on behind
+        self.connector.save(prompt, pages[first:full], first=first)  # copies run in the background
         self.connector.release(pages)
         return bytes(tokens[len(text) :])
 
@@ -69,7 +69,7 @@ class Engine:
         self.computed_tokens += len(tokens) - start
 
     def _next_token(self, tokens: list[int], pages: list[int]) -> int:
-        """Attend from the last token to all of them."""
+        """Attend from the last token to all tokens, and return the most likely next token."""
         keys, values = (self.kv[pages, which].reshape(-1, WIDTH)[: len(tokens)] for which in (0, 1))
         scores = keys @ (self.embedding[tokens[-1]] @ self.weights[2])
         attention = np.exp(scores - scores.max())
@@ -91,7 +91,7 @@ def main(store: str) -> None:
             print(
                 f"{life} life, {question.decode():6}: computed {computed} of {len(document + question) + 24}"
             )
-        engine.close()  # writes what is not on disk yet
+        engine.close()  # writes the rest to disk
     print("the same answers" if answers[:3] == answers[3:] else "DIFFERENT ANSWERS")
 
 

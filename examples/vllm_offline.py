@@ -1,10 +1,10 @@
-"""vLLM over a daemon: what one process has computed, the next one loads.
+"""vLLM over a daemon: a second process loads the pages that the first one has computed.
 
     tierstore serve --host-bytes 8GiB --disk ./kv --disk-bytes 50GiB &
     python examples/vllm_offline.py MODEL [URL] [JSON]
 
-Run it twice: the second process reuses the document. URL is the daemon's address, by default that of this
-user's daemon. JSON holds more arguments of vllm.LLM. The flag of `vllm serve` is in docs/vllm.md.
+Run it twice: the second process reuses the document. URL is the daemon's address (default: this user's
+daemon). JSON has more arguments of vllm.LLM. docs/vllm.md has the flag for `vllm serve`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-DOCUMENT = [3 + number % 200 for number in range(1000)]  # token ids; with a tokenizer, text does as well
+DOCUMENT = [3 + number % 200 for number in range(1000)]  # token ids; with a tokenizer, text works as well
 
 
 def main(model: str, url: str | None = None, options: str = "{}") -> None:

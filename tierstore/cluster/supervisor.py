@@ -119,8 +119,8 @@ class Cluster:
             agent.start()
         if not self._options.secret:
             _log.info(
-                "cluster: without cluster_secret, every host that reaches the shared store can read and replace "
-                "its pages"
+                "cluster: without cluster_secret, every host that reaches the shared store can read and "
+                "replace its pages"
             )
 
     async def stop(self) -> None:

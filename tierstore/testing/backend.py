@@ -1,6 +1,6 @@
-"""The conformance suite for backends: what a store may ask of whatever is below HBM.
+"""The conformance suite for backends: everything that a store needs of the tiers below HBM.
 
-Subclass :class:`BackendTests` and say how a backend is opened, as for
+Subclass :class:`BackendTests` and define how a backend is opened, as for
 :class:`~tierstore.testing.store.StoreTests`.
 """
 
@@ -39,8 +39,8 @@ _WAIT_S = 30.0
 
 class OpenBackend(Protocol):
     """Opens a backend for pages like :data:`~tierstore.testing.store.SPEC`, with a host tier of
-    ``host_pages`` pages and a disk, and closes it after the test. ``identity`` is one that nothing has been
-    saved under."""
+    ``host_pages`` pages and a disk, and closes it after the test. Nothing has been saved under ``identity``.
+    """
 
     def __call__(self, *, identity: Identity, host_pages: int = 64) -> Backend: ...
 
@@ -52,7 +52,7 @@ def request_of(identity: Identity, tokens: Sequence[int]) -> LookupRequest:
 
 
 class ReferenceModel:
-    """A model of several layer groups, and one prompt: which pages there could be, and their bytes."""
+    """A model of several layer groups, and one prompt: the possible pages, and their bytes."""
 
     def __init__(self, identity: Identity, rng: random.Random, number: int) -> None:
         self.model = replace(identity, adapter=f"model {number}")
@@ -71,7 +71,7 @@ class ReferenceModel:
         self._names = names
 
     def request(self, num_tokens: int) -> HitRequest:
-        """The prompt's first tokens; the caller has nothing himself."""
+        """Return the request for the prompt's first tokens. The caller has no pages itself."""
         data = self._chain.token_bytes
         chain = LookupRequest(
             self._identities[0], SPEC.page_bytes, CHUNK, data, len(data), list(self._chain.keys)
@@ -84,13 +84,13 @@ class ReferenceModel:
         return HitRequest(CHUNK, num_tokens, [chain], [0], named, self._names, self.model.digest, tail)
 
     def page(self, group: int, end: int) -> bytes:
-        """The page of a group that ends at a token."""
+        """Return the page of a group that ends at a token."""
         seed = xxhash.xxh3_64_intdigest(f"{self._identities[group].digest!r} {self.tokens[:end]}".encode())
         return random.Random(seed).randbytes(SPEC.page_bytes)
 
     def save_some(self, tests: BackendTests, backend: Backend) -> list[set[int]]:
-        """Save a random prefix of the chain, and random pages of the others. Where they end, by group: a hit
-        may end inside of a page of the chain anywhere."""
+        """Save a random prefix of the chain, and random pages of the other groups. Return where they end, by
+        group. A hit may end anywhere inside a page of the chain."""
         saved = self._rng.choice([len(self.tokens), self._rng.randrange(len(self.tokens) + 1)])
         whole = saved // CHUNK
         request = self.request(len(self.tokens))
@@ -118,7 +118,7 @@ class ReferenceModel:
                 tests.save(backend, request.pages(group, ends), [self.page(at, end) for end in ends])
 
     def here(self, request: HitRequest, held: Sequence[set[int]]) -> list[set[int]]:
-        """Give the caller some pages of his own. Where they end, by group."""
+        """Choose some pages that the caller has itself. Return where they end, by group."""
         leading = self._rng.choice([0, 0, self._rng.randrange(len(self.tokens) // CHUNK + 1)])
         here = [set(range(1, leading * CHUNK + 1))]
         request.here = [leading * CHUNK]
@@ -140,15 +140,15 @@ def _layout(rule: GroupRule) -> str:
 
 
 class BackendTests:
-    """What every backend promises."""
+    """The requirements for every backend."""
 
     shares_memory = True
-    """Whether pages are where the backend has them, and not copies that came from another host."""
+    """Whether pages are read in the backend's own memory, not in copies from another host."""
 
     @pytest.fixture
     def open_backend(self) -> Iterator[OpenBackend]:
-        """To be overridden: see :class:`OpenBackend`."""
-        raise NotImplementedError("say how a backend is opened: override the fixture open_backend")
+        """Override this fixture: see :class:`OpenBackend`."""
+        raise NotImplementedError("override the fixture open_backend, which opens a backend")
 
     @pytest.fixture
     def identity(self) -> Identity:
@@ -161,7 +161,7 @@ class BackendTests:
         backend.register(Registration(identity, SPEC.page_bytes, CHUNK))
         return backend
 
-    # -- what a store does with one --------------------------------------------------------------------
+    # -- the use of a backend ----------------------------------------------------------------------------
 
     def reserve(
         self, backend: Backend, request: LookupRequest, first: int, count: int, **options: object
@@ -171,7 +171,7 @@ class BackendTests:
         return reservation
 
     def write(self, backend: Backend, reservation: Reservation, content: Sequence[bytes]) -> dict[int, int]:
-        """Write the pages that are wanted of ``content``. The checksums."""
+        """Write the pages of ``content`` that are wanted. Return their checksums."""
         wanted = [content[position] for position in reservation.positions]
         if reservation.addresses is None:
             frames = [memoryview(page) for page in wanted]
@@ -195,7 +195,7 @@ class BackendTests:
         return lease
 
     def read(self, backend: Backend, lease: Lease, first: int, count: int) -> list[bytes]:
-        """The bytes of the leading pages that can be located."""
+        """Return the bytes of the leading pages that can be located."""
         located = backend.locate(lease, first, count, wait_s=_WAIT_S).wait(_WAIT_S)
         if located is None:
             return []
@@ -210,8 +210,8 @@ class BackendTests:
     def test_the_longest_hit_of_all_groups_is_leased_exactly(
         self, backend: Backend, identity: Identity
     ) -> None:
-        """Against :func:`~tierstore.groups.longest_of_pages`, for random pages that are held: below HBM, in
-        memory or on disk only, and by the caller."""
+        """Compare with :func:`~tierstore.groups.longest_of_pages` for random held pages: below HBM, in memory
+        or only on disk, and in the caller."""
         rng = random.Random(7)
         for round_ in range(24):
             model = ReferenceModel(identity, rng, round_)
@@ -280,7 +280,7 @@ class BackendTests:
         assert list(reservation.positions) == [0, 1, 2, 3, 4]
         assert self.find(backend, request).tokens == 0
         checksums = self.write(backend, reservation, content)
-        del checksums[3]  # given up, and nothing behind it can be found
+        del checksums[3]  # given up, so nothing behind it can be found
         assert backend.commit(reservation, checksums).wait(_WAIT_S) == 4
         lease = self.find(backend, request)
         assert lease.tokens == 3 * CHUNK
@@ -312,7 +312,7 @@ class BackendTests:
         request = request_of(identity, TOKENS).cut(2 * CHUNK)
         began = time.monotonic()
         backend.expect(request, wait_s=0.2).wait(_WAIT_S)
-        assert time.monotonic() - began > 0.1  # a daemon's clock begins later than ours, and may end earlier
+        assert time.monotonic() - began > 0.1  # a daemon's clock starts later and may end earlier
         assert self.find(backend, request).tokens == 0
         assert backend.expect(request, wait_s=_WAIT_S).cancel()
         backend.check()
@@ -333,7 +333,8 @@ class BackendTests:
     def test_pages_that_are_being_written_are_waited_for(
         self, backend: Backend, identity: Identity, committed: bool
     ) -> None:
-        """They count as saved when they are, and are wanted of whoever waits when they are given up."""
+        """A waiting reservation counts them as saved once they are committed. If they are aborted, the
+        waiting client has to write them."""
         request, content = request_of(identity, TOKENS), pages_of(TOKENS)
         writing = self.reserve(backend, request.cut(3 * CHUNK), 0, 3)
         waiting = backend.reserve(request, 0, 5)
@@ -373,7 +374,7 @@ class BackendTests:
     ) -> None:
         request, content = request_of(identity, TOKENS), pages_of(TOKENS)
         self.save(backend, request, content)
-        assert backend.flush(_WAIT_S)  # what a disk holds is what was saved, and not what is written below
+        assert backend.flush(_WAIT_S)  # the disk has the saved bytes, not those written below
         lease = self.find(backend, request)
         located = backend.locate(lease, 0, 5, wait_s=_WAIT_S).wait(_WAIT_S)
         assert located is not None
@@ -445,7 +446,7 @@ class BackendTests:
         wait_until(lambda: self.find_nothing(backend, request))
 
     def find_nothing(self, backend: Backend, request: LookupRequest) -> bool:
-        """Whether nothing of a prompt is left when everything that may go has gone."""
+        """Return whether nothing of a prompt is left after evicting everything that may leave."""
         backend.flush(_WAIT_S)
         for tier in ("host", "disk"):
             backend.evict(tier, None)

@@ -1,16 +1,17 @@
-"""A shared store for tests: objects are files of a directory, so several hosts' agents share it. ``fake:///PATH``.
+"""A shared store for tests: objects are files of a directory, so several hosts' agents share it.
+``fake:///PATH``.
 
-What it does wrong stands in ``PATH/.faults.json``, read with every call::
+``PATH/.faults.json`` has its faults. Every call reads it::
 
-    {"slow_s": 0.1}            every call takes so long
-    {"hang": true}             calls do not return while this stands
-    {"late_s": 2.0}            a get fails at once, and writes the bytes so much later
-    {"flip": true}             a byte of each object that is got is another one
-    {"tear": true}             the second half of each object that is got is missing, and it says nothing
-    {"short": true}            objects that are got are shorter than they should be
-    {"swap": true}             of two objects that are got together each is the other
+    {"slow_s": 0.1}            every call takes this long
+    {"hang": true}             calls do not return while this is set
+    {"late_s": 2.0}            a get fails at once, and writes the bytes this much later
+    {"flip": true}             a get returns each object with one wrong byte
+    {"tear": true}             a get silently omits the second half of each object
+    {"short": true}            a get returns objects that are too short
+    {"swap": true}             a get of two objects exchanges them
     {"refuse": true}           calls fail
-    {"broken": true}           puts end in an error that no shared store should raise
+    {"broken": true}           a put raises an error that no shared store should raise
     {"full": true}             there is no room
     {"crash": true}            the process ends in the middle of a get
 """
@@ -39,7 +40,7 @@ _LOOK_S = 0.01
 
 
 class FakeSharedStore(SharedStore):
-    """Thread-safe, as files are."""
+    """A shared store of files. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -120,7 +121,7 @@ class FakeSharedStore(SharedStore):
 
 
 def set_faults(directory: Path, **faults: Any) -> None:
-    """From now on it does these things wrong, and no others."""
+    """Set these faults, and no others."""
     begun = directory / ".faults.new"
     begun.write_text(json.dumps(faults))
     begun.rename(directory / ".faults.json")

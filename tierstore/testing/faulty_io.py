@@ -1,7 +1,7 @@
-"""System calls that fail, fall short, lie or hang, under the code that users run.
+"""System calls that fail, fall short, lie or hang, below the real disk tier.
 
-A :class:`FaultyIO` stands where :class:`~tierstore.tiers.disk.FileIO` stands, passes every call on, and logs
-it. A :class:`Fault` says which calls go wrong and how; any number may be set, the first that matches counts::
+A :class:`FaultyIO` replaces :class:`~tierstore.tiers.disk.FileIO`, passes every call on, and logs it. A
+:class:`Fault` selects calls and their effect. Any number of faults may be set; the first match applies::
 
     io = FaultyIO()
     io.set(Fault(lambda call: call.kind == "pwritev", Fail(errno.ENOSPC), times=1))
@@ -24,9 +24,9 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class IoCall:
-    """One call. ``offset`` and ``nbytes`` are 0 where the call has none."""
+    """One call. ``offset`` and ``nbytes`` are 0 if the call has none."""
 
-    number: int  # from 0, in the order in which they began
+    number: int  # from 0, in the order of their beginnings
     kind: str  # the name of the FileIO method
     path: Path
     offset: int = 0
@@ -34,23 +34,23 @@ class IoCall:
 
 
 class Effect:
-    """What goes wrong with a call. This one: nothing."""
+    """The effect of a fault on a call. This base class has none."""
 
-    skips = False  # the call says it was done, and was not
+    skips = False  # whether the call reports success but does nothing
 
     def begin(self) -> None:
-        """Before the call; may raise :class:`OSError` in its place, or wait."""
+        """Run before the call. May raise :class:`OSError` instead of the call, or wait."""
 
     def aim(self, offset: int) -> int:
-        """Where a read or write really goes."""
+        """Return where a read or write really goes."""
         return offset
 
     def cut(self, nbytes: int) -> int:
-        """How much of it is done, in bytes."""
+        """Return how many bytes are transferred."""
         return nbytes
 
     def change(self, data: memoryview) -> None:
-        """Alter what was read, or a copy of what is to be written."""
+        """Change the data that was read, or a copy of the data to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Fail(Effect):
 
 
 class Short(Effect):
-    """A transfer ends after half of its bytes: whole blocks of them, which is all that O_DIRECT can do."""
+    """A transfer ends after half of its bytes, rounded to whole blocks, because O_DIRECT can only do
+    these."""
 
     def cut(self, nbytes: int) -> int:
         return min(max(nbytes // 2 // _BLOCK * _BLOCK, _BLOCK), nbytes)
@@ -72,7 +73,7 @@ class Short(Effect):
 
 @dataclass(frozen=True, slots=True)
 class FlipBit(Effect):
-    """One bit of a transfer is the wrong way round: bit ``bit``, modulo the size of the transfer."""
+    """One bit of a transfer is wrong: bit ``bit``, modulo the size of the transfer."""
 
     bit: int
 
@@ -84,7 +85,8 @@ class FlipBit(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Misdirect(Effect):
-    """A transfer goes ``shift`` bytes beside where it should (0 when that is before the file's beginning)."""
+    """A transfer goes to an offset that is wrong by ``shift`` bytes (to 0 if that is before the file's
+    beginning)."""
 
     shift: int
 
@@ -93,13 +95,13 @@ class Misdirect(Effect):
 
 
 class Lose(Effect):
-    """The call reports success and does nothing: a write that never arrives, a sync that syncs nothing."""
+    """The call reports success and does nothing: a write or a sync without effect."""
 
     skips = True
 
 
 class Stall(Effect):
-    """The call hangs until :meth:`release`, like a disk that has stopped answering."""
+    """The call hangs until :meth:`release`, like a disk that does not answer any more."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -115,16 +117,16 @@ class Stall(Effect):
 
 @dataclass(slots=True)
 class Fault:
-    """``effect`` on the calls that ``when`` is true of; at most ``times`` of them (None: all)."""
+    """Applies ``effect`` to calls for which ``when`` is true, at most ``times`` times (None: always)."""
 
     when: Callable[[IoCall], bool]
     effect: Effect
     times: int | None = None
-    hits: int = 0  # how often it has struck
+    hits: int = 0  # how often it was applied
 
 
 class FaultyIO(FileIO):
-    """Passes calls on to ``inner``, unless a fault says otherwise. Thread-safe."""
+    """Passes calls on to ``inner``, changed by the faults. Thread-safe."""
 
     def __init__(self, inner: FileIO | None = None) -> None:
         self._inner = inner or FileIO()
@@ -134,16 +136,16 @@ class FaultyIO(FileIO):
         self.calls: list[IoCall] = []
 
     def set(self, *faults: Fault) -> None:
-        """From now on these faults, and no others."""
+        """Set these faults, and no others."""
         with self._lock:
             self._faults = list(faults)
 
     def clear(self) -> None:
-        """From now on the disk is in order again."""
+        """Remove all faults."""
         self.set()
 
     def path_of(self, fd: int) -> Path:
-        """The file that ``fd`` was opened for."""
+        """Return the file that ``fd`` was opened for."""
         return self._paths[fd]
 
     # -- FileIO --------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class FaultyIO(FileIO):
             return _size(buffers)
         views = _head(buffers, effect.cut(_size(buffers)))
         if type(effect).change is not Effect.change:
-            copy = memoryview(mmap.mmap(-1, _size(views)))  # aligned, as O_DIRECT wants it
+            copy = memoryview(mmap.mmap(-1, _size(views)))  # aligned, as O_DIRECT requires
             copy[:] = b"".join(views)
             effect.change(copy)
             views = [copy]
@@ -221,7 +223,7 @@ class FaultyIO(FileIO):
             self._inner.sync_directory(path)
 
     def _begin(self, kind: str, path: Path, offset: int = 0, nbytes: int = 0) -> Effect:
-        """Log a call, and do what has to be done before it. Raises :class:`OSError` when it is to fail."""
+        """Log a call and begin its effect. Raise :class:`OSError` if the call has to fail."""
         with self._lock:
             call = IoCall(len(self.calls), kind, path, offset, nbytes)
             self.calls.append(call)
@@ -245,7 +247,7 @@ def _size(buffers: Sequence[memoryview]) -> int:
 
 
 def _head(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first ``nbytes`` bytes of ``buffers``."""
+    """Return the first ``nbytes`` bytes of ``buffers``."""
     views = []
     for buffer in buffers:
         if nbytes <= 0:
@@ -256,7 +258,7 @@ def _head(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _scatter(data: bytearray, views: Sequence[memoryview]) -> None:
-    """Put ``data`` back into the ``views`` it was gathered from."""
+    """Copy ``data`` back to the ``views`` from which it was gathered."""
     at = 0
     for view in views:
         part = data[at : at + view.nbytes]

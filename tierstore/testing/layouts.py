@@ -1,5 +1,5 @@
-"""Models of one layer group and of several, for the conformance suites: the pages that an engine would save
-and load, and the hits that it may expect.
+"""Models with one layer group and with several, for the conformance suites: the pages that an engine would
+save and load, and the expected hits.
 
 >>> from tierstore.testing.layouts import LAYOUTS
 >>> [layout.name for layout in LAYOUTS]
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def single(self) -> bool:
-        """Whether there is one group: hits may then end at any token."""
+        """Whether there is only one group: then hits may end at any token."""
         return len(self.groups) == 1
 
     @property
@@ -54,30 +54,30 @@ class Layout:
         return sum(group.page_bytes for group in self.groups)
 
     def pools(self, count: int) -> tuple[PagePool, ...]:
-        """Pools in which so many pages of each group find room."""
+        """Return pools with room for ``count`` pages of each group."""
         return open_pools(self.spec, bytes_for(self.spec.split(), [count] * len(self.groups)))
 
     # -- pages -------------------------------------------------------------------------------------------
 
     def pages_of(self, tokens: Sequence[int], group: int = 0) -> list[bytes]:
-        """The page of each chunk, its incomplete last one included."""
+        """Return the page of each chunk, including an incomplete last one."""
         return pages.pages_of(tokens, self.groups[group].spec)
 
     def hit_of(self, same: int, saved: int) -> int:
-        """The hit of a prompt that shares its first ``same`` tokens with one of ``saved`` tokens, of which
-        all pages were saved."""
+        """Return the hit of a prompt that shares its first ``same`` tokens with a saved prompt of ``saved``
+        tokens."""
         return same if self.single or same == saved else same // CHUNK * CHUNK
 
     def chunks(self, tokens: int) -> list[range]:
-        """The chunks that a hit of so many tokens needs, by group."""
+        """Return the chunks that a hit of ``tokens`` tokens needs, by group."""
         return [group.chunks(tokens) for group in self.groups]
 
     def num_pages(self, tokens: int) -> int:
-        """The pages that a hit of so many tokens needs."""
+        """Return the number of pages that a hit of ``tokens`` tokens needs."""
         return sum(map(len, self.chunks(tokens)))
 
     def right(self, tokens: Sequence[int], count: int) -> ByGroup:
-        """What a load of the first ``count`` tokens has to bring."""
+        """Return the expected bytes of a load of the first ``count`` tokens."""
         found = []
         for group in self.groups:
             content = self.pages_of(tokens[:count], group.number)
@@ -87,7 +87,8 @@ class Layout:
     def _matched(
         self, group: Group, chunks: Iterable[int], by_chunk: Sequence[bytes], tokens: int
     ) -> list[bytes]:
-        """The bytes that a hit of ``tokens`` promises: not those behind the match in its last page."""
+        """Return the bytes that a hit of ``tokens`` guarantees: those of the last page only up to the match's
+        end."""
         counts = {chunk: min(tokens - chunk * CHUNK, CHUNK) for chunk in chunks}
         return [pages.leading_tokens(by_chunk[chunk], count, group.spec) for chunk, count in counts.items()]
 
@@ -96,11 +97,11 @@ class Layout:
     def start_save(
         self, store: Store, prompt: Prompt | Sequence[int], content: Sequence[Sequence[Any]], **options: Any
     ) -> list[Transfer[int]]:
-        """Save these pages of every group."""
+        """Start saving these pages of every group."""
         return [store.save(prompt, each, group=group, **options) for group, each in enumerate(content)]
 
     def save(self, store: Store, tokens: Sequence[int], **options: Any) -> int:
-        """Save all pages of a prompt. How many tokens all groups have stored."""
+        """Save all pages of a prompt. Return how many tokens all groups have stored."""
         return self.save_prompt(store, tokens, tokens, **options)
 
     def save_prompt(
@@ -119,8 +120,8 @@ class Layout:
         return min([save.wait(_WAIT_S) for save in saves])
 
     def compute(self, store: Store, tokens: Sequence[int]) -> tuple[list[list[int]], int]:
-        """Play the engine: compute a prompt in HBM pages, and save them. The pages, which the caller owns,
-        and the tokens that all groups have stored."""
+        """Act as an engine: compute a prompt in HBM pages and save them. Return the pages, which the caller
+        owns, and the number of tokens that all groups have stored."""
         owned, stored = [], []
         prompt = store.prompt(tokens)
         for group in self.groups:
@@ -134,30 +135,30 @@ class Layout:
         return owned, min(stored)
 
     def write_hbm(self, store: Store, group: int, hbm_pages: Sequence[int], content: Sequence[bytes]) -> None:
-        """Have these pages of a pool hold these bytes."""
+        """Write these bytes to these pages of a pool."""
         for page, data in zip(hbm_pages, content, strict=True):
             store.pools[group].array[page] = np.frombuffer(data, np.uint8)
 
     # -- loading -----------------------------------------------------------------------------------------
 
     def buffers(self, hit: Hit) -> list[list[bytearray]]:
-        """Buffers for the pages of a hit."""
+        """Return buffers for the pages of a hit."""
         return [[bytearray(group.page_bytes) for _ in hit.chunks(group.number)] for group in self.groups]
 
     def start_load(
         self, store: Store, hit: Hit, buffers: Sequence[Sequence[bytearray]], **options: Any
     ) -> Transfer[Loaded]:
-        """Load a hit into these."""
+        """Start loading a hit into these buffers."""
         return store.load(hit, buffers[0] if self.single else buffers, **options)
 
     def load(self, store: Store, hit: Hit, **options: Any) -> tuple[int, ByGroup]:
-        """Load a hit into fresh buffers: the tokens that came, and what came of them."""
+        """Load a hit into new buffers. Return the number of loaded tokens and their bytes."""
         buffers = self.buffers(hit)
         loaded = self.start_load(store, hit, buffers, **options).wait(_WAIT_S)
         return loaded.tokens, self.came(hit.tokens, loaded.tokens, buffers)
 
     def came(self, asked: int, tokens: int, buffers: Sequence[Sequence[bytearray]]) -> ByGroup:
-        """What a load of a hit of ``asked`` tokens has brought, of which ``tokens`` came."""
+        """Return the loaded bytes after a load of ``asked`` tokens that loaded ``tokens``."""
         found = []
         for group, into in zip(self.groups, buffers, strict=True):
             first = group.chunks(asked).start
@@ -166,7 +167,7 @@ class Layout:
         return found
 
     def read_hbm(self, store: Store, loaded: Loaded) -> ByGroup:
-        """What a load into HBM has brought."""
+        """Return the bytes that a load into HBM has loaded."""
         found = []
         for group, part in zip(self.groups, loaded.groups, strict=True):
             chunks = range(part.first, part.first + len(part.pages))
@@ -176,16 +177,16 @@ class Layout:
         return found
 
     def release(self, store: Store, owned: Sequence[Sequence[int]]) -> None:
-        """Give HBM pages of every group back."""
+        """Release HBM pages of every group."""
         for group, hbm_pages in enumerate(owned):
             store.release_hbm(hbm_pages, group=group)
 
     def release_loaded(self, store: Store, loaded: Loaded) -> None:
-        """Give the pages of a load back."""
+        """Release the pages of a load."""
         self.release(store, [part.pages for part in loaded.groups])
 
     def room(self, store: Store) -> list[int]:
-        """The pages that each group could have."""
+        """Return the number of pages that each group could allocate."""
         return [store.available_hbm(group=group.number) for group in self.groups]
 
 

@@ -1,4 +1,4 @@
-"""Stores whose disk can be made to fail, and whose time can be made to pass."""
+"""Stores with injected I/O faults and a clock of the test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_store(
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> Store:
-    """:func:`tierstore.open` over ``io`` (how files are opened, read and written), by ``clock``."""
+    """Like :func:`tierstore.open`, with ``io`` for all file operations and ``clock`` as the time."""
     page_pools = checked_pools(spec, pools)
     core = open_core(
         path,
@@ -75,7 +75,7 @@ def connect_store(
     reach: Callable[[Pin], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Store:
-    """:func:`tierstore.connect`, with the ends of leases by ``clock``."""
+    """Like :func:`tierstore.connect`, with ``clock`` as the time of leases."""
     page_pools = checked_pools(spec, pools)
     identity = identity or Identity.of(spec, model="default")
     first, of_first = groups_of(spec)[0], identity.groups[0]

@@ -1,4 +1,4 @@
-"""Page bytes that tell whose they are: for tests that compare every byte a store hands out."""
+"""Page bytes that identify their tokens, for tests that compare every byte from a store."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tierstore.spec import KVSpec
 
 
 def page_of(tokens: TokenIds, spec: KVSpec) -> bytes:
-    """The bytes a model would compute for the chunk at the end of ``tokens``: those of each token depend on
-    all tokens up to it, and on nothing after it."""
-    if not spec.groups[0].head_dim:  # a state, which is of all tokens up to the end
+    """Return the bytes that a model would compute for the last chunk of ``tokens``. The bytes of each token
+    depend on all tokens up to it and on none after it."""
+    if not spec.groups[0].head_dim:  # a state covers all tokens up to its end
         digest = xxhash.xxh3_128_digest(np.asarray(tokens, np.uint32).tobytes())
         return digest * (spec.page_bytes // len(digest))
     start = (len(tokens) - 1) // spec.chunk_tokens * spec.chunk_tokens
@@ -26,7 +26,7 @@ def page_of(tokens: TokenIds, spec: KVSpec) -> bytes:
 
 
 def leading_tokens(page: bytes, count: int, spec: KVSpec) -> bytes:
-    """The bytes of a page's first ``count`` tokens; of a state all of them."""
+    """Return the bytes of a page's first ``count`` tokens, or a whole state."""
     if not spec.groups[0].head_dim:
         return page
     row_bytes = spec.groups[0].head_dim * spec.dtype_bytes

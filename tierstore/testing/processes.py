@@ -1,4 +1,4 @@
-"""Daemons in processes of their own, for tests, and free ports for them."""
+"""Daemons in separate processes, for tests, and free ports for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _END_S = 30.0
 
 
 def free_port() -> int:
-    """Return a port of loopback at which nothing listens now."""
+    """Return a loopback port at which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -23,8 +23,8 @@ def free_port() -> int:
 class DaemonProcess:
     """``python -m tierstore.daemon`` at the socket ``s`` in ``directory``, which must have a short path.
 
-    It is not started yet. ``options`` are flags of ``tierstore serve``, ``listen`` further addresses. With
-    ``disk`` it keeps pages in ``directory/disk``.
+    The constructor does not start it. ``options`` are flags of ``tierstore serve``, and ``listen`` are
+    further addresses. With ``disk`` it keeps pages in ``directory/disk``.
 
     Example::
 
@@ -52,7 +52,7 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> DaemonProcess:
-        """Start it, without waiting until it serves."""
+        """Start it without waiting until it serves."""
         self.process = subprocess.Popen([sys.executable, "-m", "tierstore.daemon", *self.options])
         return self
 
@@ -69,7 +69,7 @@ class DaemonProcess:
             self.process = None
 
     def end(self) -> None:
-        """End it with SIGTERM and wait for that."""
+        """End it with SIGTERM and wait until it is gone."""
         assert self.process is not None, "the daemon is not running"
         self.process.terminate()
         self.process.wait(_END_S)

@@ -1,6 +1,6 @@
-"""The conformance suite for stores: any :class:`~tierstore.Store` that passes it can stand behind an engine.
+"""The conformance suite for stores: any :class:`~tierstore.Store` that passes it can serve an engine.
 
-Subclass :class:`StoreTests` and say how a store is opened; pytest finds the tests that are inherited::
+Subclass :class:`StoreTests` and define how a store is opened. pytest finds the inherited tests::
 
     class TestMine(StoreTests):
         @pytest.fixture
@@ -15,7 +15,7 @@ Subclass :class:`StoreTests` and say how a store is opened; pytest finds the tes
             for store in opened:
                 store.close()
 
-The tests know nothing of a store but its public verbs. They need pytest and hypothesis.
+The tests use only public methods of a store. They need pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ _names = itertools.count()
 class OpenStore(Protocol):
     """Opens an empty store for a model of these layer groups, and closes it after the test.
 
-    ``identity`` is one that no other store has used. ``host_chunks`` chunks fit in the host tier, with the
-    pages of all groups, and no more. ``disk`` says whether there is a disk tier below it, with room for 256
-    chunks at least. A lookup holds its pages for ``lease_s`` seconds. The host tier may be shared with stores
-    opened before, which hold nothing.
+    No other store has used ``identity``. The host tier has room for exactly ``host_chunks`` chunks with the
+    pages of all groups. ``disk`` says whether there is a disk tier below it, with room for at least 256
+    chunks. A lookup holds its pages for ``lease_s`` seconds. The store may share the host tier with earlier
+    stores that hold no pages.
     """
 
     def __call__(
@@ -88,7 +88,7 @@ class OpenStore(Protocol):
 
 
 def new_identity(spec: KVSpec = SPEC, **fields: str) -> Identity:
-    """An identity that nothing has been saved under."""
+    """Return an identity without saved pages."""
     return Identity.of(spec, model=f"conformance {next(_names)}", **fields)
 
 
@@ -97,15 +97,15 @@ def pages_of(tokens: Sequence[int]) -> list[bytes]:
 
 
 class StoreFixtures:
-    """The stores that the tests are about."""
+    """Fixtures that open the stores under test."""
 
     has_disk = True
     """Whether stores can be opened with a disk tier."""
 
     @pytest.fixture
     def open_store(self) -> Iterator[OpenStore]:
-        """To be overridden: see :class:`OpenStore`."""
-        raise NotImplementedError("say how a store is opened: override the fixture open_store")
+        """Override this fixture: see :class:`OpenStore`."""
+        raise NotImplementedError("override the fixture open_store, which opens a store")
 
     @pytest.fixture(params=LAYOUTS, ids=str)
     def layout(self, request: pytest.FixtureRequest) -> Layout:
@@ -123,7 +123,7 @@ class StoreFixtures:
 
 
 class VerbTests(StoreFixtures):
-    """What is found, loaded and saved, and what is said of it."""
+    """Finding, loading and saving, and their counts and errors."""
 
     # -- finding and loading -------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class VerbTests(StoreFixtures):
             assert not cancelled or loaded.tokens == 0
             layout.release_loaded(store, loaded)
         wait_until(lambda: layout.room(store) == room)
-        wait_until(lambda: store.stats().open_hits == 0)  # a copy under way holds its source until it ends
+        wait_until(lambda: store.stats().open_hits == 0)  # a running copy holds its source until it ends
         assert layout.load(store, store.lookup(tokens))[0] == len(tokens)
 
     def test_progress_counts_pages(self, store: Store, layout: Layout) -> None:
@@ -268,7 +268,7 @@ class VerbTests(StoreFixtures):
         assert layout.load(store, store.lookup(TOKENS)) == (70, layout.right(TOKENS, 70))
 
     def test_a_cancelled_save_leaves_its_buffers_alone(self, store: Store, layout: Layout) -> None:
-        """After ``cancel()`` the caller may write over what he gave, and nobody is served that."""
+        """After ``cancel()`` the caller may overwrite its buffers, and the new content is never served."""
         for n in range(10):
             tokens = list(range(1000 * n, 1000 * n + CHUNK * 40))
             content = [
@@ -301,7 +301,7 @@ class VerbTests(StoreFixtures):
                     tokens = prompts[(n + turn) % len(prompts)]
                     layout.save(store, tokens, session=str(n))
                     count, got = layout.load(store, store.lookup(tokens))
-                    if got != layout.right(tokens, count):  # fewer while another thread is saving the rest
+                    if got != layout.right(tokens, count):  # shorter while another thread saves the rest
                         wrong.append((n, turn, count))
             except BaseException as error:  # noqa: BLE001  # a thread's error must not be lost
                 wrong.append(error)
@@ -339,13 +339,13 @@ class VerbTests(StoreFixtures):
         layout.save(store, TOKENS)
         last = layout.groups[-1].number
         content = layout.pages_of(TOKENS, last)
-        with pytest.raises(UsageError, match="page buffer 0 has 3 bytes"):
+        with pytest.raises(UsageError, match="page buffer 0 must have"):
             store.save(TOKENS, [b"abc"], group=last)
-        with pytest.raises(UsageError, match="do not lie within"):
+        with pytest.raises(UsageError, match="must lie within"):
             store.save(TOKENS, content, first=1, group=last)
-        with pytest.raises(UsageError, match=f"layer groups 0 to {last}, not {last + 1}"):
+        with pytest.raises(UsageError, match=f"layer groups, got {last + 1}"):
             store.save(TOKENS, content, group=last + 1)
-        with pytest.raises(UsageError, match="there are 1" if layout.single else "buffers for 1"):
+        with pytest.raises(UsageError, match="not 1$" if layout.single else "buffers for 1"):
             store.load(store.lookup(TOKENS), [bytearray(layout.groups[0].page_bytes)])
         with pytest.raises(UsageError, match="no page pool"):
             store.load(store.lookup(TOKENS))
@@ -403,7 +403,7 @@ class VerbTests(StoreFixtures):
 
 
 class TierTests(StoreFixtures):
-    """Where pages are: how much room there is, what stays, what leaves, and what comes back."""
+    """The tiers: capacity, kept pages, evicted pages, and loads from colder tiers."""
 
     # -- capacity, leases, pins ----------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class TierTests(StoreFixtures):
         layout.save(store, range(64))
         hit = store.lookup(range(64))
         layout.save(store, range(1000, 1064))
-        # What a save has stored may have left since, for pages of another group.
+        # Saved pages may have been evicted since, for pages of another group.
         with store.lookup(range(1000, 1064)) as other:
             assert other.tokens < 64
         assert layout.load(store, hit) == (64, layout.right(range(64), 64))
@@ -498,7 +498,7 @@ class TierTests(StoreFixtures):
         hit = store.lookup(tokens)
         assert hit.tokens == len(tokens)
         count, got = layout.load(store, hit)
-        assert count >= 4 * CHUNK or not layout.single  # a group that finds no room shortens it to nothing
+        assert count >= 4 * CHUNK or not layout.single  # a group without room shortens the hit to nothing
         assert got == layout.right(tokens, count)
 
     def test_a_hit_whose_own_end_fills_the_host_tier_loads_from_its_beginning(
@@ -520,7 +520,7 @@ class TierTests(StoreFixtures):
         tokens = list(range(CHUNK * 32))
         for first in range(0, 32, 4):
             prompt = tokens[: (first + 4) * CHUNK]
-            for group in layout.groups:  # what is not on disk yet may not leave
+            for group in layout.groups:  # pages that are not on disk yet may not be evicted
                 content = layout.pages_of(prompt, group.number)[first:]
                 saved = store.save(prompt, content, first=first, group=group.number)
                 assert saved.wait(_WAIT_S) == 4 * CHUNK
@@ -558,7 +558,7 @@ class TierTests(StoreFixtures):
         assert whole == owned[0][: len(whole)]
         assert last not in owned[0]
         assert layout.read_hbm(pooled, loaded) == layout.right(TOKENS, limit)
-        layout.write_hbm(pooled, 0, [last], [bytes(layout.groups[0].page_bytes)])  # the engine writes on
+        layout.write_hbm(pooled, 0, [last], [bytes(layout.groups[0].page_bytes)])  # the engine writes
         layout.release_loaded(pooled, loaded)
         layout.release(pooled, owned)
         assert layout.load(pooled, pooled.lookup(TOKENS)) == (70, layout.right(TOKENS, 70))
@@ -636,8 +636,8 @@ class TierTests(StoreFixtures):
 
 
 class StoreTests(VerbTests, TierTests):
-    """What every store promises, for models of one layer group and of several. See the module's docstring for
-    how to use it."""
+    """The requirements for every store, for models with one layer group and with several. The module's
+    docstring shows how to use it."""
 
     def test_any_sequence_of_verbs_agrees_with_a_dictionary(
         self, open_store: OpenStore, layout: Layout
@@ -653,7 +653,7 @@ class StoreTests(VerbTests, TierTests):
         )
 
 
-# Prompts that share whole chunks, and parts of one.
+# Prompts that share whole chunks, and parts of a chunk.
 PROMPTS: list[list[int]] = [
     [*range(40)],
     [*range(70)],
@@ -666,7 +666,7 @@ _prompts = st.sampled_from(range(len(PROMPTS)))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store beside a model of it: of each layer group the prompts up to the end of each page that is held,
+    """A store beside a simple model of it: for each layer group the prompts up to the end of each held page,
     and the pins."""
 
     def __init__(self, open_store: OpenStore, layout: Layout) -> None:
@@ -682,7 +682,7 @@ class StoreMachine(RuleBasedStateMachine):
     # -- the model -----------------------------------------------------------------------------------
 
     def expected(self, tokens: Sequence[int]) -> int:
-        """The longest hit that all groups can serve with what is held."""
+        """Return the longest hit that all groups can serve with the held pages."""
         branch = self.branch(tokens)
         _, named = by_kind(self.layout.groups)
         if not named:
@@ -696,7 +696,7 @@ class StoreMachine(RuleBasedStateMachine):
         return 0
 
     def branch(self, tokens: Sequence[int]) -> int:
-        """The leading tokens of a prompt whose chained pages are held."""
+        """Return the number of leading tokens of a prompt whose chained pages are held."""
         held, whole = self.held[0], 0
         while whole + CHUNK <= len(tokens) and tuple(tokens[: whole + CHUNK]) in held:
             whole += CHUNK
@@ -709,7 +709,7 @@ class StoreMachine(RuleBasedStateMachine):
         return whole + best
 
     def note_saved(self, group: int, tokens: Sequence[int], first: int, count: int) -> int:
-        """Chunks ``first … first + count`` were saved. Returns the tokens that have to be stored."""
+        """Note saved chunks ``first … first + count``. Return the tokens that must be stored."""
         held = self.held[group]
         if first and not self.layout.groups[group].named and tuple(tokens[: first * CHUNK]) not in held:
             return 0
@@ -717,7 +717,7 @@ class StoreMachine(RuleBasedStateMachine):
         held.update(tuple(tokens[:end]) for end in ends)
         return ends[-1] - first * CHUNK if ends else 0
 
-    # -- what an engine does -------------------------------------------------------------------------
+    # -- steps of an engine --------------------------------------------------------------------------
 
     @rule(
         which=_prompts,
@@ -737,7 +737,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=_prompts, keep=st.booleans())
     def save_hbm(self, which: int, keep: bool) -> None:
-        """A prompt is computed, and all its pages are saved."""
+        """Compute a prompt and save all of its pages."""
         tokens = PROMPTS[which]
         count = -(-len(tokens) // CHUNK)
         if not self.finds_room(count):
@@ -748,8 +748,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.own(owned, keep)
 
     def finds_room(self, count: int) -> bool:
-        """Whether ``count`` pages of each group can be had. (``has_room_hbm`` may promise too much: a cached
-        page cannot leave before a page behind it that is held.)"""
+        """Return whether ``count`` pages of each group can be allocated. (``has_room_hbm`` may report too
+        much: a cached page cannot be evicted before a held page behind it.)"""
         allocated = []
         for group in range(len(self.held)):
             hbm_pages = self.store.allocate_hbm(count, group=group)
@@ -816,7 +816,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert hit.prefetch().wait(_WAIT_S) == hit.tokens
 
     def whole_hit(self, tokens: Sequence[int]) -> int:
-        """The longest hit of whole chunks."""
+        """Return the longest hit of whole chunks."""
         whole = self.expected(tokens[: len(tokens) // CHUNK * CHUNK])
         return whole if whole % CHUNK == 0 else self.whole_hit(tokens[:whole])
 
@@ -839,7 +839,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 30))
     def evict_host(self, count: int) -> None:
-        """Pages that are on disk may leave the host tier, and nobody notices."""
+        """Pages that are on disk may be evicted from the host tier without any change of results."""
         if "disk" in self.store.stats().tiers:
             assert self.store.flush(_WAIT_S)
             assert 0 <= self.store.evict("host", count) <= count
@@ -851,7 +851,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_everything(self) -> None:
-        """Only what a person has pinned stays, and what that is behind."""
+        """Only pinned pages and their ancestors stay."""
         for hit, _ in self.hits:
             hit.release()
         for owned in self.owned:
@@ -860,7 +860,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.owned.clear()
         assert self.store.flush(_WAIT_S)
         while sum(self.store.evict(tier) for tier in self.store.stats().tiers):
-            pass  # a page's last copy waits for the pages below it, which may be in another tier
+            pass  # a page's last copy waits for its children, which may be in another tier
         for group, held in zip(self.layout.groups, self.held, strict=True):
             held &= {
                 tuple(PROMPTS[which][:end])
