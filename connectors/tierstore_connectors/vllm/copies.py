@@ -91,7 +91,7 @@ class SavedBlocks:
         addresses = [address for _, address in pages]
         try:
             self._blocks.gather([(self._chunks[position], address) for position, address in pages])
-        except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's task
+        except Exception as error:  # noqa: BLE001  # no error of a driver may end the mover's task
             self._problem("copying from KV blocks", error)
             return [None] * len(pages)
         return list(copying.hash_all(addresses, page_bytes))
@@ -116,7 +116,7 @@ class LoadedBlocks:
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
         try:
             self._blocks.scatter([(self._chunks[at - self._first], address) for at, address in pages])
-        except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's thread
+        except Exception as error:  # noqa: BLE001  # no error of a driver may end the mover's thread
             self.failed = True
             self._problem("copying to KV blocks", error)
 

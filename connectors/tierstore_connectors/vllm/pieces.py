@@ -121,7 +121,7 @@ def cupy_launch(device: torch.device) -> Launch | None:
                 code=SOURCE.read_text(), options=("--std=c++17",), name_expressions=(KERNEL,)
             )
             function = module.get_function(KERNEL)
-    except Exception as error:  # noqa: BLE001  # whatever CuPy, NVRTC or the driver raise
+    except Exception as error:  # noqa: BLE001  # errors of CuPy, NVRTC or the driver
         log.warning("pages are collected by torch, which is slower: CuPy cannot load a kernel (%s)", error)
         return None
 
