@@ -122,7 +122,7 @@ def test_a_pack_of_another_model_is_one_line(pack, second):
         assert store.save(TOKENS[:16], pages_of(TOKENS[:16])).wait(30) == 16
         code, out, err = run("pack", "import", pack, "--connect", second.url)
         assert (code, out) == (1, "")
-        line = "the pack is of another model: revision '', not '2' (--new-model takes it all the same)"
+        line = "the pack is of another model: revision '', not '2' (--new-model imports it anyway)"
         assert err == f"tierstore: {line}\n"
         assert store.lookup(TOKENS).tokens == 16
         assert store.stats().pages == 1
