@@ -100,6 +100,7 @@ class HitSearch:
         self._find_chains()
         limit = self.branch if self.length is None else min(self.length, self.branch)
         self._search, self._concluding = None, True
+        self.looks = []  # the deadline passed during a disk lookup: the search must not stop for it
         self._last = [None for _ in self.view.named]
         length = None
         while length is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
 
 import numpy as np
@@ -18,6 +19,8 @@ from tests.tierstore.daemon.server.client import (
 )
 from tierstore.keys import Identity, Prompt, page_name
 from tierstore.spec import KVSpec
+from tierstore.testing.clock import wait_until
+from tierstore.tiers.disk import DiskTier
 from tierstore.wire import messages as p
 
 TOKENS = list(range(100, 100 + 5 * CHUNK_TOKENS + 7))
@@ -165,3 +168,35 @@ def test_chains_with_equal_keys_and_tokens_are_said_once(client):
     chains = [p.PromptPart(1, b"", b"", once.chains[0].path, 3), p.PromptPart(second, b"", b"")]
     refused = client.ask(find(chains=chains, **question))
     assert isinstance(refused, p.Refused), "what the first one leaves out is not there for the second"
+
+
+def test_a_deadline_during_a_look_at_the_disk_ends_the_search(start, connect, monkeypatch):
+    """The search had stopped for the disk. After the deadline it must conclude with what memory holds; it
+    repeated the same step for ever, and the daemon answered no client."""
+    first = start(disk=True, pages=64)
+    client = connect(first.url)
+    client.register()
+    client.register(STATES)
+    client.save(TOKENS)
+    save_states(client, [48, 87])
+    assert client.ask(p.Flush(0, 10.0)).done
+    client.close()
+    first.stop()
+
+    second = start(disk=True, pages=64)
+    client = connect(second.url)
+    client.register()
+    client.register(STATES)
+    answered, find_on_disk = threading.Event(), DiskTier.find
+
+    def slow(self, parent, identity, chunks):
+        if identity == STATES.digest:
+            assert answered.wait(30)
+        return find_on_disk(self, parent, identity, chunks)
+
+    monkeypatch.setattr(DiskTier, "find", slow)
+    found = client.ask(find(wait_s=0.2))
+    assert isinstance(found, p.HitFound), found
+    assert found.tokens == 0, "the disk has not said yet which states it holds"
+    answered.set()
+    wait_until(lambda: client.ask(find()).tokens == 87)
