@@ -23,8 +23,8 @@ room also counts: with more room it would have been stored.
 **Cost.** :meth:`ReuseCurve.looked_up` and :meth:`ReuseCurve.saved` append to a queue, which takes 1 µs. A
 separate thread processes the queue: 30 to 80 µs a prompt, 400 µs for one of 100K tokens while R is 1, and at
 most 1/20 of one core's time. Lookups and saves that come faster are left out and counted. The estimate is
-then too low for large capacities, because related uses are separated. ``tierstore-bench curve`` measures all
-of this.
+then too low for large capacities, because related uses are separated. ``python benchmarks/curve.py`` measures
+all of this.
 
 On a public trace of 12,031 conversations (182,790 pages), the estimate is within 2.1 points of an exact
 replay at eight capacities from 913 pages to all, for six different samples. A sample of half the size is

@@ -225,7 +225,11 @@ def test_a_layout_of_huge_pages_is_cut_off_not_allocated():
 
 
 def test_other_files_are_no_packs(tmp_path):
-    for data, words in ((b"", "cut off"), (b"x" * 4096, "not a pack"), (format.MAGIC + b"\3" * 4096, "version")):
+    for data, words in (
+        (b"", "cut off"),
+        (b"x" * 4096, "not a pack"),
+        (format.MAGIC + b"\3" * 4096, "version"),
+    ):
         (tmp_path / "a").write_bytes(data)
         with pytest.raises(PackError, match=words):
             verified(tmp_path / "a")
@@ -314,7 +318,9 @@ def test_an_export_goes_on_with_the_same_pages_only(large, tmp_path):
     path, store = large
     (tmp_path / "b.tskv.part").write_bytes(path.read_bytes()[: 20 << 20])
     fewer = c.prompt(LARGE_TOKENS[:640], LARGE_IDENTITY, LARGE)
-    with pytest.raises(UsageError, match=r"has 1,280 tokens of 1 prompts, but the store has others .* \(640 of 1\)"):
+    with pytest.raises(
+        UsageError, match=r"has 1,280 tokens of 1 prompts, but the store has others .* \(640 of 1\)"
+    ):
         c.exported(store, [fewer], tmp_path / "b.tskv", resume=True)
     same = c.prompt(LARGE_TOKENS, LARGE_IDENTITY, LARGE)
     other = PageHash.SHA256 if verified(path).hash is PageHash.BLAKE3 else PageHash.BLAKE3

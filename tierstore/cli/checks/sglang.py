@@ -32,8 +32,8 @@ found = getattr(importlib.import_module(config["module_path"]), config["class_na
 if not issubclass(found, HiCacheStorage):
     sys.exit(f"{found.__name__} is not a HiCacheStorage")
 if config["module_path"].startswith("tierstore_connectors.sglang"):
-    from tierstore_connectors.sglang.config import Settings
-    Settings.parse(config)
+    from tierstore_connectors.sglang.config import SglangSettings
+    SglangSettings.parse(config)
 """
 
 

@@ -40,8 +40,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 config = KVTransferConfig(**json.loads(sys.argv[1]))
 found = KVConnectorFactory.get_connector_class(config)
 if config.kv_connector_module_path == "tierstore_connectors.vllm":
-    from tierstore_connectors.vllm.config import Settings
-    Settings.parse(config.kv_connector_extra_config)
+    from tierstore_connectors.vllm.config import VllmSettings
+    VllmSettings.parse(config.kv_connector_extra_config)
 (found[0] if isinstance(found, tuple) else found).__name__
 """
 
