@@ -98,7 +98,7 @@ def test_an_error_of_the_daemon_is_an_answer(daemon, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(daemon.daemon._http, "_stats", fails)
-    assert get(daemon, "/healthz") == (500, "the daemon made a mistake; its log says more\n")
+    assert get(daemon, "/healthz") == (500, "internal error: see the daemon's log\n")
     monkeypatch.undo()
     assert get(daemon, "/healthz")[0] == 200
 

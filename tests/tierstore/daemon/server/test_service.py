@@ -369,7 +369,7 @@ class ServiceMachine(RuleBasedStateMachine):
             assert all(tier.leased_pages == 0 for tier in stats.tiers.values())
             cached = [page for page in state.index.tree.walk() if page.copies[Tier.HOST] is not None]
             assert self.core.host.used_bytes == len(cached) * PAGE
-            assert self.service.stats().sessions == 0
+            assert self.service.stats().connections == 0
         finally:
             self.service.close()
             self.core.close()
