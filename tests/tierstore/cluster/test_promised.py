@@ -53,7 +53,7 @@ class Pool:
 
     def promise(self, number, chunks=4, wait_s=WAIT_S):
         pages = o.PromptPages({}, 0, 16, b"", b"")
-        order = o.FetchRemote(number, pages, 0, chunks, wait_s, promised=True)
+        order = o.FetchOrder(number, pages, 0, chunks, wait_s, promised=True)
         self.pages.add(order, [an_object(number, chunk) for chunk in range(chunks)])
 
     def wait(self, condition):
