@@ -256,7 +256,7 @@ def test_what_would_be_late_is_refused(tiny: LoadedModel, engine_of: EngineOf, s
         late = post(live, "completions", {**prompt, "prompt": "z" * 800, "ttft_slo_s": 4 * alone_s})
         assert late.status_code == 429
         assert int(late.headers["retry-after"]) >= 1
-        assert "with what waits before it" in late.json()["error"]["message"]
+        assert "with the requests before it" in late.json()["error"]["message"]
         patient = post(live, "completions", {**prompt, "ttft_slo_s": 3600})
         assert patient.status_code == 200
         assert all(other.result().status_code == 200 for other in others)
