@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,7 @@ def meter(text: str) -> Iterator[ProgressMeter]:
     )
 
     console = _console()
-    with Progress(
+    progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
@@ -110,8 +110,9 @@ def meter(text: str) -> Iterator[ProgressMeter]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    )
+    # Off a terminal it is not started: rich 13 prints an empty line even for a disabled one.
+    with progress if console.is_terminal else nullcontext():
         yield ProgressMeter(progress, progress.add_task(text, total=None, pages="0", all_pages="?"))
 
 
