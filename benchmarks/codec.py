@@ -57,7 +57,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecRow:
     """One way. ``ratio`` is the pages' bytes over the encoded bytes. ``exact``: every page came back bit for
     bit."""
 
@@ -193,7 +193,7 @@ def own_way(own: Any, layout: str) -> Way:
     return Way(f"tierstore {own.name}", encode, decode)
 
 
-def measured(pages: Pages, all_ways: list[Way], rounds: int) -> list[Row]:
+def measured(pages: Pages, all_ways: list[Way], rounds: int) -> list[CodecRow]:
     """Encode and decode every page ``rounds`` times, all ways in turn."""
     encodes: dict[str, list[float]] = {way.name: [] for way in all_ways}
     decodes: dict[str, list[float]] = {way.name: [] for way in all_ways}
@@ -212,7 +212,7 @@ def measured(pages: Pages, all_ways: list[Way], rounds: int) -> list[Row]:
             back[:] = 0
     gb = pages.nbytes / 1e9
     return [
-        Row(
+        CodecRow(
             way.name,
             pages.nbytes / kept[way.name][0],
             gb / statistics.median(encodes[way.name]),

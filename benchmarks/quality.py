@@ -32,7 +32,7 @@ CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Row:
+class QualityRow:
     """One KV dtype beside float KV: root mean square and largest difference of a logit, share of tokens with
     the same likeliest successor, mean KL divergence in nats, perplexity."""
 
@@ -66,9 +66,9 @@ class Sums:
         self.rows += len(logits)
         self.scored += len(following)
 
-    def row(self, kv_dtype: str, bytes_per_token: float) -> Row:
+    def row(self, kv_dtype: str, bytes_per_token: float) -> QualityRow:
         """Return the means."""
-        return Row(
+        return QualityRow(
             kv_dtype,
             bytes_per_token,
             math.sqrt(self.squares / self.logits),

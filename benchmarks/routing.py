@@ -36,11 +36,12 @@ import typer
 from tierstore.command_line import one_line_errors
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.spec import KVSpec
+from tierstore.testing.processes import free_port
 from tierstore.units import format_size
 from tierstore_engine.build import open_model
 from tierstore_tools import machine, report
 from tierstore_tools.plan import percentile
-from tierstore_tools.processes import free_port, listens
+from tierstore_tools.processes import listens
 from tierstore_tools.scenarios.endpoint import Reply, ScenarioRequest, connected
 from tierstore_tools.scenarios.targets import Started
 from tierstore_tools.vllm.daemon import ServeProcess
@@ -54,7 +55,7 @@ VOCABULARY = 250
 
 
 @dataclass(frozen=True)
-class Turn:
+class RoutedTurn:
     """A request: turn ``number`` of a session."""
 
     session: int
@@ -63,7 +64,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Row:
+class RouterRow:
     """One router. Later turns are those that a daemon could hold. Times are in seconds."""
 
     router: str
@@ -75,7 +76,7 @@ class Row:
     seconds: float
 
 
-class Engine(Started):
+class RoutedEngine(Started):
     """A daemon that publishes KV events, and an engine above it."""
 
     def __init__(self, model: str, spec: KVSpec, host_bytes: int, scratch: Path) -> None:
@@ -96,12 +97,12 @@ class Router:
     def __init__(self, engines: int, *, sticky: bool = False) -> None:
         self._engines, self._sticky, self._chosen = engines, sticky, 0
 
-    def choose(self, turn: Turn) -> int:
+    def choose(self, turn: RoutedTurn) -> int:
         """Return the engine of a turn."""
         self._chosen += 1
         return (turn.session if self._sticky else self._chosen) % self._engines
 
-    def answered(self, turn: Turn) -> None:
+    def answered(self, turn: RoutedTurn) -> None:
         """Report that a turn is complete."""
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class Router:
 class Dynamo(Router):
     """Dynamo's selector in a process of its own."""
 
-    def __init__(self, engines: Sequence[Engine], block_tokens: int) -> None:
+    def __init__(self, engines: Sequence[RoutedEngine], block_tokens: int) -> None:
         port = free_port()
         command = [sys.executable, "-m", "dynamo.select_service", "--port", str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -136,12 +137,12 @@ class Dynamo(Router):
                 total_kv_blocks=POOL_TOKENS // block_tokens,
             )
 
-    def choose(self, turn: Turn) -> int:
+    def choose(self, turn: RoutedTurn) -> int:
         body = {"token_ids": turn.tokens, "isl_tokens": len(turn.tokens)}
         name = f"{turn.session}.{turn.number}"
         return int(self._post("/select_and_reserve", selection_id=name, model_name="m", **body)["worker_id"])
 
-    def answered(self, turn: Turn) -> None:
+    def answered(self, turn: RoutedTurn) -> None:
         self._http.delete(f"/reservations/{turn.session}.{turn.number}").raise_for_status()
 
     def close(self) -> None:
@@ -192,7 +193,7 @@ def main(
         for name in names:
             with shown.phase(name, measurable=False), ExitStack() as stack:
                 scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-bench-")))
-                started = [Engine(model, spec, host_bytes, scratch) for _ in range(engines)]
+                started = [RoutedEngine(model, spec, host_bytes, scratch) for _ in range(engines)]
                 for engine in started:
                     stack.callback(engine.close)
                     engine.start()
@@ -221,7 +222,7 @@ def main(
     report.write_json({"machine": machine.describe(), "routers": [asdict(row) for row in rows]}, json)
 
 
-def turns_of(sessions: int, lengths: Sequence[int], seed: int) -> list[Turn]:
+def turns_of(sessions: int, lengths: Sequence[int], seed: int) -> list[RoutedTurn]:
     """Return all turns in the order of their arrival: sessions are mixed, the turns of each are in order."""
     draw = random.Random(seed)
     said = [tuple(draw.randrange(VOCABULARY) for _ in range(lengths[-1])) for _ in range(sessions)]
@@ -230,16 +231,18 @@ def turns_of(sessions: int, lengths: Sequence[int], seed: int) -> list[Turn]:
     so_far = [0] * sessions
     turns = []
     for session in order:
-        turns.append(Turn(session, so_far[session], said[session][: lengths[so_far[session]]]))
+        turns.append(RoutedTurn(session, so_far[session], said[session][: lengths[so_far[session]]]))
         so_far[session] += 1
     return turns
 
 
-async def drive(name: str, urls: Sequence[str], router: Router, turns: Sequence[Turn], at_once: int) -> Row:
+async def drive(
+    name: str, urls: Sequence[str], router: Router, turns: Sequence[RoutedTurn], at_once: int
+) -> RouterRow:
     """Send the turns in order, ``at_once`` at a time. A turn waits for the one before it in its session."""
     done = {(turn.session, turn.number): asyncio.Event() for turn in turns}
     waiting, choosing = iter(turns), asyncio.Lock()
-    found: list[tuple[Turn, float, Reply]] = []  # with the time before the router was asked
+    found: list[tuple[RoutedTurn, float, Reply]] = []  # with the time before the router was asked
 
     async def worker() -> None:
         for turn in waiting:
@@ -264,7 +267,7 @@ async def drive(name: str, urls: Sequence[str], router: Router, turns: Sequence[
         seconds = time.perf_counter() - start
     later = [each for each in found if each[0].number]
     times = [reply.first_at - began for _, began, reply in later]
-    return Row(
+    return RouterRow(
         name,
         hit_rate([reply for *_, reply in found]),
         hit_rate([reply for *_, reply in later]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -88,14 +89,26 @@ def test_no_arrow_points_upwards():
     assert upwards == []
 
 
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield each class outside of tests, and the module or script that it is in."""
+    scripts = {path.name: path for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")}
+    for module, path in {**MODULES, **scripts}.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield module, node
+
+
 def test_a_class_name_stands_once() -> None:
     """A reader who searches for a class finds one."""
     places: dict[str, list[str]] = {}
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
+    for module, node in classes():
+        places.setdefault(node.name, []).append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_no_class_is_longer_than_500_lines() -> None:
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for _, node in classes()}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
 
 
 def test_no_test_imports_the_conftest_of_another_folder() -> None:

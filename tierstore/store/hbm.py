@@ -317,7 +317,13 @@ class HbmTier:
         return available
 
     def has_room(self, counts: Sequence[int]) -> bool:
-        """Return whether :meth:`allocate` could return these numbers of pages for all pools together."""
+        """Return whether :meth:`allocate` could return these numbers of pages for all pools together. Raise
+        :class:`UsageError` unless there is one number for each pool."""
+        if len(counts) != len(self.pools):
+            raise UsageError(
+                f"counts must have one number for each of the {len(self.pools)} pools, got {len(counts)}"
+            )
+        self.leases.expire()
         if len(self.pools) == 1:
             return counts[0] <= self.available(0)
 

@@ -71,6 +71,15 @@ class Finder:
         self._by_layout = {group.spec.describe(): group for group in single}
         self._only = self.chained[0] if len(single) == 1 and self.chained else None
 
+    def group(self, number: int) -> Group:
+        """Return a layer group. Raise :class:`UsageError` if the model does not have it."""
+        number = whole_number("group", number)
+        if not 0 <= number < len(self.groups):
+            raise UsageError(
+                f"group must lie between 0 and {len(self.groups) - 1}, the model's layer groups, got {number}"
+            )
+        return self.groups[number]
+
     def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
         """Return the request for a group with named pages of a model's prompt. The caller has the pages that
         end at the tokens ``here``."""

@@ -53,8 +53,7 @@ class Store:
     tokens, and saves store fewer. :class:`~tierstore.errors.UsageError` and
     :class:`~tierstore.errors.StoreClosedError` are for mistakes of the caller.
 
-    Operations that take time return a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` for it, or
-    ``await`` it.
+    Longer operations return a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` or ``await`` it.
 
     A model with several kinds of layers has pages of each layer group (:mod:`tierstore.groups`). Group ``i``
     is the ``i``-th of the spec, with the pool ``pools[i]`` and the rule ``rules[i]``. Pages are saved group
@@ -163,9 +162,7 @@ class Store:
         """Return the longest prefix of ``prompt`` (at most ``max_tokens``) that all layer groups can serve
         from any tier. It is leased until the hit is loaded or released, or the lease ends.
 
-        ``counted`` is False for a second lookup for the same request, so that statistics count the request
-        once.
-        """
+        ``counted`` is False for a second lookup for the same request: statistics count a request once."""
         return lookup_all([(self, prompt)], max_tokens=max_tokens, counted=counted)[0]
 
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
@@ -219,8 +216,7 @@ class Store:
         have arrived. ``cancel()`` releases everything, and the result is empty. The hit is released when the
         transfer ends. Without ``deadline_s`` the store follows :meth:`plan`: it loads what is faster to load
         than to compute, and stops when computing would be done. If no engine has reported how fast it
-        computes, the whole hit is loaded, however long that takes.
-        """
+        computes, the whole hit is loaded, however long that takes."""
         self._check_hit(hit)
         return self._loader.all_of(hit, into, optional_seconds("deadline_s", deadline_s))
 
@@ -233,8 +229,7 @@ class Store:
         The load that reaches the end of the hit also loads the named pages that the hit needs. If these are
         too few for any shorter hit, its result has no pages. The ``last`` load releases the hit; without it,
         the caller does. Parts may be loaded in any order: a part can be found again when all parts before it
-        are published, too.
-        """
+        are published, too."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         return self._loader.into_hbm(hit, first, stop, deadline_s=deadline_s, last=last)
@@ -266,30 +261,25 @@ class Store:
     # -- planning ------------------------------------------------------------------------------------
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """Record how long a prefill step of an engine took: ``tokens`` tokens of one prompt, after ``behind``
-        others. Plans compare loading with it."""
+        """Record the time of a prefill step of ``tokens`` tokens of one prompt, after ``behind`` others."""
         self.planner.computed(tokens, behind, seconds)
 
     def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
-        """Return how much of a hit to load, according to recent loads and prefill steps; see
-        :mod:`tierstore.planner`.
+        """Return how much of a hit to load, by recent loads and prefill steps (:mod:`tierstore.planner`).
 
         ``prompt_tokens`` is the length of the whole prompt (None: the hit and one more token). ``block`` is
         for an engine that can compute the front of the hit during the load: the number of tokens that it
         computes at a time. For a model with named pages the plan is all of the hit or nothing. A plan changes
-        and counts nothing; see :meth:`decline`.
-        """
+        and counts nothing; see :meth:`decline`."""
         return self._planning.plan(hit, prompt_tokens, block=block)
 
     def meeting_point(self, hit: Hit, front: int, back: int) -> int:
         """Return where an engine that has computed the first ``front`` tokens of a hit would meet a load of
-        those before ``back``, in groups with chained pages; see
-        :meth:`~tierstore.planner.Planner.meeting_point`."""
+        those before ``back``; see :meth:`~tierstore.planner.Planner.meeting_point`."""
         return self._planning.meeting_point(hit, front, back)
 
     def decline(self, hit: Hit, planned: Plan) -> None:
-        """Count the tokens that a plan does not load. The speed of an unused tier is still measured now and
-        then, by a read in the background."""
+        """Count the tokens that a plan does not load. Background reads still measure an unused tier."""
         self._planning.decline(hit, planned)
 
     # -- other hosts ---------------------------------------------------------------------------------
@@ -308,21 +298,18 @@ class Store:
 
         The result is the number of pages that arrived in time: within ``deadline_s``, or by default within
         the time that computing them takes, at most 2 s. Look the prompt up again to use the pages. The hit
-        does not change, and the caller still has to release it.
-        """
+        does not change, and the caller still has to release it."""
         self._check_hit(hit)
         return self._planning.fetch_remote(hit, tokens, optional_seconds("deadline_s", deadline_s))
 
     def worth_fetching(self, behind: int, tokens: int, nbytes: int) -> float | None:
-        """Return how long it is worth waiting for ``nbytes`` of other hosts' pages, which save computing
-        ``tokens`` tokens after ``behind`` others: the time that computing takes, at most 2 s. Return None if
-        computing is faster according to the measurements."""
+        """Return how long to wait for ``nbytes`` of other hosts' pages: the time that computing their
+        ``tokens`` tokens after ``behind`` others takes, at most 2 s. Return None if computing is faster."""
         return self._planning.worth_fetching(behind, tokens, nbytes)
 
     def offer(self, hit: Hit) -> None:
-        """Report that the pages of a hit are in use again, so that those below HBM are offered to other hosts
-        if hosts share pages. (The daemon notices the use of a chain in its lookups, but there are none if the
-        whole chain is in HBM.)"""
+        """Report that the pages of a hit are in use again, so that those below HBM are offered to other
+        hosts. (Lookups report it, too, but there are none if HBM has the whole chain.)"""
         self._loader.offer(hit)
 
     # -- saving --------------------------------------------------------------------------------------
@@ -351,9 +338,8 @@ class Store:
         loaded, only what a full tier evicts first. A save without pages can carry them, too. For named pages,
         the end of the last page is a save point of the session, and the save points that it supersedes are
         dropped (:mod:`tierstore.retention`). Save without a session where prompts diverge: such a point does
-        not belong to one conversation.
-        """
-        source = Buffers(pages, self._group(group).page_bytes, writable=False)
+        not belong to one conversation."""
+        source = Buffers(pages, self._finder.group(group).page_bytes, writable=False)
         return self.save_from(
             prompt, source, len(source), first=first, group=group, hint=hint, session=session
         )
@@ -373,7 +359,7 @@ class Store:
         source is not read any more. Pages that were read before are stored."""
         self._require_open()
         hints = SaveHints(hint, session)
-        return self._saver.save(prompt, source, count, first, self._group(group), hints)
+        return self._saver.save(prompt, source, count, first, self._finder.group(group), hints)
 
     def save_hbm(
         self,
@@ -442,8 +428,7 @@ class Store:
         return pool.large_pages.size
 
     def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
-        """Release pages that the caller owns. Call it once for each time that the caller came to own a
-        page."""
+        """Release pages that the caller owns. Call it once for each time that it came to own a page."""
         hbm_pages = checked_hbm_pages(self._pool(group), hbm_pages)
         with self._hbm.lock:
             self._hbm.release(hbm_pages, group)
@@ -458,12 +443,7 @@ class Store:
     def has_room_hbm(self, counts: Sequence[int]) -> bool:
         """Return whether ``allocate_hbm`` could return these numbers of pages for all groups together."""
         self._hbm.require_process()
-        if len(counts) != len(self.pools):
-            raise UsageError(
-                f"counts must have one number for each of the {len(self.pools)} pools, got {len(counts)}"
-            )
         with self._hbm.lock:
-            self._hbm.leases.expire()
             return self._hbm.has_room(counts)
 
     # -- keeping and dropping ------------------------------------------------------------------------
@@ -481,7 +461,7 @@ class Store:
         count = None if pages is None else min(whole_number("pages", pages, least=0), sys.maxsize)
         if tier != Tier.HBM.label:
             return self.backend.evict(tier, count)
-        groups = range(len(self.pools)) if group is None else [self._group(group).number]
+        groups = range(len(self.pools)) if group is None else [self._finder.group(group).number]
         return self._hbm.evict_from(groups if self.pools else (), count)
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
@@ -500,8 +480,7 @@ class Store:
     # -- seeing and ending ---------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """Return a snapshot. HBM and requests to this store are counted here, everything below HBM by the
-        backend."""
+        """Return a snapshot: HBM and this store's requests, and everything below HBM from the backend."""
         self._hbm.require_process()
         return self._hbm.stats_over(self.backend.stats(), failed_tasks=self._mover.failed_tasks)
 
@@ -551,20 +530,10 @@ class Store:
         self._hbm.require_process()
         self._hbm.require_open()
 
-    def _group(self, group: int) -> Group:
-        """Return a group. Raise :class:`UsageError` if the model does not have it."""
-        group = whole_number("group", group)
-        if not 0 <= group < len(self.groups):
-            raise UsageError(
-                f"group must lie between 0 and {len(self.groups) - 1}, the model's layer groups, got {group}"
-            )
-        return self.groups[group]
-
     def _pool(self, group: int) -> PagePool:
-        """Return a group's pool. Raise :class:`UsageError` for an unknown group and for a store without
-        pools."""
+        """Return a group's pool. Raise :class:`UsageError` for an unknown group or a store without pools."""
         self._hbm.require_process()
-        return self._hbm.pool(self._group(group).number)
+        return self._hbm.pool(self._finder.group(group).number)
 
     def __enter__(self) -> Store:
         return self
@@ -579,7 +548,7 @@ def checked_lookup_s(lookup_s: float) -> float:
     """Return ``lookup_s``. Raise :class:`UsageError` if it is not positive."""
     lookup_s = seconds("lookup_s", lookup_s)
     if lookup_s <= 0:
-        raise UsageError("lookup_s must be above 0, got {lookup_s}")
+        raise UsageError(f"lookup_s must be above 0, got {lookup_s}")
     return lookup_s
 
 
