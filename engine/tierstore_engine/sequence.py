@@ -15,6 +15,7 @@ import math
 import random
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -223,18 +224,17 @@ class Sequence:
         for place, uniform in enumerate(uniforms):
             if place:
                 counts[draft[place - 1]] += 1
-            repeated = self._repeated(draft[:place])
-            draws.append(Draw(self.params, uniform, self.params.bias(counts), repeated))
+            draws.append(Draw(self.params, uniform, self.params.bias(counts), self._repeated(counts)))
         return draws
 
-    def _repeated(self, draft: Ints[int]) -> torch.Tensor | None:
-        """Return the tokens of prompt, answer and ``draft`` for the repetition penalty; None if it is off."""
+    def _repeated(self, generated: Collection[int]) -> torch.Tensor | None:
+        """Return the tokens of the prompt and those ``generated`` for the repetition penalty; None if it is
+        off."""
         if self.params.repetition_penalty == 1:
             return None
         if self._prompt_ids is None:
             self._prompt_ids = torch.tensor(sorted(set(self.tokens[: self.prompt_tokens])))
-        generated = [*self.tokens[self.prompt_tokens :], *draft]
-        return torch.cat((self._prompt_ids, torch.tensor(generated, dtype=torch.int64)))
+        return torch.cat((self._prompt_ids, torch.tensor(list(generated), dtype=torch.int64)))
 
     def append(self, choice: Choice) -> str:
         """Append the next token, which may finish the sequence. Return the text that became certain."""
