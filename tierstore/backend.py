@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, TypeVar
 
 from tierstore.errors import UsageError
@@ -281,6 +281,10 @@ class Registration:
     page_bytes: int
     chunk_tokens: int
     model_name: str = ""
+
+    def named(self, model_name: str) -> Registration:
+        """Return the registration with this name for its model, unless it has one."""
+        return self if self.model_name else replace(self, model_name=model_name)
 
 
 @dataclass(frozen=True, slots=True)

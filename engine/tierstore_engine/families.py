@@ -161,7 +161,7 @@ def _gemma(raw: Raw, kinds: tuple[LayerKind, ...]) -> ModelConfig:
         **common,
         qkv_bias=bool(raw.get("attention_bias", False)),
         o_bias=bool(raw.get("attention_bias", False)),
-        **_grouped(raw, kinds, "sliding_window"),
+        **_mixed_layers(raw, kinds, "sliding_window"),
         centred_norms=True,
         post_norms=True,
         embed_scale=_positive(raw, "hidden_size") ** 0.5,
@@ -188,7 +188,7 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
     )
     return replace(
         _llama({"attention_bias": True, **raw}),
-        **_grouped(raw, kinds, "sliding_window"),
+        **_mixed_layers(raw, kinds, "sliding_window"),
         sinks=True,
         experts=experts,
         names=TensorNames(router="router", packed=True),
@@ -221,7 +221,7 @@ def _llama4(raw: Raw) -> ModelConfig:
     rope = replace(plain.rope, interleaved=True)
     return replace(
         plain,
-        **_grouped(raw, kinds, "attention_chunk_size"),
+        **_mixed_layers(raw, kinds, "attention_chunk_size"),
         rope=rope,
         ropes=tuple(rope if each else None for each in turned),
         unit_qk=bool(raw.get("use_qk_norm", True)),
@@ -240,11 +240,11 @@ def _deepseek_v2(raw: Raw) -> ModelConfig:
         raise ModelError(f"config.json: topk_method {method!r} is not supported")
     if raw.get("norm_topk_prob") or raw.get("scoring_func", "softmax") != "softmax":
         raise ModelError("config.json: of DeepSeek V2 only softmax scores that are not normalised are known")
-    grouped = method == "group_limited_greedy"
+    limited = method == "group_limited_greedy"
     experts = ExpertsConfig(
         **_deepseek_experts(raw),
-        groups=int(raw.get("n_group") or 1) if grouped else 1,
-        best_groups=int(raw.get("topk_group") or 1) if grouped else 1,
+        groups=int(raw.get("n_group") or 1) if limited else 1,
+        best_groups=int(raw.get("topk_group") or 1) if limited else 1,
     )
     return _deepseek(raw, experts, interleaved=True)
 
@@ -648,7 +648,7 @@ def _layer_kinds(raw: Raw) -> tuple[LayerKind, ...]:
     return tuple(LAYER_KINDS[name] for name in names)
 
 
-def _grouped(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:
+def _mixed_layers(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:
     """Return ``kinds`` and ``windows`` of a model with layer groups. The field ``window`` names the width. If
     all layers are alike they form one group, with the keys and values of all tokens."""
     if set(kinds) == {LayerKind.FULL_ATTENTION}:

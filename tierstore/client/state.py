@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tierstore.backend import Lease, LookupRequest, PrefixHandle, Registration
 from tierstore.client.connection import Connection
@@ -60,7 +60,7 @@ class RemoteState:
         link = self.connection.link
         if link is None or registration.identity.digest in link.identities:
             return None
-        named = replace(registration, model_name=registration.model_name or self.model_name)
+        named = registration.named(self.model_name)
         return self.connection.register(link, named)
 
     def link_for(self, *identities: Identity, saving: bool = False) -> DaemonLink | None:

@@ -12,7 +12,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path as FilePath
 
@@ -106,8 +105,7 @@ class LocalBackend:
         digest = registration.identity.digest
         known = self._registrations.get(digest)
         if known is None or known.page_bytes != registration.page_bytes:
-            named = replace(registration, model_name=registration.model_name or self._model_name)
-            self.core.know(self.client.tenant, named)
+            self.core.know(self.client.tenant, registration.named(self._model_name))
             known = self._registrations[digest] = registration
         return known
 

@@ -222,10 +222,10 @@ class Daemon:
         self.ready = True
 
     async def _serve_http(self, core: Core, site: Site) -> None:
-        from tierstore.daemon.dashboard import DaemonPage
+        from tierstore.daemon.dashboard import DaemonDashboard
         from tierstore.daemon.http import HttpServer  # the import takes 0.1 s, a quarter of a cold start
 
-        self._http = HttpServer(self.stats, DaemonPage(self.stats, core.busiest).look, site)
+        self._http = HttpServer(self.stats, DaemonDashboard(self.stats, core.busiest).look, site)
         await self._http.start(self.settings.metrics_host, self.settings.metrics_port)
 
     # -- seeing --------------------------------------------------------------------------------------

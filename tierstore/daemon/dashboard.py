@@ -40,7 +40,7 @@ class _DaemonMoment:
     stats: DaemonStats
 
 
-class DaemonPage:
+class DaemonDashboard:
     """Makes one sample after the other. For one thread at a time."""
 
     def __init__(

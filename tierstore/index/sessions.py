@@ -25,7 +25,7 @@ from tierstore.index.page import Page
 from tierstore.policy import PageHint, Reuse
 from tierstore.types import Hint, checked_session
 
-NOBODY = 0
+NO_SESSION = 0
 MOST_SESSIONS = 1 << 14
 _MOST_ENDS = 8  # of one session, which may continue in several directions at once
 _MOST_NAMED = 4096
@@ -65,7 +65,7 @@ class Sessions:
     def number(self, tenant: str, name: str | None, now_s: float) -> int:
         """Return the number of a session that saves; 0 without a session."""
         if name is None:
-            return NOBODY
+            return NO_SESSION
         session = self._sessions.get((tenant, name))
         if session is None:
             self._forget(now_s)
@@ -80,7 +80,7 @@ class Sessions:
         another session alone."""
         # All ancestors of a session's own page belong to the same session.
         while page is not None and page.session != number:
-            page.session = NOBODY
+            page.session = NO_SESSION
             page = page.parent
 
     def saved(self, tenant: str, name: str | None, page: Page | None) -> None:
@@ -173,7 +173,7 @@ class HintTracker:
         self._hint = hint if hint is not None and hint.for_policy else None
         self._session = session
         self._tenant = tenant
-        self._number = NOBODY
+        self._number = NO_SESSION
         self._parent: Page | None = None
         self._new: set[Page] = set()
 
@@ -182,7 +182,7 @@ class HintTracker:
         sessions = self._sessions
         self._number = sessions.number(self._tenant, self._session, sessions.clock())
         self._parent = parent
-        if self._number != NOBODY or sessions.any:
+        if self._number != NO_SESSION or sessions.any:
             sessions.share(parent, self._number)
 
     def comes_to(self, page: Page) -> None:
@@ -192,7 +192,7 @@ class HintTracker:
             if self._hint is not None:
                 self._new.add(page)
         elif page.session != self._number:
-            page.session = NOBODY
+            page.session = NO_SESSION
 
     def saved(self, pages: Sequence[Page]) -> None:
         """Note that these pages, one behind the other, are stored or about to be. Their use must have been
@@ -200,7 +200,7 @@ class HintTracker:
         last = pages[-1] if pages else self._parent
         if self._named:
             self._sessions.saved_named(self._tenant, self._session, pages)
-        elif self._number != NOBODY and last is not None:
+        elif self._number != NO_SESSION and last is not None:
             self._sessions.saved(self._tenant, self._session, last)
         if self._hint is not None:
             hint = self._hint.facts(self._sessions.clock())
@@ -218,7 +218,7 @@ class HintTracker:
         if hint.reuse < Reuse.UNKNOWN:
             return [page for page in pages if page in self._new or self._is_own(page)]
         about = list(pages)
-        if self._number != NOBODY:
+        if self._number != NO_SESSION:
             above = pages[0].parent if pages else self._parent
             for page in own_pages(above, self._number):
                 if page.last_use <= page.hinted and page.hint[:2] == hint[:2]:
@@ -227,4 +227,4 @@ class HintTracker:
         return about
 
     def _is_own(self, page: Page) -> bool:
-        return page.session == self._number != NOBODY
+        return page.session == self._number != NO_SESSION

@@ -114,7 +114,7 @@ class Verifier:
 
 def name(public: bytes) -> str:
     """Return a public key as users compare it."""
-    return "nobody" if public == UNSIGNED else public.hex()[:_NAME_CHARS]
+    return "unsigned" if public == UNSIGNED else public.hex()[:_NAME_CHARS]
 
 
 def generate(directory: Path, key_name: str) -> tuple[Path, Path]:

@@ -12,7 +12,7 @@ from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit, HitPart, rank
 from tierstore.transfer import Transfer
 
-_BRING_S = 2.0  # limit for a fetch from other hosts
+_FETCH_S = 2.0  # limit for a fetch from other hosts
 _PROBE_BYTES = 8 << 20  # read from an unused tier to measure its present speed
 _PROBE_WAIT_S = 20.0
 
@@ -132,11 +132,11 @@ class Planning:
         """See :meth:`Store.worth_fetching <tierstore.Store.worth_fetching>`."""
         prefill = self.planner.prefill()
         if prefill is None:
-            return _BRING_S
+            return _FETCH_S
         computing_s = prefill.seconds(tokens, behind)
         rate = self._backend.rates().get(CLUSTER)
         slower = rate is not None and rate.seconds(nbytes) > computing_s
-        return None if slower else min(computing_s, _BRING_S)
+        return None if slower else min(computing_s, _FETCH_S)
 
 
 def _first_chain(hit: Hit) -> HitPart | None:

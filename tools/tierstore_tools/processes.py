@@ -11,13 +11,6 @@ from pathlib import Path
 _CPUCLOCK_SCHED = 2
 
 
-def free_port() -> int:
-    """Return a port of loopback at which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def listens(port: int) -> bool:
     """Return whether something listens at a port of loopback."""
     with socket.socket() as probe:

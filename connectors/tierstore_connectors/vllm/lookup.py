@@ -340,7 +340,7 @@ class VllmLookups:
             hit, within_s = lookup.hit, self._settings.prefetch_s
             fetching = store.fetch_remote(hit, deadline_s=within_s) if hit is not None else None
             if fetching is None:
-                self._bring(store, lookup)
+                self._prefetch(store, lookup)
             else:
                 lookup.extra_s = within_s
                 fetched.append((lookup, fetching))
@@ -349,7 +349,7 @@ class VllmLookups:
         again = [lookup for lookup, _ in fetched]
         self._look_up(store, again, counted=False)
         for lookup in again:
-            self._bring(store, lookup)
+            self._prefetch(store, lookup)
 
     def _look_up(self, store: Store, lookups: Sequence[PromptLookup], *, counted: bool = True) -> None:
         """Look up all of these prompts at once, except released ones."""
@@ -361,7 +361,7 @@ class VllmLookups:
             lookup.late = late and not hit.tokens  # otherwise the daemon said that there is no hit
             lookup.hold(hit)
 
-    def _bring(self, store: Store, lookup: PromptLookup) -> None:
+    def _prefetch(self, store: Store, lookup: PromptLookup) -> None:
         """Read pages from disk, except those that are computed sooner, and measure the time. The lookup is
         answered then."""
         self._decline(store, lookup)

@@ -42,7 +42,7 @@ from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOu
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.admission import Admission, AdmissionPlace
 from tierstore_engine.server.chat import ChatTemplate
-from tierstore_engine.server.dashboard import EnginePage
+from tierstore_engine.server.dashboard import EngineDashboard
 from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults
 from tierstore_engine.server.errors import ApiError, bad_request
 from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, has_key, not_routed, require_key
@@ -194,7 +194,7 @@ class ApiServer:
         self._positions = min(self._config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
         self._created = int(time.time())
         self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")
-        self._page = EnginePage(
+        self._page = EngineDashboard(
             settings.model_name, version(), self.engine, self._store.stats, self.admission
         )
         self._feed = Feed(self._page.look)

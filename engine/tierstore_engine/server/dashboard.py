@@ -86,7 +86,7 @@ class _ServerMoment:
     itl_s: Sequence[float]
 
 
-class EnginePage:
+class EngineDashboard:
     """Make one sample after the other, on the event loop. ``store`` is called on another thread."""
 
     def __init__(

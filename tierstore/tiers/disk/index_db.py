@@ -209,16 +209,14 @@ class Serials:
 
     def __init__(self, next_serial: int, roots: Mapping[int, bytes]) -> None:
         """Take the next serial and the roots from the index."""
-        self._by_digest = {
-            identity.digest: serial
-            for serial, root in roots.items()
-            if (identity := identity_of(root)) is not None  # a damaged root: its pages are not found
-        }
-        self._names = {
-            identity.digest: name
-            for root in roots.values()
-            if (name := model_name_of(root)) and (identity := identity_of(root)) is not None
-        }
+        self._by_digest: dict[bytes, int] = {}
+        self._names: dict[bytes, str] = {}
+        for serial, root in roots.items():
+            identity, name = identity_of(root), model_name_of(root)
+            if identity is not None:  # else the root is damaged: its pages are not found
+                self._by_digest[identity.digest] = serial
+                if name:
+                    self._names[identity.digest] = name
         self._lock = threading.Lock()
         self._next = next_serial
         self._unwritten: dict[int, bytes] = {}  # roots added since the last commit

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import TOKEN_BYTES, Identity
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory, StoreInUseError
-from tierstore.tiers.disk.index_db import IndexDB, model_name_of
+from tierstore.tiers.disk.index_db import IndexDB, identity_of, model_name_of
 from tierstore.tiers.disk.index_file import check_index, stored_format
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
 from tierstore.tiers.disk.page_table import parent_rows
@@ -133,7 +133,7 @@ def _holdings(
     parents = parent_rows(facts)
     parents[facts["parent"] >= facts["serial"]] = -1
     root = facts["parent"][_tops(parents)].astype(np.int64)
-    identities = {serial: identity for serial, value in roots.items() if (identity := _identity(value))}
+    identities = {serial: identity for serial, value in roots.items() if (identity := identity_of(value))}
     known = np.isin(root, np.fromiter(identities, np.int64, len(identities)))
     leaf = np.bincount(parents[parents >= 0], minlength=len(facts)) == 0
     order = np.flatnonzero(known)[np.argsort(root[known], kind="stable")]
@@ -170,10 +170,3 @@ def _tops(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     while bool(((further := above[above]) != above).any()):
         above = further
     return above
-
-
-def _identity(value: bytes) -> Identity | None:
-    try:
-        return msgspec.json.decode(value, type=Identity)
-    except msgspec.MsgspecError:
-        return None

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import TierStoreError, UsageError
-from tierstore_tools.processes import free_port, listens
+from tierstore.testing.processes import free_port
+from tierstore_tools.processes import listens
 from tierstore_tools.vllm.daemon import ServeProcess
 
 _START_S = 180.0

@@ -61,7 +61,7 @@ def _batch(axes: Axes, result: ScenarioResult) -> None:
 
 def _longctx(axes: Axes, result: ScenarioResult) -> None:
     cells = {(row.target, row.case): row.ttft_s for row in result.longctx}
-    _grouped(axes, cells, lambda seconds: f" {_seconds(seconds)}")
+    _bars(axes, cells, lambda seconds: f" {_seconds(seconds)}")
     axes.set_xscale("log")
     axes.set_xlabel("time to first token, seconds (log)")
     axes.set_title(f"longctx, {result.longctx[0].prompt_tokens:,} tokens")
@@ -69,7 +69,7 @@ def _longctx(axes: Axes, result: ScenarioResult) -> None:
 
 def _online(axes: Axes, result: ScenarioResult) -> None:
     cells = {(row.target, f"{row.arrivals} {row.rate_per_s:g}/s"): row.goodput_per_s for row in result.online}
-    _grouped(axes, cells, lambda rate: f" {rate:.2f}")
+    _bars(axes, cells, lambda rate: f" {rate:.2f}")
     axes.set_xlabel("requests that met the SLO, a second")
     axes.set_title("online")
 
@@ -78,7 +78,7 @@ def _stream(axes: Axes, result: ScenarioResult) -> None:
     rounds: dict[tuple[str, str], list[float]] = {}
     for row in result.stream:
         rounds.setdefault((row.target, row.beside), []).append(row.itl_p99_s)
-    _grouped(
+    _bars(
         axes,
         {cell: statistics.median(values) for cell, values in rounds.items()},
         lambda seconds: f" {_seconds(seconds)}",
@@ -87,7 +87,7 @@ def _stream(axes: Axes, result: ScenarioResult) -> None:
     axes.set_title("stream")
 
 
-def _grouped(axes: Axes, cells: dict[tuple[str, str], float], label: Callable[[float], str]) -> None:
+def _bars(axes: Axes, cells: dict[tuple[str, str], float], label: Callable[[float], str]) -> None:
     """Draw a group of bars per target, one bar per case."""
     targets = list(dict.fromkeys(target for target, _ in cells))
     cases = list(dict.fromkeys(case for _, case in cells))

@@ -24,7 +24,8 @@ from typing import IO
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.spec import KVSpec
-from tierstore_tools.processes import free_port, listens
+from tierstore.testing.processes import free_port
+from tierstore_tools.processes import listens
 from tierstore_tools.vllm.daemon import ServeProcess
 from tierstore_tools.vllm.engine import ENVIRONMENT, connector_options
 
