@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, TypeVar
 
 from tierstore.errors import UsageError
+from tierstore.explanation import Miss
 from tierstore.groups import GroupRule
 from tierstore.index import Index, Page
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, named_chunks, names_at
@@ -319,6 +320,8 @@ class HitRequest:
     tail: bytes = b""
     counted: bool = True
     """Whether the backend counts this lookup and its hit. False for a second lookup of the same request."""
+    explain: bool = False
+    """Whether the answer has to say why the tokens behind the hit are missed."""
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedRequest:
         """Return a request for the pages of a group that end at these tokens."""
@@ -361,6 +364,9 @@ class HitLease:
     chains: Sequence[GroupLease]
     named: Sequence[GroupLease]
     remote_tokens: int = 0
+    misses: Sequence[Miss] = ()
+    """Why the tokens behind the hit are missed, if the request asked for it. The number of a layer group is
+    its place in the request."""
 
     @property
     def groups(self) -> list[GroupLease]:

@@ -22,6 +22,9 @@ class Counters:
     declined_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens found but not loaded, by tier and reason: ``disk slower`` (than computing, by the plan),
     ``disk late`` (the load was cut off at its deadline)."""
+    missed_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens requested and not served, by :class:`~tierstore.explanation.MissReason`. Those of ``declined``
+    were found; the others are ``lookup_tokens`` without ``hit_tokens``."""
     expired_leases: int = 0
     loaded_pages: int = 0
     loads_cut_short: int = 0  # fewer pages arrived than the hit promised
@@ -80,6 +83,7 @@ class StoreStats:
     failed_tasks: int
     counters: Mapping[str, int | float | Mapping[str, int]]
     curve: CurveStats = field(default_factory=CurveStats)  # what more memory would be worth
+    missed_last_hour: Mapping[str, int] = field(default_factory=dict)  # like ``counters.missed_tokens``
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: ``64KiB``, ``1.5 GiB``, ``100GB`` or a plain number of bytes."""
+"""Byte sizes as people write them (``64KiB``, ``1.5 GiB``, ``100GB`` or a number of bytes), and durations."""
 
 from __future__ import annotations
 
@@ -51,6 +51,18 @@ def format_size(nbytes: float) -> str:
                 f"{nbytes / factor:.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:.0f} {unit}"
             )
     return f"{nbytes:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    """Return ``seconds`` in the largest unit of which there are at least two.
+
+    >>> format_duration(90), format_duration(7200)
+    ('90 s', '2 h')
+    """
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def round_up(value: int, multiple: int) -> int:

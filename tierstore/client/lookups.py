@@ -133,6 +133,7 @@ class RemoteLookups:
                 min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S),
                 declined=declined,
                 counted=request.counted,
+                explain=request.explain,
             )
 
         def leased(found: messages.HitFound | None, _: object) -> HitLease | None:
@@ -164,7 +165,8 @@ class RemoteLookups:
             needed = kind.rule.ends(found.tokens, request.chunk_tokens)
             lacking = [end for end in needed if end not in kind.here]
             named.append(self._group_lease(link, request.pages(kind, lacking), group, lacking, ends))
-        hit = HitLease(found.tokens, found.branch, chains, named, max(found.remote_tokens, 0))
+        remote_tokens = max(found.remote_tokens, 0)
+        hit = HitLease(found.tokens, found.branch, chains, named, remote_tokens, tuple(found.misses))
         sound = (
             len(chains) == len(request.chains)
             and len(named) == len(request.named)

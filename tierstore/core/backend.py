@@ -146,6 +146,7 @@ class LocalBackend:
             request.root,
             request.tail,
             request.counted,
+            request.explain,
         )
 
     # -- reading -------------------------------------------------------------------------------------
@@ -217,6 +218,8 @@ class LocalBackend:
         with self._state.lock:
             self._state.counters.decline(tokens)
             self.core.write_worth(self.client.tenant).declined(tokens.get(f"{Tier.DISK.label} slower", 0))
+            slower = sum(count for why, count in tokens.items() if why.endswith(" slower"))
+            self.core.misses.declined(slower)
 
     # -- writing -------------------------------------------------------------------------------------
 

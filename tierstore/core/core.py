@@ -19,6 +19,7 @@ from tierstore.core.arrivals import Arrivals
 from tierstore.core.busiest import BusyPrefix, busiest
 from tierstore.core.clients import Client, Refusal
 from tierstore.core.health import Condition
+from tierstore.core.misses import Misses
 from tierstore.core.quotas import Pins, Quotas
 from tierstore.core.state import GONE_BYTES, StoreState
 from tierstore.core.write_admission import WriteWorth
@@ -85,6 +86,7 @@ class Core:
             reserve_bytes = host.capacity_bytes if host is not None else 0
         self.reserve_bytes = reserve_bytes  # bytes that one client may reserve
         self.pins = Pins(self.state, self.quotas)
+        self.misses = Misses(self.state, policy)
         self.clients: dict[int, Client] = {}
         self.registered: dict[bytes, Identity] = {}  # by digest
         # number of clients that have registered an identity, by digest
@@ -258,6 +260,7 @@ class Core:
                 failed_tasks=self.mover.failed_tasks,
                 counters=asdict(state.counters),
                 curve=curve,
+                missed_last_hour=self.misses.last_hour(),
             )
 
     def busiest(self, count: int) -> list[BusyPrefix]:

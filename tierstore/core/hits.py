@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from tierstore.backend import NamedGroup
 from tierstore.core.prompts import ChainView, FoundPages, NamedView
 from tierstore.core.state import StoreState
+from tierstore.explanation import Miss
 from tierstore.groups import Search, search
 from tierstore.index.leases import PageLease
 from tierstore.keys import named_chunks, names_at
@@ -35,6 +36,7 @@ class HitView:
     root: bytes
     tail: bytes
     counted: bool = True
+    explain: bool = False
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
         """Return the pages of a group that end at these tokens."""
@@ -59,6 +61,8 @@ class HitSearch:
         self.branch = 0
         self.length: int | None = None
         self.founds: Sequence[FoundPages] = ()
+        self.explained: tuple[int, list[Miss]] | None = None
+        """A length of the hit, and why the tokens behind it are missed."""
         self.looks: list[Callable[[], PageLease]] = []
         """The disk lookups that the search has stopped for. Empty if it has stopped because it took long."""
         self._state = state

@@ -17,6 +17,7 @@ from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
 from tierstore.core.hits import HitSearch, HitView
 from tierstore.core.prompts import FoundPages, PromptView
+from tierstore.explanation import Miss
 from tierstore.index import LABELS
 from tierstore.index.leases import PageLease
 from tierstore.transfer import Transfer, TransferState
@@ -66,7 +67,7 @@ class Lookups:
             if state.closed:
                 return Transfer.completed(None)
             self._begin(leases=len(view.chains) + len(view.named))
-            if search.go_on(_NAMES_AT_ONCE):
+            if not view.explain and search.go_on(_NAMES_AT_ONCE):
                 return Transfer.completed(self._lease_hit(search))
         return self._after_disk(
             partial(self._search, search), patience_s, partial(self._lease_hit, search), otherwise=None
@@ -205,6 +206,8 @@ class Lookups:
         self._count_lookup(limit)
         lease = self._lease_found(view, found, limit)
         self._count_hit(lease.runs, lease.tokens, view.chunk_tokens)
+        if lease.tokens < limit:
+            self._count_missed(partial(self.core.misses.missed_pages, view, found, limit, self.client))
         return lease
 
     def _lease_hit(self, search: HitSearch) -> HitLease:
@@ -221,6 +224,11 @@ class Lookups:
                 chain, needed, view.num_tokens, known=found, lacking=here < tokens, counted=view.counted
             )
             chains.append(GroupLease(lease))
+        misses: Sequence[Miss] = ()
+        if view.explain and search.explained is not None and search.explained[0] == tokens:
+            misses = search.explained[1]
+        elif view.explain:  # the disk was not read in time, or the index has changed
+            misses = self.core.misses.count(search, tokens)
         named = []
         for at in range(len(view.named)):
             ends, pages, found = search.needed(at)
@@ -231,7 +239,9 @@ class Lookups:
             runs, most = (first.runs, min(first.tokens, tokens)) if first is not None else ((), 0)
             in_hbm = min(*view.here, tokens) if view.chains else 0
             self._count_hit(runs, most, view.chunk_tokens, in_hbm=in_hbm)
-        return HitLease(tokens, search.branch, chains, named)
+        if view.counted and tokens < view.num_tokens:
+            self._count_missed(partial(self.core.misses.missed, search, tokens, self.client))
+        return HitLease(tokens, search.branch, chains, named, misses=misses)
 
     def _lease_found(
         self,
@@ -294,6 +304,18 @@ class Lookups:
             self._count_hit_tokens(label, max(in_tier - in_hbm, 0))
             in_hbm = max(in_hbm - in_tier, 0)
 
+    def _count_missed(self, count: Callable[[], None]) -> None:
+        """Count missed tokens by reason, after the answer if it need not wait."""
+        if self.core.defer is None:
+            count()
+        else:
+            self.core.defer(partial(self._locked, count))
+
+    def _locked(self, count: Callable[[], None]) -> None:
+        with self._state.lock:
+            if not self._state.closed:
+                count()
+
     def _count_hit_tokens(self, label: str, tokens: int) -> None:
         if tokens:
             self._state.counters.hit_tokens[label] += tokens
@@ -332,8 +354,12 @@ class Lookups:
                     hold = state.leases.joined(hold, fetched)
             state.yield_lock()
             with state.lock:
-                if state.closed or search.go_on(_NAMES_AT_ONCE):
-                    return hold
+                done = state.closed or search.go_on(_NAMES_AT_ONCE)
+                tokens = search.conclude() if done and not state.closed else 0
+            if done:
+                if search.view.explain and not state.closed:
+                    search.explained = tokens, self.core.misses.explain(search, tokens)
+                return hold
 
     def _after_disk(
         self, disk_look: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tierstore.backend import SaveHints
 from tierstore.core.clients import Client, LocalReservation
+from tierstore.core.departures import Cause
 from tierstore.core.prompts import PromptView
 from tierstore.core.quotas import Quotas
 from tierstore.core.state import StoreState
@@ -18,6 +19,8 @@ from tierstore.index import Page, Tier
 from tierstore.index.sessions import HintTracker
 from tierstore.keys import PageKey
 from tierstore.tiers.slabs import slot_bytes
+
+_NOTED_AT_ONCE = 64
 
 
 def being_written(page: Page) -> bool:
@@ -196,6 +199,7 @@ class ReservationBuilder:
             if any(page.copies):
                 return page  # on disk, which counts as stored
             state.index.prune(page)
+            self._note_no_room()
             return None
         self._positions.append(self._next)
         self.reservation.pages.append(page)
@@ -204,6 +208,13 @@ class ReservationBuilder:
         if not self.reservation.number:
             self.reservation.number = self._client.reserve(self.reservation)
         return page
+
+    def _note_no_room(self) -> None:
+        """Note that the rest of the pages is not kept, for as many of them as one step handles."""
+        prompt, departures = self._prompt, self._state.departures
+        for chunk in self._chunks[self._next : self._next + _NOTED_AT_ONCE]:
+            if chunk < prompt.whole_chunks:
+                departures.note(prompt.registration.identity.digest, prompt.chunk(chunk)[0], Cause.NO_ROOM)
 
     def _slot(self, page: Page, following: int) -> int | None:
         if self._state.host is None:

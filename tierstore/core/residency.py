@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from tierstore.backend import Registration
 from tierstore.core.change_log import ChangeLog
+from tierstore.core.departures import Cause, Departures
 from tierstore.index import Index, Leaving, Page, Tier
 from tierstore.index.leases import Leases
-from tierstore.policy import NO_HINT, PageHint, Policy
+from tierstore.policy import EXPIRED, NO_HINT, PageHint, Policy
 from tierstore.stats import Counters
-from tierstore.tiers.disk import DiskTier, PageTable, PageUse, Removal
+from tierstore.tiers.disk import DiskTier, PageTable, PageUse, Removal, Removed
 from tierstore.tiers.host import HostTier
 from tierstore.tiers.slabs import slot_bytes
 
@@ -115,7 +116,10 @@ class Residency:
         access_log: AccessLog,
         counters: Counters,
         changed: threading.Condition,
+        departures: Departures,
     ) -> None:
+        self.departures = departures
+        self.choice = Cause.EVICTED  # why pages leave that the policy chooses now
         self._index = index
         self._host = host
         self._access_log = access_log
@@ -125,13 +129,16 @@ class Residency:
         self.removed: list[Removal] = []  # pages that the next commit deletes from disk
         self.followers: list[ChangeLog] = []  # receive what enters and leaves the tiers below HBM
 
-    def drop(self, page: Page, tier: Tier) -> None:
-        """Drop an unleased copy and free its place (on disk: with the next commit)."""
+    def drop(self, page: Page, tier: Tier, cause: Cause | None = None) -> None:
+        """Drop an unleased copy and free its place (on disk: with the next commit). Note the ``cause`` if it
+        was the last copy (None: the page was damaged, was finished, or the policy chose it)."""
+        copy = self._index.copy(page, tier)
+        if cause is None:
+            cause = Cause.DAMAGED if copy.damaged else self._cause(page)
         if tier is Tier.DISK:
-            self._drop_from_disk(page)
+            self._drop_from_disk(page, cause)
             return
         above = page.parent
-        copy = self._index.copy(page, tier)
         served = copy.ready or copy.damaged
         place = self._index.drop_copy(page, tier)
         assert self._host is not None
@@ -139,26 +146,50 @@ class Residency:
         self.host_bytes[page.identity] -= slot_bytes(page.nbytes)
         if served:
             self.left(tier, page.identity, page.key, page.tokens)
+            if page.copies[Tier.DISK] is None:
+                self.departures.note(page.identity, page.key, cause, tier, page.nbytes)
         kept = above.copies[tier] if above is not None else None
         if above is not None and kept is not None and kept.damaged:
             self.drop_damaged(above, tier)
 
-    def _drop_from_disk(self, page: Page) -> None:
+    def _cause(self, page: Page) -> Cause:
+        """Return why a page leaves that the policy has chosen."""
+        if not page.done:
+            return self.choice
+        return Cause.EXPIRED if page.hint.expires_s == EXPIRED else Cause.LET_GO
+
+    def _drop_from_disk(self, page: Page, cause: Cause) -> None:
         page_table = self._access_log.page_table
         assert page_table is not None, f"{page} leaves a disk that has not been scanned"
         serial = page.serial
         self._access_log.forget(page)
         page.tombstone = page_table.children(serial) > 0
         self._index.drop_copy(page, Tier.DISK)
+        if page.copies[Tier.HOST] is None:
+            self.departures.note(page.identity, page.key, cause, Tier.DISK, page.nbytes)
         if serial in page_table:  # otherwise the scan has shown that the page is not there
-            self.remove(serial)
+            self._remove(page_table.remove(serial))
 
     def remove(self, serial: int) -> None:
         """Remove a page that is not in the tree from disk, with the next commit."""
         page_table = self._access_log.page_table
         assert page_table is not None
         removal = page_table.remove(serial)
-        self._access_log.forget_serial(serial)
+        over = Cause.EXPIRED if removal.expired else Cause.LET_GO
+        # its key is in its record, which the commit reads
+        self._remove(removal._replace(cause=over if removal.done else self.choice))
+
+    def was_removed(self, pages: Iterable[Removed]) -> None:
+        """Note why these pages have left the disk, unless that is noted already."""
+        for removal, identity, key in pages:
+            if removal.cause:
+                cause = Cause(removal.cause)
+                self.departures.note(identity, key, cause, Tier.DISK, removal.nbytes)
+
+    def _remove(self, removal: Removal) -> None:
+        page_table = self._access_log.page_table
+        assert page_table is not None
+        self._access_log.forget_serial(removal.serial)
         self.removed.append(removal)
         above = self._index.by_serial.get(removal.parent)
         if above is not None and above.tombstone and not page_table.children(removal.parent):
@@ -259,7 +290,7 @@ class Eviction:
     def _drop(self, page: Page, tier: Tier) -> None:
         # otherwise the page table is not known yet
         if tier is not Tier.DISK or self._access_log.page_table is not None:
-            self._residency.drop(page, tier)
+            self._residency.drop(page, tier, Cause.SUPERSEDED)
             self._counters.evicted_pages[tier.label] += 1
 
     def host_slots(self, nbytes: int, count: int) -> list[int]:
@@ -277,11 +308,16 @@ class Eviction:
         self._host.free(place, nbytes)
 
     def evict(self, tier: Tier, count: int) -> int:
-        """Evict up to ``count`` copies from ``tier``, the policy's worst first. Return the number evicted."""
-        if tier is Tier.DISK:
-            return self.evict_from_disk(count).pages
-        self._expire()
-        return self._leave(tier, count)
+        """Evict up to ``count`` copies from ``tier`` at a user's request, the policy's worst first. Return
+        the number evicted."""
+        self._residency.choice = Cause.BY_REQUEST
+        try:
+            if tier is Tier.DISK:
+                return self.evict_from_disk(count).pages
+            self._expire()
+            return self._leave(tier, count)
+        finally:
+            self._residency.choice = Cause.EVICTED
 
     def _free(self, tier: Tier, nbytes: int) -> int:
         """Evict copies from a memory tier until they have freed ``nbytes`` together: one small copy may not

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tierstore.core.departures import Departures
 from tierstore.core.health import Health, StallDetector
 from tierstore.core.residency import AccessLog, Eviction, PendingFills, Residency
 from tierstore.core.write_admission import WriteBudget
@@ -72,12 +73,15 @@ class StoreState:
         self._forgotten_bytes = 0  # ``index.forgotten_bytes`` at the last forget_gone()
         # The parts, in dependency order.
         self.access_log = AccessLog(self.index, disk)
+        host_bytes = host.capacity_bytes if host is not None else 0
+        self.departures = Departures(host_bytes + (disk.stats().capacity_bytes if disk is not None else 0))
         self.residency = Residency(
             self.index,
             host=host,
             access_log=self.access_log,
             counters=self.counters,
             changed=self.changed,
+            departures=self.departures,
         )
         self.leases = Leases(self.index, clock, self.residency.drop_damaged)
         self.sessions = Sessions(clock, self.access_log.hint)

@@ -326,7 +326,7 @@ class WriteBehind:
             followed = bool(state.residency.followers)
         try:
             leaving = self._leaving(removed) if followed else ()
-            self._disk.commit(self._additions(batch), removed, used, tick)
+            left = self._disk.commit(self._additions(batch), removed, used, tick)
         except Exception as error:  # noqa: BLE001  # as in _write_batches
             with state.lock:
                 state.residency.removed = removed + state.residency.removed
@@ -336,6 +336,7 @@ class WriteBehind:
         with state.lock:
             for record in leaving:
                 state.residency.left(Tier.DISK, record.identity, record.key, record.tokens)
+            state.residency.was_removed(left)
             state.changed.notify_all()
         return True
 

@@ -18,6 +18,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+from tierstore.core.departures import Cause
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
 
@@ -130,6 +131,7 @@ class WriteQueue:
 
     def _append(self, page: Page) -> bool:
         if not self._state.health.writable:
+            self._note(page, Cause.READ_ONLY)
             self._drop(page)
             return False
         if self._pending and self._pending_bytes + page.nbytes > self._most_bytes:
@@ -137,6 +139,7 @@ class WriteQueue:
             return False
         if not self._state.write_budget.take(page.nbytes):
             self._state.counters.disk_declined_pages += 1
+            self._note(page, Cause.BUDGET)
             return False
         self._state.index.lease(page, Tier.HOST)
         self._waiting.append(page)
@@ -214,6 +217,7 @@ class WriteQueue:
     def _put_off(self, page: Page) -> None:
         """Owe a page because the queue is full. Also forget the oldest owed pages that have left the host
         tier: a disk that is always behind would never get to them."""
+        self._note(page, Cause.QUEUE)
         for _ in range(_OWED_LOOKED_AT):
             oldest = next(iter(self._owed), None)
             if oldest is None or self._unwritten(oldest):
@@ -224,6 +228,10 @@ class WriteQueue:
             self._owed.setdefault(page, self._catching_up)
         else:
             self._state.counters.disk_dropped_pages += 1
+
+    def _note(self, page: Page, cause: Cause) -> None:
+        """Note why a page is not written, for the time after it has left the host tier."""
+        self._state.departures.note(page.identity, page.key, cause, Tier.HOST)
 
     def _count_lost(self, page: Page) -> None:
         on_its_way = page in self._pending or page.copies[Tier.DISK] is not None

@@ -18,11 +18,12 @@ from tierstore.backend import Reservation, SaveHints
 from tierstore.core.arrivals import Waiter
 from tierstore.core.clients import Client, LocalReservation, Refusal
 from tierstore.core.core import Core
+from tierstore.core.departures import Cause
 from tierstore.core.lookups import Lookups
 from tierstore.core.prompts import PromptView
 from tierstore.core.reservations import ReservationBuilder, being_written
 from tierstore.errors import StoreClosedError
-from tierstore.index import Page
+from tierstore.index import Page, Tier
 from tierstore.index.leases import PageLease
 from tierstore.mover import Priority
 from tierstore.transfer import Transfer, TransferState
@@ -248,6 +249,8 @@ class Writing:
                 self.core.write_behind.enqueue(committed)
             else:
                 state.counters.disk_declined_pages += len(committed)
+                for page in committed:
+                    state.departures.note(page.identity, page.key, Cause.WORTH, Tier.HOST)
         self._free(given_up)
         return len(committed)
 

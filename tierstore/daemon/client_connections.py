@@ -183,7 +183,9 @@ class ClientConnection:
             raise Refusal(
                 "usage", f"num_tokens is {m.num_tokens}: the prompt is shorter, or the tokens have no names"
             )
-        return HitView(chunk_tokens, m.num_tokens, chains, m.here, named, names, m.root, m.tail, m.counted)
+        return HitView(
+            chunk_tokens, m.num_tokens, chains, m.here, named, names, m.root, m.tail, m.counted, m.explain
+        )
 
     def pages_asked_for(self, m: p.Locate | p.Fetch) -> tuple[LocalLease | None, int]:
         """Return the lease (None if it has ended) and the number of requested pages that it covers."""

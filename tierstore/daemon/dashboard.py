@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from tierstore.core.busiest import BusyPrefix
 from tierstore.daemon.stats import DaemonStats, LatencyStats
 from tierstore.dashboard import of_store
-from tierstore.dashboard.of_store import duration, percent, short
+from tierstore.dashboard.of_store import percent, short
 from tierstore.dashboard.view import ConditionRow, Number, Plot, Sample, Table, Tile, Unit, View, ViewState
 from tierstore.printable import printable
 from tierstore.stats import StoreRates
-from tierstore.units import format_size
+from tierstore.units import format_duration, format_size
 
 _LATELY_S = 60.0
 _PREFIXES = 10
@@ -76,7 +76,7 @@ class DaemonDashboard:
         stats = now.stats
         return View(
             title="tierstore daemon",
-            about=f"version {stats.version}, pid {stats.pid}, up {duration(stats.uptime_s)}",
+            about=f"version {stats.version}, pid {stats.pid}, up {format_duration(stats.uptime_s)}",
             version=stats.version,
             conditions=tuple(_conditions(stats)),
             tiles=_tiles(stats, _rates(now, minute_ago)),

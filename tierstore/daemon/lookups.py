@@ -196,7 +196,8 @@ def _hit_found(number: int, rates: Rates, hit: HitLease | None) -> p.HitFound:
     if hit is None:
         raise StoreClosedError("the store is closed")
     chains, named = map(_group_found, hit.chains), map(_group_found, hit.named)
-    return p.HitFound(number, hit.tokens, hit.branch, list(chains), list(named), rates=rates)
+    misses = list(hit.misses)
+    return p.HitFound(number, hit.tokens, hit.branch, list(chains), list(named), rates=rates, misses=misses)
 
 
 def _group_found(group: GroupLease) -> p.GroupFound:

@@ -29,14 +29,6 @@ def short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 or number == 0 else f"{number:.3g}"
 
 
-def duration(seconds: float) -> str:
-    """Format a duration in its largest unit."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 def meters(stats: StoreStats) -> tuple[Meter, ...]:
     """Return how full each tier is."""
     return tuple(

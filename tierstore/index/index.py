@@ -12,6 +12,7 @@ from tierstore.index.page import Copy, Page, Tier
 from tierstore.index.tree import Tree
 from tierstore.keys import PageKey
 from tierstore.policy import (
+    EXPIRED,
     NO_HINT,
     EvictionQueue,
     GhostTable,
@@ -130,7 +131,7 @@ class Hints:
         while self._ending and self._ending[0][0] <= now_s:
             _, _, page, hint = heapq.heappop(self._ending)
             if page.hint is hint and page.last_use <= page.hinted:
-                page.hint = PageHint(Reuse.DONE, hint.priority)
+                page.hint = PageHint(Reuse.DONE, hint.priority, EXPIRED)
                 self._eviction.offer_again(page)
 
 

@@ -87,6 +87,10 @@ class Tree:
             page = self._roots[identity] = Page.root(identity, nbytes, pool)
         return page
 
+    def known_root(self, identity: bytes) -> Page | None:
+        """Return the root of an identity digest; None if there is none."""
+        return self._roots.get(identity)
+
     def is_root(self, page: Page) -> bool:
         """Return whether ``page`` is the present root of its identity, not a forgotten one."""
         return self._roots.get(page.identity) is page

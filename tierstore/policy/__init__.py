@@ -33,7 +33,7 @@ Rejected alternatives:
 * Admission control: a page that is not admitted cuts off those behind it.
 """
 
-from tierstore.policy.base import NO_HINT, Number, PageFacts, PageHint, Policy, Reuse, hint_score
+from tierstore.policy.base import EXPIRED, NO_HINT, Number, PageFacts, PageHint, Policy, Reuse, hint_score
 from tierstore.policy.ghosts import GhostTable, fingerprint
 from tierstore.policy.lru import LRU, FrequencyAgedLRU
 from tierstore.policy.queue import EvictionQueue, QueueEntry
@@ -45,6 +45,7 @@ DEFAULT_POLICY = FrequencyAgedLRU.name
 
 __all__ = [
     "DEFAULT_POLICY",
+    "EXPIRED",
     "LRU",
     "NO_HINT",
     "POLICIES",

@@ -25,11 +25,16 @@ class Reuse(enum.IntEnum):
     LIKELY = 1
 
 
+EXPIRED = -math.inf
+"""The end of a time to live that is over."""
+
+
 class PageHint(NamedTuple):
     """A hint as the index stores it for a page. The defaults mean that nothing is known.
 
     ``reuse`` is a :class:`Reuse`. ``priority`` is any small integer; pages with a higher one stay longer. At
-    ``expires_s`` (on the store's clock) the page becomes :attr:`Reuse.DONE`.
+    ``expires_s`` (on the store's clock) the page becomes :attr:`Reuse.DONE`, and ``expires_s`` becomes
+    :data:`EXPIRED`.
     """
 
     reuse: int = Reuse.UNKNOWN

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierstore.arguments import whole_number
@@ -30,6 +30,7 @@ from tierstore.backend import (
     Registration,
 )
 from tierstore.errors import UsageError
+from tierstore.explanation import Miss
 from tierstore.groups import Group, by_kind, groups_of, search
 from tierstore.index import Match, Page
 from tierstore.index.leases import PageLease
@@ -165,6 +166,14 @@ class Finder:
         limit = None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
         return Lookup(self, prompt, limit, began + self.lookup_s, gain, counted=counted)
 
+    def explain(self, prompt: Prompt | TokenIds, max_tokens: int | None, timeout_s: float) -> ExplainedHit:
+        """Look a prompt up, and ask why the tokens behind the hit are missed. The caller releases the hit."""
+        limit = None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
+        ends = time.monotonic() + timeout_s
+        lookup = Lookup(self, prompt, limit, ends, 0, counted=False, explain=True)
+        hit = lookup.hit()
+        return ExplainedHit(hit, lookup.prompt_tokens, lookup.limit, lookup.misses)
+
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
         """See :meth:`Store.expect <tierstore.Store.expect>`."""
         chunk_tokens = self.chunk_tokens
@@ -197,6 +206,17 @@ class Finder:
         return self.backend.expect(request, wait_s=until_s)
 
 
+@dataclass(frozen=True, slots=True)
+class ExplainedHit:
+    """A hit on the first ``limit`` of a prompt's tokens, and why those behind it are missed. ``misses`` is
+    None if the backend did not answer in time."""
+
+    hit: Hit
+    prompt_tokens: int
+    limit: int
+    misses: Sequence[Miss] | None
+
+
 class Lookup:
     """One lookup, from its request to its hit. Used by one thread (or task)."""
 
@@ -209,6 +229,7 @@ class Lookup:
         gain: int,
         *,
         counted: bool,
+        explain: bool = False,
     ) -> None:
         self._finder = finder
         self._counted = counted
@@ -220,11 +241,16 @@ class Lookup:
         if single is None:
             prompt = finder.prompt(prompt)
             chains = [finder.chain(prompt, group) for group in finder.chained]
-            self._request = HitLookup(finder, finder.chained, chains, limit, prompt, counted=counted)
+            self._request = HitLookup(
+                finder, finder.chained, chains, limit, prompt, counted=counted, explain=explain
+            )
         elif isinstance(single[1], NamedRequest):
+            if explain:
+                raise UsageError("pages that the caller has named are no prompt: explain the whole prompt")
             self._request = NamedLookup(finder, single[0], single[1], gain)
         else:
-            self._request = HitLookup(finder, [single[0]], [single[1]], limit, counted=counted)
+            chained = [single[0]]
+            self._request = HitLookup(finder, chained, [single[1]], limit, counted=counted, explain=explain)
 
     def ask(self, *, caller_receives: bool = False) -> None:
         """Send the request. Call it once. ``caller_receives``: this thread waits for the answer."""
@@ -235,6 +261,21 @@ class Lookup:
     def answer(self) -> Transfer[Any] | None:
         """The open request; None if there is none."""
         return self._request.answer
+
+    @property
+    def limit(self) -> int:
+        """The tokens of the prompt that the request is about."""
+        return self._request.limit
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the whole prompt."""
+        return self._request.prompt_tokens
+
+    @property
+    def misses(self) -> Sequence[Miss] | None:
+        """Why tokens are missed, after :meth:`hit`; None if there was no answer."""
+        return self._found.misses if self._found is not None else None
 
     def hit(self) -> Hit:
         """Wait for the answer and return the hit. Send the request first if :meth:`ask` was not called."""
@@ -280,6 +321,7 @@ class FoundHit:
     parts: Sequence[HitPart]
     remote_tokens: int = 0
     others: Sequence[RemotePages] = ()
+    misses: Sequence[Miss] | None = None
 
 
 class NamedLookup:
@@ -287,7 +329,7 @@ class NamedLookup:
     :func:`tierstore.lookup_all`."""
 
     def __init__(self, finder: Finder, group: Group, request: NamedRequest, gain: int) -> None:
-        self.limit = request.num_tokens
+        self.limit = self.prompt_tokens = request.num_tokens
         self.answer: Transfer[Lease | None] | None = None
         self._finder = finder
         self._group = group
@@ -349,9 +391,11 @@ class HitLookup:
         prompt: Prompt | None = None,
         *,
         counted: bool = True,
+        explain: bool = False,
     ) -> None:
         self._counted = counted
-        tokens = chains[0].num_tokens if prompt is None else len(prompt)
+        self._explain = explain
+        self.prompt_tokens = tokens = chains[0].num_tokens if prompt is None else len(prompt)
         self.limit = tokens if limit is None else min(limit, tokens)
         self.answer: Transfer[HitLease | None] | None = None
         self._finder = finder
@@ -385,7 +429,14 @@ class HitLookup:
     def _hit_request(self) -> HitRequest:
         finder, prompt = self._finder, self._prompt
         here = [match.tokens for match in self._matches]
-        request = HitRequest(finder.chunk_tokens, self.limit, self._chains, here, counted=self._counted)
+        request = HitRequest(
+            finder.chunk_tokens,
+            self.limit,
+            self._chains,
+            here,
+            counted=self._counted,
+            explain=self._explain,
+        )
         if prompt is not None and self._named:
             chunks = self.limit // finder.chunk_tokens
             request.named = [
@@ -440,6 +491,8 @@ class HitLookup:
         else:
             chains, others = [_NOTHING] * len(self._chains), [_NOTHING] * len(self._named)
             found = HitLease(self._local, self._branch, chains, others)
+        answered = self.answer is None or self.answer.wait() is not None
+        misses = self._misses(found) if self._explain and answered else None
         tokens, branch = found.tokens, found.branch if self._chained else found.tokens
         parts: list[HitPart] = []
         if tokens:
@@ -458,8 +511,17 @@ class HitLookup:
             for group in self._named:
                 points[group.number] = sorted({*points.get(group.number, ()), tokens})
         if not found.remote_tokens:
-            return FoundHit(tokens, branch, parts)
-        return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found))
+            return FoundHit(tokens, branch, parts, misses=misses)
+        return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found), misses)
+
+    def _misses(self, found: HitLease) -> Sequence[Miss]:
+        """Return why tokens are missed, with the model's numbers of the layer groups."""
+        numbers = [group.number for group in (*self._chained, *self._named)]
+        return [
+            miss if miss.group is None else replace(miss, group=numbers[miss.group])
+            for miss in found.misses
+            if miss.group is None or 0 <= miss.group < len(numbers)
+        ]
 
     def _chain_part(self, at: int, tokens: int, lease: Lease) -> HitPart:
         """Return the part of chain ``at`` that a hit of ``tokens`` tokens needs."""

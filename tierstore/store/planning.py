@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tierstore.backend import Backend
+from tierstore.explanation import Explanation, Miss, MissReason
 from tierstore.groups import Group
 from tierstore.index import Tier
 from tierstore.planner import CLUSTER, Plan, Planner, TierPart
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit, HitPart, rank
+from tierstore.store.lookup import ExplainedHit
 from tierstore.transfer import Transfer
 
 _FETCH_S = 2.0  # limit for a fetch from other hosts
@@ -37,6 +40,34 @@ class Planning:
             self.planner.report(tier, rate, now_s=now_s)
         length = hit.tokens + 1 if prompt_tokens is None else prompt_tokens
         return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
+
+    def explanation(self, found: ExplainedHit) -> Explanation:
+        """Return why tokens of a prompt are missed: with those that the plan would not load, those that
+        other hosts have, and those that an engine computes in any case."""
+        hit = found.hit
+        used = min(self.plan(hit, found.prompt_tokens, block=0).tokens, hit.tokens)
+        misses: list[Miss] = []
+        if used < hit.tokens:
+            tiers = " and ".join(tier for tier in hit.by_tier if tier != Tier.HBM.label)
+            misses.append(Miss(MissReason.DECLINED, used, hit.tokens - used, tier=tiers))
+        at = hit.tokens
+        if hit.remote_tokens:
+            misses.append(Miss(MissReason.OTHER_HOST, at, hit.remote_tokens))
+            at += hit.remote_tokens
+        spans = found.misses
+        if spans is None and at < found.limit:
+            spans = [Miss(MissReason.LATE, at, found.limit - at, why="the daemon did not answer")]
+        for miss in spans or ():
+            if miss.end > at:
+                misses.append(replace(miss, first=at, tokens=miss.end - at))
+                at = miss.end
+        if at < found.prompt_tokens:
+            last = misses[-1] if misses and misses[-1].reason is MissReason.TAIL else None
+            if last is not None:
+                misses.pop()
+                at = last.first
+            misses.append(Miss(MissReason.TAIL, at, found.prompt_tokens - at))
+        return Explanation(found.prompt_tokens, used, tuple(misses), dict(hit.by_tier)).check()
 
     def _parts(self, hit: Hit) -> list[TierPart]:
         """Return what a load brings, in its order. Chained pages are listed run by run. With named pages the

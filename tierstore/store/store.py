@@ -16,6 +16,7 @@ from types import TracebackType
 from tierstore.arguments import optional_seconds, seconds, whole_number
 from tierstore.backend import Backend, Registration, SaveHints
 from tierstore.errors import UsageError
+from tierstore.explanation import Explanation
 from tierstore.groups import Group, GroupRule, by_kind, groups_of
 from tierstore.index import LABELS, Tier
 from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt, TokenIds
@@ -39,6 +40,7 @@ from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 
 _CLOSE_S = 5.0  # for running saves
+EXPLAIN_S = 5.0  # longest wait for an explanation
 _LOOKUPS_AT_ONCE = 32  # open requests; more gain nothing, and each may wait for a disk
 
 
@@ -165,9 +167,21 @@ class Store:
         ``counted`` is False for a second lookup for the same request: statistics count a request once."""
         return lookup_all([(self, prompt)], max_tokens=max_tokens, counted=counted)[0]
 
+    def explain(
+        self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, timeout_s: float = EXPLAIN_S
+    ) -> Explanation:
+        """Return why tokens of ``prompt`` would be missed by a lookup now: each token has one reason. Nothing
+        is loaded or counted. Wait at most ``timeout_s`` seconds for the disk. Raise :class:`UsageError` for
+        named pages."""
+        self._require_open()
+        found = self._finder.explain(prompt, max_tokens, seconds("timeout_s", timeout_s))
+        with found.hit:
+            return self._planning.explanation(found)
+
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
         """:meth:`lookup` without blocking the event loop. (Loads and saves are awaitable themselves.)"""
-        lookup = self._begin(prompt, max_tokens, time.monotonic())
+        self._require_open()
+        lookup = self._finder.begin(prompt, max_tokens=max_tokens, began=time.monotonic())
         try:
             lookup.ask()
             if lookup.answer is not None:
@@ -176,18 +190,6 @@ class Store:
         except BaseException:
             lookup.give_up()
             raise
-
-    def _begin(
-        self,
-        prompt: Prompt | TokenIds,
-        max_tokens: int | None,
-        began: float,
-        gain: int = 0,
-        *,
-        counted: bool = True,
-    ) -> Lookup:
-        self._require_open()
-        return self._finder.begin(prompt, max_tokens=max_tokens, began=began, gain=gain, counted=counted)
 
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
         """Wait for pages of ``prompt`` that another client has promised to save. The transfer ends when the
@@ -600,7 +602,10 @@ def lookup_all(
     hits: list[Hit] = []
     try:
         for store, prompt in wanted:  # the backend works on the first while the next is made
-            lookup = store._begin(prompt, max_tokens, began, gain, counted=counted)
+            store._require_open()
+            lookup = store._finder.begin(
+                prompt, max_tokens=max_tokens, began=began, gain=gain, counted=counted
+            )
             before = lookups[-_LOOKUPS_AT_ONCE].answer if len(lookups) >= _LOOKUPS_AT_ONCE else None
             if before is not None:
                 before.wait()

@@ -22,6 +22,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from tierstore.explanation import Miss
+
 VERSION = b"\x03"
 
 MAX_MESSAGE_BYTES = 64 << 20  # one message with its payload frames: a prompt of 1M tokens needs 5 MB
@@ -205,7 +207,8 @@ class FindHit(Message):
     ``named`` are the other groups. ``names`` (32 bytes each) are the names of the pages of all whole chunks,
     ``root`` is the parent of the first chunk, and ``tail`` are the tokens of the chunk in which
     ``num_tokens`` ends. ``counted`` is false for a second lookup for the same request, which the daemon's
-    counters leave out. For the other fields see :class:`Find`.
+    counters leave out. ``explain``: the answer says why the tokens behind the hit are missed. For the other
+    fields see :class:`Find`.
     """
 
     id: int
@@ -220,6 +223,7 @@ class FindHit(Message):
     released: Numbers = []
     declined: Annotated[dict[Text, int], Meta(max_length=256)] = {}
     counted: bool = True
+    explain: bool = False
 
 
 class GroupFound(msgspec.Struct, array_like=True):
@@ -239,7 +243,9 @@ class GroupFound(msgspec.Struct, array_like=True):
 class HitFound(Message):
     """The answer to :class:`FindHit`. The hit has ``tokens`` tokens. The groups that need every token reach
     to ``branch``. With pages that other hosts probably have, the hit would be ``remote_tokens`` longer.
-    ``rates`` is as in :class:`Found`."""
+    ``rates`` is as in :class:`Found`. ``misses`` (:class:`~tierstore.explanation.Miss`) are the spans of
+    missed tokens, if the request asked for them: the number of a layer group is its place in the request,
+    those in ``chains`` first."""
 
     id: int
     tokens: int
@@ -248,6 +254,7 @@ class HitFound(Message):
     named: Annotated[list[GroupFound], Meta(max_length=MAX_GROUPS)]
     remote_tokens: int = 0
     rates: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
+    misses: Annotated[list[Miss], Meta(max_length=MAX_CHUNKS)] = []
 
 
 class FetchRemote(Message):

@@ -153,7 +153,7 @@ class Presence:
         return found.st_dev, found.st_ino
 
 
-def try_out(space: Space, payloads: Payloads, commit: Callable[[], None]) -> None:
+def try_out(space: Space, payloads: Payloads, commit: Callable[[], object]) -> None:
     """Write a page, make it durable (``commit`` syncs the files and the index) and read it back. Raise
     :class:`OSError` if the disk cannot do it."""
     place = space.reserve_outside(_PROBE_BYTES)

@@ -29,7 +29,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,7 @@ from tierstore.tiers.disk.records import (
     PageRecord,
     PageUse,
     Removal,
+    Removed,
     child_prefix,
     decode,
     decode_facts,
@@ -66,6 +67,7 @@ from tierstore.tiers.disk.records import (
     page_key,
     payload_key,
     stored_names,
+    stored_page,
     stored_place,
     with_place,
     with_use,
@@ -93,6 +95,8 @@ class Change:
     roots: Mapping[int, bytes] = field(default_factory=dict)
     next_serial: int = 1
     tick: int = 0
+    left: list[Removed] = field(default_factory=list)
+    """The pages that the transaction has removed. The transaction appends them."""
 
 
 class IndexTransaction:
@@ -109,6 +113,9 @@ class IndexTransaction:
             # A damaged page that was saved again keeps its serial. Remove only the copy at the given place.
             stored = self._txn.get(page_key(removal.serial), db=self._pages)
             if stored is not None and stored_place(stored) == removal.place:
+                page = stored_page(stored)
+                if page is not None:
+                    change.left.append(Removed(removal, *page))
                 self.delete(removal.serial)
         for serial, identity in change.roots.items():
             self._txn.put(page_key(serial), identity, db=self._roots)
@@ -210,11 +217,13 @@ class Serials:
     def __init__(self, next_serial: int, roots: Mapping[int, bytes]) -> None:
         """Take the next serial and the roots from the index."""
         self._by_digest: dict[bytes, int] = {}
+        self._identities: dict[bytes, Identity] = {}
         self._names: dict[bytes, str] = {}
         for serial, root in roots.items():
             identity, name = identity_of(root), model_name_of(root)
             if identity is not None:  # else the root is damaged: its pages are not found
                 self._by_digest[identity.digest] = serial
+                self._identities[identity.digest] = identity
                 if name:
                     self._names[identity.digest] = name
         self._lock = threading.Lock()
@@ -241,7 +250,12 @@ class Serials:
                 named = {_MODEL_NAME: name} if name else {}
                 self._unwritten[serial] = msgspec.json.encode({**asdict(identity), **named})
             self._by_digest[identity.digest] = serial
+            self._identities[identity.digest] = identity
         return serial
+
+    def identities(self) -> dict[bytes, Identity]:
+        """Return all identities that have a root, by digest."""
+        return dict(self._identities)
 
     def names(self) -> dict[bytes, str]:
         """Return the model names in the index at opening, by identity digest."""
@@ -660,11 +674,11 @@ class IndexDB:
         # transactions.
         for removed in small_steps(change.removed):
             try:
-                self._apply(Change(removed=removed, next_serial=change.next_serial, tick=change.tick))
+                self._apply(replace(change, added=(), removed=removed, used={}, roots={}))
             except lmdb.MapFullError:  # pages just freed cannot be used yet
                 for removal in removed:
                     self._let_turns_pass()
-                    self._apply(Change(removed=[removal], next_serial=change.next_serial, tick=change.tick))
+                    self._apply(replace(change, added=(), removed=[removal], used={}, roots={}))
         self._let_turns_pass()
 
     def _let_turns_pass(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.policy import NO_HINT, PageFacts, PageHint, Policy, Reuse
+from tierstore.policy import EXPIRED, NO_HINT, PageFacts, PageHint, Policy, Reuse
 from tierstore.tiers.disk.records import PageRecord, PageUse, Removal, first_use
 from tierstore.tiers.slabs import slot_bytes
 
@@ -344,7 +344,14 @@ class PageTable:
             above = self._row(parent)
             if above is not None:
                 columns["children"][above] -= 1
-            removal = Removal(serial, parent, int(columns["place"][row]), int(columns["nbytes"][row]))
+            removal = Removal(
+                serial,
+                parent,
+                int(columns["place"][row]),
+                int(columns["nbytes"][row]),
+                done=bool(columns["reuse"][row] == Reuse.DONE),
+                expired=bool(columns["expires_s"][row] == EXPIRED),
+            )
             self._near.left(removal.nbytes)
             return removal
 
@@ -372,7 +379,8 @@ class PageTable:
             if row is not None:
                 for name, value in zip(PageHint._fields, hint, strict=True):
                     self._columns[name][row] = value
-                self._expires_s = min(self._expires_s, hint.expires_s)
+                if hint.expires_s > EXPIRED:
+                    self._expires_s = min(self._expires_s, hint.expires_s)
             return row is not None
 
     def expire_hints(self, now_s: float) -> None:
@@ -383,8 +391,9 @@ class PageTable:
             expires_s = self._columns["expires_s"][: self._rows]
             over = expires_s <= now_s
             self._columns["reuse"][: self._rows][over] = Reuse.DONE
-            expires_s[over] = np.inf
-            self._expires_s = max(float(expires_s.min(initial=np.inf)), now_s + _EXPIRY_S)
+            expires_s[over] = EXPIRED
+            earliest = expires_s.min(initial=np.inf, where=~over)
+            self._expires_s = max(float(earliest), now_s + _EXPIRY_S)
 
     def _set_uses(self, rows: npt.NDArray[np.int64], uses: Sequence[PageUse]) -> None:
         """Set the last use of each row. Hints about this use end."""

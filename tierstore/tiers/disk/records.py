@@ -110,6 +110,19 @@ class Removal(NamedTuple):
     parent: int
     place: int
     nbytes: int
+    done: bool = False
+    """Whether the page was finished: its session has ended, or its time to live is over."""
+    expired: bool = False
+    cause: int = 0
+    """Why it leaves, for the memory of departures; 0 if that is noted already."""
+
+
+class Removed(NamedTuple):
+    """A page that was removed, with the parts of its record that identify it."""
+
+    removal: Removal
+    identity: bytes
+    key: bytes
 
 
 def encode(record: PageRecord) -> bytes:
@@ -158,6 +171,14 @@ def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
         return None
     head = _HEAD.unpack_from(data)
     return head[0], head[2], data[_HEAD.size : _HEAD.size + stored_tokens(data)]
+
+
+def stored_page(data: bytes) -> tuple[bytes, bytes] | None:
+    """Return (identity digest, key) of a stored record, without checking the rest of it."""
+    if len(data) < _HEAD.size:
+        return None
+    head = _HEAD.unpack_from(data)
+    return head[3], head[2]
 
 
 def stored_tokens(data: bytes | memoryview) -> int:

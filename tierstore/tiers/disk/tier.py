@@ -31,7 +31,7 @@ from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
-from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, Removed
 from tierstore.tiers.disk.space import Space, split
 from tierstore.units import KIB
 
@@ -356,14 +356,14 @@ class DiskTier:
         removed: Sequence[Removal],
         used: Mapping[int, PageUse],
         tick: int = 0,
-    ) -> None:
+    ) -> Sequence[Removed]:
         """Make written pages, removals and uses (including those of added pages) durable, all together.
         ``tick`` is the store's logical clock.
 
         On return, ``added`` are durable and the places of ``removed`` are free. An inline page's view is its
-        payload. Removals happen before additions, so a page may leave and return under its serial. Raise
-        :class:`OSError` if the disk fails; then nothing was added, and the caller must pass the same removals
-        again.
+        payload. Removals happen before additions, so a page may leave and return under its serial. Return the
+        pages that were removed. Raise :class:`OSError` if the disk fails; then nothing was added, and the
+        caller must pass the same removals again.
         """
         with self._commit_lock:
             self._presence.require()
@@ -371,8 +371,9 @@ class DiskTier:
             records = [record for record, _ in added]
             self._unsynced.require(records)
             new = self.serials.unwritten()
+            change = Change(added, removed, used, new.roots, new.next_serial, tick)
             with self.in_flight.call():
-                self._index_db.apply(Change(added, removed, used, new.roots, new.next_serial, tick))
+                self._index_db.apply(change)
             self.child_filter.add(records)
             self._space.settle(records, removed, index=self._index_db.usage)
             if self.page_table is not None:
@@ -384,6 +385,7 @@ class DiskTier:
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
+            return change.left
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Make it durable that pages are where :meth:`write` has copied them: each new record, and the place

@@ -1,0 +1,171 @@
+"""The memory of pages that have left all tiers, and of pages that were computed and not kept.
+
+An entry is 12 bytes in a table of fixed size: a fingerprint of the page with the cause, and the time. Entries
+lie in rows of four. A new entry takes the place of the oldest one in its row, so the table forgets in about
+the order in which pages left. It holds one entry for each 64 KiB of the tiers, at least 16,384 and at most 4
+million (48 MiB): with 10 million pages, the table knows the 4 million that left last. The memory is only used
+as far as entries are written.
+
+The fingerprint covers the identity, and with it the tenant: a lookup can only ask about its own pages.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tierstore.index import Tier
+from tierstore.policy import fingerprint
+
+_LEAST_ENTRIES = 1 << 14
+_MOST_ENTRIES = 1 << 22
+_BYTES_PER_ENTRY = 64 << 10  # of the tiers
+_ROW = 4
+_MOST_VOLUMES = 1 << 12
+_CAUSE_BITS = 6
+_TIER_BITS = 2
+_FACT_BITS = _CAUSE_BITS + _TIER_BITS
+_FACTS = (1 << _FACT_BITS) - 1
+_WORD = (1 << 64) - 1
+_ROW_SHIFT = 40  # the bits of a mark that choose its row
+
+
+class Cause(enum.IntEnum):
+    """Why a page left, or was not kept. The numbers are stored: never change one."""
+
+    EVICTED = 1
+    BY_REQUEST = 2  # a person or program evicted it
+    EXPIRED = 3
+    SUPERSEDED = 4
+    LET_GO = 5
+    DAMAGED = 6
+    BUDGET = 7  # the write budget was used up
+    QUEUE = 8  # the write queue was full
+    WORTH = 9  # its tenant's engines compute such pages faster than they read them
+    READ_ONLY = 10  # the disk could not be written
+    NO_ROOM = 11  # no slot in the host tier
+    NO_SAVE = 12  # the engine asked not to save it
+
+
+_NOT_WRITTEN = frozenset({Cause.BUDGET, Cause.QUEUE, Cause.WORTH, Cause.READ_ONLY})
+_NO_TIER = 3
+
+
+class Departure(NamedTuple):
+    """Why and when a page left, and the last tier that it was in (None if it was in no tier)."""
+
+    cause: Cause
+    tier: Tier | None
+    at_s: int
+    """On the wall clock."""
+
+
+class Departures:
+    """The table. Needs the store's lock."""
+
+    def __init__(self, capacity_bytes: int, clock: Callable[[], float] = time.time) -> None:
+        """Make an empty table for tiers that have ``capacity_bytes`` together."""
+        wanted = min(max(capacity_bytes // _BYTES_PER_ENTRY, _LEAST_ENTRIES), _MOST_ENTRIES)
+        rows = 1 << (wanted // _ROW - 1).bit_length()
+        # numpy maps zeros that are not touched yet without memory; a memoryview is 20 times faster per entry
+        self._marks = np.zeros(rows * _ROW, np.uint64).data
+        self._times = np.zeros(rows * _ROW, np.uint32).data
+        self._row_mask = rows - 1
+        self._clock = clock
+        self._left_bytes = 0
+        self._volumes: list[tuple[int, int]] = []  # (second, bytes that had left before), the newest last
+
+    @property
+    def nbytes(self) -> int:
+        """The most memory that the table takes."""
+        return self._marks.nbytes + self._times.nbytes
+
+    def note(
+        self, identity: bytes, key: bytes, cause: Cause, tier: Tier | None = None, nbytes: int = 0
+    ) -> None:
+        """Note that a page of ``nbytes`` has left its last tier, or was not kept. If it leaves the host tier
+        after it could not be written, that stays the cause."""
+        now_s = int(self._clock())
+        mark, first = self._place(identity, key)
+        place = self._find(mark, first)
+        if place is None:
+            place = min(range(first, first + _ROW), key=self._times.__getitem__)
+        elif cause is Cause.EVICTED and tier is Tier.HOST and self._cause(place) in _NOT_WRITTEN:
+            cause = self._cause(place)
+        self._marks[place] = mark | cause << _TIER_BITS | (_NO_TIER if tier is None else tier)
+        self._times[place] = now_s
+        self._left_bytes += nbytes
+        if not self._volumes or self._volumes[-1][0] != now_s:
+            if len(self._volumes) == _MOST_VOLUMES:
+                del self._volumes[: _MOST_VOLUMES // 2 : 2]
+            self._volumes.append((now_s, self._left_bytes - nbytes))
+
+    def now_s(self) -> int:
+        """Return the wall clock, in seconds."""
+        return int(self._clock())
+
+    def left_since(self, at_s: int) -> int:
+        """Return how many bytes have left since a time on the wall clock: a page that left then would still
+        be there if the tiers were larger by about this."""
+        first = bisect_left(self._volumes, (at_s, 0))
+        return self._left_bytes - self._volumes[first][1] if first < len(self._volumes) else 0
+
+    def of(self, identity: bytes, key: bytes) -> Departure | None:
+        """Return what is known of a page; None if it was never seen or is forgotten."""
+        place = self._find(*self._place(identity, key))
+        if place is None:
+            return None
+        tier = self._marks[place] & _NO_TIER
+        return Departure(self._cause(place), None if tier == _NO_TIER else Tier(tier), self._times[place])
+
+    @staticmethod
+    def _mark(identity: bytes, key: bytes) -> int:
+        number = int.from_bytes(key[:8], "big") ^ int.from_bytes(identity[:8], "little")
+        return fingerprint(number) << 4 & ~_FACTS & _WORD
+
+    def _place(self, identity: bytes, key: bytes) -> tuple[int, int]:
+        """Return a page's mark, and the first place of its row."""
+        mark = self._mark(identity, key)
+        return mark, (mark >> _ROW_SHIFT & self._row_mask) * _ROW
+
+    def _find(self, mark: int, first: int) -> int | None:
+        """Return the place of an entry in its row; None if it is not there."""
+        for place in range(first, first + _ROW):
+            if self._marks[place] & ~_FACTS == mark:
+                return place
+        return None
+
+    def _cause(self, place: int) -> Cause:
+        return Cause((self._marks[place] & _FACTS) >> _TIER_BITS)
+
+    # -- over a restart ------------------------------------------------------------------------------
+
+    def dump(self) -> bytes:
+        """Return all entries, for :meth:`load`."""
+        marks, times = np.asarray(self._marks), np.asarray(self._times)
+        used = np.flatnonzero(marks)
+        entries = np.empty(len(used), _ENTRY)
+        entries["mark"], entries["at_s"] = marks[used], times[used]
+        return entries.tobytes()
+
+    def load(self, dump: bytes) -> None:
+        """Add the entries of a dump, which may come from a table of another size. Entries without a known
+        cause are left out."""
+        entries = np.frombuffer(dump[: len(dump) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+        causes = (entries["mark"] & _FACTS) >> _TIER_BITS
+        entries = np.sort(entries[np.isin(causes, list(Cause))], order="at_s")
+        rows = (entries["mark"] >> np.uint64(_ROW_SHIFT)).astype(np.int64) & self._row_mask
+        order = np.argsort(rows, kind="stable")  # by row, and by time within it
+        newer = np.searchsorted(rows[order], rows[order], side="right") - 1 - np.arange(len(order))
+        kept = newer < _ROW
+        places = rows[order][kept] * _ROW + newer[kept]
+        np.asarray(self._marks)[places] = entries["mark"][order][kept]
+        np.asarray(self._times)[places] = entries["at_s"][order][kept]
+
+
+_ENTRY = np.dtype([("mark", "<u8"), ("at_s", "<u4")])

@@ -1,0 +1,411 @@
+"""Why the tokens behind a hit are missed.
+
+The pages of a prompt behind its hit are examined one by one: in the tree (they may be damaged, or under way),
+in the memory of departures, under other identities of the same tenant, and beside the point where the prompt
+leaves the tree. The tokens are divided into spans, each with one reason, which lie one behind the other.
+
+A tenant is part of an identity. Departures are found by identity, and other identities are only compared
+within one tenant, so nobody learns about another tenant's prompts.
+
+Everything here needs the state's lock, except :meth:`Misses.explain`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+
+import numpy as np
+
+from tierstore.core.clients import Client
+from tierstore.core.departures import Cause, Departure
+from tierstore.core.find import find
+from tierstore.core.hits import HitSearch, HitView
+from tierstore.core.prompts import ChainView, FoundPages, PromptView
+from tierstore.core.state import StoreState
+from tierstore.errors import SpecError
+from tierstore.explanation import CONTEXT_TOKENS, Miss, MissedRequest, MissReason
+from tierstore.index import Page, Tier, common_tokens
+from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, Prompt, chunk_keys, root_key
+from tierstore.spec import KVSpec, is_hashed
+
+_MOST_IDENTITIES = 32  # other identities that are compared
+_MOST_ENDS = 512  # lengths between two save points that are examined
+_MOST_RECENT = 256  # requests that are remembered
+_HOUR = 60  # minutes
+_MOST_SIBLINGS = 256  # pages beside a missing one that are compared
+
+_REASONS = {
+    Cause.EVICTED: MissReason.EVICTED,
+    Cause.BY_REQUEST: MissReason.EVICTED,
+    Cause.EXPIRED: MissReason.EXPIRED,
+    Cause.SUPERSEDED: MissReason.SUPERSEDED,
+    Cause.LET_GO: MissReason.LET_GO,
+    Cause.DAMAGED: MissReason.DAMAGED,
+}
+_NOT_WRITTEN = {
+    Cause.BUDGET: "the disk's write budget was used up",
+    Cause.QUEUE: "the queue of writes to disk was full",
+    Cause.WORTH: "computing such pages is faster than reading them from disk",
+    Cause.READ_ONLY: "the disk could not be written",
+    Cause.NO_ROOM: "there was no room in host memory",
+    Cause.NO_SAVE: "the engine asked not to save it",
+}
+
+
+class Misses:
+    """Explains the misses of one store. ``policy`` is the name of its eviction policy."""
+
+    def __init__(self, state: StoreState, policy: str) -> None:
+        self._state = state
+        self._policy = policy
+        self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=_HOUR + 1)
+        self._recent: deque[tuple[str, MissedRequest]] = deque(maxlen=_MOST_RECENT)
+
+    def explain(self, search: HitSearch, tokens: int) -> list[Miss]:
+        """Return why the tokens of a concluded search are missed behind a hit of ``tokens``. Looks at the
+        disk, so it must run without the lock."""
+        with self._state.lock:
+            misses, unknown = self.spans(search, tokens)
+            following = unknown is not None and unknown > max(tokens, search.branch)
+        chain = _shortest(search)
+        if unknown is None or chain is None:
+            return misses
+        held, fields = self._elsewhere(search, chain, unknown // chain.chunk_tokens)
+        elsewhere = max(min(held, search.view.num_tokens) - unknown, 0)
+        if elsewhere:
+            misses.append(Miss(MissReason.OTHER_IDENTITY, unknown, elsewhere, fields=fields))
+            unknown += elsewhere
+        with self._state.lock:
+            misses += self._new(search, chain, unknown, following=following or bool(elsewhere))
+        return misses
+
+    def count(self, search: HitSearch, tokens: int) -> list[Miss]:
+        """Return the same as :meth:`explain`, as far as memory tells."""
+        misses, unknown = self.spans(search, tokens)
+        chain = _shortest(search)
+        if unknown is not None and chain is not None:
+            following = unknown > max(tokens, search.branch)
+            misses += self._new(search, chain, unknown, following=following)
+        return misses
+
+    # -- counting --------------------------------------------------------------------------------------
+
+    def missed(self, search: HitSearch, tokens: int, client: Client) -> None:
+        """Count the missed tokens of a concluded search by reason, and remember the request."""
+        view = search.view
+        registered = view.chains[0].registration if view.chains else view.named[0].registration
+        self._note(client, registered.identity, view.num_tokens, tokens, self.count(search, tokens))
+
+    def missed_pages(self, view: PromptView, found: FoundPages, limit: int, client: Client) -> None:
+        """Count the missed tokens of a request for the pages of one group: named ones one by one, those of a
+        chain by the first that is missing."""
+        missed = limit - found.tokens
+        identity = view.registration.identity
+        missing = view.missing(found, limit)
+        spans = []
+        for position in missing if view.named else missing[:1]:
+            departure = self._state.departures.of(identity.digest, view.chunk(position)[0])
+            tokens = min(view.chunk_tokens, missed) if view.named else missed
+            first = position * view.chunk_tokens
+            never = Miss(MissReason.NEVER_SAVED, first, tokens)
+            spans.append(never if departure is None else self._of(departure, first, tokens))
+            missed -= tokens
+        if missed > 0:
+            spans.append(Miss(MissReason.TAIL, limit - missed, missed))
+        self._note(client, identity, limit, found.tokens, spans)
+
+    def declined(self, tokens: int) -> None:
+        """Count tokens that a client found and did not load because computing them is faster."""
+        if tokens > 0:
+            self._add(MissReason.DECLINED, tokens)
+
+    def last_hour(self) -> dict[str, int]:
+        """Return the missed tokens of the last hour by reason, the largest first."""
+        since = int(self._state.clock() // 60) - _HOUR
+        total: Counter[str] = Counter()
+        for minute, counts in self._minutes:
+            if minute > since:
+                total.update(counts)
+        return dict(total.most_common())
+
+    def recent(self, tenant: str | None = None) -> list[MissedRequest]:
+        """Return the last requests with missed tokens, the newest first: of a tenant, or of all."""
+        return [each for owner, each in reversed(self._recent) if tenant is None or owner == tenant]
+
+    def _note(
+        self, client: Client, identity: Identity, prompt_tokens: int, hit_tokens: int, spans: Sequence[Miss]
+    ) -> None:
+        for miss in spans:
+            self._add(miss.reason, miss.tokens)
+        model = self._state.names.get(identity.digest, "") or identity.digest.hex()[:8]
+        now_s = self._state.departures.now_s()
+        request = MissedRequest(now_s, client.name, model, prompt_tokens, hit_tokens, tuple(spans))
+        self._recent.append((client.tenant, request))
+
+    def _add(self, reason: MissReason, tokens: int) -> None:
+        counted = self._state.counters.missed_tokens
+        counted[reason.value] = counted.get(reason.value, 0) + tokens
+        minute = int(self._state.clock() // 60)
+        if not self._minutes or self._minutes[-1][0] != minute:
+            self._minutes.append((minute, Counter()))
+        self._minutes[-1][1][reason.value] += tokens
+
+    # -- the spans -----------------------------------------------------------------------------------
+
+    def spans(self, search: HitSearch, tokens: int) -> tuple[list[Miss], int | None]:
+        """Return why the tokens behind a hit are missed, as far as their pages are known, and the first token
+        of the rest. That is None if nothing is left."""
+        view = search.view
+        misses: list[Miss] = []
+        if tokens < search.branch:
+            misses += self._group_misses(view, tokens, search.branch)
+        at = max(tokens, search.branch)
+        chain = _shortest(search)
+        if at >= view.num_tokens:
+            return misses, None
+        if chain is None:
+            return misses, at
+        left = self._left(chain, at, view.num_tokens)
+        at = left[-1].end if left else at
+        misses += left
+        return misses, at if at < view.num_tokens else None
+
+    # -- a layer group that lacks pages ----------------------------------------------------------------
+
+    def _group_misses(self, view: HitView, hit: int, branch: int) -> Iterator[Miss]:
+        """Yield why the hit is shorter than the chains. Up to the last length whose pages in the named groups
+        have all been held, these pages have left. From there on, they were never saved."""
+        chunk = view.chunk_tokens
+        whole = branch - branch % chunk
+        ends = [branch, *range(whole - (whole == branch) * chunk, hit, -chunk)]
+        at = hit
+        for end in islice(ends, _MOST_ENDS):
+            lacking = self._lacking(view, end)
+            if lacking and all(departure is not None for _, departure in lacking):
+                group, departure = max(lacking, key=lambda pair: pair[1].at_s if pair[1] else 0)
+                assert departure is not None
+                yield self._group_miss(view, hit, end - hit, group, departure)
+                at = end
+                break
+        if at < branch:
+            lacking = self._lacking(view, branch)
+            yield self._group_miss(view, at, branch - at, lacking[0][0] if lacking else 0, None)
+
+    def _group_miss(
+        self, view: HitView, first: int, tokens: int, group: int, departure: Departure | None
+    ) -> Miss:
+        """Return the miss of one named group: as the group's if other groups need every token."""
+        if departure is None:
+            miss = Miss(MissReason.NEVER_SAVED, first, tokens)
+        else:
+            miss = self._of(departure, first, tokens)
+        number = len(view.chains) + group
+        if not view.chains:
+            return replace(miss, group=number)
+        return replace(miss, reason=MissReason.GROUP, group=number, cause=miss.reason)
+
+    def _lacking(self, view: HitView, length: int) -> list[tuple[int, Departure | None]]:
+        """Return the named groups that lack a page for a hit of this length, each with what is known of the
+        page that left last."""
+        state, lacking = self._state, []
+        for at, group in enumerate(view.named):
+            ends = [end for end in group.rule.ends(length, view.chunk_tokens) if end not in group.here]
+            pages = view.pages(group, ends)
+            identity = group.registration.identity.digest
+            missing = pages.missing(pages.find(state, pages.num_tokens), pages.num_tokens)
+            known = [state.departures.of(identity, pages.keys[each]) for each in missing]
+            if known:
+                seen = [each for each in known if each is not None]
+                last = max(seen, key=lambda each: each.at_s) if len(seen) == len(known) else None
+                lacking.append((at, last))
+        return lacking
+
+    # -- a chain -------------------------------------------------------------------------------------
+
+    def _left(self, chain: ChainView, first: int, limit: int) -> list[Miss]:
+        """Return why the leading pages from token ``first`` on are missed, as far as they are known: in the
+        tree, or in the memory of departures."""
+        state, chunk_tokens = self._state, chain.chunk_tokens
+        identity = chain.registration.identity.digest
+        start, stop = first // chunk_tokens, min(chain.whole_chunks, limit // chunk_tokens)
+        in_tree = chain.in_tree(state, range(start, stop))
+        keys = chain.all_keys()
+        misses: list[Miss] = []
+        at = first
+        for chunk in range(start, stop):
+            page = in_tree[chunk - start] if chunk - start < len(in_tree) else None
+            end = (chunk + 1) * chunk_tokens
+            miss = self._in_tree(page, misses, at, end - at) if page is not None else None
+            if miss is None:
+                departure = state.departures.of(identity, keys[chunk])
+                if departure is None:
+                    break
+                miss = self._of(departure, at, end - at)
+            _append(misses, miss)
+            at = end
+        return misses
+
+    def _in_tree(self, page: Page, before: Sequence[Miss], first: int, tokens: int) -> Miss | None:
+        """Return why a page in the tree is missed; None if its state does not say."""
+        copies = [copy for copy in page.copies if copy is not None]
+        if any(copy.damaged for copy in copies) or page.tombstone:
+            return Miss(MissReason.DAMAGED, first, tokens)
+        if any(copy.ready for copy in copies):
+            if not self._state.health.readable and page.ready_tier() is Tier.DISK:
+                return Miss(MissReason.LATE, first, tokens, tier="disk", why="the disk is offline")
+            return replace(before[-1], first=first, tokens=tokens) if before else None  # behind a lost page
+        if copies:
+            return Miss(MissReason.LATE, first, tokens, why="it is being saved")
+        return None
+
+    def _of(self, departure: Departure, first: int, tokens: int) -> Miss:
+        """Return the miss of a page that has left."""
+        cause, tier, at_s = departure
+        age_s = float(max(self._state.departures.now_s() - at_s, 0))
+        label = tier.label if tier is not None else ""
+        if cause in _NOT_WRITTEN:
+            return Miss(
+                MissReason.NOT_WRITTEN, first, tokens, tier=label, age_s=age_s, why=_NOT_WRITTEN[cause]
+            )
+        evicted = cause is Cause.EVICTED
+        policy = self._policy if evicted else "request" if cause is Cause.BY_REQUEST else ""
+        more = self._state.departures.left_since(at_s) if evicted else 0
+        return Miss(
+            _REASONS[cause], first, tokens, tier=label, age_s=age_s, policy=policy, more_bytes=more or None
+        )
+
+    # -- pages that were never seen ------------------------------------------------------------------
+
+    def _new(self, search: HitSearch, chain: ChainView, first: int, *, following: bool) -> Iterator[Miss]:
+        """Yield why the rest of a prompt is missed. Its next page is neither held nor known. ``following``:
+        there are missed pages before it, so no held page shows how other prompts continue."""
+        chunk_tokens, limit = chain.chunk_tokens, search.view.num_tokens
+        whole = limit // chunk_tokens * chunk_tokens
+        tail = limit - max(whole, first) if chain.registration.identity.whole_pages else 0
+        if first + tail < limit:
+            rest = limit - tail - first
+            yield (None if following else self._diverged(search, chain, first, rest)) or Miss(
+                MissReason.NEVER_SAVED, first, rest
+            )
+        if tail > 0:
+            yield Miss(MissReason.TAIL, limit - tail, tail)
+
+    def _diverged(self, search: HitSearch, chain: ChainView, first: int, tokens: int) -> Miss | None:
+        """Return the miss of a prompt that continues differently than the held ones; None if no held prompt
+        has anything in common with it, or all of them end here."""
+        chunk = first // chain.chunk_tokens
+        pages = chain.first_pages(self._state, chunk)
+        if pages is None:
+            return None
+        parent = pages[-1] if pages else chain.root(self._state)
+        beside = [page for page in islice(parent.all_children(), _MOST_SIBLINGS) if any(page.copies)]
+        if is_hashed(chain.registration.identity.layout):
+            return Miss(MissReason.DIVERGED, first, tokens) if chunk and beside else None
+        own = chain.chunk(chunk)[1]
+        common, best = max(
+            ((common_tokens(page.tokens, own), at) for at, page in enumerate(beside)), default=(0, -1)
+        )
+        if best < 0:
+            table, serial = self._state.page_table, parent.serial
+            more = chunk and table is not None and serial and table.children(serial)
+            return Miss(MissReason.DIVERGED, first, tokens) if more else None
+        ends = common == beside[best].num_tokens or common * TOKEN_BYTES == len(own)
+        if ends or (not chunk and not common):
+            return None
+        at = chunk * chain.chunk_tokens + common
+        held = _continuation(beside[best], common)
+        return Miss(MissReason.DIVERGED, first, tokens, at=at, held_tokens=held)
+
+    # -- other identities ----------------------------------------------------------------------------
+
+    def _elsewhere(self, search: HitSearch, chain: ChainView, first: int) -> tuple[int, tuple[str, ...]]:
+        """Return how many tokens of the prompt are held under another identity of the same tenant, and the
+        fields in which that one differs. Only an identity that holds more than the first ``first`` chunks
+        counts; otherwise the result is 0."""
+        own, whole = chain.registration.identity, chain.whole()
+        width = chain.chunk_tokens * TOKEN_BYTES
+        by_engine = whole.keys[:1] != chunk_keys(root_key(own), whole.token_bytes[:width], width)
+        best = first * chain.chunk_tokens
+        fields: tuple[str, ...] = ()
+        for other in self._others(own, search.view):
+            held = self._held(other, whole, by_engine=by_engine)
+            if held > best:
+                best, fields = held, _differing(own, other)
+        return (best, fields) if fields else (0, ())
+
+    def _others(self, own: Identity, view: HitView) -> list[Identity]:
+        """Return the identities of a tenant that a request does not name, the most similar ones first."""
+        state = self._state
+        named = [group.registration for group in view.named]
+        ours = {each.identity.digest for each in [*named, *(chain.registration for chain in view.chains)]}
+        with state.lock:
+            known = dict(state.identities)
+            if state.disk is not None:
+                known.update(state.disk.serials.identities())
+        others = [each for each in known.values() if each.tenant == own.tenant and each.digest not in ours]
+        others.sort(key=lambda each: len(_differing(own, each)))
+        return others[:_MOST_IDENTITIES]
+
+    def _held(self, identity: Identity, prompt: Prompt, *, by_engine: bool) -> int:
+        """Return how many leading tokens of a prompt are held under an identity. ``by_engine``: the engine
+        has made the prompt's keys, which do not depend on the identity."""
+        try:
+            spec = KVSpec.parse(identity.layout)
+        except SpecError:
+            return 0
+        if by_engine and spec.chunk_tokens != prompt.chunk_tokens:
+            return 0
+        tokens, keys = prompt.token_bytes, prompt.keys
+        if not by_engine:
+            keys = chunk_keys(root_key(identity), tokens, spec.chunk_tokens * TOKEN_BYTES)
+        other = Prompt.with_keys(identity, tokens, keys, chunk_tokens=spec.chunk_tokens)
+        with find(self._state, other, len(keys) * spec.chunk_tokens, spec.page_bytes) as match:
+            return match.tokens
+
+
+def _append(misses: list[Miss], miss: Miss) -> None:
+    """Append a miss, or lengthen the last one if it has the same reason and details. Of pages that left one
+    after the other, the first one's time counts: without it, no later page helps."""
+    last = misses[-1] if misses else None
+    if last is not None:
+        same = replace(
+            miss, first=last.first, tokens=last.tokens, age_s=last.age_s, more_bytes=last.more_bytes
+        )
+        if same == last:
+            misses[-1] = replace(last, tokens=last.tokens + miss.tokens)
+            return
+    misses.append(miss)
+
+
+def _shortest(search: HitSearch) -> ChainView | None:
+    """Return the chain that limits the hit; None if the model has none."""
+    pairs = list(zip(search.view.chains, search.founds, search.view.here, strict=True))
+    if not pairs:
+        return None
+    return min(pairs, key=lambda each: max(each[1].tokens, each[2]))[0]
+
+
+def _continuation(page: Page, first: int) -> tuple[int, ...]:
+    """Return the tokens of a page from ``first`` on, and those of the pages behind it, the newest of each."""
+    tokens = page.tokens[first * TOKEN_BYTES :]
+    while len(tokens) < CONTEXT_TOKENS * TOKEN_BYTES and page.children:
+        page = next(reversed(page.children.values()))
+        tokens += page.tokens
+    return tuple(np.frombuffer(tokens[: CONTEXT_TOKENS * TOKEN_BYTES], TOKEN_DTYPE).tolist())
+
+
+def _differing(own: Identity, other: Identity) -> tuple[str, ...]:
+    """Return the fields in which two identities of one tenant differ, those of the layout one by one."""
+    ours, theirs = asdict(own), asdict(other)
+    names = [name for name in ours if ours[name] != theirs[name]]
+    if "layout" in names:
+        try:
+            pair = [asdict(KVSpec.parse(each.layout)) for each in (own, other)]
+        except SpecError:
+            return tuple(names)
+        at = names.index("layout")
+        names[at : at + 1] = [f"layout {name}" for name in pair[0] if pair[0][name] != pair[1][name]]
+    return tuple(names)

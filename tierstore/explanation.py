@@ -1,0 +1,185 @@
+"""Why tokens of a prompt are not served from the store: reasons, their details, and their sums.
+
+The tokens of a prompt are divided into the hit and spans of missed tokens, each with one reason. The spans
+lie one behind the other and end with the prompt, so their sum and the hit are exactly the prompt
+(:meth:`Explanation.check`).
+
+>>> missed = Miss(MissReason.EVICTED, first=64, tokens=36, tier="host", age_s=90.0)
+>>> explanation = Explanation(prompt_tokens=100, hit_tokens=64, misses=(missed,))
+>>> print(explanation.check())
+100 tokens: 64 hit, 36 missed
+  36 from token 64 on: evicted from host 90 s ago
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tierstore.units import format_duration, format_size
+
+
+class MissReason(str, Enum):
+    """Why a span of tokens was not served."""
+
+    NEVER_SAVED = "never_saved"
+    """No page of these tokens is known."""
+    DIVERGED = "diverged"
+    """A held prompt begins in the same way and continues differently."""
+    EVICTED = "evicted"
+    """The pages were held and have been evicted to make room."""
+    EXPIRED = "expired"
+    """The time to live of the pages was over."""
+    SUPERSEDED = "superseded"
+    """A later save point of the same conversation has replaced them."""
+    LET_GO = "let_go"
+    """Their session has ended, or the engine said that they are finished."""
+    OTHER_IDENTITY = "other_identity"
+    """They are held under another identity, such as another revision of the weights."""
+    TAIL = "tail"
+    """Less than a chunk, or the token that an engine has to compute in any case."""
+    DECLINED = "declined"
+    """Computing them is faster than loading them, at the measured speeds."""
+    LATE = "late"
+    """They were found, or are being saved, and were not available in time."""
+    DAMAGED = "damaged"
+    """A checksum did not match, so they are not served."""
+    GROUP = "group"
+    """One layer group lacks the pages that a longer hit needs."""
+    OTHER_HOST = "other_host"
+    """Another host has them, and they were not fetched."""
+    NOT_WRITTEN = "not_written"
+    """They were computed and not kept: no room, no budget, or the engine asked not to save them."""
+
+
+CONTEXT_TOKENS = 1024
+"""The most tokens of a held prompt that an explanation shows behind the point where prompts diverge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A span of missed tokens: ``tokens`` of them, from token ``first`` of the prompt on.
+
+    The other fields are details. They are empty, or None, where the reason has no such detail.
+    """
+
+    reason: MissReason
+    first: int
+    tokens: int
+    tier: str = ""
+    """The tier that the pages left last, or that they are in."""
+    age_s: float | None = None
+    """Seconds since the pages left."""
+    policy: str = ""
+    """The policy that evicted them; ``request`` if a person or a program did."""
+    more_bytes: int | None = None
+    """Evicted pages would still be there if the tier were larger by about this."""
+    fields: tuple[str, ...] = ()
+    """The fields in which the other identity differs. A tenant is never among them."""
+    group: int | None = None
+    """The number of the layer group that lacks pages."""
+    cause: MissReason | None = None
+    """Why the layer group lacks them."""
+    why: str = ""
+    """For pages that were not written, are late or were declined: the reason in words."""
+    at: int | None = None
+    """The token at which the prompt diverges from the nearest held one; None if only its chunk is known."""
+    held_tokens: tuple[int, ...] = ()
+    """The first tokens with which the nearest held prompt continues there."""
+
+    @property
+    def end(self) -> int:
+        """The token behind the span."""
+        return self.first + self.tokens
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} from token {self.first:,} on: {self.sentence()}"
+
+    def sentence(self) -> str:
+        """Return the reason and its details in words."""
+        reason = self.reason
+        if reason is MissReason.GROUP:
+            cause = f" ({_WORDS[self.cause]})" if self.cause is not None else ""
+            return f"layer group {self.group} lacks the pages that a longer hit needs{cause}"
+        if reason is MissReason.OTHER_IDENTITY:
+            return f"held under another identity, which differs in {', '.join(self.fields)}"
+        if reason is MissReason.DIVERGED and self.at is not None:
+            return f"diverges from a held prompt at token {self.at:,}"
+        words = _WORDS[reason]
+        if self.tier and reason in _LEFT:
+            words += f" from {self.tier}"
+        if self.age_s is not None:
+            words += f" {format_duration(self.age_s)} ago"
+        if self.policy:
+            words += f" by {self.policy}"
+        if self.more_bytes is not None:
+            words += f"; {format_size(self.more_bytes)} more would have kept it"
+        return f"{words}: {self.why}" if self.why else words
+
+
+_WORDS: Mapping[MissReason, str] = {
+    MissReason.NEVER_SAVED: "never saved",
+    MissReason.DIVERGED: "a held prompt continues differently from here",
+    MissReason.EVICTED: "evicted",
+    MissReason.EXPIRED: "expired",
+    MissReason.SUPERSEDED: "superseded by a later save point",
+    MissReason.LET_GO: "let go at the end of a session",
+    MissReason.OTHER_IDENTITY: "held under another identity",
+    MissReason.TAIL: "less than a chunk, or computed in any case",
+    MissReason.DECLINED: "computing is faster than loading",
+    MissReason.LATE: "not available in time",
+    MissReason.DAMAGED: "damaged",
+    MissReason.GROUP: "a layer group lacks pages",
+    MissReason.OTHER_HOST: "on another host, not fetched",
+    MissReason.NOT_WRITTEN: "computed but not kept",
+}
+_LEFT = (MissReason.EVICTED, MissReason.EXPIRED, MissReason.SUPERSEDED, MissReason.LET_GO)
+
+
+@dataclass(frozen=True, slots=True)
+class MissedRequest:
+    """A request that a store remembers because tokens were missed. ``at_s`` is on the wall clock. Without a
+    name, ``model`` is the beginning of the identity's digest."""
+
+    at_s: int
+    client: str
+    model: str
+    prompt_tokens: int
+    hit_tokens: int
+    misses: tuple[Miss, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why ``prompt_tokens - hit_tokens`` tokens of a prompt are missed. ``misses`` are in prompt order."""
+
+    prompt_tokens: int
+    hit_tokens: int
+    misses: tuple[Miss, ...]
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    """The tokens of the hit by tier, fastest first."""
+
+    @property
+    def by_reason(self) -> dict[MissReason, int]:
+        """The number of missed tokens by reason, the largest first."""
+        counts: Counter[MissReason] = Counter()
+        for miss in self.misses:
+            counts[miss.reason] += miss.tokens
+        return dict(counts.most_common())
+
+    def check(self) -> Explanation:
+        """Return itself. Raise :class:`AssertionError` if hit and misses are not exactly the prompt."""
+        at = self.hit_tokens
+        for miss in self.misses:
+            assert miss.tokens > 0, f"{miss} has no tokens"
+            assert miss.first == at, f"{miss} does not begin at token {at}"
+            at = miss.end
+        assert at == self.prompt_tokens, f"hit and misses end at token {at} of {self.prompt_tokens}"
+        return self
+
+    def __str__(self) -> str:
+        missed = self.prompt_tokens - self.hit_tokens
+        head = f"{self.prompt_tokens:,} tokens: {self.hit_tokens:,} hit, {missed:,} missed"
+        return "\n".join([head, *(f"  {miss}" for miss in self.misses)])
