@@ -69,10 +69,10 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         text = name.replace("_", " ")
         if name == "declined_tokens":
             yield _declined(value)
-        elif name == "missed_tokens":
-            yield _by(name, "Tokens requested and not served, by reason", "reason", dict(value), counts=True)
         elif isinstance(value, Mapping):
-            yield _by(name, f"{text}, by tier", "tier", dict(value), counts=True)
+            missed = name == "missed_tokens"
+            label, text = ("reason", "Tokens requested and not served") if missed else ("tier", text)
+            yield _by(name, f"{text}, by {label}", label, dict(value), counts=True)
         else:
             yield _counter(name, text, value)
     store = stats.store
