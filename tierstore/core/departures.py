@@ -6,21 +6,24 @@ the order in which pages left. It holds one entry for each 64 KiB of the tiers, 
 million (48 MiB): with 10 million pages, the table knows the 4 million that left last. The memory is only used
 as far as entries are written.
 
-The fingerprint covers the identity, and with it the tenant: a lookup can only ask about its own pages.
+The fingerprint is a keyed hash of the identity, and with it the tenant, and the page's key. An engine may
+choose its pages' keys, so without a secret it could choose one whose fingerprint is that of another tenant's
+page, and would learn that this page was there.
 """
 
 from __future__ import annotations
 
 import enum
+import secrets
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
 from tierstore.index import Tier
-from tierstore.policy import fingerprint
 
 _LEAST_ENTRIES = 1 << 14
 _MOST_ENTRIES = 1 << 22
@@ -31,7 +34,7 @@ _CAUSE_BITS = 6
 _TIER_BITS = 2
 _FACT_BITS = _CAUSE_BITS + _TIER_BITS
 _FACTS = (1 << _FACT_BITS) - 1
-_WORD = (1 << 64) - 1
+_SECRET_BYTES = 16
 _ROW_SHIFT = 40  # the bits of a mark that choose its row
 
 
@@ -77,6 +80,7 @@ class Departures:
         self._times = np.zeros(rows * _ROW, np.uint32).data
         self._row_mask = rows - 1
         self._clock = clock
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._left_bytes = 0
         self._volumes: list[tuple[int, int]] = []  # (second, bytes that had left before), the newest last
 
@@ -123,14 +127,10 @@ class Departures:
         tier = self._marks[place] & _NO_TIER
         return Departure(self._cause(place), None if tier == _NO_TIER else Tier(tier), self._times[place])
 
-    @staticmethod
-    def _mark(identity: bytes, key: bytes) -> int:
-        number = int.from_bytes(key[:8], "big") ^ int.from_bytes(identity[:8], "little")
-        return fingerprint(number) << 4 & ~_FACTS & _WORD
-
     def _place(self, identity: bytes, key: bytes) -> tuple[int, int]:
         """Return a page's mark, and the first place of its row."""
-        mark = self._mark(identity, key)
+        hashed = blake2b(identity + key, digest_size=8, key=self._secret).digest()
+        mark = int.from_bytes(hashed, "little") & ~_FACTS
         return mark, (mark >> _ROW_SHIFT & self._row_mask) * _ROW
 
     def _find(self, mark: int, first: int) -> int | None:
@@ -145,18 +145,27 @@ class Departures:
 
     # -- over a restart ------------------------------------------------------------------------------
 
-    def dump(self) -> bytes:
-        """Return all entries, for :meth:`load`."""
+    def dump(self, most: int = _MOST_ENTRIES) -> bytes:
+        """Return the ``most`` newest entries and the secret of their fingerprints, for :meth:`load`. Empty if
+        there are none."""
         marks, times = np.asarray(self._marks), np.asarray(self._times)
         used = np.flatnonzero(marks)
+        if not len(used):
+            return b""
+        if len(used) > most:
+            used = used[np.argsort(times[used], kind="stable")[-most:]]
         entries = np.empty(len(used), _ENTRY)
         entries["mark"], entries["at_s"] = marks[used], times[used]
-        return entries.tobytes()
+        return self._secret + entries.tobytes()
 
     def load(self, dump: bytes) -> None:
-        """Add the entries of a dump, which may come from a table of another size. Entries without a known
-        cause are left out."""
-        entries = np.frombuffer(dump[: len(dump) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+        """Fill an empty table with a dump, which may come from a table of another size. Entries without a
+        known cause are left out."""
+        whole = (len(dump) - _SECRET_BYTES) // _ENTRY.itemsize
+        if whole <= 0:
+            return
+        self._secret = dump[:_SECRET_BYTES]
+        entries = np.frombuffer(dump, _ENTRY, whole, _SECRET_BYTES)
         causes = (entries["mark"] & _FACTS) >> _TIER_BITS
         entries = np.sort(entries[np.isin(causes, list(Cause))], order="at_s")
         rows = (entries["mark"] >> np.uint64(_ROW_SHIFT)).astype(np.int64) & self._row_mask

@@ -75,6 +75,8 @@ class StoreState:
         self.access_log = AccessLog(self.index, disk)
         host_bytes = host.capacity_bytes if host is not None else 0
         self.departures = Departures(host_bytes + (disk.stats().capacity_bytes if disk is not None else 0))
+        if disk is not None:
+            self.departures.load(disk.departures())
         self.residency = Residency(
             self.index,
             host=host,

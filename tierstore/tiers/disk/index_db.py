@@ -387,6 +387,27 @@ class IndexDB:
             for name, value in values.items():
                 txn.put(name, value)
 
+    def get_extra(self, name: bytes) -> bytes:
+        """Return bytes stored by :meth:`put_extra`; empty if there are none."""
+        with _os_errors(), self._env.begin(db=self._meta) as txn, txn.cursor() as cursor:
+            pieces = []
+            found = cursor.set_range(name)
+            while found and cursor.key().startswith(name):
+                pieces.append(cursor.value())
+                found = cursor.next()
+            return b"".join(pieces)
+
+    def put_extra(self, name: bytes, data: bytes) -> None:
+        """Store bytes that are not needed to open the index, durably, in place of earlier ones. Raise
+        :class:`OSError`, with ENOSPC if the map is full; then the earlier ones stay."""
+        with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
+            with txn.cursor() as cursor:
+                found = cursor.set_range(name)
+                while found and cursor.key().startswith(name):
+                    found = cursor.delete()
+            for piece, start in enumerate(range(0, len(data), PIECE_BYTES)):
+                txn.put(name + piece.to_bytes(4, "big"), data[start : start + PIECE_BYTES])
+
     @property
     def next_serial(self) -> int:
         """The lowest serial that nothing durable ever had."""

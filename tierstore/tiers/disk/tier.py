@@ -6,6 +6,7 @@ The tier makes no decisions: the store decides what is written and what is evict
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 import time
 from collections import Counter
@@ -103,6 +104,9 @@ class Unsynced:
                 self._written.pop(place, None)
 
 
+_log = logging.getLogger(__name__)
+
+_DEPARTURES = b"departures "
 _LOOKERS = 4  # threads that read the index for lookups
 
 T = TypeVar("T")
@@ -412,6 +416,21 @@ class DiskTier:
         except OSError:
             self._unsynced.sync_failed()
             raise
+
+    def departures(self) -> bytes:
+        """Return what :meth:`keep_departures` has stored; empty if nothing was, or it cannot be read."""
+        try:
+            return self._index_db.get_extra(_DEPARTURES)
+        except OSError as error:
+            _log.warning("disk tier: the memory of evicted pages cannot be read: %s", error)
+            return b""
+
+    def keep_departures(self, dump: bytes) -> None:
+        """Store the memory of pages that have left, for the next opening. Raise :class:`OSError` if there is
+        no room for it, or the disk fails."""
+        with self._commit_lock:
+            self._presence.require()
+            self._index_db.put_extra(_DEPARTURES, dump)
 
     def probe(self, tick: int) -> None:
         """Do everything that a batch of pages needs, without leaving a page. Raise :class:`OSError` if the
