@@ -55,7 +55,7 @@ class Cause(enum.IntEnum):
     NO_SAVE = 12  # the engine asked not to save it
 
 
-_NOT_WRITTEN = frozenset({Cause.BUDGET, Cause.QUEUE, Cause.WORTH, Cause.READ_ONLY})
+NOT_WRITTEN = frozenset({Cause.BUDGET, Cause.QUEUE, Cause.WORTH, Cause.READ_ONLY})
 _NO_TIER = 3
 
 
@@ -99,7 +99,7 @@ class Departures:
         place = self._find(mark, first)
         if place is None:
             place = min(range(first, first + _ROW), key=self._times.__getitem__)
-        elif cause is Cause.EVICTED and tier is Tier.HOST and self._cause(place) in _NOT_WRITTEN:
+        elif cause is Cause.EVICTED and tier is Tier.HOST and self._cause(place) in NOT_WRITTEN:
             cause = self._cause(place)
         self._marks[place] = mark | cause << _TIER_BITS | (_NO_TIER if tier is None else tier)
         self._times[place] = now_s

@@ -45,6 +45,7 @@ _REASONS = {
     Cause.LET_GO: MissReason.LET_GO,
     Cause.DAMAGED: MissReason.DAMAGED,
 }
+_CUTS_OFF = (Cause.NO_ROOM, Cause.NO_SAVE)  # the pages behind such a one were not kept either
 _NOT_WRITTEN = {
     Cause.BUDGET: "the disk's write budget was used up",
     Cause.QUEUE: "the queue of writes to disk was full",
@@ -234,16 +235,20 @@ class Misses:
         in_tree = chain.in_tree(state, range(start, stop))
         keys = chain.all_keys()
         misses: list[Miss] = []
-        at = first
+        at, cut_off = first, False
         for chunk in range(start, stop):
             page = in_tree[chunk - start] if chunk - start < len(in_tree) else None
             end = (chunk + 1) * chunk_tokens
             miss = self._in_tree(page, misses, at, end - at) if page is not None else None
             if miss is None:
                 departure = state.departures.of(identity, keys[chunk])
-                if departure is None:
+                if departure is not None:
+                    miss = self._of(departure, at, end - at)
+                    cut_off = departure.cause in _CUTS_OFF
+                elif cut_off:  # the save ended there, so the rest was not even announced
+                    miss = replace(misses[-1], first=at, tokens=end - at)
+                else:
                     break
-                miss = self._of(departure, at, end - at)
             _append(misses, miss)
             at = end
         return misses

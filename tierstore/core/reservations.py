@@ -49,6 +49,12 @@ class _Branch:
         self._tracker.begin(parent)
         self._hold(parent)
 
+    def use_before(self, pages: Sequence[Page]) -> None:
+        """Note that a save behind these pages uses them. Earlier batches of the save keep its hint."""
+        alike = self._tracker.hinted_alike(pages)
+        self._state.access_log.touch(pages, hit=False)
+        self._tracker.hint_again(alike)
+
     def next(self, key: PageKey, tokens: bytes) -> Page | None:
         """Return the page behind the last one, found or created. Return None if the last one has left every
         tier: the pages behind it could never be found."""
@@ -130,7 +136,7 @@ class ReservationBuilder:
             found = prompt.find(state, prompt.num_tokens)
             self._branch.about(found.pages if found is not None else ())
         if self._before:
-            state.access_log.touch(self._before, hit=False)  # a save behind pages also uses them
+            self._branch.use_before(self._before)
         self._next = 0  # position
         self._offsets: list[int] = []
         self._stored_tokens = 0

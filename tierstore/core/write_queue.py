@@ -18,7 +18,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from tierstore.core.departures import Cause
+from tierstore.core.departures import NOT_WRITTEN, Cause
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
 
@@ -76,11 +76,15 @@ class WriteQueue:
         # Pages that an ancestor blocks, and whether the blocking is permanent. The dictionary avoids walking
         # up the same long path for each page.
         stuck: dict[Page, bool] = {}
+        causes: dict[Page, Cause] = {}  # why pages are not written, where something refused them
         for page in pages:
             if page in self._pending:
                 continue  # queued together with an earlier page
             if page.parent in stuck:
                 stuck[page] = stuck[page.parent]
+                if page.parent in causes:
+                    causes[page] = causes[page.parent]
+                    self._note(page, causes[page])
                 self._state.counters.disk_dropped_pages += stuck[page]
                 if page.parent in self._owed:
                     self._put_off_from(page)
@@ -89,12 +93,26 @@ class WriteQueue:
             if obstacle is not None:
                 stuck[page] = obstacle.copies[Tier.HOST] is None
                 self._state.counters.disk_dropped_pages += stuck[page]
-            elif (failed := next((each for each in missing if not self._append(each)), None)) is not None:
+                known = self._state.departures.of(obstacle.identity, obstacle.key)
+                if known is not None and known.cause in NOT_WRITTEN:
+                    causes[page] = known.cause
+                    self._note(page, known.cause)
+            elif (refused := self._refused(missing)) is not None:
+                failed, causes[page] = refused
                 stuck[page] = failed not in self._owed
+                self._note_from(page, causes[page])
                 if not stuck[page]:
                     self._put_off_from(page)
             elif missing and page.children:
                 self._append_below(page)
+
+    def _refused(self, pages: Sequence[Page]) -> tuple[Page, Cause] | None:
+        """Queue these pages, up to the first that is refused. Return that page, and why."""
+        for page in pages:
+            cause = self._append(page)
+            if cause is not None:
+                return page, cause
+        return None
 
     def put_owed(self) -> None:
         """Queue some of the owed pages. Pages that do not fit now stay owed."""
@@ -115,7 +133,7 @@ class WriteQueue:
             for child in waiting.pop().all_children():
                 if not self._unwritten(child):
                     continue
-                if self._append(child):
+                if self._append(child) is None:
                     waiting.append(child)
                 elif child in self._owed:
                     self._put_off_from(child)
@@ -126,27 +144,34 @@ class WriteQueue:
         while waiting:
             page = waiting.pop()
             if page not in self._owed and self._unwritten(page):
+                self._note(page, Cause.QUEUE)
                 self._put_off(page)
             waiting += [child for child in page.all_children() if child not in self._owed]
 
-    def _append(self, page: Page) -> bool:
+    def _append(self, page: Page) -> Cause | None:
+        """Queue a page. Return why not, if it is refused, and note that for the time after it has left the
+        host tier."""
+        cause = self._try(page)
+        if cause is not None:
+            self._note(page, cause)
+        return cause
+
+    def _try(self, page: Page) -> Cause | None:
         if not self._state.health.writable:
-            self._note(page, Cause.READ_ONLY)
             self._drop(page)
-            return False
+            return Cause.READ_ONLY
         if self._pending and self._pending_bytes + page.nbytes > self._most_bytes:
             self._put_off(page)
-            return False
+            return Cause.QUEUE
         if not self._state.write_budget.take(page.nbytes):
             self._state.counters.disk_declined_pages += 1
-            self._note(page, Cause.BUDGET)
-            return False
+            return Cause.BUDGET
         self._state.index.lease(page, Tier.HOST)
         self._waiting.append(page)
         self.waiting_bytes += page.nbytes
         self._pending.add(page)
         self._pending_bytes += page.nbytes
-        return True
+        return None
 
     def _unwritten(self, page: Page) -> bool:
         """Whether a page is ready in the host tier but neither on disk nor pending."""
@@ -217,7 +242,6 @@ class WriteQueue:
     def _put_off(self, page: Page) -> None:
         """Owe a page because the queue is full. Also forget the oldest owed pages that have left the host
         tier: a disk that is always behind would never get to them."""
-        self._note(page, Cause.QUEUE)
         for _ in range(_OWED_LOOKED_AT):
             oldest = next(iter(self._owed), None)
             if oldest is None or self._unwritten(oldest):
@@ -229,8 +253,16 @@ class WriteQueue:
         else:
             self._state.counters.disk_dropped_pages += 1
 
+    def _note_from(self, page: Page, cause: Cause) -> None:
+        """:meth:`_note` a page, and its unwritten descendants, which came earlier."""
+        waiting = [page]
+        while waiting:
+            page = waiting.pop()
+            if self._unwritten(page):
+                self._note(page, cause)
+                waiting += page.all_children()
+
     def _note(self, page: Page, cause: Cause) -> None:
-        """Note why a page is not written, for the time after it has left the host tier."""
         self._state.departures.note(page.identity, page.key, cause, Tier.HOST)
 
     def _count_lost(self, page: Page) -> None:

@@ -185,6 +185,19 @@ class HintTracker:
         if self._number != NO_SESSION or sessions.any:
             sessions.share(parent, self._number)
 
+    def hinted_alike(self, pages: Sequence[Page]) -> list[Page]:
+        """Return those of these pages before the save that have the same hint and were not used since. They
+        are usually earlier batches of this save, and the save uses them once more."""
+        if self._hint is None:
+            return []
+        hint = self._hint.facts(self._sessions.clock())
+        return [page for page in pages if page.last_use <= page.hinted and page.hint[:2] == hint[:2]]
+
+    def hint_again(self, pages: Sequence[Page]) -> None:
+        """Apply the hint to pages that :meth:`hinted_alike` has returned, after their use was noted."""
+        if pages and self._hint is not None:
+            self._sessions.give_hint(pages, self._hint.facts(self._sessions.clock()))
+
     def comes_to(self, page: Page) -> None:
         """Note the next page, before anything is done with it."""
         if not any(page.copies):
