@@ -12,10 +12,13 @@ Everything here needs the state's lock, except :meth:`Misses.explain`.
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 
@@ -56,14 +59,28 @@ _NOT_WRITTEN = {
 }
 
 
+_Span: TypeAlias = "tuple[str, int, int]"
+"""The value of a reason, the first token, and the number of tokens."""
+_Request: TypeAlias = "tuple[float, str, str, bytes, int, int, list[_Span]]"
+"""A request: time, tenant, client, identity digest, tokens of the prompt, tokens of the hit, and spans."""
+
+# Values of reasons: a value is read ten times slower from its enumeration.
+_NEVER, _DIVERGED, _GROUP = (
+    reason.value for reason in (MissReason.NEVER_SAVED, MissReason.DIVERGED, MissReason.GROUP)
+)
+_TAIL, _DECLINED = MissReason.TAIL.value, MissReason.DECLINED.value
+_BY_CAUSE = {cause: _REASONS.get(cause, MissReason.NOT_WRITTEN).value for cause in Cause}
+
+
 class Misses:
     """Explains the misses of one store. ``policy`` is the name of its eviction policy."""
 
     def __init__(self, state: StoreState, policy: str) -> None:
         self._state = state
         self._policy = policy
-        self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=_HOUR + 1)
-        self._recent: deque[tuple[str, MissedRequest]] = deque(maxlen=_MOST_RECENT)
+        self._minutes: deque[tuple[int, dict[str, int]]] = deque(maxlen=_HOUR + 1)
+        self._minute_ends = 0.0
+        self._recent: deque[_Request] = deque(maxlen=_MOST_RECENT)
 
     def explain(self, search: HitSearch, tokens: int) -> list[Miss]:
         """Return why the tokens of a concluded search are missed behind a hit of ``tokens``. Looks at the
@@ -95,10 +112,53 @@ class Misses:
     # -- counting --------------------------------------------------------------------------------------
 
     def missed(self, search: HitSearch, tokens: int, client: Client) -> None:
-        """Count the missed tokens of a concluded search by reason, and remember the request."""
+        """Count the missed tokens of a concluded search by reason, and remember the request. This takes a few
+        microseconds: only the first missing page of the shortest chain is examined. If it is known why it has
+        left, that counts for all pages behind it that are known, too."""
         view = search.view
+        spans: list[_Span] = []
+        if tokens < search.branch:
+            spans.append((_GROUP, tokens, search.branch - tokens))
+        at = max(tokens, search.branch)
+        if at < view.num_tokens:
+            if not view.chains:
+                spans.append((_NEVER, at, view.num_tokens - at))
+            else:
+                shortest = 0
+                if len(view.chains) > 1:
+                    shortest = min(
+                        range(len(view.chains)), key=lambda n: max(search.founds[n].tokens, view.here[n])
+                    )
+                self._examine(view.chains[shortest], search.founds[shortest], at, view.num_tokens, spans)
         registered = view.chains[0].registration if view.chains else view.named[0].registration
-        self._note(client, registered.identity, view.num_tokens, tokens, self.count(search, tokens))
+        self._note(client, registered.identity, view.num_tokens, tokens, spans)
+
+    def _examine(self, chain: ChainView, found: FoundPages, at: int, limit: int, spans: list[_Span]) -> None:
+        """Append why the tokens of a chain from ``at`` on are missed."""
+        chunk_tokens, identity = chain.chunk_tokens, chain.registration.identity
+        first, whole = at // chunk_tokens, min(chain.whole_chunks, limit // chunk_tokens)
+        tail = limit - max(whole * chunk_tokens, at) if identity.whole_pages else 0
+        reason = _NEVER
+        if first <= len(found.pages):
+            parent = found.pages[first - 1] if first else self._state.index.tree.known_root(identity.digest)
+            if at % chunk_tokens or (first and parent is not None and parent.children):
+                reason = _DIVERGED
+        if first < whole:
+            departure = self._state.departures.of(identity.digest, chain.chunk(first)[0])
+            if departure is not None:
+                keys = chain.all_keys()
+                known = bisect_left(
+                    range(first + 1, whole),
+                    True,
+                    key=lambda chunk: self._state.departures.of(identity.digest, keys[chunk]) is None,
+                )
+                end = min((first + 1 + known) * chunk_tokens, limit)
+                spans.append((_BY_CAUSE[departure.cause], at, end - at))
+                at, reason = end, _NEVER
+        if at < limit - tail:
+            spans.append((reason, at, limit - tail - at))
+        if tail:
+            spans.append((_TAIL, limit - tail, tail))
 
     def missed_pages(self, view: PromptView, found: FoundPages, limit: int, client: Client) -> None:
         """Count the missed tokens of a request for the pages of one group: named ones one by one, those of a
@@ -106,22 +166,24 @@ class Misses:
         missed = limit - found.tokens
         identity = view.registration.identity
         missing = view.missing(found, limit)
-        spans = []
+        spans: list[_Span] = []
         for position in missing if view.named else missing[:1]:
             departure = self._state.departures.of(identity.digest, view.chunk(position)[0])
             tokens = min(view.chunk_tokens, missed) if view.named else missed
-            first = position * view.chunk_tokens
-            never = Miss(MissReason.NEVER_SAVED, first, tokens)
-            spans.append(never if departure is None else self._of(departure, first, tokens))
+            reason = _NEVER
+            if departure is not None:
+                reason = _BY_CAUSE[departure.cause]
+            spans.append((reason, position * view.chunk_tokens, tokens))
             missed -= tokens
         if missed > 0:
-            spans.append(Miss(MissReason.TAIL, limit - missed, missed))
+            spans.append((_TAIL, limit - missed, missed))
         self._note(client, identity, limit, found.tokens, spans)
 
     def declined(self, tokens: int) -> None:
         """Count tokens that a client found and did not load because computing them is faster."""
         if tokens > 0:
-            self._add(MissReason.DECLINED, tokens)
+            for counts in (self._state.counters.missed_tokens, self._this_minute()):
+                counts[_DECLINED] = counts.get(_DECLINED, 0) + tokens
 
     def last_hour(self) -> dict[str, int]:
         """Return the missed tokens of the last hour by reason, the largest first."""
@@ -133,26 +195,42 @@ class Misses:
         return dict(total.most_common())
 
     def recent(self, tenant: str | None = None) -> list[MissedRequest]:
-        """Return the last requests with missed tokens, the newest first: of a tenant, or of all."""
-        return [each for owner, each in reversed(self._recent) if tenant is None or owner == tenant]
+        """Return the last requests with missed tokens, the newest first: of a tenant, or of all. The spans
+        have no details."""
+        names = self._state.names
+        return [
+            MissedRequest(
+                int(at_s),
+                client,
+                names.get(identity, "") or identity.hex()[:8],
+                prompt_tokens,
+                hit_tokens,
+                tuple(Miss(MissReason(reason), first, tokens) for reason, first, tokens in spans),
+            )
+            for at_s, owner, client, identity, prompt_tokens, hit_tokens, spans in reversed(self._recent)
+            if tenant is None or owner == tenant
+        ]
 
     def _note(
-        self, client: Client, identity: Identity, prompt_tokens: int, hit_tokens: int, spans: Sequence[Miss]
+        self, client: Client, identity: Identity, prompt_tokens: int, hit_tokens: int, spans: list[_Span]
     ) -> None:
-        for miss in spans:
-            self._add(miss.reason, miss.tokens)
-        model = self._state.names.get(identity.digest, "") or identity.digest.hex()[:8]
-        now_s = self._state.departures.now_s()
-        request = MissedRequest(now_s, client.name, model, prompt_tokens, hit_tokens, tuple(spans))
-        self._recent.append((client.tenant, request))
+        counted, lately = self._state.counters.missed_tokens, self._this_minute()
+        for reason, _, tokens in spans:
+            counted[reason] = counted.get(reason, 0) + tokens
+            lately[reason] = lately.get(reason, 0) + tokens
+        # a plain tuple: a named one takes four times as long
+        self._recent.append(
+            (time.time(), client.tenant, client.name, identity.digest, prompt_tokens, hit_tokens, spans)
+        )
 
-    def _add(self, reason: MissReason, tokens: int) -> None:
-        counted = self._state.counters.missed_tokens
-        counted[reason.value] = counted.get(reason.value, 0) + tokens
-        minute = int(self._state.clock() // 60)
-        if not self._minutes or self._minutes[-1][0] != minute:
-            self._minutes.append((minute, Counter()))
-        self._minutes[-1][1][reason.value] += tokens
+    def _this_minute(self) -> dict[str, int]:
+        """Return the counts of the present minute."""
+        now_s = self._state.clock()
+        if now_s >= self._minute_ends:
+            minute = int(now_s // 60)
+            self._minute_ends = 60.0 * (minute + 1)
+            self._minutes.append((minute, {}))
+        return self._minutes[-1][1]
 
     # -- the spans -----------------------------------------------------------------------------------
 
