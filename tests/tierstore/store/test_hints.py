@@ -300,3 +300,13 @@ def test_whatever_is_hinted_every_loaded_byte_is_right(tmp_path_factory, actions
                     assert pages[:whole] == pages_of(tokens)[:whole]
         assert store.flush(10)
         store.check()
+
+
+def test_all_batches_of_a_long_save_have_its_hint(open_store):
+    """A save reserves 256 pages at a time. A later batch uses the pages before it, which ends other hints."""
+    store = open_store(None, policy="default", pages=512)
+    long = prompt_of(1, pages=300)
+    save(store, B)
+    save(store, long, hint=DONE)
+    assert store.evict("host", 300) == 300
+    assert held(store, long, B) == [0, len(B)]
