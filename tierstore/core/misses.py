@@ -21,6 +21,7 @@ from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
+import xxhash
 
 from tierstore.core.clients import Client
 from tierstore.core.departures import Cause, Departure
@@ -153,6 +154,9 @@ class Misses:
                     key=lambda chunk: self._state.departures.of(identity.digest, keys[chunk]) is None,
                 )
                 end = min((first + 1 + known) * chunk_tokens, limit)
+                if end == whole * chunk_tokens < limit == chain.num_tokens and not tail:
+                    key = chain.chunk(whole)[0]  # of the incomplete page at the end
+                    end = end if self._state.departures.of(identity.digest, key) is None else limit
                 spans.append((_BY_CAUSE[departure.cause], at, end - at))
                 at, reason = end, _NEVER
         if at < limit - tail:
@@ -329,7 +333,28 @@ class Misses:
                     break
             _append(misses, miss)
             at = end
+        if at < limit and not chain.registration.identity.whole_pages:
+            if cut_off:
+                _append(misses, replace(misses[-1], first=at, tokens=limit - at))
+            else:
+                self._left_inside(chain, at, limit, misses)
         return misses
+
+    def _left_inside(self, chain: ChainView, at: int, limit: int, misses: list[Miss]) -> None:
+        """Append the miss of an incomplete page that has left. Its key depends on its length, so all lengths
+        are tried, the longest first."""
+        chunk = at // chain.chunk_tokens
+        start = chunk * chain.chunk_tokens
+        tokens, before = chain.chunk(chunk)[1], chain.key_before(chunk)
+        identity = chain.registration.identity.digest
+        for count in range(
+            min(len(tokens) // TOKEN_BYTES, limit - start, chain.chunk_tokens - 1), at - start, -1
+        ):
+            key = xxhash.xxh3_128_digest(before + tokens[: count * TOKEN_BYTES])
+            departure = self._state.departures.of(identity, key)
+            if departure is not None:
+                _append(misses, self._of(departure, at, start + count - at))
+                return
 
     def _in_tree(self, page: Page, before: Sequence[Miss], first: int, tokens: int) -> Miss | None:
         """Return why a page in the tree is missed; None if its state does not say."""

@@ -246,6 +246,11 @@ class ChainView(PromptView):
     def all_keys(self) -> Sequence[PageKey]:
         return [*(page.key for page in self.head), *self.keys] if self.head else self.keys
 
+    def key_before(self, chunk: int) -> bytes:
+        """Return the key before a chunk: that of the chunk before it, or of the identity."""
+        index = chunk - len(self.head)
+        return self.keys[index - 1] if index > 0 else self._key_before_the_rest()
+
     def _key_before_the_rest(self) -> bytes:
         if self.head:
             return self.head[-1].key

@@ -145,6 +145,24 @@ def test_evicted_to_make_room(open_bench):
         assert explanation.misses[0].more_bytes >= bench.layout.groups[0].page_bytes
 
 
+def test_an_evicted_prompt_that_ends_inside_a_chunk(open_bench):
+    """As it was, with another end, and longer."""
+    bench = open_bench(host_chunks=16)
+    for _ in range(TIMES):
+        tokens = bench.saved(bench.tokens(3 * CHUNK + bench.draw.randrange(1, CHUNK)))
+        bench.fill(32)
+        _, spans = bench.reasons(tokens)
+        whole = 3 * CHUNK
+        if bench.layout.single:
+            assert spans == [(R.EVICTED, len(tokens))]
+            more = [*tokens, *bench.tokens(CHUNK)]
+            assert bench.reasons(more)[1] == [(R.EVICTED, len(tokens)), (R.NEVER_SAVED, CHUNK)]
+            with bench.store.lookup(tokens) as hit:
+                assert hit.tokens == 0
+        else:
+            assert sum(count for reason, count in spans if reason is R.EVICTED) >= whole
+
+
 def test_evicted_by_request(open_bench):
     bench = open_bench(host_chunks=64, disk_bytes=64 * _MIB)
     for _ in range(TIMES):
