@@ -23,8 +23,8 @@ class Counters:
     """Tokens found but not loaded, by tier and reason: ``disk slower`` (than computing, by the plan),
     ``disk late`` (the load was cut off at its deadline)."""
     missed_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens requested and not served, by :class:`~tierstore.explanation.MissReason`. Those of ``declined``
-    were found; the others are ``lookup_tokens`` without ``hit_tokens``."""
+    """Tokens requested and not served, by :class:`~tierstore.explanation.MissReason`. Lookups have found the
+    tokens of ``declined``. All others together are ``lookup_tokens`` minus ``hit_tokens``."""
     expired_leases: int = 0
     loaded_pages: int = 0
     loads_cut_short: int = 0  # fewer pages arrived than the hit promised

@@ -54,7 +54,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return ``seconds`` in the largest unit of which there are at least two.
+    """Return ``seconds`` in the largest unit that gives a number of at least 2.
 
     >>> format_duration(90), format_duration(7200)
     ('90 s', '2 h')

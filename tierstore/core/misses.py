@@ -5,7 +5,7 @@ in the memory of departures, under other identities of the same tenant, and besi
 leaves the tree. The tokens are divided into spans, each with one reason, which lie one behind the other.
 
 A tenant is part of an identity. Departures are found by identity, and other identities are only compared
-within one tenant, so nobody learns about another tenant's prompts.
+within one tenant. So a tenant learns nothing about the prompts of others.
 
 Everything here needs the state's lock, except :meth:`Misses.explain`.
 """
@@ -155,7 +155,7 @@ class Misses:
                 )
                 end = min((first + 1 + known) * chunk_tokens, limit)
                 if end == whole * chunk_tokens < limit == chain.num_tokens and not tail:
-                    key = chain.chunk(whole)[0]  # of the incomplete page at the end
+                    key = chain.chunk(whole)[0]  # the incomplete page at the end
                     end = end if self._state.departures.of(identity.digest, key) is None else limit
                 spans.append((_BY_CAUSE[departure.cause], at, end - at))
                 at, reason = end, _NEVER
