@@ -27,7 +27,7 @@ from tierstore.index import Tier
 
 _LEAST_ENTRIES = 1 << 14
 _MOST_ENTRIES = 1 << 22
-_BYTES_PER_ENTRY = 64 << 10  # of the tiers
+_BYTES_PER_ENTRY = 64 << 10  # capacity of all tiers
 _ROW = 4
 _MOST_VOLUMES = 1 << 12
 _CAUSE_BITS = 6
