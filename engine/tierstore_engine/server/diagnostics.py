@@ -3,7 +3,7 @@
 Two questions have an answer here:
 
 - Why was this token not in the cache? The store's explanation of the prompt, taken when the request arrived,
-  is adjusted to the tokens that were really reused (:func:`missed`).
+  is adjusted to the tokens that were really reused (:func:`~tierstore_connectors.common.explaining.missed`).
 - How does this prompt differ from an earlier one? The server keeps its last prompts (:class:`KeptPrompts`),
   and compares two of them (:func:`compare`). The form is that of ``prompt_cache_diagnostics`` in OpenAI's
   Responses API.
@@ -17,13 +17,14 @@ import hashlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeAlias
 
-from tierstore.explanation import Explanation, Miss, MissReason
+from tierstore.explanation import Explanation, Miss
 from tierstore.index import common_tokens
 from tierstore.keys import TOKEN_BYTES, encode_tokens
+from tierstore_connectors.common.explaining import missed
 from tierstore_engine.server.places import message_place
 from tierstore_engine.server.requests import ChatMessage
 from tierstore_engine.tokenizer import Tokenizer, common_length
@@ -39,32 +40,9 @@ UNAVAILABLE: Json = {"type": "unavailable"}
 _SAME: Json = {"type": "cache_hit"}
 
 _MESSAGE_BYTES = 256  # memory of a message, without its text
-_COMPUTED = "they were held when the request arrived, and were computed before they could be loaded"
-_COMPUTES = "the engine computes every prompt (--plan compute)"
 
 
 # -- why tokens were missed --------------------------------------------------------------------------------
-
-
-def missed(explanation: Explanation, reused: int, *, computes: bool) -> tuple[Miss, ...]:
-    """Return the misses behind ``reused`` tokens, which together with them are exactly the prompt.
-
-    The explanation is from before the request waited. Since then other requests may have saved tokens, or the
-    engine may have computed some instead of loading them. ``computes``: the engine loads nothing.
-
-    >>> late = Explanation(100, 64, (Miss(MissReason.NEVER_SAVED, 64, 36),))
-    >>> [(miss.reason.value, miss.first, miss.tokens) for miss in missed(late, 48, computes=False)]
-    [('late', 48, 16), ('never_saved', 64, 36)]
-    """
-    misses = []
-    if reused < explanation.hit_tokens:
-        reason, why = (MissReason.DECLINED, _COMPUTES) if computes else (MissReason.LATE, _COMPUTED)
-        misses.append(Miss(reason, reused, explanation.hit_tokens - reused, why=why))
-    for miss in explanation.misses:
-        first = max(miss.first, reused)
-        if first < miss.end:
-            misses.append(replace(miss, first=first, tokens=miss.end - first))
-    return tuple(misses)
 
 
 def miss_document(miss: Miss, place: Mapping[str, Any]) -> Json:
@@ -120,7 +98,8 @@ class CacheReport:
     """The answer to a request's questions about the cache.
 
     ``explanations`` has one entry for each prompt, and ``places`` says where each of them diverges. They are
-    None and empty if the request did not ask. So is ``diagnostics``. ``computes``: see :func:`missed`.
+    None and empty if the request did not ask. So is ``diagnostics``. ``computes``: the engine loads
+    nothing.
     """
 
     explanations: Sequence[Explanation] | None = None

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
 pytest.importorskip("uvicorn")
@@ -18,10 +16,10 @@ import openai
 
 from tests.engine.conftest import STORED_CHUNK
 from tests.engine.stored import Stored
-from tierstore.explanation import Explanation, Miss, MissReason
+from tierstore.explanation import Explanation
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
-from tierstore_engine.server.diagnostics import KeptPrompt, KeptPrompts, missed
+from tierstore_engine.server.diagnostics import KeptPrompt, KeptPrompts
 from tierstore_engine.server.requests import ChatMessage
 
 from .live import WAIT_S, Live
@@ -319,26 +317,3 @@ def test_the_kept_prompts_have_limits() -> None:
     chat = KeptPrompt.of_chat([1], [ChatMessage(role="user", content="y" * (4 * prompt.nbytes))], None)
     small.add("key", "chatcmpl-9", chat)  # larger than the limit: it is not kept
     assert (len(small), small.nbytes) == (0, 0)
-
-
-# -- adjusting an explanation ------------------------------------------------------------------------------
-
-
-@given(
-    spans=st.lists(st.integers(1, 50), max_size=5),
-    hit=st.integers(0, 100),
-    share=st.floats(0, 1),
-    computes=st.booleans(),
-)
-def test_misses_and_reused_tokens_are_exactly_the_prompt(
-    spans: list[int], hit: int, share: float, computes: bool
-) -> None:
-    misses, at = [], hit
-    for tokens in spans:
-        misses.append(Miss(MissReason.EVICTED, at, tokens, tier="host"))
-        at += tokens
-    reused = round(share * at)
-    found = missed(Explanation(at, hit, tuple(misses)), reused, computes=computes)
-    Explanation(at, reused, found).check()
-    if reused < hit:
-        assert found[0].reason is (MissReason.DECLINED if computes else MissReason.LATE)
