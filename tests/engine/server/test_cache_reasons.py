@@ -14,7 +14,6 @@ pytest.importorskip("uvicorn")
 
 import openai
 
-from tests.engine.conftest import STORED_CHUNK
 from tests.engine.stored import Stored
 from tierstore.explanation import Explanation
 from tierstore_engine.build import LoadedModel
@@ -79,7 +78,8 @@ def test_a_new_prompt_a_known_one_and_an_evicted_one(live: Live, stored: Stored)
     stored.store.evict("hbm")
     stored.store.evict("host")
     gone = ask(live, explain_cache=True)
-    assert reasons(gone)["evicted"] == tokens // STORED_CHUNK * STORED_CHUNK
+    chunk = stored.store.spec.chunk_tokens
+    assert reasons(gone)["evicted"] == tokens // chunk * chunk
     evicted = gone["usage"]["prompt_cache_misses"][0]
     assert (evicted["reason"], evicted["policy"], evicted["tier"]) == ("evicted", "request", "host")
 
