@@ -21,7 +21,7 @@ other than the first that page is also shared and read-only, and the caller copi
 
 No method raises because the cache is full, slow or broken: it returns fewer tokens, or stores nothing. No
 method waits for a colder tier: waiting is done through a :class:`~tierstore.transfer.Transfer`. All methods
-are called from the engine's one thread.
+except :meth:`Connector.explain` are called from the engine's one thread.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from tierstore.explanation import Explanation, Miss, MissReason
 from tierstore.groups import GroupRule
 from tierstore.keys import Prompt, TokenIds
 from tierstore.planner import Plan
@@ -100,6 +101,17 @@ class Connector(ABC):
 
         ``counted`` is False for a repeated lookup for one request, which the statistics leave out.
         """
+
+    def explain(self, prompt: Prompt, *, max_tokens: int, timeout_s: float) -> Explanation:
+        """Return why a lookup of the first ``max_tokens`` tokens of ``prompt`` would miss tokens now. Nothing
+        is loaded or counted.
+
+        It may be called from any thread, and waits at most ``timeout_s`` seconds for a colder tier. A
+        connector that stores nothing need not override it.
+        """
+        tokens = len(prompt)
+        missed = Miss(MissReason.NEVER_SAVED, 0, tokens, why="the engine has no store")
+        return Explanation(tokens, 0, (missed,) if tokens else ())
 
     @property
     def shared(self) -> bool:

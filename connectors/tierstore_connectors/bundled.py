@@ -10,6 +10,7 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool, 
 from tierstore import Hit as StoreHit
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
+from tierstore.explanation import Explanation
 from tierstore.groups import GroupRule
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.planner import Plan
@@ -138,6 +139,9 @@ class StoreConnector(Connector):
 
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:
         return self.store.lookup(prompt, max_tokens=max_tokens, counted=counted)
+
+    def explain(self, prompt: Prompt, *, max_tokens: int, timeout_s: float) -> Explanation:
+        return self.store.explain(prompt, max_tokens=max_tokens, timeout_s=timeout_s)
 
     @property
     def shared(self) -> bool:

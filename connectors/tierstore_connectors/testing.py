@@ -107,6 +107,16 @@ class ConnectorTests(ABC):
         assert (loaded.tokens, loaded.pages) == (0, ())
         connector.close()
 
+    def test_every_missed_token_is_explained(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 12)
+        known, unknown = connector.prompt([*TOKENS, 1, 2]), connector.prompt([5, *TOKENS])
+        self.release(connector, self.compute(connector, layout, connector.prompt(TOKENS)))
+        for prompt, held in (known, 70 if self.reuses else 0), (unknown, 0):
+            explained = connector.explain(prompt, max_tokens=len(prompt) - 1, timeout_s=10).check()
+            assert (explained.prompt_tokens, explained.hit_tokens) == (len(prompt), held)
+            assert sum(explained.by_reason.values()) == len(prompt) - held
+        connector.close()
+
     def test_what_was_saved_is_found_and_loaded(self, layout: Layout) -> None:
         connector = self.open_connector(layout, 12)
         room = self.room(connector, layout)

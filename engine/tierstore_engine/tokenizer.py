@@ -55,6 +55,11 @@ class Tokenizer(ABC):
         model expects at a prompt's start. Chat templates write these tokens themselves."""
 
     @abstractmethod
+    def starts(self, text: str, *, begin: bool = True) -> list[int]:
+        """Return where each token of :meth:`encode` begins in ``text``, in characters. Tokens that are parts
+        of one character begin at that character."""
+
+    @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``, without special tokens."""
 
@@ -79,6 +84,10 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         return [*((BOS_BYTE_ID,) if begin else ()), *text.encode("utf-8", errors="replace")]
+
+    def starts(self, text: str, *, begin: bool = True) -> list[int]:
+        sizes = (len(character.encode("utf-8", errors="replace")) for character in text)
+        return [*((0,) if begin else ()), *(at for at, size in enumerate(sizes) for _ in range(size))]
 
     def decode(self, tokens: Sequence[int]) -> str:
         detokenizer = self.detokenizer()
@@ -111,6 +120,9 @@ class HFTokenizer(Tokenizer):
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=begin).ids)
 
+    def starts(self, text: str, *, begin: bool = True) -> list[int]:
+        return [start for start, _ in self._fast.encode(text, add_special_tokens=begin).offsets]
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._fast.decode(list(tokens)))
 
@@ -141,10 +153,13 @@ class HFTokenizer(Tokenizer):
             count *= 2
 
 
-def _common(one: str, other: str) -> int:
+def common_length(one: str, other: str) -> int:
     """Return how many leading characters two texts have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # slices are compared at the speed of memory
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def _kinds(decoder: object) -> set[str]:
@@ -247,7 +262,7 @@ class _WindowDetokenizer(Detokenizer):
         before, whole = len(self._decode(self._context)), self._decode(self._context + self._held)
         for count in range(len(self._held)):
             # A token begins after the characters of the tokens before it that stay.
-            stays = _common(whole, self._decode(self._context + self._held[:count]))
+            stays = common_length(whole, self._decode(self._context + self._held[:count]))
             self.starts.append(self._shown + min(max(stays - before, 0), len(text)))
         self._shown += len(text)
         self._context, self._held = self._held, []

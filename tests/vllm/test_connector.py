@@ -10,6 +10,7 @@ from tests.vllm import models
 from tests.vllm.engines import Ask, Engine, greatest_difference
 from tests.vllm.harness import EXACT, patient, same, wait_hit, wait_stored
 from tests.vllm.models import prompt
+from tierstore.testing.clock import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 NEEDS_AVX512 = pytest.mark.skipif(
@@ -197,6 +198,24 @@ def test_a_request_may_ask_not_to_be_saved(model, daemon):
         nonsense = Ask(prompt(300, seed=4), params={"tierstore": {"ttl_s": "soon", "colour": 1}})
         assert engine.ask(nonsense).answers[0].finish == "length"
         assert "colour, ttl_s not understood" in engine.log
+
+
+def test_missed_tokens_have_reasons_in_the_metrics_and_the_log(model, daemon):
+    changed = [*LONG[:600], LONG[600] + 1, *LONG[601:]]
+    with Engine(model(models.LLAMA), connector=patient(daemon.url, explain=True)) as engine:
+        engine.ask(Ask(LONG))
+        assert wait_hit(engine, Ask(LONG), ALIGNED)
+        engine.reset_prefix_cache()
+        assert engine.ask(Ask(changed)).external_hit_tokens == 576
+        wait_until(lambda: "diverges from a held prompt at token 600" in engine.log)
+        assert f"{ALIGNED} from token 0 on: never saved" in engine.log
+        engine.ask(Ask(prompt(40, seed=5)))  # a step, whose statistics have the last counts
+        prompts = [line for line in engine.log.splitlines() if " reused; missed: " in line]
+        assert engine.metrics()["vllm:tierstore_missed_tokens"] >= len(LONG) + len(changed) - 576
+        assert len(prompts) >= 2
+    with Engine(model(models.LLAMA), connector=patient(daemon.url)) as engine:
+        engine.ask(Ask(prompt(300, seed=6)))
+        assert "missed:" not in engine.log
 
 
 def test_what_is_wrong_at_the_start_is_said_and_costs_the_cache_only(model, daemon):

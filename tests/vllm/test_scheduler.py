@@ -4,6 +4,9 @@ go in circles."""
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 from tests.vllm import models
@@ -174,3 +177,20 @@ def test_a_request_that_is_aborted_while_it_loads(make_scheduler):
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > free
     assert not scheduler.connector._scheduler.requests
     assert not scheduler.connector.errors.counts
+
+
+def test_missed_tokens_are_exported_by_reason():
+    pytest.importorskip("vllm")
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    from tierstore_connectors.vllm.connector import TierStoreProm
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    prom = TierStoreProm(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {1: ["1"]})
+    for _ in range(2):
+        prom.observe({"missed_tokens:evicted": 32.0, "missed_tokens:tail": 5.0, "loads": 1.0}, engine_idx=1)
+    for reason, count in ("evicted", 64.0), ("tail", 10.0), ("late", None):
+        labels = {"engine": "1", "reason": reason}
+        assert registry.get_sample_value("vllm:tierstore_missed_tokens_total", labels) == count
+    assert registry.get_sample_value("vllm:tierstore_loads_total", {"engine": "1"}) == 2.0

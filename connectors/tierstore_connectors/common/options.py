@@ -28,6 +28,10 @@ def _checked(where: str, name: str, kind: str, value: Any) -> Any:
         if not isinstance(value, str):
             raise UsageError(f"{where}: {name} must be a string, got {value!r}")
         return value
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise UsageError(f"{where}: {name} must be true or false, got {value!r}")
+        return value
     whole = kind == "int"
     valid = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     least = 1 if name == "threads" else 0

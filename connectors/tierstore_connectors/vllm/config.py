@@ -32,6 +32,7 @@ class VllmSettings:
     - ``handover_s``: the longest that an engine which continues a prompt of this engine may wait for its
       pages.
     - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
+    - ``explain``: count missed tokens by reason, and log the reasons of each request.
     """
 
     store: str = field(default_factory=default_listen)
@@ -48,6 +49,7 @@ class VllmSettings:
     threads: int = 2
     handover_s: float = HANDOVER_S
     hash_weights: str = "whole"
+    explain: bool = False
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> VllmSettings:

@@ -33,6 +33,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from tierstore.errors import TierStoreError
 from tierstore_connectors.common import handover
 from tierstore_connectors.common.counters import ConnectorCounters, added
+from tierstore_connectors.common.explaining import MISSED
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.groups import read_groups
@@ -75,6 +76,7 @@ _COUNTERS: Mapping[str, str] = {
     "errors": "Errors caught by the connector",
 }
 _PREFIX = "vllm:tierstore_"
+_MISSED_TEXT = "Prompt tokens that were not reused, by reason (with the setting explain)"
 _log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that vLLM's format applies
 
 
@@ -97,7 +99,8 @@ class TierStoreStats(KVConnectorStats):
 
 
 class TierStoreProm(KVConnectorPromMetrics):
-    """Export each counter of ``_COUNTERS`` as a Prometheus counter."""
+    """Export each counter of ``_COUNTERS`` as a Prometheus counter, and missed tokens as one with the label
+    ``reason``."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
@@ -107,6 +110,9 @@ class TierStoreProm(KVConnectorPromMetrics):
             name: self._counter_cls(name=_PREFIX + name, documentation=text, labelnames=labelnames)
             for name, text in _COUNTERS.items()
         }
+        self._missed = self._counter_cls(
+            name=_PREFIX + MISSED.rstrip(":"), documentation=_MISSED_TEXT, labelnames=[*labelnames, "reason"]
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -114,6 +120,8 @@ class TierStoreProm(KVConnectorPromMetrics):
             counter = self._counters.get(name)
             if counter is not None:
                 counter.labels(*labels).inc(count)
+            elif name.startswith(MISSED):
+                self._missed.labels(*labels, name.removeprefix(MISSED)).inc(count)
 
 
 @dataclass

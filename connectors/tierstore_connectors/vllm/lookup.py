@@ -24,6 +24,7 @@ from contextlib import suppress
 import tierstore
 from tierstore import Hit, Store, Transfer, TransferState, lookup_all
 from tierstore.errors import StoreClosedError
+from tierstore.explanation import Explanation
 from tierstore.groups import Group
 from tierstore.keys import Identity, PageKey
 from tierstore.planner import Planner
@@ -42,6 +43,7 @@ _FETCHERS = 4  # threads that wait for other hosts
 _FIRST_POLL_S = 0.004
 _POLL_S = 0.001
 _CONNECT_S = 1.0  # how long the engine's start waits for the daemon
+_EXPLAIN_S = 2.0  # how long an explanation may wait for the daemon's disk
 
 
 class PromptLookup:
@@ -300,6 +302,13 @@ class VllmLookups:
             self.breaker.failed(self._clock())
         lookup.release()
         return 0
+
+    def explanation(self, lookup: PromptLookup) -> Callable[[], Explanation]:
+        """Return a function that says why tokens of a prompt are missed. It waits for the daemon, so another
+        thread calls it."""
+        store = self.store
+        assert store is not None, "only prompts that were looked up are explained"
+        return lambda: store.explain(lookup.prompt(), timeout_s=_EXPLAIN_S)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

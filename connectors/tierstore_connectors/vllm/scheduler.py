@@ -26,10 +26,12 @@ from typing import Any
 
 from tierstore.core.clients import MOST_IDENTITIES
 from tierstore.errors import UsageError
+from tierstore.explanation import Miss, MissReason
 from tierstore.groups import Past
 from tierstore.keys import PageKey, encode_tokens
 from tierstore.types import Promise
 from tierstore_connectors.common.counters import ConnectorCounters
+from tierstore_connectors.common.explaining import MissReporter
 from tierstore_connectors.common.guard import ErrorLog, RecentKeys
 from tierstore_connectors.vllm.config import RequestOptions, VllmSettings
 from tierstore_connectors.vllm.groups import (
@@ -80,6 +82,7 @@ class TrackedRequest:
       be saved.
     - ``uncached``: the adapter or image that it is computed with is unknown. It is neither loaded nor saved.
     - ``promise``: the promise of another engine; None once it was waited for.
+    - ``explained``: the reasons of its missed tokens were asked for.
     """
 
     request: Any  # vLLM's
@@ -101,6 +104,7 @@ class TrackedRequest:
     uncached: bool = False
     loading: tuple[int, int] | None = None  # from chunk, to chunk
     promise: Promise | None = None
+    explained: bool = False
 
     @classmethod
     def of(
@@ -190,6 +194,7 @@ class SchedulerHalf:
         self.lookups = VllmLookups(settings, errors, clock)
         self.counters = counters
         self.errors = errors
+        self.misses = MissReporter(_log, counters, errors) if settings.explain else None
         # ``refused`` has chunks whose load failed: they are not promised for a while, so that failures do not
         # loop. ``stored`` has the last chunk of each prompt that is known to be stored.
         self.refused = RecentKeys(_REFUSED_S, _MOST_REFUSED)
@@ -230,6 +235,8 @@ class SchedulerHalf:
             tracked.release()
         self._tracked.clear()
         self._adapters.close()
+        if self.misses is not None:
+            self.misses.close()
         self.lookups.close()
 
     def forget_everything(self, epoch: str) -> None:
@@ -278,7 +285,11 @@ class SchedulerHalf:
             if answer is None:
                 return None
             self._answered(tracked, answer, now)
-        return max(self._limited(tracked, now) - local, 0)
+        limited = self._limited(tracked, now)
+        if self.misses is not None and not tracked.explained:
+            tracked.explained = True
+            self._explain(self.misses, tracked, max(limited, local))
+        return max(limited - local, 0)
 
     def _most_chunks(self, tracked: TrackedRequest) -> int:
         """Return how many chunks may be loaded: vLLM must compute at least one token."""
@@ -318,6 +329,19 @@ class SchedulerHalf:
             declined,
             "; the daemon's answer was late" if tracked.lookup is not None and tracked.lookup.late else "",
         )
+
+    def _explain(self, misses: MissReporter, tracked: TrackedRequest, reused: int) -> None:
+        """Report why tokens behind the ``reused`` ones are missed. The store is asked on another thread."""
+        name, tokens = tracked.request.request_id, tracked.request.num_tokens
+        chunks = self._most_chunks(tracked) * self.groups.chunk_tokens
+        lookup = tracked.lookup
+        if reused >= chunks:
+            misses.report(name, tokens, reused, [])
+        elif lookup is None:
+            away = Miss(MissReason.LATE, reused, chunks - reused, why="the daemon is away")
+            misses.report(name, tokens, reused, [away])
+        else:
+            misses.explain(name, tokens, reused, self.lookups.explanation(lookup))
 
     def _limited(self, tracked: TrackedRequest, now: float) -> int:
         """Return the number of tokens that may be promised: without chunks whose load failed lately."""

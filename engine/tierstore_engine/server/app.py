@@ -32,6 +32,7 @@ from tierstore.daemon.stats import version
 from tierstore.dashboard.feed import Feed, TooManyViewersError
 from tierstore.dashboard.site import MOST_BODY_BYTES, Site, WebAnswer, WebRequest
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.explanation import Explanation, Miss
 from tierstore.tiers.device import DeviceMemoryError
 from tierstore.types import Promise, checked_session
 from tierstore_connectors.common import handover
@@ -40,10 +41,19 @@ from tierstore_engine.errors import DeadlineError
 from tierstore_engine.limits import check_tokens
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
-from tierstore_engine.server.admission import Admission, AdmissionPlace
+from tierstore_engine.server.admission import Admission
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.dashboard import EngineDashboard
 from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults
+from tierstore_engine.server.diagnostics import (
+    NOT_FOUND,
+    UNAVAILABLE,
+    CacheReport,
+    KeptPrompt,
+    KeptPrompts,
+    compare,
+    place_document,
+)
 from tierstore_engine.server.errors import ApiError, bad_request
 from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, has_key, not_routed, require_key
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
@@ -65,6 +75,7 @@ from tierstore_engine.tokenizer import Tokenizer
 SESSION_HEADER = "x-session-id"
 
 _POOL_S = 5.0  # how long the engine may take to answer between two steps
+_EXPLAIN_S = 2.0  # how long a request that asks for reasons may wait for the store's index on disk
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +91,7 @@ class PlannedRequest:
     session: str | None
     ttft_slo_s: float | None
     promise: Promise | None
+    kept: KeptPrompt | None  # for later comparisons; None for several prompts
     echoes: list[str] = field(default_factory=list)  # the text of each prompt, if choices begin with it
 
     @property
@@ -160,6 +172,11 @@ class _Choices:
         generated = sum(len(completion.tokens) for completion in self.completions.values())
         return usage((completion.metrics for completion in self.firsts), generated)
 
+    @property
+    def reused(self) -> list[int]:
+        """Return how many tokens of each prompt came from the cache."""
+        return [completion.metrics.reused_tokens for completion in self.firsts]
+
     def best(self, n: int) -> list[Completion]:
         """Return the ``n`` likeliest continuations (per token) of each prompt, in the order of the
         prompts."""
@@ -185,6 +202,8 @@ class ApiServer:
         self.metrics = ServerMetrics()
         self.engine = EngineThread(engine)
         self._store = engine.connector
+        self._computes = engine.settings.plan == "compute"
+        self._kept = KeptPrompts()
         self._tokenizer: Tokenizer = engine.tokenizer
         self._template = template
         self._defaults = defaults
@@ -394,11 +413,16 @@ class ApiServer:
                     include_usage=request.include_usage,
                     echoes=plan.echoes,
                 )
-                job = await self._submit(plan, place)
+                place.take(plan.tokens)
+                key = exchange.request.headers.get("authorization", "")
+                report = await self._report(plan, key)
+                job = await self._submit(plan)
                 watch.begin(job)
+                if plan.kept is not None:
+                    self._kept.add(key, answer.id, plan.kept)
                 choices = _Choices(job.ids, plan.samples)
                 if request.stream:
-                    await self._stream(exchange, job, choices, answer, watch)
+                    await self._stream(exchange, job, choices, answer, watch, report)
                 else:
                     await self._whole(
                         exchange,
@@ -406,6 +430,7 @@ class ApiServer:
                         choices,
                         answer,
                         watch,
+                        report,
                         n=request.choices,
                         hands_over=request.hands_over,
                     )
@@ -438,6 +463,7 @@ class ApiServer:
             session,
             self._slo_s(request),
             request.promise(prompts),
+            KeptPrompt.of_text(prompts[0], asked[0]) if len(prompts) == 1 else None,
             echoes,
         )
 
@@ -457,6 +483,7 @@ class ApiServer:
             session,
             self._slo_s(request),
             request.promise(prompts),
+            KeptPrompt.of_chat(prompts[0], request.messages, request.chat_template_kwargs),
         )
 
     def _slo_s(self, request: GenerationRequest) -> float | None:
@@ -470,10 +497,15 @@ class ApiServer:
         )
 
     def _chat_tokens(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        return self._tokenizer.encode(self._chat_text(request), begin=False)
+
+    def _chat_text(self, request: ChatRequest | TokenizeRequest, count: int | None = None) -> str:
+        """Return the text of a chat; with ``count`` that of its first messages, without the beginning of an
+        answer."""
         if self._template is None:
             raise bad_request("this model has no chat template: use /v1/completions, or --chat-template")
-        text = self._template.render(request.messages or [], request.chat_template_kwargs)
-        return self._tokenizer.encode(text, begin=False)
+        messages = (request.messages or [])[:count]
+        return self._template.render(messages, request.chat_template_kwargs, answer=count is None)
 
     def _room(self, prompts: list[list[int]]) -> int:
         """Return how many new tokens fit after the longest prompt. Raises :class:`RequestError` if none
@@ -498,8 +530,60 @@ class ApiServer:
             )
         return min(asked, room)
 
-    async def _submit(self, plan: PlannedRequest, place: AdmissionPlace) -> StepJob:
-        place.take(plan.tokens)
+    # -- the cache's report --------------------------------------------------------------------------
+
+    async def _report(self, plan: PlannedRequest, key: str) -> CacheReport:
+        """Return what the request asked for about the cache. This is the state before the engine has the
+        request, and the engine's steps do not wait for it."""
+        request, compared = plan.request, plan.request.compared_with
+        if not request.explain_cache and compared is None:
+            return CacheReport()
+        kept = self._kept.find(key, compared) if compared is not None else None
+        return await asyncio.to_thread(self._report_of, plan, kept)
+
+    def _report_of(self, plan: PlannedRequest, kept: KeptPrompt | None) -> CacheReport:
+        """Return the report. Runs on another thread: it looks at the disk, and renders messages."""
+        diagnostics = None
+        if plan.request.compared_with is not None:
+            diagnostics = NOT_FOUND if kept is None else UNAVAILABLE
+            if kept is not None and plan.kept is not None:
+                with contextlib.suppress(ApiError):  # the template refuses the first messages alone
+                    diagnostics = compare(kept, plan.kept, partial(self._messages_alone, plan.request))
+        if not plan.request.explain_cache:
+            return CacheReport(diagnostics=diagnostics)
+        ends = time.monotonic() + _EXPLAIN_S
+        explanations = [
+            self._store.explain(
+                self._store.prompt(prompt),
+                max_tokens=len(prompt) - 1,  # the engine computes one token in any case
+                timeout_s=max(ends - time.monotonic(), 0.0),
+            )
+            for prompt in plan.prompts
+        ]
+        places = [self._place(plan.request, number, each) for number, each in enumerate(explanations)]
+        return CacheReport(explanations, places, diagnostics, computes=self._computes)
+
+    def _messages_alone(self, request: GenerationRequest, count: int) -> int:
+        assert isinstance(request, ChatRequest), "only chats have messages"
+        return len(self._tokenizer.encode(self._chat_text(request, count), begin=False))
+
+    def _place(self, request: GenerationRequest, number: int, explanation: Explanation) -> Json:
+        """Return where a prompt diverges from a held one, in the words of the request; empty if unknown."""
+        diverged: Miss | None = next((miss for miss in explanation.misses if miss.at is not None), None)
+        if diverged is None:
+            return {}
+        if isinstance(request, ChatRequest):
+            text, render = self._chat_text(request), partial(self._chat_text, request)
+            with contextlib.suppress(ApiError):  # the template refuses the first messages alone
+                return place_document(diverged, text, self._tokenizer, request.messages, render)
+            return {}
+        assert isinstance(request, CompletionRequest), "there are two kinds of requests"
+        asked = request.prompts[number]
+        return place_document(diverged, asked, self._tokenizer, (), str) if isinstance(asked, str) else {}
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    async def _submit(self, plan: PlannedRequest) -> StepJob:
         if self.engine.failed is not None:
             raise ApiError(503, "the engine has failed: restart the server")
         return await self.engine.submit(plan.add)
@@ -511,6 +595,7 @@ class ApiServer:
         choices: _Choices,
         answer: Answer,
         watch: _EngineWatch,
+        report: CacheReport,
         *,
         n: int,
         hands_over: bool,
@@ -519,14 +604,20 @@ class ApiServer:
             choices.note(output)
         if not watch.gone:
             self._check_ended(choices, watch)
-            document = answer.whole(choices.best(n), choices.usage())
+            document = answer.whole(choices.best(n), report.spent(choices.usage(), choices.reused))
             if hands_over:
                 promised = Promise(choices.firsts[0].submitted_tokens, self.settings.handover_s)
                 document["kv_transfer_params"] = handover.answer(promised)
             await exchange.reply(200, document)
 
     async def _stream(
-        self, exchange: Exchange, job: StepJob, choices: _Choices, answer: Answer, watch: _EngineWatch
+        self,
+        exchange: Exchange,
+        job: StepJob,
+        choices: _Choices,
+        answer: Answer,
+        watch: _EngineWatch,
+        report: CacheReport,
     ) -> None:
         opened: set[int] = set()
         await exchange.start_events()
@@ -542,7 +633,7 @@ class ApiServer:
                 await exchange.event(answer.chunk(index, output))
             if not watch.gone:
                 self._check_ended(choices, watch)
-                await exchange.event(answer.closing(choices.usage()))
+                await exchange.event(answer.closing(report.spent(choices.usage(), choices.reused)))
         except Exception as error:  # noqa: BLE001  # the status has been sent: report the error as an event
             await exchange.event(_api_error(error).body)
         await exchange.end_events()

@@ -47,14 +47,21 @@ class ChatTemplate:
             raise ModelError(f"the chat template is not valid Jinja: {error}") from None
         self._special_tokens = dict(special_tokens or {})
 
-    def render(self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None = None) -> str:
-        """Return the prompt, up to where the answer begins. Raises :class:`ApiError` (400) if the template
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        options: Mapping[str, Any] | None = None,
+        *,
+        answer: bool = True,
+    ) -> str:
+        """Return the prompt, up to where the answer begins, or without ``answer`` to the end of the last
+        message. Raises :class:`ApiError` (400) if the template
         refuses the messages, for example because roles do not alternate."""
         try:
             text = self._template.render(
                 self._special_tokens,
                 messages=[_plain(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=answer,
                 **dict(options or {}),
             )
         except _RefusedError as error:

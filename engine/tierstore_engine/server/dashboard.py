@@ -18,6 +18,7 @@ from tierstore.dashboard.of_store import percent, short
 from tierstore.dashboard.view import ConditionRow, Meter, Number, Plot, Sample, Tile, Unit, View, ViewState
 from tierstore.printable import printable
 from tierstore.stats import StoreStats
+from tierstore.units import format_duration
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, EngineStats
 from tierstore_engine.server.admission import Admission
@@ -142,7 +143,7 @@ class EngineDashboard:
         view = View(
             title="tierstore engine",
             about=f"version {self._version}, serves {printable(self._model_name)}, "
-            f"up {of_store.duration(now.at - self._started)}",
+            f"up {format_duration(now.at - self._started)}",
             version=self._version,
             conditions=tuple(self._conditions(now)),
             tiles=self._tiles(now, minute_ago),

@@ -101,12 +101,22 @@ class KVTransferParams(Struct, forbid_unknown_fields=True):
         return Promise(ours.tokens, HANDOVER_S if ours.until_s is None else ours.until_s)
 
 
+class PromptCacheOptions(Struct, forbid_unknown_fields=True):
+    """OpenAI's options of the prompt cache. ``comparison_response_id`` is the id of an earlier answer, with
+    whose prompt this one is compared."""
+
+    comparison_response_id: Name | None = None
+    mode: Literal["implicit"] | None = None
+    ttl: None = None
+
+
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields of both kinds of completion. ``null`` is the same as leaving a field out.
 
     ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids``, ``priority`` (lower ones
     come first) and ``kv_transfer_params`` are vLLM's extensions of OpenAI's API. ``ttft_slo_s`` is this
-    server's: a request whose first token cannot be there by then is refused.
+    server's: a request whose first token cannot be there by then is refused. So is ``explain_cache``: the
+    usage says why prompt tokens were not cached.
     """
 
     model: Name
@@ -130,6 +140,14 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     kv_transfer_params: KVTransferParams | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     ttft_slo_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    explain_cache: bool | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+
+    @property
+    def compared_with(self) -> str | None:
+        """Return the id of the answer whose prompt this one is compared with."""
+        options = self.prompt_cache_options
+        return options.comparison_response_id if options is not None else None
 
     @property
     def cache(self) -> CacheHints:
@@ -175,6 +193,17 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         """Check the combination of fields. Raises :class:`ApiError`."""
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", param="stream_options")
+        if self.stream and not self.include_usage:
+            for name, asked in (
+                ("explain_cache", self.explain_cache),
+                ("prompt_cache_options", self.compared_with is not None),
+            ):
+                if asked:
+                    raise bad_request(
+                        f"{name} of a stream is answered in its last chunk: set "
+                        "stream_options.include_usage to true",
+                        param=name,
+                    )
         if self.kv_transfer_params is not None:
             self.kv_transfer_params.check(whole=not self.stream and self.samples == 1)
 

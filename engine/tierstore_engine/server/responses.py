@@ -40,7 +40,8 @@ def usage(prompts: Iterable[RequestMetrics], generated: int) -> Json:
 class Answer(ABC):
     """The answer to one request to ``model``.
 
-    Choices are numbered as the client sees them: the first ``n`` belong to the first of ``prompts``.
+    Choices are numbered as the client sees them: the first ``n`` belong to the first of ``prompts``. The last
+    fields of an answer are given as ``spent``: ``usage``, and those that the client asked for.
     ``echoes`` has the text of each prompt if the text of its choices begins with it, and is empty otherwise.
     """
 
@@ -71,9 +72,14 @@ class Answer(ABC):
             "model": model,
         }
 
+    @property
+    def id(self) -> str:
+        """Return the id by which later requests name this answer."""
+        return str(self._head["id"])
+
     def whole(self, completions: Sequence[Completion], spent: Json) -> Json:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        return {**self._head, "object": self.whole_kind, "choices": choices, "usage": spent}
+        return {**self._head, "object": self.whole_kind, "choices": choices, **spent}
 
     def opening(self, index: int) -> Json | None:
         """Return the chunk before a choice's first token; None if there is none."""
@@ -87,7 +93,7 @@ class Answer(ABC):
 
     def closing(self, spent: Json) -> Json | None:
         """Return the last chunk if the client asked for the usage."""
-        return {**self._chunk([]), "usage": spent} if self._include_usage else None
+        return {**self._chunk([]), **spent} if self._include_usage else None
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}

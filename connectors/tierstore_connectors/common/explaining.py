@@ -1,0 +1,112 @@
+"""Reasons for the missed tokens of an engine's requests, for its counters and its log.
+
+The store is asked on a thread of its own, after the engine has its answer: no request waits for a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from tierstore.errors import StoreClosedError
+from tierstore.explanation import Explanation, Miss, MissReason
+from tierstore_connectors.common.counters import ConnectorCounters
+from tierstore_connectors.common.guard import ErrorLog
+
+MISSED = "missed_tokens:"
+"""The beginning of the counters' names. The rest is a reason."""
+UNEXPLAINED = "unexplained"
+"""The reason of tokens that were not explained, because there were too many requests or an error."""
+
+_MOST_WAITING = 16  # later ones would explain another state: the engine saves what it computes meanwhile
+_MOST_SPANS = 6  # in a line of the log
+_COMPUTED = "they were held when the request arrived, and were computed before they could be loaded"
+_COMPUTES = "the engine computes every prompt"
+
+
+def missed(explanation: Explanation, reused: int, *, computes: bool = False) -> tuple[Miss, ...]:
+    """Return the misses behind ``reused`` tokens, which together with them are exactly the prompt.
+
+    The explanation is from another moment than the engine's decision. Meanwhile other requests may have saved
+    tokens, or the engine may have computed some instead of loading them. ``computes``: the engine loads
+    nothing.
+
+    >>> late = Explanation(100, 64, (Miss(MissReason.NEVER_SAVED, 64, 36),))
+    >>> [(miss.reason.value, miss.first, miss.tokens) for miss in missed(late, 48)]
+    [('late', 48, 16), ('never_saved', 64, 36)]
+    """
+    misses = []
+    if reused < explanation.hit_tokens:
+        reason, why = (MissReason.DECLINED, _COMPUTES) if computes else (MissReason.LATE, _COMPUTED)
+        misses.append(Miss(reason, reused, explanation.hit_tokens - reused, why=why))
+    for miss in explanation.misses:
+        first = max(miss.first, reused)
+        if first < miss.end:
+            misses.append(replace(miss, first=first, tokens=miss.end - first))
+    return tuple(misses)
+
+
+class MissReporter:
+    """Count the missed tokens of requests by reason, and log each request that misses once. Thread-safe."""
+
+    def __init__(self, logger: logging.Logger, counters: ConnectorCounters, errors: ErrorLog) -> None:
+        self._logger = logger
+        self._counters = counters
+        self._errors = errors
+        self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierstore-explain")
+
+    def explain(self, request: str, tokens: int, reused: int, ask: Callable[[], Explanation]) -> None:
+        """Report a request of ``tokens`` prompt tokens. The first ``reused`` ones are not computed.
+
+        ``ask`` is called on the thread. It explains the beginning of the prompt; the tokens behind it are a
+        tail.
+        """
+        if not self._waiting.acquire(blocking=False):
+            self._add(UNEXPLAINED, tokens - reused)
+            return
+        try:
+            self._thread.submit(self._explain, request, tokens, reused, ask)
+        except RuntimeError:  # closed
+            self._waiting.release()
+
+    def report(self, request: str, tokens: int, reused: int, misses: Sequence[Miss]) -> None:
+        """Report a request whose ``misses`` are known. They begin behind the ``reused`` tokens; the tokens
+        behind them are a tail."""
+        end = misses[-1].end if misses else reused
+        if end < tokens:
+            misses = [*misses, Miss(MissReason.TAIL, end, tokens - end)]
+        for miss in misses:
+            self._add(miss.reason.value, miss.tokens)
+        if all(miss.reason is MissReason.TAIL for miss in misses):
+            return
+        spans = [str(miss) for miss in misses[:_MOST_SPANS]]
+        if len(misses) > _MOST_SPANS:
+            spans.append(f"and {len(misses) - _MOST_SPANS} more")
+        self._logger.info(
+            "tierstore: request %s: %s tokens, %s reused; missed: %s",
+            request,
+            f"{tokens:,}",
+            f"{reused:,}",
+            "; ".join(spans),
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _explain(self, request: str, tokens: int, reused: int, ask: Callable[[], Explanation]) -> None:
+        try:
+            self.report(request, tokens, reused, missed(ask(), reused))
+        except StoreClosedError:  # the connection was replaced
+            self._add(UNEXPLAINED, tokens - reused)
+        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
+            self._errors.caught("explaining missed tokens", error)
+            self._add(UNEXPLAINED, tokens - reused)
+        finally:
+            self._waiting.release()
+
+    def _add(self, reason: str, tokens: int) -> None:
+        self._counters.add(MISSED + reason, tokens)
