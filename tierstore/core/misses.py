@@ -1,9 +1,9 @@
 """Why the tokens behind a hit are missed.
 
-The pages of a prompt behind its hit are examined one by one. A page in the tree may be damaged, or on its way.
-The memory of departures knows pages that have left. Other identities of the same tenant may hold the prompt. The
-pages beside the point where the prompt leaves the tree show where it diverges. The tokens are divided into spans,
-each with one reason, which lie one behind the other.
+The pages of a prompt behind its hit are examined one by one. A page in the tree may be damaged, or on its
+way. The memory of departures knows pages that have left. Other identities of the same tenant may hold the
+prompt. The pages beside the point where the prompt leaves the tree show where it diverges. The tokens are
+divided into spans, each with one reason, which lie one behind the other.
 
 A tenant is part of an identity. Departures are found by identity, and other identities are only compared
 within one tenant. So a tenant learns nothing about the prompts of others.
