@@ -22,7 +22,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from tierstore.explanation import Miss
+from tierstore.explanation import Miss, MissedRequest
 
 VERSION = b"\x03"
 
@@ -495,6 +495,18 @@ class IdentitiesAnswer(Message):
     more: Payload = b""  # the value of ``after`` for the next request; empty at the end
 
 
+class MissedRequests(Message):
+    """List the last ``most`` requests with missed tokens. A client with a tenant gets only its tenant's."""
+
+    id: int
+    most: int
+
+
+class MissedRequestsAnswer(Message):
+    id: int
+    requests: Annotated[list[MissedRequest], Meta(max_length=1 << 16)]  # the newest first
+
+
 class Stats(Message):
     id: int
 
@@ -528,6 +540,7 @@ Request: TypeAlias = (
     | Evict
     | Flush
     | Identities
+    | MissedRequests
     | Stats
 )
 Answer: TypeAlias = (
@@ -550,6 +563,7 @@ Answer: TypeAlias = (
     | Evicted
     | Flushed
     | IdentitiesAnswer
+    | MissedRequestsAnswer
     | StatsAnswer
 )
 

@@ -18,6 +18,7 @@ from tierstore.dashboard.of_store import percent, short
 from tierstore.dashboard.view import ConditionRow, Meter, Number, Plot, Sample, Tile, Unit, View, ViewState
 from tierstore.printable import printable
 from tierstore.stats import StoreStats
+from tierstore.units import format_duration
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, EngineStats
 from tierstore_engine.server.admission import Admission
@@ -142,14 +143,16 @@ class EngineDashboard:
         view = View(
             title="tierstore engine",
             about=f"version {self._version}, serves {printable(self._model_name)}, "
-            f"up {of_store.duration(now.at - self._started)}",
+            f"up {format_duration(now.at - self._started)}",
             version=self._version,
             conditions=tuple(self._conditions(now)),
             tiles=self._tiles(now, minute_ago),
             meters=(_pool(now.engine), *(of_store.meters(store) if store is not None else ())),
             plots=(*_PLOTS, *drafts),
             curve=of_store.curve(store.curve) if store is not None and store.curve.tiers else None,
-            tables=(of_store.worth(store.curve),) if store is not None and store.curve.tiers else (),
+            tables=(of_store.missed(store), of_store.worth(store.curve))
+            if store is not None and store.curve.tiers
+            else (),
         )
         return Sample(time.time(), view, _values(now, before) if before is not None else {})
 
