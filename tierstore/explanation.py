@@ -209,8 +209,9 @@ _LEFT = (MissReason.EVICTED, MissReason.EXPIRED, MissReason.SUPERSEDED, MissReas
 
 @dataclass(frozen=True, slots=True)
 class MissedRequest:
-    """A request that a store remembers because tokens were missed. ``at_s`` is on the wall clock. Without a
-    name, ``model`` is the beginning of the identity's digest. It has no tokens of any prompt."""
+    """A request that a store remembers because tokens were missed: without the tokens of any prompt. ``at_s``
+    is on the wall clock. ``model`` is the name that the engine gave, the model of the identity, or the
+    beginning of the identity's digest."""
 
     at_s: int
     client: str

@@ -113,11 +113,15 @@ def _by_reason_to_json(counts: Mapping[MissReason, int]) -> dict[str, int]:
 
 def _miss_to_json(miss: Miss, tokens: Sequence[int]) -> dict[str, object]:
     rejoin = miss.rejoins(tokens)
+    fields = asdict(miss)
     return {
-        **asdict(miss),
+        "first_token": fields.pop("first"),
+        "at_token": fields.pop("at"),
+        **fields,
         "reason": miss.reason.value,
-        "cause": None if miss.cause is None else miss.cause.value,
         "text": miss.sentence(),
+        "cause": None if miss.cause is None else miss.cause.value,
+        "held_tokens": miss.held_tokens[:_MOST_SHOWN],
         "rejoin": None if rejoin is None else asdict(rejoin),
     }
 
@@ -131,7 +135,7 @@ def _print(explanation: Explanation, tokens: Sequence[int]) -> None:
         show.table(
             ("reason", "details", "tokens", "from token"),
             [
-                (miss.reason.label, miss.sentence(), f"{miss.tokens:,}", f"{miss.first:,}")
+                (miss.reason.label, _details(miss), f"{miss.tokens:,}", f"{miss.first:,}")
                 for miss in explanation.misses
             ],
             left=2,
@@ -139,6 +143,11 @@ def _print(explanation: Explanation, tokens: Sequence[int]) -> None:
     for miss in explanation.misses:
         if miss.at is not None:
             _print_divergence(miss, miss.at, tokens)
+
+
+def _details(miss: Miss) -> str:
+    """Return what a miss's sentence says in addition to its reason."""
+    return miss.sentence().removeprefix(miss.reason.label).strip()
 
 
 def _print_divergence(miss: Miss, at: int, tokens: Sequence[int]) -> None:
