@@ -121,6 +121,7 @@ def test_a_model_with_several_layer_groups(daemon, why):
     save_groups(daemon.url)
     out = why([*TOKENS, 1], "--model", GROUPS_IDENTITY.model)
     assert out.startswith("321 tokens: 320 hit (host 320), 1 missed\n")
+    assert why() == "no request has missed tokens since the daemon started\n"  # the order was searched
 
 
 def test_asking_changes_no_counter(daemon, why):
