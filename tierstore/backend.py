@@ -81,6 +81,8 @@ class LookupRequest:
     gain: int = 0
     """For named chunks: tokens of a prompt that need not be computed if the missing chunks come from other
     hosts. If the gain is large enough, the backend checks whether other hosts have them."""
+    counted: bool = True
+    """Whether the backend counts this lookup and its hit. False for a second lookup of the same request."""
 
     named: ClassVar[bool] = False
 

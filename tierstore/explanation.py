@@ -14,7 +14,7 @@ lie one behind the other and end with the prompt, so their sum and the hit are e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -53,9 +53,47 @@ class MissReason(str, Enum):
     NOT_WRITTEN = "not_written"
     """They were computed and not kept: no room, no budget, or the engine asked not to save them."""
 
+    @property
+    def label(self) -> str:
+        """The reason's name for people."""
+        return self.value.replace("_", " ")
+
 
 CONTEXT_TOKENS = 1024
 """The most tokens of a held prompt that an explanation shows behind the point where prompts diverge."""
+MOST_EDITED = 256
+"""The most tokens of either prompt that :meth:`Miss.rejoins` passes over."""
+LEAST_AGREEING = 16
+"""The fewest equal tokens after which :meth:`Miss.rejoins` says that two prompts agree again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Two prompts that diverge and agree again: after ``prompt_tokens`` tokens of one and ``held_tokens`` of
+    the other, the next ``agreeing_tokens`` are equal."""
+
+    prompt_tokens: int
+    held_tokens: int
+    agreeing_tokens: int
+    more: bool
+    """Whether the held prompt may agree even longer: only its first ``CONTEXT_TOKENS`` are compared."""
+
+    def __str__(self) -> str:
+        new, old = self.prompt_tokens, self.held_tokens
+        if new == old:
+            edit = f"{_counted(new)} {'differs' if new == 1 else 'differ'}"
+        elif not old:
+            edit = f"{_counted(new)} inserted"
+        elif not new:
+            edit = f"{_counted(old)} left out"
+        else:
+            edit = f"{_counted(new)} in place of {old:,}"
+        least = "at least " if self.more else ""
+        return f"{edit}, then the same {least}{self.agreeing_tokens:,} follow"
+
+
+def _counted(tokens: int) -> str:
+    return f"{tokens:,} token{'s' * (tokens != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +156,37 @@ class Miss:
             words += f"; {format_size(self.more_bytes)} more would have kept it"
         return f"{words}: {self.why}" if self.why else words
 
+    def rejoins(self, prompt: Sequence[int]) -> Rejoin | None:
+        """Return the smallest edit after which ``prompt`` agrees with the held prompt that it diverges from.
+        The size of an edit is the longer of the two numbers of tokens that it passes over. Return None if
+        the prompts do not agree again within ``MOST_EDITED`` tokens, or if the held one is not known.
+
+        >>> miss = Miss(MissReason.DIVERGED, first=0, tokens=40, at=3, held_tokens=(7, *range(20, 50)))
+        >>> print(miss.rejoins([0, 1, 2, 8, 9, *range(20, 55)]))
+        2 tokens in place of 1, then the same 30 follow
+        """
+        if self.at is None:
+            return None
+        held, own = self.held_tokens, tuple(prompt[self.at : self.at + MOST_EDITED + CONTEXT_TOKENS])
+        starts: dict[tuple[int, ...], int] = {}  # the first place of each run of tokens in the held prompt
+        for place in range(min(MOST_EDITED, len(held) - LEAST_AGREEING) + 1):
+            starts.setdefault(held[place : place + LEAST_AGREEING], place)
+        edits = [
+            (new, starts[run])
+            for new in range(min(MOST_EDITED, len(own) - LEAST_AGREEING) + 1)
+            if (run := own[new : new + LEAST_AGREEING]) in starts
+        ]
+        if not edits:
+            return None
+        new, old = min(edits, key=lambda edit: (max(edit), sum(edit)))
+        agreeing = 0
+        for ours, theirs in zip(own[new:], held[old:], strict=False):
+            if ours != theirs:
+                break
+            agreeing += 1
+        more = old + agreeing >= CONTEXT_TOKENS and self.at + new + agreeing < len(prompt)
+        return Rejoin(new, old, agreeing, more)
+
 
 _WORDS: Mapping[MissReason, str] = {
     MissReason.NEVER_SAVED: "never saved",
@@ -140,15 +209,17 @@ _LEFT = (MissReason.EVICTED, MissReason.EXPIRED, MissReason.SUPERSEDED, MissReas
 
 @dataclass(frozen=True, slots=True)
 class MissedRequest:
-    """A request that a store remembers because tokens were missed. ``at_s`` is on the wall clock. Without a
-    name, ``model`` is the beginning of the identity's digest."""
+    """A request that a store remembers because tokens were missed: without the tokens of any prompt. ``at_s``
+    is on the wall clock. ``model`` is the name that the engine gave, the model of the identity, or the
+    beginning of the identity's digest."""
 
     at_s: int
     client: str
     model: str
     prompt_tokens: int
     hit_tokens: int
-    misses: tuple[Miss, ...]
+    by_reason: Mapping[MissReason, int]
+    """The number of missed tokens by reason, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,15 @@ class StoreStats:
     curve: CurveStats = field(default_factory=CurveStats)  # what more memory would be worth
     missed_last_hour: Mapping[str, int] = field(default_factory=dict)  # like ``counters.missed_tokens``
 
+    @property
+    def missed_rows(self) -> tuple[tuple[str, str, str], ...]:
+        """The missed tokens of the last hour as rows for people: reason, tokens, and share of all."""
+        total = sum(self.missed_last_hour.values())
+        return tuple(
+            (reason.replace("_", " "), f"{tokens:,}", f"{100 * tokens / total:.1f} %")
+            for reason, tokens in self.missed_last_hour.items()
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterStats:

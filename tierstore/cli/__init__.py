@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, serve, size, stats, top
+from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, serve, size, stats, top, why
 from tierstore.command_line import make_app, one_line_errors, version_option
 
 app = make_app()
@@ -35,6 +35,7 @@ app.command("serve")(serve.serve)
 app.command("keygen")(serve.keygen)
 app.command("stats")(stats.command)
 app.command("top")(top.command)
+app.command("why")(why.command)
 app.command("evict")(evict.command)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)

@@ -196,7 +196,8 @@ def open_model(
 
     def found(store: Store, model: Identity) -> int:
         group = model.groups.index(named)
-        with store.lookup(Prompt(model, prompts[0], chunk_tokens=chunk_tokens).pages_of(group)) as hit:
+        pages = Prompt(model, prompts[0], chunk_tokens=chunk_tokens).pages_of(group)
+        with store.lookup(pages, counted=False) as hit:
             return hit.tokens
 
     model = orders[0]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tierstore.daemon.stats import DaemonStats, LatencyStats, ServiceStats
 
 _MOST_SLOWEST = 4
+MISSED_COLUMNS = ("missed tokens by reason, last hour", "tokens", "of missed")
+NOTHING_MISSED = "no tokens were missed in the last hour"
 
 
 def command(
@@ -203,5 +205,10 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
         ],
     )
     show.line(slowest(service))
+    show.line("")
+    if store.missed_rows:
+        show.table(MISSED_COLUMNS, store.missed_rows)
+    else:
+        show.line(NOTHING_MISSED)
     show.line("")
     show.table(("counter", "since the start"), list(counted(stats)))

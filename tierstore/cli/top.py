@@ -19,7 +19,7 @@ import typer
 from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.cli.show import percent
-from tierstore.cli.stats import health, quantile, slowest
+from tierstore.cli.stats import MISSED_COLUMNS, NOTHING_MISSED, health, quantile, slowest
 from tierstore.errors import StoreUnavailableError
 from tierstore.stats import StoreRates
 from tierstore.tables import table_lines, terminal_width
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _REFRESH_S = 1.0
 _BAR = 16  # cells
 _MOST_CLIENTS = 12
+_MOST_REASONS = 6
 
 
 def command(
@@ -157,6 +158,8 @@ def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, secon
         "",
         _requests(now, rates),
         show.text(slowest(service)),
+        "",
+        *_missed(now),
         *_clients(operator, now),
     )
     return Group(*lines)
@@ -220,6 +223,17 @@ def _requests(now: DaemonStats, rates: _Rates) -> Text:
         latency, per_s = rates.latency(name)
         rows.append((name, f"{per_s:,.1f}", quantile(latency, 0.5), quantile(latency, 0.99)))
     return _table(("requests", "per second", "p50", "p99"), rows)
+
+
+def _missed(now: DaemonStats) -> Iterator[Text]:
+    """Yield a table of the reasons for most missed tokens."""
+    rows = now.store.missed_rows
+    if not rows:
+        yield show.text(NOTHING_MISSED)
+        return
+    yield _table(MISSED_COLUMNS, rows[:_MOST_REASONS])
+    if len(rows) > _MOST_REASONS:
+        yield show.text(f"… and {len(rows) - _MOST_REASONS:,} more")
 
 
 def _clients(operator: Operator, now: DaemonStats) -> Iterator[Any]:

@@ -233,7 +233,15 @@ class RemoteLookups:
 
         def message() -> messages.Find:
             prompt = prompt_part(link, request, request.handle_of(link))
-            return messages.Find(0, prompt, request.num_tokens, wait_s, declined=declined, gain=request.gain)
+            return messages.Find(
+                0,
+                prompt,
+                request.num_tokens,
+                wait_s,
+                declined=declined,
+                gain=request.gain,
+                counted=request.counted,
+            )
 
         def leased(found: messages.Found | None, _: object) -> Lease | None:
             return self._leased(link, request, found, at)

@@ -158,10 +158,12 @@ class LocalBackend:
         patience_s: float,
         caller_receives: bool = False,
         max_tokens: int | None = None,
+        counted: bool = True,
     ) -> Transfer[Lease | None]:
         view = self._view(request)
         limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
-        return self.lookups.find(view, limit, patience_s=patience_s)
+        counted = counted and (isinstance(request, PromptView) or request.counted)
+        return self.lookups.find(view, limit, patience_s=patience_s, counted=counted)
 
     def find_hit(
         self, request: HitRequest | HitView, *, patience_s: float, caller_receives: bool = False

@@ -39,7 +39,9 @@ class Lookups:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def find(self, view: PromptView, limit: int, *, patience_s: float) -> Transfer[Lease | None]:
+    def find(
+        self, view: PromptView, limit: int, *, patience_s: float, counted: bool = True
+    ) -> Transfer[Lease | None]:
         """Lease the held pages of the first ``limit`` tokens; see :meth:`~tierstore.backend.Backend.find`."""
         state = self._state
         if self.core.disk is not None:
@@ -50,10 +52,10 @@ class Lookups:
             self._begin(leases=1)
             found = self.found(view, limit)
             if not found.look_on_disk:
-                return Transfer.completed(self._lease(view, found, limit))
+                return Transfer.completed(self._lease(view, found, limit, counted=counted))
 
         def after() -> Lease | None:
-            return self._lease(view, self.found(view, limit), limit)
+            return self._lease(view, self.found(view, limit), limit, counted=counted)
 
         return self._after_disk(view.disk_look(state, limit), patience_s, after, otherwise=None)
 
@@ -200,11 +202,13 @@ class Lookups:
 
     # -- leases (under the lock) -----------------------------------------------------------------------
 
-    def _lease(self, view: PromptView, found: FoundPages, limit: int) -> LocalLease:
-        """Lease the found pages, and count the lookup."""
+    def _lease(self, view: PromptView, found: FoundPages, limit: int, *, counted: bool) -> LocalLease:
+        """Lease the found pages. Count the lookup unless the client has looked before."""
         self._state.leases.expire()
+        lease = self._lease_found(view, found, limit, counted=counted)
+        if not counted:
+            return lease
         self._count_lookup(limit)
-        lease = self._lease_found(view, found, limit)
         self._count_hit(lease.runs, lease.tokens, view.chunk_tokens)
         if lease.tokens < limit:
             self._count_missed(partial(self.core.misses.missed_pages, view, found, limit, self.client))

@@ -63,8 +63,8 @@ _NOT_WRITTEN = {
 
 _Span: TypeAlias = "tuple[str, int, int]"
 """The value of a reason, the first token, and the number of tokens."""
-_Request: TypeAlias = "tuple[float, str, str, bytes, int, int, list[_Span]]"
-"""A request: time, tenant, client, identity digest, tokens of the prompt, tokens of the hit, and spans."""
+_Request: TypeAlias = "tuple[float, str, str, Identity, int, int, dict[str, int]]"
+"""A request: time, tenant, client, identity, tokens of the prompt and of the hit, missed tokens by reason."""
 
 # Values of reasons: a value is read ten times slower from its enumeration.
 _NEVER, _DIVERGED, _GROUP = (
@@ -200,32 +200,34 @@ class Misses:
         return dict(total.most_common())
 
     def recent(self, tenant: str | None = None) -> list[MissedRequest]:
-        """Return the last requests with missed tokens, the newest first: of a tenant, or of all. The spans
-        have no details."""
+        """Return the last requests with missed tokens, the newest first: of a tenant, or of all."""
         names = self._state.names
         return [
             MissedRequest(
                 int(at_s),
                 client,
-                names.get(identity, "") or identity.hex()[:8],
+                names.get(identity.digest) or identity.model or identity.digest.hex()[:8],
                 prompt_tokens,
                 hit_tokens,
-                tuple(Miss(MissReason(reason), first, tokens) for reason, first, tokens in spans),
+                {MissReason(reason): tokens for reason, tokens in Counter(counts).most_common()},
             )
-            for at_s, owner, client, identity, prompt_tokens, hit_tokens, spans in reversed(self._recent)
+            for at_s, owner, client, identity, prompt_tokens, hit_tokens, counts in reversed(self._recent)
             if tenant is None or owner == tenant
         ]
 
     def _note(
         self, client: Client, identity: Identity, prompt_tokens: int, hit_tokens: int, spans: list[_Span]
     ) -> None:
-        counted, lately = self._state.counters.missed_tokens, self._this_minute()
+        counts: dict[str, int] = {}
         for reason, _, tokens in spans:
+            counts[reason] = counts.get(reason, 0) + tokens
+        counted, lately = self._state.counters.missed_tokens, self._this_minute()
+        for reason, tokens in counts.items():
             counted[reason] = counted.get(reason, 0) + tokens
             lately[reason] = lately.get(reason, 0) + tokens
         # a plain tuple: a named one takes four times as long
         self._recent.append(
-            (time.time(), client.tenant, client.name, identity.digest, prompt_tokens, hit_tokens, spans)
+            (time.time(), client.tenant, client.name, identity, prompt_tokens, hit_tokens, counts)
         )
 
     def _this_minute(self) -> dict[str, int]:

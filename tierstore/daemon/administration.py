@@ -124,6 +124,15 @@ async def flush(connection: ClientConnection, m: p.Flush) -> p.Flushed:
         return p.Flushed(m.id, await connection.aside(partial(connection.backend.flush, wait_s)))
 
 
+def missed_requests(connection: ClientConnection, m: p.MissedRequests) -> p.MissedRequestsAnswer:
+    if m.most < 0:
+        raise Refusal("usage", f"most must not be negative, got {m.most}")
+    core = connection.backend.core
+    with core.state.lock:
+        requests = core.misses.recent(connection.tenant or None)
+    return p.MissedRequestsAnswer(m.id, requests[: m.most])
+
+
 async def stats(connection: ClientConnection, m: p.Stats) -> p.StatsAnswer:
     """Return the statistics. A client with a tenant gets only its own part."""
     if not connection.tenant:

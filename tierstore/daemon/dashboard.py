@@ -84,6 +84,7 @@ class DaemonDashboard:
             plots=_PLOTS,
             curve=of_store.curve(stats.store.curve),
             tables=(
+                of_store.missed(stats.store),
                 of_store.worth(stats.store.curve),
                 _tenants(stats),
                 _busy(self._prefixes),

@@ -103,7 +103,7 @@ def _find(
 ) -> Reply | Awaitable[Reply]:
     if m.expect and not m.max_tokens:  # a request that only waits does not count as a miss
         return p.Found(m.id, 0, 0, 0, [], 0, 0)
-    lease = connection.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
+    lease = connection.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens, counted=m.counted)
     rates = _on_wire(connection.backend.rates())
     cluster = connection.cluster
     if cluster is None:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from tierstore.curve import CurveStats
 from tierstore.daemon.stats import BOUNDS_S, DaemonStats, LatencyStats
+from tierstore.explanation import MissReason
 
 
 class StatsCollector(Collector):
@@ -69,10 +70,10 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         text = name.replace("_", " ")
         if name == "declined_tokens":
             yield _declined(value)
+        elif name == "missed_tokens":
+            yield _missed(value)
         elif isinstance(value, Mapping):
-            missed = name == "missed_tokens"
-            label, text = ("reason", "Tokens requested and not served") if missed else ("tier", text)
-            yield _by(name, f"{text}, by {label}", label, dict(value), counts=True)
+            yield _by(name, f"{text}, by tier", "tier", dict(value), counts=True)
         else:
             yield _counter(name, text, value)
     store = stats.store
@@ -95,6 +96,13 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         what = "Pages and bytes fetched and published, and errors"
         yield _by("cluster_events", what, "event", dict(stats.cluster.counts), counts=True)
     yield _counter("failed_tasks", "Mover tasks that failed because of a bug", store.failed_tasks)
+
+
+def _missed(tokens: Any) -> Metric:
+    """Return the counts of all reasons. A rate misses the first tokens of a counter that appears later."""
+    counts = dict.fromkeys((reason.value for reason in MissReason), 0) | dict(tokens)
+    what = "Tokens requested and not served, by reason"
+    return _by("missed_tokens", what, "reason", counts, counts=True)
 
 
 def _declined(tokens: Any) -> Metric:

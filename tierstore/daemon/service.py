@@ -51,6 +51,7 @@ _VERBS: dict[type[p.Request], Callable[[ClientConnection, Any], Reply | Awaitabl
     p.Finish: lambda connection, m: p.Finished(m.id, connection.backend.finish(m.session)),
     p.Evict: administration.evict,
     p.Flush: administration.flush,
+    p.MissedRequests: administration.missed_requests,
     p.Stats: administration.stats,
 }
 _LATENCY_OF: dict[type, str] = {

@@ -84,6 +84,16 @@ def curve(stats: CurveStats) -> Curve:
     )
 
 
+def missed(stats: StoreStats) -> Table:
+    """Return why tokens were missed in the last hour."""
+    return Table(
+        "Missed tokens by reason, last hour",
+        ("reason", "tokens", "of missed"),
+        stats.missed_rows,
+        "No tokens were missed in the last hour.",
+    )
+
+
 def worth(stats: CurveStats) -> Table:
     """Return the gain from more memory as a table."""
     return Table(

@@ -247,7 +247,7 @@ class Lookup:
         elif isinstance(single[1], NamedRequest):
             if explain:
                 raise UsageError("pages that the caller has named are no prompt: explain the whole prompt")
-            self._request = NamedLookup(finder, single[0], single[1], gain)
+            self._request = NamedLookup(finder, single[0], single[1], gain, counted=counted)
         else:
             chained = [single[0]]
             self._request = HitLookup(finder, chained, [single[1]], limit, counted=counted, explain=explain)
@@ -325,16 +325,19 @@ class FoundHit:
 
 
 class NamedLookup:
-    """The request for pages that the caller has named, and its answer. ``gain``: see
+    """The request for pages that the caller has named, and its answer. ``gain`` and ``counted``: see
     :func:`tierstore.lookup_all`."""
 
-    def __init__(self, finder: Finder, group: Group, request: NamedRequest, gain: int) -> None:
+    def __init__(
+        self, finder: Finder, group: Group, request: NamedRequest, gain: int, *, counted: bool
+    ) -> None:
         self.limit = self.prompt_tokens = request.num_tokens
         self.answer: Transfer[Lease | None] | None = None
         self._finder = finder
         self._group = group
         self._request = request
         self._gain = gain
+        self._counted = counted
         self._asked: Sequence[int] = ()  # from the backend
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
@@ -346,7 +349,7 @@ class NamedLookup:
             return
         if here:
             request = request.part(self._asked)
-        request.gain = self._gain
+        request.gain, request.counted = self._gain, self._counted
         self.answer = finder.backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
     def found(self) -> FoundHit:

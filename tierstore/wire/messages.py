@@ -22,7 +22,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from tierstore.explanation import Miss
+from tierstore.explanation import Miss, MissedRequest
 
 VERSION = b"\x03"
 
@@ -146,7 +146,8 @@ class Find(Message):
     ``expect``: this many leading tokens have been promised by the client that computes them. The answer waits
     until they are held, at most ``expect_s`` seconds, and ``wait_s`` counts from then on. ``gain`` is for
     named chunks: the number of tokens that a prompt need not compute if the missing chunks come from other
-    hosts. If that is enough, the shared store is asked for them (0: never).
+    hosts. If that is enough, the shared store is asked for them (0: never). ``counted`` is false for a second
+    lookup for the same request, which the daemon's counters leave out.
     """
 
     id: int
@@ -158,6 +159,7 @@ class Find(Message):
     expect: int = 0
     expect_s: float = 0.0
     gain: int = 0
+    counted: bool = True
 
 
 class Unexpect(Message):
@@ -206,8 +208,7 @@ class FindHit(Message):
 
     ``named`` are the other groups. ``names`` (32 bytes each) are the names of the pages of all whole chunks,
     ``root`` is the parent of the first chunk, and ``tail`` are the tokens of the chunk in which
-    ``num_tokens`` ends. ``counted`` is false for a second lookup for the same request, which the daemon's
-    counters leave out. ``explain``: the answer says why the tokens behind the hit are missed. For the other
+    ``num_tokens`` ends. ``explain``: the answer says why the tokens behind the hit are missed. For the other
     fields see :class:`Find`.
     """
 
@@ -495,6 +496,18 @@ class IdentitiesAnswer(Message):
     more: Payload = b""  # the value of ``after`` for the next request; empty at the end
 
 
+class MissedRequests(Message):
+    """List the last ``most`` requests with missed tokens. A client with a tenant gets only its tenant's."""
+
+    id: int
+    most: int
+
+
+class MissedRequestsAnswer(Message):
+    id: int
+    requests: Annotated[list[MissedRequest], Meta(max_length=1 << 16)]  # the newest first
+
+
 class Stats(Message):
     id: int
 
@@ -528,6 +541,7 @@ Request: TypeAlias = (
     | Evict
     | Flush
     | Identities
+    | MissedRequests
     | Stats
 )
 Answer: TypeAlias = (
@@ -550,6 +564,7 @@ Answer: TypeAlias = (
     | Evicted
     | Flushed
     | IdentitiesAnswer
+    | MissedRequestsAnswer
     | StatsAnswer
 )
 

@@ -150,7 +150,9 @@ class EngineDashboard:
             meters=(_pool(now.engine), *(of_store.meters(store) if store is not None else ())),
             plots=(*_PLOTS, *drafts),
             curve=of_store.curve(store.curve) if store is not None and store.curve.tiers else None,
-            tables=(of_store.worth(store.curve),) if store is not None and store.curve.tiers else (),
+            tables=(of_store.missed(store), of_store.worth(store.curve))
+            if store is not None and store.curve.tiers
+            else (),
         )
         return Sample(time.time(), view, _values(now, before) if before is not None else {})
 

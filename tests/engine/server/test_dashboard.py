@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,25 @@ def test_with_an_api_key_it_asks_for_that(
     page.get_by_label("Token").fill("key")
     page.get_by_role("button").click()
     wait_live(page)
+
+
+def test_missed_tokens_of_an_embedded_store_by_reason(
+    tiny: LoadedModel, stored_engine: Callable[..., Stored], serve: Callable[..., Live]
+) -> None:
+    live = serve(stored_engine(tiny).engine)
+    complete(live)
+    rows: list[list[str]] = []
+    with live.http.stream("GET", "/dashboard/feed") as answer:
+        lines = answer.iter_lines()
+        while not rows:
+            if next(lines) == "event: sample":
+                view = json.loads(next(lines).removeprefix("data: "))[2]
+                [rows] = [
+                    each["rows"]
+                    for each in view["tables"]
+                    if each["title"] == "Missed tokens by reason, last hour"
+                ]
+    assert rows[0][0] == "never saved"
 
 
 def test_requests_that_are_no_viewers(

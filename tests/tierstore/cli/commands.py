@@ -31,9 +31,9 @@ def run(*arguments):
 class Terminal:
     """A command on a terminal of its own."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, columns=120):
         self.fd, there = pty.openpty()
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"}
         self.process = subprocess.Popen(
             command(*arguments),
             stdin=there,

@@ -54,6 +54,7 @@ def test_stats_as_a_table_leave_out_what_is_zero(daemon):
     assert f"pid {os.getpid()}" in out
     assert re.search(rf"^saved pages +{PAGES}$", out, re.M)
     assert "damaged" not in out
+    assert "no tokens were missed in the last hour" not in out
 
 
 def test_the_curve_says_what_more_memory_would_be_worth(daemon):
@@ -253,6 +254,35 @@ def test_top_off_a_terminal_is_one_snapshot(daemon, flags):
     assert out.count("health: disk: online") == 1
     assert re.search(rf"^host .* 4 MiB +{PAGES} ", out, re.M)
     assert re.search(r"^slowest in the last minute: .*\b(Reserve|Commit) \d+\.\d ms", out, re.M)
+
+
+def test_missed_tokens_by_reason(daemon):
+    where = ("--connect", daemon.url)
+    for verb in ("stats", "top"):
+        assert "no tokens were missed in the last hour" in run(verb, *where)[1]
+    daemon.store.lookup([9] * 48)
+    run("evict", "host", *where)
+    run("evict", "disk", "--pages", 1, *where)
+    daemon.store.lookup(TOKENS).release()
+
+    def document():
+        return json.loads(run("stats", "--json", *where)[1])["store"]
+
+    wait_until(lambda: document()["missed_last_hour"] == {"never_saved": 48, "evicted": 16})
+    assert document()["counters"]["missed_tokens"] == {"never_saved": 48, "evicted": 16}
+    table = (
+        r"^missed tokens by reason, last hour +tokens +of missed\r?\n"
+        r"never saved +48 +75\.0 %\r?\n"
+        r"evicted +16 +25\.0 %\r?$"
+    )
+    for verb in ("stats", "top"):
+        assert re.search(table, run(verb, *where)[1], re.M), verb
+    terminal = Terminal("top", *where, columns=80)
+    try:
+        shown = terminal.wait_for(b"25.0 %").decode()
+    finally:
+        terminal.end()
+    assert re.search(r"missed tokens by reason, last hour +tokens +of missed\s", shown)
 
 
 def test_rates_are_those_since_the_last_look(daemon):

@@ -13,6 +13,7 @@ import pytest
 from tests.tierstore.daemon.server.client import prompt_of
 from tierstore.dashboard.feed import MOST_VIEWERS
 from tierstore.testing.processes import free_port
+from tierstore.wire import messages as p
 
 SYSTEM = list(range(100, 164))  # four chunks
 
@@ -121,6 +122,27 @@ def test_what_is_no_request_is_hung_up_on(daemon, request_):
         with contextlib.suppress(ConnectionResetError):
             assert there.recv(1) == b""
     assert get(daemon, "/readyz")[0] == 200
+
+
+def test_missed_tokens_are_shown_by_reason(daemon, connect):
+    client = connect(daemon.url)
+    client.register()
+    client.save(SYSTEM)
+    client.tell(p.Release([client.lookup(prompt_of(SYSTEM)).lease]))
+    title = "Missed tokens by reason, last hour"
+    viewer = Viewer(daemon)
+    assert table(viewer.view(), title) == []
+    assert 'tierstore_missed_tokens_total{reason="evicted"} 0.0' in get(daemon, "/metrics")[1]
+    client.lookup(prompt_of([9] * 48))
+    assert client.ask(p.Evict(0, "host", 1)).pages == 1
+    client.lookup(prompt_of(SYSTEM))
+    while len(rows := table(viewer.view(), title)) < 2:
+        pass
+    viewer.close()
+    assert rows == [["never saved", "48", "75.0 %"], ["evicted", "16", "25.0 %"]]
+    lines = get(daemon, "/metrics")[1].splitlines()
+    assert 'tierstore_missed_tokens_total{reason="never_saved"} 48.0' in lines
+    assert 'tierstore_missed_tokens_total{reason="evicted"} 16.0' in lines
 
 
 def test_the_busiest_prefixes_end_where_prompts_part(daemon, connect):

@@ -88,6 +88,28 @@ def test_a_tenant_sees_and_moves_nothing_of_the_others(curve):
     assert "store" not in seen
 
 
+@pytest.mark.parametrize("curve", ["with a socket"], indirect=True)
+def test_a_tenant_is_told_of_its_own_missed_requests_only(curve, connect, tmp_path):
+    daemon, connect_as = curve
+    bob, eve = connect_as("bob"), connect_as("eve")
+    for client, tokens in ((bob, TOKENS), (eve, TOKENS[:32])):
+        client.register()
+        client.lookup(prompt_of(tokens))
+    daemon.wait_for(lambda stats: stats.store.missed_last_hour == {"never_saved": len(TOKENS) + 32})
+    operator = connect(f"ipc://{tmp_path}/s")
+
+    def told(client, most=10):
+        return [each.prompt_tokens for each in client.ask(p.MissedRequests(0, most)).requests]
+
+    assert told(bob) == [len(TOKENS)]
+    assert told(eve) == [32]
+    assert told(operator) == [32, len(TOKENS)]
+    assert told(operator, most=1) == [32]
+    assert told(operator, most=0) == []
+    refused = eve.ask(p.MissedRequests(0, -1))
+    assert (type(refused), refused.kind) == (p.Refused, "usage")
+
+
 def test_an_unknown_key_is_not_let_in(curve):
     daemon, connect_as = curve
     mallory = connect_as("mallory", hello=False)
