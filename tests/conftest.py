@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -17,6 +18,10 @@ for _name in ("CI", "BUILD_NUMBER"):
 # The models of the tests are so small that a second thread of torch only costs. On a busy machine its threads
 # wait for one another most of the time. Set before anything imports torch, and inherited by every process.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# The suite starts a thousand processes. Each would compile all of its modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collection_finish() -> None:
