@@ -1,8 +1,8 @@
 """Commands in forks of one process that has imported them.
 
-Most of a short command's time goes into imports. :func:`run` gives it a process with these done; its arguments,
-environment, directory, streams and exit status are those of a fresh one. Tests of how a command starts begin with
-a fresh interpreter instead.
+Most of a short command's time goes into imports. :func:`run` gives it a process with these done; its
+arguments, environment, directory, streams and exit status are those of a fresh one. Tests of how a command
+starts begin with a fresh interpreter instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib import import_module
 
 _REQUEST_BYTES = 1 << 20
+# Imported by commands when they run.
+_LATER = (
+    "tierstore.backend",
+    "tierstore.client.backend",
+    "tierstore.daemon.stats",
+    "tierstore.tiers.disk.fsck",
+)
 
 
 def run(module: str, *arguments: object) -> tuple[int, str, str]:
@@ -55,8 +63,14 @@ def _server(module: str) -> socket.socket:
 
 
 def _serve(module: str) -> None:
-    """Fork twice for each request: a child that waits for the command, and the command. End with the socket."""
-    import_module(module)
+    """Fork twice for each request: a child that waits for the command, and the command. End when the socket
+    is closed."""
+    for name in (module, *_LATER):
+        import_module(name)
+    with suppress(ModuleNotFoundError):
+        import_module("typer._adapters")  # of newer versions
+    with suppress(SystemExit), open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+        _become(module, ["--version"], dict(os.environ), os.getcwd())  # what a first command imports
     requests = socket.socket(fileno=os.dup(0))
     while True:
         text, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
