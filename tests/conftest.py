@@ -31,6 +31,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_daemons():
+    """Hundreds of tests start a daemon, and few are about how one starts."""
+    from tests.forked import Forked
+    from tierstore.testing.processes import DaemonProcess
+
+    DaemonProcess.spawn = Forked
+
+
 @pytest.fixture
 def short_directory():
     """A path short enough for a unix socket."""
@@ -42,9 +51,7 @@ def short_directory():
 @pytest.fixture
 def make_daemon(short_directory):
     """Start daemons, each with ``DaemonProcess``'s arguments. They are killed at the end of the test."""
-    from tierstore.testing.processes import (
-        DaemonProcess,
-    )
+    from tierstore.testing.processes import DaemonProcess
 
     daemons = []
 
