@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -18,12 +19,25 @@ for _name in ("CI", "BUILD_NUMBER"):
 # wait for one another most of the time. Set before anything imports torch, and inherited by every process.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# The suite starts a thousand processes. Each would compile all of its modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: tests that ask for a collection (to see that something has
     gone) need not look through all of torch each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_daemons():
+    """Hundreds of tests start a daemon, and few are about how one starts."""
+    from tests.forked import Forked
+    from tierstore.testing.processes import DaemonProcess
+
+    DaemonProcess.spawn = Forked
 
 
 @pytest.fixture
@@ -37,9 +51,7 @@ def short_directory():
 @pytest.fixture
 def make_daemon(short_directory):
     """Start daemons, each with ``DaemonProcess``'s arguments. They are killed at the end of the test."""
-    from tierstore.testing.processes import (
-        DaemonProcess,
-    )
+    from tierstore.testing.processes import DaemonProcess
 
     daemons = []
 

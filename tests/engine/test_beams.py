@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.stored import Stored
+from tests.portions import chosen, diagonal
 from tierstore_engine.beams import BeamParams, BeamSearch
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
@@ -58,8 +59,7 @@ def with_eos(model: LoadedModel, eos: tuple[int, ...]) -> LoadedModel:
     return replace(model, config=replace(model.config, eos_ids=eos))
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.0, 2.0])
+@pytest.mark.parametrize(*diagonal(width=[2, 4], length_penalty=[1.0, 0.0, -1.0, 2.0]))
 def test_without_an_end(
     width: int, length_penalty: float, oracle: Oracle, loaded: Callable[..., LoadedModel], engine_of: EngineOf
 ) -> None:
@@ -79,7 +79,7 @@ def test_one_beam_is_greedy(oracle: Oracle, loaded: Callable[..., LoadedModel], 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, -0.5, 3.0])
-@pytest.mark.parametrize("start", [0, 50, 100])
+@pytest.mark.parametrize("start", chosen([0, 50, 100], 50))
 def test_with_ends(
     early_stopping: Any,
     length_penalty: float,

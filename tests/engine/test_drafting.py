@@ -13,6 +13,7 @@ import torch
 
 import tierstore
 from tests.engine.stored import Stored
+from tests.portions import diagonal, portion
 from tierstore.errors import UsageError
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.base import Connector
@@ -67,24 +68,24 @@ class Echo:
     def close(self): ...
 
 
-def test_greedy_output_is_equal_on_200_prompts(tiny: LoadedModel, engine_of: EngineOf) -> None:
-    asked = prompts(200)
+@pytest.mark.parametrize("count", portion(40, 200))
+def test_greedy_output_is_equal(count: int, tiny: LoadedModel, engine_of: EngineOf) -> None:
+    asked = prompts(count)
     plain = engine_of(tiny, pool_pages=256).generate(asked, GREEDY)
     engine = engine_of(tiny, pool_pages=256, drafter=PromptLookupDrafter())
     drafted = engine.generate(asked, GREEDY)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     assert [each.text for each in drafted] == [each.text for each in plain]
     stats = engine.stats()
-    assert stats.drafted_tokens > 500
+    assert stats.drafted_tokens > 2 * count
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert sum(each.metrics.accepted_tokens for each in drafted) == stats.accepted_tokens
-    assert stats.generated_tokens == 200 * 40
+    assert stats.generated_tokens == count * 40
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize(*diagonal(tokens=[1, 7, 33], wrong=[1.0, 0.3, 0.0]))
 def test_whatever_is_drafted(
-    wrong: float, tokens: int, tiny: LoadedModel, stored_engine: Callable[..., Stored]
+    tokens: int, wrong: float, tiny: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
     """Sampled, with stops, penalties and too few pages: token by token what is chosen without a draft.
     Nothing that was rejected is saved: asked again, prompts go on from what is stored, and alike."""
@@ -143,10 +144,11 @@ def test_text_that_repeats_itself_takes_fewer_steps(tiny: LoadedModel, engine_of
     assert drafted.metrics.accepted_tokens == 300 - engine.stats().steps
 
 
-def test_sampling_is_distributed_as_without(tiny: LoadedModel, engine_of: EngineOf) -> None:
-    """Three tokens, 3,000 times, of which the second is drafted: chi-squared of the 27 outcomes against what
+@pytest.mark.parametrize("count", portion(1000, 3000))
+def test_sampling_is_distributed_as_without(count: int, tiny: LoadedModel, engine_of: EngineOf) -> None:
+    """Three tokens, many times, of which the second is drafted: chi-squared of the 27 outcomes against what
     the model's logits give them. Fails by chance once in 10,000 seeds, and these are fixed."""
-    prompt, count = prompts(1)[0], 3000
+    prompt = prompts(1)[0]
     params = SamplingParams(max_new_tokens=3, temperature=1.5, top_k=3, seed=0, ignore_eos=True)
     reference = engine_of(tiny)
 
@@ -204,9 +206,7 @@ def draft_of(loaded: Callable[..., LoadedModel]) -> Callable[..., DraftModel]:
         assert each.connector.available() == each.connector.pool.num_pages
 
 
-@pytest.mark.parametrize(
-    ("pool_pages", "count"), [(256, 50), (20, 20), pytest.param(256, 200, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("pool_pages", "count"), [(20, 20), *portion((256, 20), (256, 200))])
 def test_a_draft_models_greedy_output_is_equal(
     pool_pages: int,
     count: int,

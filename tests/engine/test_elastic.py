@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.portions import portion
 from tierstore.errors import UsageError
 from tierstore.tiers.two_level import SmallPages, waste
 from tierstore_connectors.bundled import StoreConnector
@@ -160,8 +161,9 @@ def run(engine: Engine, pending: Sequence[Ask], turn) -> dict[Ask, tuple[int, ..
     return answers
 
 
+@pytest.mark.parametrize("count", portion(10, 24))
 @pytest.mark.parametrize("name", MODELS)
-def test_half_the_pool_and_back_while_requests_run(name, alone, tmp_path):
+def test_half_the_pool_and_back_while_requests_run(name, count, alone, tmp_path):
     draw = random.Random(5)
     engine = open_engine(name, tmp_path)
     whole = engine.pool_size().nbytes
@@ -175,7 +177,7 @@ def test_half_the_pool_and_back_while_requests_run(name, alone, tmp_path):
         sizes.add(engine.pool_size().nbytes)
         check_books(engine)
 
-    pending = asks(24, draw)
+    pending = asks(count, draw)
     answers = run(engine, pending, turn)
     assert answers == {ask: alone(name, ask) for ask in pending}
     assert min(sizes) < 0.6 * whole
@@ -267,11 +269,12 @@ class Shared:
             engine.close()
 
 
+@pytest.mark.parametrize("count", portion(12, 24))
 @pytest.mark.parametrize("names", [("tiny", "tiny-gemma3"), ("tiny-qwen3-next", "tiny-gemma3")], ids="+".join)
-def test_two_engines_on_one_memory(names, alone, tmp_path):
+def test_two_engines_on_one_memory(names, count, alone, tmp_path):
     shared = Shared(names, tmp_path, random.Random(11), alone)
-    shared.serve(24)
-    assert shared.answered == 24
+    shared.serve(count)
+    assert shared.answered == count
     assert shared.moves
     shared.close()
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.stored import Stored
+from tests.portions import chosen
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
@@ -120,7 +121,7 @@ def test_a_branch_streams_what_is_its_own(tiny: LoadedModel, engine_of: EngineOf
     assert len(completions[branch].logits) == 40
 
 
-@pytest.mark.parametrize("pool_pages", [18, 22, 30])
+@pytest.mark.parametrize("pool_pages", chosen([18, 22, 30], 22))
 def test_samples_that_have_to_give_way(pool_pages: int, tiny: LoadedModel, engine_of: EngineOf) -> None:
     engine = engine_of(tiny, pool_pages=pool_pages, max_sequences=6)
     params = replace(SAMPLED, max_new_tokens=150)
@@ -162,8 +163,8 @@ def test_what_has_ended_is_not_forked(tiny: LoadedModel, engine_of: EngineOf) ->
 
 
 def test_over_a_store_the_prefix_is_stored_once(tiny: LoadedModel, stored_engine: StoredEngine) -> None:
-    """10,000 tokens and eight samples: their pages are in the pool once, and saved once."""
-    tokens, new, n = 10_000, 20, 8
+    """Thousands of tokens and eight samples: their pages are in the pool once, and saved once."""
+    tokens, new, n = 4_000, 20, 8
     longer = replace(tiny, config=replace(tiny.config, max_positions=16_384))
     prompt = [random.Random(5).randrange(256) for _ in range(tokens)]
     stored = stored_engine(
@@ -196,7 +197,7 @@ def test_samples_over_a_store_that_are_parked(tiny: LoadedModel, stored_engine: 
     assert sum(sample.metrics.preemptions for sample in samples) > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", chosen(range(3), 0))
 def test_random_trees(seed: int, tiny: LoadedModel, stored_engine: StoredEngine) -> None:
     """Requests forked and cancelled at any time, with too few pages: every one of them is what its seed gives
     behind the tokens it was forked with."""

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.engine.stored import Stored
+from tests.portions import chosen, diagonal
 from tierstore_engine import mixers, mlp
 from tierstore_engine import model as model_module
 from tierstore_engine.attention.base import BatchLayout, Span
@@ -33,7 +34,10 @@ PROMPT = [number * 7 % 256 for number in range(100)]
 PARAMS = SamplingParams(max_new_tokens=40, temperature=1.0, seed=1, ignore_eos=True, keep_logits=True)
 
 
-@pytest.fixture(params=["fp8_e4m3", "k8v4", "int8, static"])
+FORMATS = ("fp8_e4m3", "k8v4", "int8, static")
+
+
+@pytest.fixture(params=FORMATS)
 def quantised(request: pytest.FixtureRequest, loaded: Callable[..., LoadedModel]) -> LoadedModel:
     name, *static = request.param.split(", ")
     model = loaded("tiny", kv_dtype=name)
@@ -70,7 +74,7 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
         assert np.array_equal(one.logits, other.logits)
 
 
-@pytest.mark.parametrize("tier", ["hbm", "host", "disk"])
+@pytest.mark.parametrize(*diagonal(tier=["hbm", "host", "disk"], quantised=FORMATS), indirect=["quantised"])
 def test_a_hit_that_ends_anywhere(tier: str, quantised: LoadedModel, stored_engine: StoredEngine) -> None:
     """In the middle of a page, too: the rest of the page is written anew."""
     cold = stored_engine(quantised).engine.generate([PROMPT], PARAMS)
@@ -87,6 +91,7 @@ def test_a_hit_that_ends_anywhere(tier: str, quantised: LoadedModel, stored_engi
     assert_same(warm, cold)
 
 
+@pytest.mark.parametrize("quantised", chosen(FORMATS, "k8v4"), indirect=True)
 def test_forks_that_are_parked(quantised: LoadedModel, stored_engine: StoredEngine) -> None:
     """They share the prompt's partial page, copy it, and give way to one another with pages half full."""
     params = replace(PARAMS, max_new_tokens=100)
@@ -99,7 +104,9 @@ def test_forks_that_are_parked(quantised: LoadedModel, stored_engine: StoredEngi
 
 
 @pytest.mark.parametrize(
-    ("quantised", "wrong"), [("fp8_e4m3", 1.0), ("k8v4", 0.3), ("int8, static", 0.3)], indirect=["quantised"]
+    ("quantised", "wrong"),
+    chosen([("fp8_e4m3", 1.0), ("k8v4", 0.3), ("int8, static", 0.3)], ("int8, static", 0.3)),
+    indirect=["quantised"],
 )
 def test_drafts(wrong: float, quantised: LoadedModel, stored_engine: StoredEngine) -> None:
     """With too few pages, and asked twice. What was rejected left nothing behind."""
@@ -114,6 +121,7 @@ def test_drafts(wrong: float, quantised: LoadedModel, stored_engine: StoredEngin
     assert stats.drafted_tokens > stats.accepted_tokens
 
 
+@pytest.mark.parametrize("quantised", chosen(FORMATS, "fp8_e4m3"), indirect=True)
 def test_random_traffic(quantised: LoadedModel, stored_engine: StoredEngine) -> None:
     """Too few pages in both tiers and evictions at any time: what an undisturbed request gives."""
     rng = random.Random(1)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.stored import Stored
+from tests.portions import chosen
 from tierstore.planner import Plan, Planner
 from tierstore.transfer import Transfer
 from tierstore_engine.build import LoadedModel
@@ -49,7 +50,7 @@ def warm(oracle: Oracle, loaded: Callable[..., LoadedModel], stored_engine: Call
     return stored
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("chunks", chosen([1, 2, 3, 4, 5, 6], 1, 3, 6))
 def test_where_they_meet_the_rest_is_not_loaded(oracle: Oracle, warm: Stored, chunks: int) -> None:
     warm.store.planner = FixedPlanner(chunks * CHUNK)
     [again] = warm.engine.generate([oracle.prompt], GREEDY)

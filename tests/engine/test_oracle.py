@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.portions import diagonal
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, RequestId
@@ -33,8 +34,7 @@ def finish(engine: Engine) -> dict[RequestId, Completion]:
     return {output.request_id: output.completion for output in outputs if output.completion}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("prefill_chunk", [16, 112, 512])
+@pytest.mark.parametrize(*diagonal(name=ARCHITECTURES, prefill_chunk=[16, 112, 512]))
 def test_alone(
     name: str,
     prefill_chunk: int,

@@ -17,6 +17,7 @@ import pytest
 import tierstore
 from tests.engine.device import SCHEDULES, missing
 from tests.engine.device.deferred import DeferredRunner
+from tests.portions import diagonal
 from tierstore.errors import UsageError
 from tierstore.store.destinations import IntoHbm
 from tierstore_connectors.bundled import NoStore, StoreConnector
@@ -73,8 +74,7 @@ def reused(answer: Any) -> int:
     return sum(answer.metrics.reused_by_tier.values())
 
 
-@pytest.mark.parametrize("tier", ["hbm", "host", "disk"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(*diagonal(name=NAMES, tier=["hbm", "host", "disk"]))
 def test_a_turn_goes_on_where_the_last_one_ended(models, engines, name, tier):
     model = models(name)
     engine, alone = engines(model), engines(model, store=False)
@@ -125,7 +125,7 @@ def test_parked_sequences_go_on_as_if_nothing_had_been(models, engines, name):
     model = models(name)
     pages = (12, 4 if name == "tiny-qwen3-next" else 12)  # a state has as many bytes as four others
     engine, alone = engines(model, pages=pages, max_sequences=8), engines(model, store=False)
-    prompts = [prompt(20 + 7 * seed, seed=seed) for seed in range(8)]
+    prompts = [prompt(20 + 7 * seed, seed=seed) for seed in range(5)]
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     answers = engine.generate(prompts, params)
     assert [answer.tokens for answer in answers] == [
@@ -136,8 +136,7 @@ def test_parked_sequences_go_on_as_if_nothing_had_been(models, engines, name):
         assert sum(answer.metrics.recomputed_tokens for answer in answers) == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(*diagonal(name=NAMES, seed=range(3)))
 def test_conversations_that_are_taken_up_anywhere(models, engines, name, seed):
     """At their end, mostly, and else at any token, by two at a time."""
     model, chance = models(name), random.Random(seed)
@@ -311,8 +310,7 @@ def given_way(ask: Asking) -> None:
 
 @on_device
 @pytest.mark.parametrize("scene", [taken_up, given_way])
-@pytest.mark.parametrize("seed", SCHEDULES[:4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(*diagonal(name=NAMES, seed=SCHEDULES[:4]))
 def test_sequences_that_left_a_device_go_on(name, seed, scene, models, alone):
     run = open_run(models(name), seed)
     scene(Asking(run, name, alone))

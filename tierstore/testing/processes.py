@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 _END_S = 30.0
 
@@ -18,6 +19,27 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Process(Protocol):
+    """A running program, as :class:`subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Returns the exit code, negative for a signal."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
 
 
 class DaemonProcess:
@@ -49,11 +71,16 @@ class DaemonProcess:
             self.options += ["--listen", address]
         if disk:
             self.options += [f"--disk={directory}/disk", f"--disk-bytes={256 << 20}", "--page-bytes=8KiB"]
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
+
+    @staticmethod
+    def spawn(module: str, arguments: Sequence[str]) -> Process:
+        """Start ``python -m module``. Replace it to start all daemons in another way."""
+        return subprocess.Popen([sys.executable, "-m", module, *arguments])
 
     def start(self) -> DaemonProcess:
         """Start it without waiting until it serves."""
-        self.process = subprocess.Popen([sys.executable, "-m", "tierstore.daemon", *self.options])
+        self.process = self.spawn("tierstore.daemon", self.options)
         return self
 
     def signal(self, number: signal.Signals | int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from tierstore.errors import UsageError
@@ -20,11 +21,17 @@ FOLLOW_UP = "\n\n# Question: and which of its methods would you call first?\n# A
 def standard_library() -> Iterator[str]:
     """Yield the sources of the standard library's modules in alphabetical order, without its tests and
     without installed packages."""
+    for path, name in _modules():
+        yield f"# {name}\n" + path.read_text(encoding="utf-8", errors="replace")
+
+
+@cache
+def _modules() -> list[tuple[Path, str]]:
+    """Return the files of the modules, and their names below the standard library's folder."""
     root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(parts):
-            yield f"# {'/'.join(parts)}\n" + path.read_text(encoding="utf-8", errors="replace")
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+    found = ((path, path.relative_to(root)) for path in sorted(root.rglob("*.py")))
+    return [(path, name.as_posix()) for path, name in found if not left_out & set(name.parts)]
 
 
 def long_prompt(

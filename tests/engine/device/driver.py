@@ -15,12 +15,15 @@ import numpy.typing as npt
 
 from tests.engine.kernels.executor.build import build_plain
 from tests.engine.kernels.executor.toolchain import missing_tools
+from tests.portions import chosen
 from tierstore.tiers.cuda import CudaDevice, open_driver
 from tierstore.tiers.device import Stream
 
 COMPLETED = Path(__file__).parent
 SCHEDULES = tuple(range(int(os.environ.get("TIERSTORE_DEVICE_SCHEDULES", "14"))))
 """Seeds: lazy, eager, and six each of random and mixed (see ``driver.cc``)."""
+ONE_OF_EACH = chosen(SCHEDULES, *SCHEDULES[:3], *SCHEDULES[8:9])
+"""The seeds as parameters: one of each kind, and the others for the soak."""
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_longlong)
 

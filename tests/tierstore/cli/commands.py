@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import tierstore
+from tests import forked
 from tests.daemons import SPEC
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
@@ -24,8 +25,7 @@ def command(*arguments):
 
 def run(*arguments):
     """(exit code, stdout, stderr)."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
+    return forked.run("tierstore.cli", *arguments)
 
 
 class Terminal:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore.testing.clock import wait_until
 from tierstore.testing.pages import pages_of
+from tierstore.testing.processes import DaemonProcess, Process
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
 IDENTITY = Identity.of(SPEC, model="m")
@@ -33,14 +33,17 @@ class Host:
     ) -> None:
         self.directory = tempfile.mkdtemp(prefix="ts")
         self.url = f"ipc://{self.directory}/s"
-        self.command = [*prefix, python, "-m", "tierstore.daemon", f"--listen={self.url}"]
-        self.command += ["--host-bytes=8MiB", "--log-level=warning", f"--cluster={url}"]
-        self.command += ["--cluster-min-tokens=16", "--cluster-look-s=1", *options]
-        self.process: subprocess.Popen[bytes] | None = None
+        self.prefix = [*prefix, python]
+        self.options = [f"--listen={self.url}", "--host-bytes=8MiB", "--log-level=warning"]
+        self.options += [f"--cluster={url}", "--cluster-min-tokens=16", "--cluster-look-s=1", *options]
+        self.process: Process | None = None
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command)
+        if self.prefix == [sys.executable]:
+            self.process = DaemonProcess.spawn("tierstore.daemon", self.options)
+        else:
+            self.process = subprocess.Popen([*self.prefix, "-m", "tierstore.daemon", *self.options])
 
     def stats(self):
         with Operator(self.url) as operator:
@@ -108,7 +111,7 @@ class Host:
 
     def end(self) -> int:
         assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         code = self.process.wait(30)
         self.process = None
         return code

@@ -8,7 +8,7 @@ from tests.campaigns.kills import Killer
 from tests.campaigns.mortal import LIVES
 from tests.campaigns.verdict import Verdict
 
-KILLS = 40
+KILLS = 12
 MANY_KILLS = 100
 
 
@@ -19,7 +19,7 @@ MANY_KILLS = 100
 @pytest.mark.parametrize("life", LIVES)
 @pytest.mark.timeout(1800)
 def test_what_was_acknowledged_survives_kill_9(tmp_path, life, seed, kills):
-    """40 kills of each of three kinds of store; on the real disk. The soak's 1,200 more are twelve tests, so
+    """12 kills of each of three kinds of store; on the real disk. The soak's 1,200 more are twelve tests, so
     that one that was interrupted can go on where it ended."""
     total = Verdict()
     with Killer(tmp_path / "store", life, seed=seed) as killer:

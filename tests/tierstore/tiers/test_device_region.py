@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.engine.device import SCHEDULES, FakeDevice, missing
+from tests.engine.device import ONE_OF_EACH, FakeDevice, missing
 from tests.tierstore.tiers.hbm_bugs import SOUND, Bug, Planted, caught
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
@@ -270,7 +270,7 @@ BUGS = (
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
-@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.parametrize("seed", ONE_OF_EACH)
 def test_order(scene: Callable[[Bench], None], seed: int) -> None:
     scene(Bench(seed))
 

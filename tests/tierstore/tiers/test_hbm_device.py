@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.engine.device import SCHEDULES, FakeDevice, missing
+from tests.engine.device import ONE_OF_EACH, SCHEDULES, FakeDevice, missing
 from tests.tierstore.tiers.hbm_bugs import BUGS, SOUND, Bug, Planted, caught
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
@@ -212,7 +212,7 @@ SCENES = {
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
-@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.parametrize("seed", ONE_OF_EACH)
 def test_order(scene: Callable[[Bench], None], seed: int) -> None:
     bench = Bench(seed)
     scene(bench)
@@ -443,7 +443,7 @@ def test_a_small_load_does_not_wait_behind_a_large_one() -> None:
     assert [bytes(pool.array[page]) for page in range(3)] == bench.content[:3]
 
 
-@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.parametrize("seed", ONE_OF_EACH)
 def test_small_and_large_loads_into_the_same_pages(seed: int) -> None:
     """One after the other, by streams that know nothing of each other: the last one's bytes are there."""
     bench = Bench(seed, layered_bytes=2 * SPEC.page_bytes)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.units import MIB
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.engine import Engine
 from tierstore_tools import corpus, limits
@@ -33,6 +34,8 @@ from tierstore_tools.report import Phases
 
 _STEPS_IN_TURN = 4
 _HITS = 5  # hits per tier in memory
+_LEAST_MEASURED = 32 * MIB
+_MOST_MEASURED = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def run(settings: LongContext, phases: Phases) -> LongContextResult:
         )
         sizes = _sizes(model, settings, settings.tokens)
     with phases.phase("this machine's limits", measurable=False):
-        measured = limits.measure(settings.directory)
+        measured = limits.measure(settings.directory, nbytes=_measured_bytes(model, sizes, settings))
     rows, overhead = _LongContextExperiment(settings, model, sizes, measured, phases).run(prompt)
     sweep = [_sweep_one(settings, model, tokens, phases) for tokens in settings.sweep]
     return LongContextResult(measured, tuple(rows), overhead, tuple(sweep))
@@ -125,6 +128,12 @@ def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
     sizes = Sizes.for_tokens(model.kv_spec(chunk_tokens=settings.chunk_tokens), tokens)
     sizes.check_disk(settings.directory)
     return sizes
+
+
+def _measured_bytes(model: LoadedModel, sizes: Sizes, settings: LongContext) -> int:
+    """Return how much is copied to measure the limits: as many bytes as the pages have, within bounds."""
+    nbytes = sizes.pool_pages * model.kv_spec(chunk_tokens=settings.chunk_tokens).page_bytes
+    return min(max(nbytes // MIB * MIB, _LEAST_MEASURED), _MOST_MEASURED)
 
 
 @contextmanager

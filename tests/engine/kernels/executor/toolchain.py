@@ -61,7 +61,10 @@ def compiler_version() -> str:
     return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
+# Read before any test gives the engine a cache of its own: what is compiled is named by its content.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierstore" / "executor"
+
+
 def cache_dir() -> Path:
     """Where compiled kernels are kept between runs; anything in it may be deleted."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tierstore" / "executor"
+    return _CACHE

@@ -11,6 +11,7 @@ from functools import partial
 import lmdb
 import pytest
 
+from tests.portions import portion
 from tests.tierstore.tiers.disk import damaged_opener
 from tests.tierstore.tiers.disk.test_directory import fingerprint
 from tierstore.errors import StoreUnavailableError
@@ -21,7 +22,6 @@ from tierstore.tiers.disk.listing import list_store
 from tierstore.units import KIB, MIB
 
 PAGE = 4096
-DAMAGES = 60
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,12 @@ def test_a_damaged_index_is_one_line_with_what_to_do_embedded_and_in_a_daemon(co
     assert fingerprint(copy) == before
 
 
-def test_no_damage_ends_the_process_that_opens_the_store(original, tmp_path):
+@pytest.mark.parametrize("damages", portion(12, 60))
+def test_no_damage_ends_the_process_that_opens_the_store(original, tmp_path, damages):
     """In a process of its own, since LMDB aborts."""
     command = [sys.executable, "-m", "tests.tierstore.tiers.disk.damaged_opener"]
     done = subprocess.run(
-        [*command, str(original), str(tmp_path), "0", str(DAMAGES)],
+        [*command, str(original), str(tmp_path), "0", str(damages)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -90,8 +91,8 @@ def test_no_damage_ends_the_process_that_opens_the_store(original, tmp_path):
     outcomes = done.stdout.splitlines()
     assert done.returncode == 0, (outcomes[-1:], done.stderr)
     assert "Traceback" not in done.stderr
-    assert len(outcomes) == DAMAGES
-    assert 0 < sum(line.endswith("refused") for line in outcomes) < DAMAGES
+    assert len(outcomes) == damages
+    assert 0 < sum(line.endswith("refused") for line in outcomes) < damages
 
 
 def test_a_good_index_of_any_history_passes(tmp_path, open_shelf):

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from tests.portions import portion
 from tests.tierstore.tiers.disk.killed_writer import OPTIONS, payload
 from tests.tierstore.tiers.disk.shelf import Shelf
 
@@ -66,7 +67,7 @@ def verify(path, page_table):
     page_table.durable = set(records)  # what was committed unheard counts from now on
 
 
-@pytest.mark.parametrize("kills", [15, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", portion(6, 1000))
 @pytest.mark.timeout(3600)
 def test_what_was_acknowledged_survives_kills(path, kills):
     chance = random.Random(kills)

@@ -1,0 +1,177 @@
+"""Programs in forks of a process that has imported them.
+
+Most of the time that a command or a daemon takes to start goes into imports. A :class:`Forked` process has
+these done; its arguments, environment, directory, streams and exit status are those of a fresh one. Tests of
+how a program starts begin with a fresh interpreter instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from importlib import import_module
+
+_REQUEST_BYTES = 1 << 20
+# Imported by programs when they run. Only newer versions of typer have adapters.
+_LATER = (
+    *(
+        "tierstore.backend",
+        "tierstore.client.backend",
+        "tierstore.daemon.daemon",
+        "tierstore.tiers.disk.fsck",
+    ),
+    "typer._adapters",
+)
+
+
+class Forked:
+    """``python -m module`` in a fork, with the interface of :class:`subprocess.Popen`.
+
+    Example::
+
+        process = Forked("tierstore.daemon", ["--host-bytes=4MiB"])
+        process.terminate()
+        assert process.wait(30) == 0
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], streams: Sequence[int] = (0, 1, 2)) -> None:
+        request = json.dumps([module, list(arguments), dict(os.environ), os.getcwd()])
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(_server(module), [request.encode()], [theirs.fileno(), *streams])
+        self.pid = int(self._line.recv(64))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs. The code of a signal is negative."""
+        with suppress(BlockingIOError):
+            self._ended(socket.MSG_DONTWAIT)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return the exit code."""
+        self._line.settimeout(timeout)
+        try:
+            return self._ended()
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, flags: int = 0) -> int:
+        if self.returncode is None:
+            self.returncode = int(self._line.recv(64, flags))
+            self._line.close()
+        return self.returncode
+
+
+def run(module: str, *arguments: object) -> tuple[int, str, str]:
+    """Run ``python -m module``. Return its exit code, stdout and stderr."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
+        streams = [nothing.fileno(), out.fileno(), err.fileno()]
+        code = Forked(module, [str(argument) for argument in arguments], streams).wait()
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode())
+    return code, texts[0], texts[1]
+
+
+@cache
+def _server(module: str) -> socket.socket:
+    """Start the process that imports ``module``. Return the socket that takes its requests."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-m", "tests.forked", module], stdin=theirs)
+
+    def end() -> None:
+        mine.close()
+        process.wait(30)
+
+    atexit.register(end)
+    return mine
+
+
+def _serve(module: str) -> None:
+    """Fork twice for each request: a child that waits for the program, and the program. End when the socket
+    is closed."""
+    for name in _LATER:
+        with suppress(ModuleNotFoundError):
+            import_module(name)
+    with suppress(SystemExit), open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+        _become(module, ["--help"], dict(os.environ), os.getcwd())  # imports what any call of it does
+    gc.collect()
+    gc.freeze()  # collections leave what is shared alone
+    requests = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children that wait
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
+        if not text:
+            return
+        waiting = os.fork()
+        if waiting:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        requests.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        line = socket.socket(fileno=descriptors[0])
+        program = os.fork()
+        if program:
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
+            _wait(line, program)
+        line.close()
+        for number, descriptor in enumerate(descriptors[1:]):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        _become(*json.loads(text))
+        return
+
+
+def _wait(line: socket.socket, program: int) -> None:
+    """Report the program's pid, and then its exit code. Streams are closed: who reads them waits for their
+    end."""
+    for stream in (0, 1, 2):
+        os.close(stream)
+    line.send(str(program).encode())
+    _, status = os.waitpid(program, 0)
+    with suppress(OSError):  # nobody waits for it
+        line.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become(module: str, arguments: list[str], environment: dict[str, str], directory: str) -> None:
+    """Be the program until its end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
