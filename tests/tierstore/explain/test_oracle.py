@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from tests.portions import portion
 from tierstore import Hint, Identity, Store
 from tierstore.explanation import MissReason as R
 from tierstore.policy import DEFAULT_POLICY
@@ -18,7 +19,6 @@ from tierstore.testing.layouts import CHUNK, LAYOUTS
 from tierstore.testing.opening import connect_store, open_store
 from tierstore.testing.store import new_identity
 
-TIMES = 20
 _MIB = 1 << 20
 _VOCABULARY = 1 << 17
 
@@ -26,8 +26,8 @@ _VOCABULARY = 1 << 17
 class Bench:
     """A store of one layout, embedded or over a daemon, and prompts that no other scenario uses."""
 
-    def __init__(self, layout, store, draw):
-        self.layout, self.store, self.draw = layout, store, draw
+    def __init__(self, layout, store, draw, times):
+        self.layout, self.store, self.draw, self.times = layout, store, draw, times
 
     def tokens(self, count=None):
         """A prompt of whole chunks whose beginning no other prompt shares."""
@@ -59,8 +59,14 @@ def layout(request):
     return request.param
 
 
+@pytest.fixture(params=portion(4, 20))
+def times(request):
+    """How often a scenario is played."""
+    return request.param
+
+
 @pytest.fixture(params=["embedded", "daemon"])
-def open_bench(request, layout, tmp_path, make_daemon):
+def open_bench(request, layout, times, tmp_path, make_daemon):
     """Open a bench: ``host_chunks`` chunks in host memory, and a disk unless ``disk_bytes`` is 0."""
     opened = []
 
@@ -83,7 +89,7 @@ def open_bench(request, layout, tmp_path, make_daemon):
             store = connect_store(daemon.url, layout.spec, identity=identity, lookup_s=10.0)
             assert store.wait_connected(30)
         opened.append(store)
-        return Bench(layout, store, random.Random(seed))
+        return Bench(layout, store, random.Random(seed), times)
 
     yield open_
     for store in opened:
@@ -92,7 +98,7 @@ def open_bench(request, layout, tmp_path, make_daemon):
 
 def test_a_prompt_that_is_held_has_no_misses(open_bench):
     bench = open_bench()
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         explanation, spans = bench.reasons(bench.saved())
         assert spans == []
         assert explanation.hit_tokens == explanation.prompt_tokens
@@ -101,7 +107,7 @@ def test_a_prompt_that_is_held_has_no_misses(open_bench):
 def test_a_new_prompt_was_never_saved(open_bench):
     bench = open_bench()
     bench.saved()
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.tokens(bench.draw.randint(1, 200))
         _, spans = bench.reasons(tokens)
         tail = 0 if bench.layout.single else len(tokens) % CHUNK
@@ -111,7 +117,7 @@ def test_a_new_prompt_was_never_saved(open_bench):
 
 def test_a_continued_prompt_was_never_saved_behind_its_end(open_bench):
     bench = open_bench()
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved()
         more = bench.tokens(bench.draw.randint(1, 5) * CHUNK)
         explanation, spans = bench.reasons([*tokens, *more])
@@ -121,7 +127,7 @@ def test_a_continued_prompt_was_never_saved_behind_its_end(open_bench):
 
 def test_a_changed_token_is_where_prompts_diverge(open_bench):
     bench = open_bench(host_chunks=512)
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved()
         at = bench.draw.randrange(1, len(tokens))
         changed = [*tokens[:at], tokens[at] ^ 1 << 20, *tokens[at + 1 :]]
@@ -135,7 +141,7 @@ def test_a_changed_token_is_where_prompts_diverge(open_bench):
 
 def test_evicted_to_make_room(open_bench):
     bench = open_bench(host_chunks=16)
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved()
         bench.fill(32)
         explanation, spans = bench.reasons(tokens)
@@ -148,7 +154,7 @@ def test_evicted_to_make_room(open_bench):
 def test_an_evicted_prompt_that_ends_inside_a_chunk(open_bench):
     """As it was, with another end, and longer."""
     bench = open_bench(host_chunks=16)
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved(bench.tokens(3 * CHUNK + bench.draw.randrange(1, CHUNK)))
         bench.fill(32)
         _, spans = bench.reasons(tokens)
@@ -165,7 +171,7 @@ def test_an_evicted_prompt_that_ends_inside_a_chunk(open_bench):
 
 def test_evicted_by_request(open_bench):
     bench = open_bench(host_chunks=64, disk_bytes=64 * _MIB)
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved()
         assert bench.store.flush(30)
         bench.store.evict("host")
@@ -180,7 +186,7 @@ def test_evicted_by_request(open_bench):
 def test_the_rest_of_a_prompt_is_evicted(open_bench):
     """The last pages leave first: what is left is a hit, and the rest has left."""
     bench = open_bench(host_chunks=64)
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved(bench.tokens(8 * CHUNK))
         pages = bench.draw.randint(1, 7)
         bench.store.evict("host", pages)
@@ -193,7 +199,7 @@ def test_the_rest_of_a_prompt_is_evicted(open_bench):
 
 def test_a_time_to_live_is_over(open_bench):
     bench = open_bench(host_chunks=64)
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved(bench.tokens(3 * CHUNK), hint=Hint(ttl_s=0.0))
         bench.fill(128)
         _, spans = bench.reasons(tokens)
@@ -202,7 +208,7 @@ def test_a_time_to_live_is_over(open_bench):
 
 def test_a_session_has_ended(open_bench):
     bench = open_bench(host_chunks=16)
-    for number in range(TIMES):
+    for number in range(bench.times):
         tokens = bench.saved(session=f"session {number}")
         assert bench.store.finish(f"session {number}") > 0
         bench.fill(32)
@@ -217,7 +223,7 @@ def test_another_identity_holds_it(open_bench, layout, field, value):
     bench = open_bench(identity=Identity.of(layout.spec, model="same"))
     other = Identity.of(layout.spec, model="same", **{field: value})
     saver = Store(bench.store.backend, layout.spec, identity=other, lookup_s=10.0)
-    for _ in range(TIMES // 4):
+    for _ in range(bench.times):
         tokens = bench.tokens()
         assert layout.save(saver, tokens) == len(tokens)
         explanation, spans = bench.reasons([*tokens, *bench.tokens(CHUNK)])
@@ -228,7 +234,7 @@ def test_another_identity_holds_it(open_bench, layout, field, value):
 def test_the_write_budget_is_used_up(open_bench):
     bench = open_bench(host_chunks=16, disk_bytes=64 * _MIB, disk_write_budget=1)
     bench.saved()
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved()
         bench.fill(32)
         explanation, spans = bench.reasons(tokens)
@@ -242,7 +248,7 @@ def test_no_room_in_host_memory(open_bench):
     held = bench.saved(bench.tokens(16 * CHUNK))
     with bench.store.lookup(held) as hit:
         assert hit.tokens == len(held)
-        for _ in range(TIMES):
+        for _ in range(bench.times):
             tokens = bench.tokens()
             stored = bench.layout.save(bench.store, tokens)
             explanation, spans = bench.reasons(tokens)
@@ -252,7 +258,7 @@ def test_no_room_in_host_memory(open_bench):
 
 def test_the_token_that_has_to_be_computed(open_bench):
     bench = open_bench()
-    for _ in range(TIMES):
+    for _ in range(bench.times):
         tokens = bench.saved()
         explanation, spans = bench.reasons(tokens, max_tokens=len(tokens) - 1)
         end = bench.end(len(tokens) - 1)

@@ -18,7 +18,7 @@ from tierstore.testing.clock import wait_until
 from tierstore.testing.opening import connect_store, open_store
 from tierstore.testing.store import new_identity
 
-TIMES = 20
+TIMES = 8
 _MIB = 1 << 20
 
 
