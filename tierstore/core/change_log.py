@@ -37,7 +37,8 @@ class PageRemoved(NamedTuple):
 
 
 class Named(NamedTuple):
-    """Pages of an identity are reported from now on. Pages that are already held were not reported."""
+    """Pages of an identity are reported from now on. The log has not reported the pages that the store holds
+    now."""
 
     identity: bytes
 

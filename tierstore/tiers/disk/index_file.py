@@ -292,7 +292,9 @@ class IndexFile:
         if tree.depth == 0 and tree.root == _NO_ROOT and not tree.entries:
             return np.zeros(0, np.int64)
         if not 0 < tree.depth <= _MOST_DEPTH:
-            raise _Damage(f"its tree {name.decode()!r} has {tree.depth} levels")
+            raise _Damage(
+                f"its tree {name.decode()!r} has {tree.depth} levels, and the most is {_MOST_DEPTH}"
+            )
         level = _as_numbers(tree.root)
         branches = 0
         for _ in range(tree.depth - 1):
