@@ -149,14 +149,14 @@ class Leaving:
 
     def evict_when_idle(self, pages: Iterable[Page]) -> int:
         """Evict those of these pages that are finished (see ``Page.done``), now or when nothing holds them.
-        Return the number of copies dropped now."""
+        Return the number of copies that this call has dropped."""
         self._waiting.update((page, None) for page in pages if page.done)
         while len(self._waiting) > _MOST_LEAVING:  # the policy evicts them first in any case
             del self._waiting[next(iter(self._waiting))]
         return self.leave()
 
     def leave(self) -> int:
-        """Drop the copies that are no longer held. Return their number."""
+        """Drop the copies that are no longer held. Return the number of dropped ones."""
         left = 0
         for page in list(self._waiting):
             for tier in self._tiers:

@@ -267,7 +267,7 @@ class Store:
         self.planner.computed(tokens, behind, seconds)
 
     def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
-        """Return how much of a hit to load, based on recent loads and prefill steps (:mod:`tierstore.planner`).
+        """Return how much of a hit to load. :mod:`tierstore.planner` decides from recent loads and steps.
 
         ``prompt_tokens`` is the length of the whole prompt (None: the hit and one more token). ``block`` is
         for an engine that can compute the front of the hit during the load: the number of tokens that it
