@@ -37,7 +37,9 @@ from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, Prompt, chunk_key
 from tierstore.spec import KVSpec, is_hashed
 
 _MOST_IDENTITIES = 32  # other identities that are compared
-_MOST_ENDS = 512  # lengths between two save points that are examined
+_MOST_ENDS = 512  # lengths between two save points that are looked at
+_MOST_LENGTHS = 8  # of these, those whose pages are all looked up
+_ONE_BY_ONE = 512  # missing pages that are examined one by one: a millisecond
 _MOST_RECENT = 256  # requests that are remembered
 _HOUR = 60  # minutes
 _MOST_SIBLINGS = 256  # pages beside a missing one that are compared
@@ -92,7 +94,7 @@ class Misses:
             following = unknown is not None and unknown > max(tokens, search.branch)
         chain = _shortest(search)
         if unknown is None or chain is None:
-            return misses
+            return _by_group(search, misses)
         held, fields = self._elsewhere(search, chain, unknown // chain.chunk_tokens)
         elsewhere = max(min(held, search.view.num_tokens) - unknown, 0)
         if elsewhere:
@@ -100,7 +102,7 @@ class Misses:
             unknown += elsewhere
         with self._state.lock:
             misses += self._new(search, chain, unknown, following=following or bool(elsewhere))
-        return misses
+        return _by_group(search, misses)
 
     def count(self, search: HitSearch, tokens: int) -> list[Miss]:
         """Return the same as :meth:`explain`, as far as memory tells."""
@@ -109,7 +111,7 @@ class Misses:
         if unknown is not None and chain is not None:
             following = unknown > max(tokens, search.branch)
             misses += self._new(search, chain, unknown, following=following)
-        return misses
+        return _by_group(search, misses)
 
     # -- counting --------------------------------------------------------------------------------------
 
@@ -148,12 +150,7 @@ class Misses:
         if first < whole:
             departure = self._state.departures.of(identity.digest, chain.chunk(first)[0])
             if departure is not None:
-                keys = chain.all_keys()
-                known = bisect_left(
-                    range(first + 1, whole),
-                    True,
-                    key=lambda chunk: self._state.departures.of(identity.digest, keys[chunk]) is None,
-                )
+                known = self._known(chain, first + 1, whole)
                 end = min((first + 1 + known) * chunk_tokens, limit)
                 if end == whole * chunk_tokens < limit == chain.num_tokens and not tail:
                     key = chain.chunk(whole)[0]  # the incomplete page at the end
@@ -164,6 +161,15 @@ class Misses:
             spans.append((reason, at, limit - tail - at))
         if tail:
             spans.append((_TAIL, limit - tail, tail))
+
+    def _known(self, chain: ChainView, first: int, stop: int) -> int:
+        """Return how many chunks from ``first`` on have left. Later pages leave before earlier ones, so if
+        one is known, all before it have left, too."""
+        identity, keys = chain.registration.identity.digest, chain.all_keys()
+        departures = self._state.departures
+        return bisect_left(
+            range(first, stop), True, key=lambda chunk: departures.of(identity, keys[chunk]) is None
+        )
 
     def missed_pages(self, view: PromptView, found: FoundPages, limit: int, client: Client) -> None:
         """Count the missed tokens of a request for the pages of one group: named ones one by one, those of a
@@ -268,7 +274,8 @@ class Misses:
         whole = branch - branch % chunk
         ends = [branch, *range(whole - (whole == branch) * chunk, hit, -chunk)]
         at = hit
-        for end in islice(ends, _MOST_ENDS):
+        likely = (end for end in islice(ends, _MOST_ENDS) if self._may_have_been_held(view, end))
+        for end in islice(likely, _MOST_LENGTHS):
             lacking = self._lacking(view, end)
             if lacking and all(departure is not None for _, departure in lacking):
                 group, departure = max(lacking, key=lambda pair: pair[1].at_s if pair[1] else 0)
@@ -279,6 +286,19 @@ class Misses:
         if at < branch:
             lacking = self._lacking(view, branch)
             yield self._group_miss(view, at, branch - at, lacking[0][0] if lacking else 0, None)
+
+    def _may_have_been_held(self, view: HitView, length: int) -> bool:
+        """Return whether every named group holds the last page that a hit of this length needs, or has held
+        it. That is quickly found out, and false for most lengths."""
+        state = self._state
+        for group in view.named:
+            last = list(group.rule.ends(length, view.chunk_tokens)[-1:])
+            pages = view.pages(group, [end for end in last if end not in group.here])
+            missing = pages.missing(pages.find(state, pages.num_tokens), pages.num_tokens)
+            identity = group.registration.identity.digest
+            if any(state.departures.of(identity, pages.keys[each]) is None for each in missing):
+                return False
+        return True
 
     def _group_miss(
         self, view: HitView, first: int, tokens: int, group: int, departure: Departure | None
@@ -321,7 +341,7 @@ class Misses:
         keys = chain.all_keys()
         misses: list[Miss] = []
         at, cut_off = first, False
-        for chunk in range(start, stop):
+        for chunk in range(start, min(stop, start + _ONE_BY_ONE)):
             page = in_tree[chunk - start] if chunk - start < len(in_tree) else None
             end = (chunk + 1) * chunk_tokens
             miss = self._in_tree(page, misses, at, end - at) if page is not None else None
@@ -336,6 +356,10 @@ class Misses:
                     break
             _append(misses, miss)
             at = end
+        if at == (start + _ONE_BY_ONE) * chunk_tokens:
+            known = self._known(chain, start + _ONE_BY_ONE, stop)
+            _append(misses, replace(misses[-1], first=at, tokens=known * chunk_tokens))
+            at += known * chunk_tokens
         if at < limit and not chain.registration.identity.whole_pages:
             if cut_off:
                 _append(misses, replace(misses[-1], first=at, tokens=limit - at))
@@ -489,6 +513,26 @@ def _append(misses: list[Miss], miss: Miss) -> None:
             misses[-1] = replace(last, tokens=last.tokens + miss.tokens)
             return
     misses.append(miss)
+
+
+def _by_group(search: HitSearch, misses: Sequence[Miss]) -> list[Miss]:
+    """Return the misses of the shortest chain as those of its layer group, as far as the others reach."""
+    chain = _shortest(search)
+    if chain is None or len(search.view.chains) == 1:
+        return list(misses)
+    reached = [
+        max(pair) for pair in zip((found.tokens for found in search.founds), search.view.here, strict=True)
+    ]
+    number = search.view.chains.index(chain)
+    reach = min([*reached[:number], *reached[number + 1 :], search.view.num_tokens])
+    found: list[Miss] = []
+    for miss in misses:
+        own = max(min(miss.end, reach) - miss.first, 0) if miss.first >= search.branch else 0
+        if own:
+            found.append(replace(miss, tokens=own, reason=MissReason.GROUP, cause=miss.reason, group=number))
+        if own < miss.tokens:
+            found.append(replace(miss, first=miss.first + own, tokens=miss.tokens - own))
+    return found
 
 
 def _shortest(search: HitSearch) -> ChainView | None:

@@ -12,7 +12,7 @@ from tests.small_store import SPEC, pages_of
 from tests.tierstore.cluster.hosts import Host, published
 from tests.tierstore.store.grouped_model import CHUNK, GEMMA, HYBRID, Engine
 from tests.tierstore.tiers.disk.test_damage import overwrite
-from tierstore import Identity
+from tierstore import Identity, KVSpec, LayerGroup, LayerKind
 from tierstore.explanation import MissReason as R
 from tierstore.testing.clock import wait_until
 from tierstore.testing.opening import connect_store, open_store
@@ -185,3 +185,43 @@ def test_a_page_that_is_being_saved(make_daemon):
             assert explanation.misses[0].why == "it is being saved"
             saver.backend.abort(reservation)
             wait_until(lambda tokens=tokens: store.explain(tokens).misses[0].reason is R.NEVER_SAVED)
+
+
+def test_one_of_two_groups_that_need_every_token_lacks_pages(tmp_path):
+    spec = KVSpec(
+        (
+            LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 32),
+            LayerGroup(LayerKind.FULL_ATTENTION, (1,), 2, 32),
+        ),
+        "float32",
+        SPEC.chunk_tokens,
+    )
+    with open_store(None, spec, identity=new_identity(spec), host_bytes=8 * _MIB, disk_bytes=_MIB) as store:
+        for number, tokens in enumerate(prompts(chunks=8)):
+            short = (number % 7 + 1) * SPEC.chunk_tokens
+            for group in store.groups:
+                count = 8 if group.number == 0 else short // SPEC.chunk_tokens
+                store.save(tokens, [bytes(group.page_bytes)] * count, group=group.number).wait(30)
+            explanation = store.explain([*tokens, 1, 2, 3])
+            assert explanation.hit_tokens == short
+            assert spans(explanation) == [
+                (R.GROUP, short, len(tokens) - short),
+                (R.NEVER_SAVED, len(tokens), 3),
+            ]
+            assert (explanation.misses[0].group, explanation.misses[0].cause) == (1, R.NEVER_SAVED)
+
+
+def test_a_long_prompt_that_was_evicted(tmp_path):
+    """Only its first pages are examined one by one."""
+    tokens = list(range(2000 * SPEC.chunk_tokens + 5))
+    with open_store(
+        None, SPEC, identity=new_identity(), host_bytes=2100 * SPEC.page_bytes, disk_bytes=_MIB
+    ) as store:
+        page = bytes(SPEC.page_bytes)
+        assert store.save(tokens, [page] * 2001).wait(60) == len(tokens)
+        assert store.evict("host") == 2001
+        assert spans(store.explain([*tokens[:-5], 1])) == [
+            (R.EVICTED, 0, len(tokens) - 5),
+            (R.NEVER_SAVED, len(tokens) - 5, 1),
+        ]
+        assert spans(store.explain(tokens)) == [(R.EVICTED, 0, len(tokens))]
