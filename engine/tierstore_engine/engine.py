@@ -22,7 +22,7 @@ from tierstore.retention import checkpoint_tokens
 from tierstore.tiers.large_pages import PoolSize
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
-from tierstore_engine.batch import build_step, finishing
+from tierstore_engine.batch import Work, build_step, finishing
 from tierstore_engine.beams import BeamHypothesis, BeamParams, Beams
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.errors import DeadlineError, RequestError
@@ -40,7 +40,7 @@ from tierstore_engine.outputs import (
 from tierstore_engine.prefill_timer import PrefillTimer
 from tierstore_engine.roster import Roster
 from tierstore_engine.sampling import Choice, SamplingParams
-from tierstore_engine.scheduler import Scheduler, Work
+from tierstore_engine.scheduler import Scheduler
 from tierstore_engine.sequence import Sequence
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import PartialStep, Runner

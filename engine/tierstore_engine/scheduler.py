@@ -44,18 +44,18 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierstore.planner import Prefill
+from tierstore_engine.batch import StepPlan, Work
 from tierstore_engine.keeper import PageKeeper, wait_briefly
 from tierstore_engine.look_ahead import LookAhead
 from tierstore_engine.ordering import Place
 from tierstore_engine.outputs import RequestId, WaitReason
-from tierstore_engine.overtaking import Spent
-from tierstore_engine.prompts import PendingPrompt, PendingPrompts
+from tierstore_engine.prompts import AnswerLengths, PendingPrompt, PendingPrompts
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
@@ -63,37 +63,8 @@ _LOAD_POLL_S = 0.005
 _ROOM_POLL_S = 0.001
 _LOADS = 4  # admitted requests that are loading, beside those that are computed
 _LOOKED_AT = 16  # waiting requests per step that are considered
-_ANSWERS = 64  # ended answers, for the expected length of others
 Room: TypeAlias = tuple[tuple[int, ...], list[int]]
 """Available pages of each layer group, and pages that the admitted sequences lack."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Compute the tokens ``start … stop`` of ``sequence``, and the tokens of ``draft`` after its newest one.
-    Only drafted tokens that the model chooses itself are accepted."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    draft: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Return how many rows of the batch this takes."""
-        return self.stop - self.start + len(self.draft)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: a ``batch``, and ``beside`` it the separate work of each sequence whose pages are arriving,
-    for the layers that have arrived. Without a batch all layers are computed."""
-
-    batch: list[Work]
-    beside: list[Work]
-
-    def __bool__(self) -> bool:
-        return bool(self.batch or self.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +108,7 @@ class Scheduler:
         # the oldest request that an admitted prompt is computed for, if not itself
         self._sakes: dict[RequestId, Place] = {}
         self._reasons: dict[Place, WaitReason] = {}  # why the last plan did not admit a request
-        self._answers: deque[int] = deque(maxlen=_ANSWERS)  # answer lengths of ended requests
+        self._answers = AnswerLengths()
 
     @property
     def has_work(self) -> bool:
@@ -171,8 +142,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, save: bool = True) -> None:
         """Remove a sequence for good: save its pages unless ``save`` is False, and release them."""
         self._prompts.forget(sequence)
-        if len(sequence.tokens) > sequence.prompt_tokens:
-            self._answers.append(len(sequence.tokens) - sequence.prompt_tokens)
+        self._answers.ended(sequence)
         if sequence in self.admitted:
             self._keeper.leave(sequence, save=save)
             self.admitted.remove(sequence)
@@ -225,18 +195,9 @@ class Scheduler:
         answering = [s for s in self.admitted if s not in self._prompts]
         if missing <= 0 or not answering:
             return 0.0
-        left = sorted(map(self._answer_left, answering))[min(missing, len(answering)) - 1]
-        seconds = left * self._prompts.step_s
+        seconds = self._answers.until(answering, min(missing, len(answering))) * self._prompts.step_s
         later = self.admitted[-1].place > place  # a later one is preempted
         return min(seconds, self._settings.overtake_s) if later and self._by_cache else seconds
-
-    def _answer_left(self, sequence: Sequence) -> int:
-        """Return how many more tokens an answer is expected to get."""
-        most = sequence.max_tokens - len(sequence.tokens)
-        if not self._answers:
-            return most
-        usual = sum(self._answers) // len(self._answers)
-        return max(min(most, usual - (len(sequence.tokens) - sequence.prompt_tokens)), 1)
 
     def plan(self) -> StepPlan:
         """Return the next step's work. Every token of it has a page. This also admits and preempts sequences,
@@ -258,7 +219,7 @@ class Scheduler:
             self._preempt()  # they wait for one another and for the pages that they hold
         elif not plan and self._short and not self._keeper.parking and not self._ahead.give_up():
             self._preempt()
-        self._begin(plan)
+        self._prompts.step_begins(plan, self._sakes, min(self._kept_out(), default=None))
         return plan
 
     def _admit_all(self) -> None:
@@ -270,7 +231,7 @@ class Scheduler:
             while self._relieve(parked):
                 self._admit_by_cache()
         else:
-            self._admit()
+            self._admit_by_age()
         self._stuck = not self.admitted and WaitReason.ROOM in self._reasons.values()
 
     def _cleared(self) -> bool:
@@ -337,7 +298,7 @@ class Scheduler:
             return WaitReason.PREFIX
         return WaitReason.FETCH if self._ahead.fetching(sequence) else None
 
-    def _admit(self) -> None:
+    def _admit_by_age(self) -> None:
         """Admit requests by age, up to the first that is blocked."""
         self._reasons.clear()
         place = 0
@@ -367,9 +328,11 @@ class Scheduler:
         if self.admitted and room == self._refused_at:
             return WaitReason.ROOM  # nothing has changed: do not ask the store in every step
         hit = self._keeper.look_up(sequence, admitting=True)
-        had = self._keeper.admit(sequence, hit, beside=self.admitted)
-        self._refused_at = None if had else room
-        return None if had else WaitReason.ROOM
+        if self._keeper.admit(sequence, hit, beside=self.admitted):
+            self._refused_at = None
+            return None
+        self._refused_at = room
+        return WaitReason.ROOM
 
     def _admitted(self, sequence: Sequence) -> None:
         self._ahead.forget(sequence)
@@ -414,9 +377,7 @@ class Scheduler:
         if not refused:
             self._admit_computed(prompts)
         if self._full:
-            for prompt in prompts:
-                if prompt.waits:
-                    self._reasons[prompt.entry.place] = WaitReason.SLOT
+            self._reasons.update((p.entry.place, WaitReason.SLOT) for p in prompts if p.waits)
         self._ahead.look(waiting)
 
     def _admit_computed(self, prompts: Iterable[PendingPrompt]) -> None:
@@ -481,20 +442,21 @@ class Scheduler:
         self._reasons.pop(entry.place, None)
         return None
 
-    def _blocked(self) -> set[Place]:
-        """Return the places of the requests that found no room or no slot."""
-        return {place for place, reason in self._reasons.items() if reason.blocks}
+    def _kept_out(self) -> set[Place]:
+        """Return the places of the requests without room while a younger one has some."""
+        youngest = self.admitted[-1].place if self.admitted else None
+        blocked = (place for place, reason in self._reasons.items() if reason.blocks)
+        return {place for place in blocked if youngest is not None and place < youngest}
 
     def _relieve(self, parked: set[RequestId]) -> bool:
         """Preempt the youngest sequence, unless it is in ``parked``, if an older request of the strict prefix
         needs its pages. Return whether one was preempted."""
         if not self.admitted or self._keeper.parking or self.admitted[-1].request_id in parked:
             return False
-        youngest = self.admitted[-1].place
-        older = {place for place in self._blocked() if place < youngest}
+        kept_out = self._kept_out()
         if not any(
             # A request that waits for pages from elsewhere would not be admitted: the room would go back.
-            prompt.entry.place in older
+            prompt.entry.place in kept_out
             and self._prompts.in_strict_prefix(prompt.entry.place)
             and not self._forbidden(prompt.sequence)
             and not self._elsewhere(prompt.sequence)
@@ -508,20 +470,6 @@ class Scheduler:
         """Note that the last step has ended, unless that was noted before. Overtaken requests are charged
         with its time, and its speed is recorded."""
         self._prompts.step_ended(self.admitted)
-
-    def _begin(self, plan: StepPlan) -> None:
-        """Note what the next step is spent on."""
-        spent, behind = Spent(short=self._prompts.short_of_room), 0.0
-        first = min(self._blocked(), default=None)
-        if first is not None and self.admitted and first < self.admitted[-1].place:
-            spent.kept_out = first
-        for item in (*plan.batch, *plan.beside):
-            sequence = item.sequence
-            if sequence in self._prompts:
-                place = self._sakes.get(sequence.request_id, sequence.place)
-                spent.prompts[place] = spent.prompts.get(place, 0) + item.tokens
-                behind += item.tokens * item.start
-        self._prompts.step_begins(spent, behind, busy=bool(plan))
 
     # -- the step's work -----------------------------------------------------------------------------
 
