@@ -43,6 +43,7 @@ from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
 from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory, Model
+from tierstore_engine.options import EngineOptions
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
@@ -127,6 +128,17 @@ def open_model(
     tokenizer = HFTokenizer(folder)
     check_tensors(config, folder)
     return OpenModel(config, tokenizer, folder, resolve_device(device, config.dtype))
+
+
+def open_model_of(options: EngineOptions) -> OpenModel:
+    """Return the model of a command's options. Raises the errors of :func:`open_model`."""
+    return open_model(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        kv_scales=options.kv_scales,
+    )
 
 
 def load_model(
