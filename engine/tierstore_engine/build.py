@@ -7,7 +7,6 @@ anything is written: :func:`open_model` (configuration and tokenizer), :func:`lo
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
+from tierstore.machine import memory_bytes
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Device
@@ -311,7 +311,7 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None
     memory is checked when the pool is made."""
     if pool_pages < 1:
         raise UsageError(f"the page pool needs room for at least one page of {format_size(spec.page_bytes)}")
-    wanted, memory = nbytes or pool_pages * spec.page_bytes, _memory_bytes()
+    wanted, memory = nbytes or pool_pages * spec.page_bytes, memory_bytes().total
     if device == "cpu" and wanted > memory:
         raise UsageError(
             f"a page pool of {format_size(wanted)} ({pool_pages} pages of {format_size(spec.page_bytes)}) "
@@ -374,14 +374,10 @@ def _device_index(device: str) -> int:
 
 def _check_memory(config: ModelConfig, device: str) -> None:
     wanted = weights_bytes(config)
-    memory = _memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
+    memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
     if wanted > memory:
         raise UsageError(
             f"the model's weights take {format_size(wanted)} as {config.dtype}, more than the "
             f"{'memory of this machine' if device == 'cpu' else 'free memory of its GPU'}, "
             f"{format_size(memory)}"
         )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
