@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from copy import copy
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.extras import install
 from tierstore.printable import printable
+from tierstore.units import format_size, parse_size
 
 _NO_THREAD = "can't start new thread"  # Python's message
 _EXTRAS = {
@@ -49,6 +54,61 @@ def version_option(program: str) -> Any:
             raise typer.Exit
 
     return typer.Option("--version", help="Show the version and exit", callback=show, is_eager=True)
+
+
+def size_option(help: str) -> Any:
+    """Return an option that takes a size, such as 8GiB."""
+    return typer.Option(help=help, metavar="SIZE", parser=parse_size)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take its options as dataclasses, so that each option is declared once.
+
+    A parameter of ``command`` whose type is a dataclass stands for the options that are its fields. A field
+    without a typer annotation is no option, and keeps its default.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Room:
+    ...     host_bytes: Annotated[int, size_option("Capacity of the host tier")] = 1 << 30
+    >>> @app.command()
+    ... @with_options
+    ... def serve(room: Room) -> None: ...
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        plain = parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY)
+        parameters += _options(groups[name]) if name in groups else [plain]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            options = [field.name for field in fields(group) if field.name in values]
+            values[name] = group(**{option: values.pop(option) for option in options})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _options(group: Any) -> list[inspect.Parameter]:
+    """Return the options that are fields of a dataclass. Sizes are shown as people write them."""
+    hints = get_type_hints(group, include_extras=True)
+    found = []
+    for field in fields(group):
+        if get_origin(hints[field.name]) is not Annotated:
+            continue
+        kind, option = get_args(hints[field.name])
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if option.parser is parse_size and isinstance(default, int):
+            option, shown = copy(option), format_size(default).replace(" ", "")
+            option.help, option.show_default = f"{option.help} [default: {shown}]", False
+        hint = Annotated[kind, option]  # type: ignore[valid-type]  # at run time it is one
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        found.append(inspect.Parameter(field.name, keyword, default=default, annotation=hint))
+    return found
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tierstore.units import format_size
+
 _MEMINFO = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
 _GROUP_ROOT = Path("/sys/fs/cgroup")
@@ -37,6 +39,19 @@ def memory_bytes() -> MemoryBytes:
     left = min(max(limit - used, 0) for limit, used in limits)
     limit = min(limit for limit, _ in limits)
     return MemoryBytes(limit, min(available, left), limit)
+
+
+def memory_shortage(host_bytes: int) -> str:
+    """Return why an arena of ``host_bytes`` does not fit the memory of this machine or container; empty if it
+    does."""
+    memory = memory_bytes()
+    if host_bytes <= memory.total:
+        return ""
+    what = "memory limit of this container" if memory.limit is not None else "memory"
+    return (
+        f"host_bytes {format_size(host_bytes)}, {what} {format_size(memory.total)} (the kernel kills the "
+        "daemon when the arena grows beyond it)"
+    )
 
 
 def _group_limits() -> Iterator[tuple[int, int]]:

@@ -8,17 +8,12 @@ recurrent state.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tierstore.errors import SpecError
-from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, LayerGroup, LayerKind
-
-# Fields of models with different layers, in which no list says which layer is which.
-_MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
-_STATE_BYTES = 4  # a number of a recurrent state, stored as float32 with any model dtype
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, LayerGroup, kv_dtype, layer_groups
 
 
 def _dense(layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
@@ -108,137 +103,16 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
     >>> group.token_bytes, group.session_bytes(100_000)
     (131072.0, 13111394304)
     """
-    config = config.get("text_config") or config
-    kv_dtype = str(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
-    bits = DTYPE_BITS.get(kv_dtype)
+    named = dtype or kv_dtype(config)
+    bits = DTYPE_BITS.get(named)
     if bits is None:
-        raise SpecError(f"unknown KV dtype {kv_dtype!r} (known: {', '.join(DTYPE_BITS)})")
+        raise SpecError(f"unknown KV dtype {named!r} (known: {', '.join(DTYPE_BITS)})")
     sizes = []
-    for group in _groups(config):
+    for group in layer_groups(config):
         vectors = len(group.layers) * group.planes * group.kv_heads
         per_token = vectors * group.head_dim * bits / 8 if not group.state_bytes else 0.0
         sizes.append(GroupSize(group, per_token, len(group.layers) * group.state_bytes))
     return sizes
-
-
-def _groups(config: Mapping[str, Any]) -> list[LayerGroup]:
-    named = _named_layers(config)
-    layers = _count(config, "num_hidden_layers") if named is None else len(named)
-    if named is None and (odd := sorted(name for name in config if _MIXED.match(name))):
-        raise SpecError(f"config.json: {', '.join(odd)}: the layers of such models are not supported")
-    if config.get("kv_lora_rank"):
-        width = _count(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
-        return [LayerGroup(LayerKind.MLA_LATENT, tuple(range(layers)), 1, width)]
-    heads = _count(config, "num_attention_heads")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or _count(config, "hidden_size") // heads)
-    kinds = _layer_kinds(config, layers, named)
-    groups = []
-    for kind in dict.fromkeys(kinds):
-        members = tuple(at for at, each in enumerate(kinds) if each is kind)
-        if kind is LayerKind.RECURRENT_STATE:
-            groups.append(LayerGroup(kind, members, state_bytes=_state_bytes(config)))
-        else:
-            window = _window(config, kind)
-            groups.append(LayerGroup(kind, members, kv_heads, head_dim, window))
-    return groups
-
-
-LAYER_KINDS = {
-    "full_attention": LayerKind.FULL_ATTENTION,
-    "sliding_attention": LayerKind.SLIDING_WINDOW,
-    "chunked_attention": LayerKind.CHUNKED_ATTENTION,
-    "linear_attention": LayerKind.RECURRENT_STATE,
-    # Names before transformers 5:
-    "attention": LayerKind.FULL_ATTENTION,
-    "mamba": LayerKind.RECURRENT_STATE,
-}
-"""Names of layer kinds in ``layer_types`` of a ``config.json``."""
-BLOCK_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-"""Meaning of the letters in Nemotron-H's ``hybrid_override_pattern``."""
-
-
-def _named_layers(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the names of the layers in a list in ``config``. MLP blocks of Nemotron-H are left out."""
-    blocks = config.get("layers_block_type")
-    if blocks is None and (pattern := config.get("hybrid_override_pattern")):
-        blocks = [BLOCK_PATTERN.get(each, each) for each in str(pattern)]
-    if blocks is not None:
-        return [str(each) for each in blocks if each not in ("mlp", "moe")]
-    named = config.get("layer_types")
-    if named is None:
-        return None
-    if len(named) != _count(config, "num_hidden_layers"):
-        raise SpecError(f"config.json: layer_types names {len(named)} layers, not num_hidden_layers")
-    return [str(each) for each in named]
-
-
-def _layer_kinds(config: Mapping[str, Any], layers: int, named: list[str] | None) -> list[LayerKind]:
-    if named is not None:
-        unknown = sorted(set(named) - LAYER_KINDS.keys())
-        if unknown:
-            raise SpecError(f"config.json: layer_types names {unknown}, which are not supported")
-        return [LAYER_KINDS[each] for each in named]
-    if every := config.get("full_attention_interval"):
-        recurrent = LayerKind.RECURRENT_STATE
-        return [LayerKind.FULL_ATTENTION if (at + 1) % every == 0 else recurrent for at in range(layers)]
-    full, window, chunk = LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION
-    if config.get("attention_chunk_size"):  # Llama 4: layers without RoPE attend to all tokens
-        with_rope = config.get("no_rope_layers") or [
-            (at + 1) % int(config.get("no_rope_layer_interval") or 4) for at in range(layers)
-        ]
-        return [chunk if rope else full for rope in with_rope]
-    if not config.get("sliding_window") or not config.get("use_sliding_window", True):
-        return [full] * layers
-    every = config.get("sliding_window_pattern") or (2 if config.get("model_type") == "gemma2" else None)
-    if every:
-        return [full if (at + 1) % every == 0 else window for at in range(layers)]
-    first = int(config.get("max_window_layers") or 0)  # Qwen2: layers before it have no window
-    return [window if at >= first else full for at in range(layers)]
-
-
-def _window(config: Mapping[str, Any], kind: LayerKind) -> int | None:
-    if kind is LayerKind.SLIDING_WINDOW:
-        return _count(config, "sliding_window")
-    if kind is LayerKind.CHUNKED_ATTENTION:
-        return _count(config, "attention_chunk_size")
-    return None
-
-
-def _state_bytes(config: Mapping[str, Any]) -> int:
-    """Return the state bytes of one layer: a matrix for each head, and the convolution's last inputs."""
-    if config.get("linear_num_value_heads"):  # gated delta
-        keys = _count(config, "linear_num_key_heads") * _count(config, "linear_key_head_dim")
-        values = _count(config, "linear_num_value_heads") * _count(config, "linear_value_head_dim")
-        matrix = values * _count(config, "linear_key_head_dim")
-        convolution = (2 * keys + values) * (_count(config, "linear_conv_kernel_dim") - 1)
-        return (matrix + convolution) * _STATE_BYTES
-    if config.get("ssm_state_size"):  # Nemotron-H
-        values = _count(config, "mamba_num_heads") * _count(config, "mamba_head_dim")
-        return _mamba2_bytes(config, values, "ssm_state_size", "n_groups", "conv_kernel")
-    if config.get("mamba_n_heads"):  # Granite 4.0-H
-        values = _count(config, "mamba_n_heads")
-        if config.get("mamba_d_head", "auto") == "auto":
-            values = int(config.get("mamba_expand") or 2) * _count(config, "hidden_size")
-        else:
-            values *= _count(config, "mamba_d_head")
-        return _mamba2_bytes(config, values, "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-    raise SpecError("config.json: its layers with a recurrent state are not supported")
-
-
-def _mamba2_bytes(config: Mapping[str, Any], values: int, size: str, groups: str, width: str) -> int:
-    """Return the state bytes of one layer with this many values. The names are those of the fields with the
-    other sizes."""
-    state = _count(config, size)
-    channels = values + 2 * _count(config, groups) * state
-    return (values * state + channels * (_count(config, width) - 1)) * _STATE_BYTES
-
-
-def _count(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
-    return value
 
 
 def fitting(capacity: int, session_bytes: Iterable[int]) -> int:

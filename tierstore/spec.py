@@ -22,10 +22,12 @@ ByteRange(start=81920, stop=98304)
 from __future__ import annotations
 
 import enum
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tierstore.errors import SpecError
@@ -171,27 +173,13 @@ class KVSpec:
     ) -> KVSpec:
         """Return the spec of a Hugging Face ``config.json`` (as a mapping).
 
-        ``dtype`` overrides the checkpoint's own. Understands full attention (MHA, GQA, MQA), per-layer
-        sliding windows and MLA. Raise :class:`SpecError` if a field is missing or a layer stores something
-        else (recurrent layers).
+        ``dtype`` overrides the checkpoint's own. Raise :class:`SpecError` for a configuration that is not
+        understood (:func:`layer_groups`), and for recurrent layers, which keep nothing for a token.
         """
-        config = config.get("text_config") or config
-        layers = _positive(config, "num_hidden_layers")
-        kv_dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-        if config.get("kv_lora_rank"):
-            width = _positive(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
-            group = LayerGroup(LayerKind.MLA_LATENT, tuple(range(layers)), 1, width)
-            return cls((group,), str(kv_dtype), chunk_tokens)
-        heads = _positive(config, "num_attention_heads")
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or _positive(config, "hidden_size") // heads)
-        windows = _layer_windows(config, layers)
-        groups = []
-        for window in sorted(set(windows), key=lambda w: (w is not None, w or 0)):
-            members = tuple(i for i, w in enumerate(windows) if w == window)
-            kind = LayerKind.FULL_ATTENTION if window is None else LayerKind.SLIDING_WINDOW
-            groups.append(LayerGroup(kind, members, kv_heads, head_dim, window))
-        return cls(tuple(groups), str(kv_dtype), chunk_tokens)
+        groups = sorted(layer_groups(config), key=lambda group: group.window is not None)
+        if any(group.kind in _STATES for group in groups):
+            raise SpecError("config.json: layers with a recurrent state keep nothing for a token")
+        return cls(tuple(groups), dtype or kv_dtype(config), chunk_tokens)
 
     # -- sizes and offsets ---------------------------------------------------------------------------
 
@@ -400,26 +388,155 @@ def _check_group(group: LayerGroup) -> None:
         raise SpecError("only sliding-window and chunked layer groups have a window, and they must have one")
 
 
-def _positive(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or value < 1:
-        raise SpecError(f"config.json: {field} must be a positive integer, got {value!r}")
+# -- config.json ---------------------------------------------------------------------------------------
+
+LAYER_KINDS = {
+    "full_attention": LayerKind.FULL_ATTENTION,
+    "sliding_attention": LayerKind.SLIDING_WINDOW,
+    "chunked_attention": LayerKind.CHUNKED_ATTENTION,
+    "linear_attention": LayerKind.RECURRENT_STATE,
+    # Names before transformers 5:
+    "attention": LayerKind.FULL_ATTENTION,
+    "mamba": LayerKind.RECURRENT_STATE,
+}
+"""Names of layer kinds in a list of a ``config.json``."""
+_BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # in Nemotron-H's hybrid_override_pattern
+# Fields of models with different layers, in which no list says which layer is which.
+_MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
+_STATE_BYTES = 4  # a number of a recurrent state, stored as float32 with any model dtype
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model folder. Raise :class:`SpecError` if there is none."""
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"cannot read {file}: {error}") from error
+    if not isinstance(value, dict):
+        raise SpecError(f"{file} does not hold a JSON object")
     return value
 
 
-def _layer_windows(config: Mapping[str, Any], layers: int) -> Sequence[int | None]:
-    """Return the attention window of each layer; None for full attention."""
-    if mixed := [name for name in ("hybrid_override_pattern", "layers_block_type") if config.get(name)]:
-        raise SpecError(f"config.json: {mixed[0]} names layers that this version cannot store")
-    window = config.get("sliding_window")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        # Qwen2 has a window that a second field disables; Mistral has no such field.
-        used = window is not None and config.get("use_sliding_window", True)
-        return [int(window) if used and window is not None else None] * layers
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != layers:
-        raise SpecError(
-            f"config.json: layer_types names {unknown or len(kinds)}, which this version cannot store"
-        )
-    return [int(window) if kind == "sliding_attention" and window else None for kind in kinds]
+def positive(config: Mapping[str, Any], name: str) -> int:
+    """Return a field of ``config.json`` that must be a positive integer."""
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(f"config.json: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def kv_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype of a model's KV. transformers 5 writes ``dtype``, 4.x wrote ``torch_dtype``."""
+    config = config.get("text_config") or config
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def layer_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
+    """Return the layer groups of a ``config.json``, in the order of their first layers. Layers without a past
+    (the MLP blocks of Nemotron-H) are in none. Raise :class:`SpecError` for a configuration that is not
+    understood."""
+    config = config.get("text_config") or config
+    kinds = layer_kinds(config)
+    if config.get("kv_lora_rank"):
+        width = positive(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
+        return [LayerGroup(LayerKind.MLA_LATENT, tuple(range(len(kinds))), 1, width)]
+    heads = positive(config, "num_attention_heads")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or positive(config, "hidden_size") // heads)
+    groups = []
+    for kind in dict.fromkeys(kinds):
+        members = tuple(at for at, each in enumerate(kinds) if each is kind)
+        if kind is LayerKind.RECURRENT_STATE:
+            groups.append(LayerGroup(kind, members, state_bytes=_state_bytes(config)))
+        else:
+            groups.append(LayerGroup(kind, members, kv_heads, head_dim, _window(config, kind)))
+    return groups
+
+
+def blocks(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the names of a Nemotron-H's blocks, each a mixer or an MLP; None for another model."""
+    named = config.get("layers_block_type")
+    if named is None and (pattern := config.get("hybrid_override_pattern")):
+        named = [_BLOCKS.get(each, each) for each in str(pattern)]
+    return None if named is None else [str(each) for each in named]
+
+
+def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
+    """Return what each layer remembers, from the list of layers or the fields that families have instead.
+    (Latents are no kind here: they are a field of the whole model.)"""
+    if (named := blocks(config)) is not None:
+        named = [each for each in named if each not in ("mlp", "moe")]
+    elif (types := config.get("layer_types")) is not None:
+        named, layers = [str(each) for each in types], positive(config, "num_hidden_layers")
+        if len(named) != layers:
+            said = f"layer_types names {len(named)} layers"
+            raise SpecError(f"config.json: layer_types does not fit {layers} layers: {said}")
+    if named is not None:
+        unknown = sorted(set(named) - LAYER_KINDS.keys())
+        if unknown:
+            raise SpecError(f"config.json: layer_types names {unknown}, which are not supported")
+        return [LAYER_KINDS[each] for each in named]
+    if odd := sorted(name for name in config if _MIXED.match(name)):
+        raise SpecError(f"config.json: {', '.join(odd)}: the layers of such models are not supported")
+    return _kinds_by_field(config, positive(config, "num_hidden_layers"))
+
+
+def _kinds_by_field(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
+    full, window, chunk = LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION
+    if every := config.get("full_attention_interval"):
+        return [full if (at + 1) % every == 0 else LayerKind.RECURRENT_STATE for at in range(layers)]
+    if config.get("attention_chunk_size"):  # Llama 4: layers without RoPE attend to all tokens
+        return [chunk if rope else full for rope in rope_layers(config)]
+    if not config.get("use_sliding_window", True):
+        return [full] * layers
+    every = config.get("sliding_window_pattern") or (2 if config.get("model_type") == "gemma2" else None)
+    if every:
+        return [full if (at + 1) % every == 0 else window for at in range(layers)]
+    if not config.get("sliding_window"):
+        return [full] * layers
+    first = int(config.get("max_window_layers") or 0)  # Qwen2: layers before it have no window
+    return [window if at >= first else full for at in range(layers)]
+
+
+def rope_layers(config: Mapping[str, Any]) -> list[bool]:
+    """Return which layers of a Llama 4 have RoPE."""
+    layers, every = positive(config, "num_hidden_layers"), int(config.get("no_rope_layer_interval") or 4)
+    named = config.get("no_rope_layers") or [(at + 1) % every for at in range(layers)]
+    if len(named) != layers:
+        raise SpecError(f"config.json: no_rope_layers has {len(named)} entries for {layers} layers")
+    return [bool(each) for each in named]
+
+
+def _window(config: Mapping[str, Any], kind: LayerKind) -> int | None:
+    if kind is LayerKind.SLIDING_WINDOW:
+        return positive(config, "sliding_window")
+    return positive(config, "attention_chunk_size") if kind is LayerKind.CHUNKED_ATTENTION else None
+
+
+def _state_bytes(config: Mapping[str, Any]) -> int:
+    """Return the state bytes of one layer: a matrix for each head, and the convolution's last inputs."""
+    if config.get("linear_num_value_heads"):  # gated delta
+        keys = positive(config, "linear_num_key_heads") * positive(config, "linear_key_head_dim")
+        values = positive(config, "linear_num_value_heads") * positive(config, "linear_value_head_dim")
+        matrix = values * positive(config, "linear_key_head_dim")
+        convolution = (2 * keys + values) * (positive(config, "linear_conv_kernel_dim") - 1)
+        return (matrix + convolution) * _STATE_BYTES
+    if config.get("ssm_state_size"):  # Nemotron-H
+        values = positive(config, "mamba_num_heads") * positive(config, "mamba_head_dim")
+        return _mamba2_bytes(config, values, "ssm_state_size", "n_groups", "conv_kernel")
+    if config.get("mamba_n_heads"):  # Granite 4.0-H
+        values = positive(config, "mamba_n_heads")
+        if config.get("mamba_d_head", "auto") == "auto":
+            values = int(config.get("mamba_expand") or 2) * positive(config, "hidden_size")
+        else:
+            values *= positive(config, "mamba_d_head")
+        return _mamba2_bytes(config, values, "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+    raise SpecError("config.json: its layers with a recurrent state are not supported")
+
+
+def _mamba2_bytes(config: Mapping[str, Any], values: int, size: str, groups: str, width: str) -> int:
+    """Return the state bytes of one layer with this many values. The names are those of the fields with the
+    other sizes."""
+    state = positive(config, size)
+    channels = values + 2 * positive(config, groups) * state
+    return (values * state + channels * (positive(config, width) - 1)) * _STATE_BYTES

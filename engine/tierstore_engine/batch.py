@@ -1,15 +1,43 @@
-"""Build one step from planned work."""
+"""The work of one step: what the scheduler plans, and the batch that the model computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Ints
+from dataclasses import dataclass
 from itertools import accumulate
 
 from tierstore.tiers.hbm import PagePool, arrivals_of
 from tierstore_engine.attention.base import Span
-from tierstore_engine.scheduler import Work
 from tierstore_engine.sequence import Sequence
 from tierstore_engine.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute the tokens ``start … stop`` of ``sequence``, and the tokens of ``draft`` after its newest one.
+    Only drafted tokens that the model chooses itself are accepted."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Return how many rows of the batch this takes."""
+        return self.stop - self.start + len(self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: a ``batch``, and ``beside`` it the separate work of each sequence whose pages are arriving,
+    for the layers that have arrived. Without a batch all layers are computed."""
+
+    batch: list[Work]
+    beside: list[Work]
+
+    def __bool__(self) -> bool:
+        return bool(self.batch or self.beside)
 
 
 def finishing(work: Ints[Work]) -> list[Work]:

@@ -7,7 +7,6 @@ anything is written: :func:`open_model` (configuration and tokenizer), :func:`lo
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
+from tierstore.machine import memory_bytes
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Device
@@ -43,6 +43,7 @@ from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
 from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory, Model
+from tierstore_engine.options import EngineOptions
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
@@ -127,6 +128,17 @@ def open_model(
     tokenizer = HFTokenizer(folder)
     check_tensors(config, folder)
     return OpenModel(config, tokenizer, folder, resolve_device(device, config.dtype))
+
+
+def open_model_of(options: EngineOptions) -> OpenModel:
+    """Return the model of a command's options. Raises the errors of :func:`open_model`."""
+    return open_model(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        kv_scales=options.kv_scales,
+    )
 
 
 def load_model(
@@ -299,7 +311,7 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None
     memory is checked when the pool is made."""
     if pool_pages < 1:
         raise UsageError(f"the page pool needs room for at least one page of {format_size(spec.page_bytes)}")
-    wanted, memory = nbytes or pool_pages * spec.page_bytes, _memory_bytes()
+    wanted, memory = nbytes or pool_pages * spec.page_bytes, memory_bytes().total
     if device == "cpu" and wanted > memory:
         raise UsageError(
             f"a page pool of {format_size(wanted)} ({pool_pages} pages of {format_size(spec.page_bytes)}) "
@@ -362,14 +374,10 @@ def _device_index(device: str) -> int:
 
 def _check_memory(config: ModelConfig, device: str) -> None:
     wanted = weights_bytes(config)
-    memory = _memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
+    memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
     if wanted > memory:
         raise UsageError(
             f"the model's weights take {format_size(wanted)} as {config.dtype}, more than the "
             f"{'memory of this machine' if device == 'cpu' else 'free memory of its GPU'}, "
             f"{format_size(memory)}"
         )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Set
 from contextlib import ExitStack
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tierstore.errors import SpecError
+from tierstore.spec import read_json
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.families import check_quantisation, config_from_hf, token_ids, unread_tensors
@@ -173,9 +174,6 @@ def _names_in(file: Path) -> list[str]:
 
 def _read_json(file: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} does not hold a JSON object")
-    return value
+        return read_json(file)
+    except SpecError as error:
+        raise ModelError(str(error)) from error

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from tierstore.errors import UsageError
 from tierstore_connectors.base import Connector
-from tierstore_engine.batch import build_step, finishing
+from tierstore_engine.batch import Work, build_step, finishing
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sampling import SamplingParams
-from tierstore_engine.scheduler import Work
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner

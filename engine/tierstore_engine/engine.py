@@ -22,7 +22,7 @@ from tierstore.retention import checkpoint_tokens
 from tierstore.tiers.large_pages import PoolSize
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
-from tierstore_engine.batch import build_step, finishing
+from tierstore_engine.batch import Work, build_step, finishing
 from tierstore_engine.beams import BeamHypothesis, BeamParams, Beams
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.errors import DeadlineError, RequestError
@@ -35,11 +35,12 @@ from tierstore_engine.outputs import (
     RequestId,
     StepLogprobs,
     StepOutput,
+    WaitReason,
 )
 from tierstore_engine.prefill_timer import PrefillTimer
 from tierstore_engine.roster import Roster
 from tierstore_engine.sampling import Choice, SamplingParams
-from tierstore_engine.scheduler import Scheduler, Work
+from tierstore_engine.scheduler import Scheduler
 from tierstore_engine.sequence import Sequence
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import PartialStep, Runner
@@ -340,7 +341,8 @@ class Engine:
     # -- state ---------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        admitted = self._scheduler.admitted
+        waiting_for = self._scheduler.wait_reasons()
+        waiting_for[WaitReason.FORK] = self._roster.following
         return EngineStats(
             steps=self._steps,
             computed_tokens=self._computed_tokens,
@@ -348,8 +350,8 @@ class Engine:
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
             preemptions=self._roster.preemptions,
-            waiting=len(self._scheduler.waiting) + self._roster.following,
-            admitted=len(admitted),
+            waiting_for=+waiting_for,  # without reasons that no request has
+            admitted=len(self._scheduler.admitted),
             shared_pages=self._keeper.shared_pages,
             available_pages=self.connector.available(),
             total_pages=self.connector.pool.capacity,
@@ -500,8 +502,9 @@ class Engine:
         if stalled:
             stats = self.stats()
             raise EngineStalledError(
-                f"{stats.waiting} requests wait for pages, but only {stats.available_pages} of "
-                f"{stats.total_pages} are available: leases or pins from elsewhere hold the rest"
+                f"{stats.waiting} requests wait for pages ({stats.wait_reasons}), but only "
+                f"{stats.available_pages} of {stats.total_pages} are available: leases or pins from "
+                "elsewhere hold the rest"
             )
         self._scheduler.wait()
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from tierstore.sizing import BLOCK_PATTERN, LAYER_KINDS
-from tierstore.spec import LayerKind
+from tierstore.errors import SpecError
+from tierstore.spec import LAYER_KINDS, LayerKind, blocks, kv_dtype, layer_kinds, positive, rope_layers
 from tierstore_engine.config import (
     DeltaConfig,
     ExpertsConfig,
@@ -40,7 +40,10 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
     check_quantisation(raw, "config.json")
     if raw.get("text_config"):
         raw = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **raw["text_config"]}
-    config = _READERS[architecture](raw)
+    try:
+        config = _READERS[architecture](raw)
+    except SpecError as error:
+        raise ModelError(str(error)) from error
     return replace(config, dtype=dtype) if dtype else config
 
 
@@ -105,9 +108,9 @@ def _qwen3(raw: Raw) -> ModelConfig:
 
 def _mixtral(raw: Raw) -> ModelConfig:
     experts = ExpertsConfig(
-        count=_positive(raw, "num_local_experts"),
-        chosen=_positive(raw, "num_experts_per_tok"),
-        width=_positive(raw, "intermediate_size"),
+        count=positive(raw, "num_local_experts"),
+        chosen=positive(raw, "num_experts_per_tok"),
+        width=positive(raw, "intermediate_size"),
         normalised=True,
     )
     names = TensorNames(mlp="block_sparse_moe", expert=("w1", "w3", "w2"))
@@ -123,21 +126,12 @@ def _qwen3_moe(raw: Raw) -> ModelConfig:
 
 
 def _gemma2(raw: Raw) -> ModelConfig:
-    layers = _positive(raw, "num_hidden_layers")
-    # Without the list, every other layer attends to everything.
-    kinds = _layer_kinds(raw) or tuple(
-        LayerKind.FULL_ATTENTION if layer % 2 else LayerKind.SLIDING_WINDOW for layer in range(layers)
-    )
-    return _gemma(raw, kinds)
+    return _gemma(raw, _every_other(raw))
 
 
 def _gemma3(raw: Raw) -> ModelConfig:
     raw = {**_GEMMA3_DEFAULTS, **raw}
-    pattern = int(raw.get("sliding_window_pattern") or 6)
-    kinds = _layer_kinds(raw) or tuple(
-        LayerKind.SLIDING_WINDOW if (layer + 1) % pattern else LayerKind.FULL_ATTENTION
-        for layer in range(_positive(raw, "num_hidden_layers"))
-    )
+    kinds = tuple(layer_kinds({**raw, "sliding_window_pattern": raw.get("sliding_window_pattern") or 6}))
     given = raw.get("rope_parameters") or {}
     if "full_attention" in given:
         everywhere = _rope(raw, given["full_attention"])
@@ -164,7 +158,7 @@ def _gemma(raw: Raw, kinds: tuple[LayerKind, ...]) -> ModelConfig:
         **_mixed_layers(raw, kinds, "sliding_window"),
         centred_norms=True,
         post_norms=True,
-        embed_scale=_positive(raw, "hidden_size") ** 0.5,
+        embed_scale=positive(raw, "hidden_size") ** 0.5,
         score_scale=float(raw.get("query_pre_attn_scalar") or common["head_dim"]) ** -0.5,
         score_cap=raw.get("attn_logit_softcapping"),
         logit_cap=raw.get("final_logit_softcapping"),
@@ -173,14 +167,10 @@ def _gemma(raw: Raw, kinds: tuple[LayerKind, ...]) -> ModelConfig:
 
 
 def _gpt_oss(raw: Raw) -> ModelConfig:
-    kinds = _layer_kinds(raw) or tuple(
-        LayerKind.FULL_ATTENTION if layer % 2 else LayerKind.SLIDING_WINDOW
-        for layer in range(_positive(raw, "num_hidden_layers"))
-    )
     experts = ExpertsConfig(
-        count=_positive(raw, "num_local_experts"),
-        chosen=_positive(raw, "num_experts_per_tok"),
-        width=_positive(raw, "intermediate_size"),
+        count=positive(raw, "num_local_experts"),
+        chosen=positive(raw, "num_experts_per_tok"),
+        width=positive(raw, "intermediate_size"),
         scoring="softmax of chosen",
         biased=True,
         clamp=float(raw.get("swiglu_limit") or 7.0),
@@ -188,7 +178,7 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
     )
     return replace(
         _llama({"attention_bias": True, **raw}),
-        **_mixed_layers(raw, kinds, "sliding_window"),
+        **_mixed_layers(raw, _every_other(raw), "sliding_window"),
         sinks=True,
         experts=experts,
         names=TensorNames(router="router", packed=True),
@@ -196,22 +186,15 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
 
 
 def _llama4(raw: Raw) -> ModelConfig:
-    layers = _positive(raw, "num_hidden_layers")
-    every = int(raw.get("no_rope_layer_interval") or 4)
-    turned = [bool(each) for each in raw.get("no_rope_layers") or ()]
-    turned = turned or [bool((layer + 1) % every) for layer in range(layers)]
-    if len(turned) != layers:
-        raise ModelError(f"config.json: no_rope_layers has {len(turned)} entries for {layers} layers")
-    chunked = LayerKind.CHUNKED_ATTENTION if raw.get("attention_chunk_size") else LayerKind.FULL_ATTENTION
-    kinds = _layer_kinds(raw) or tuple(chunked if each else LayerKind.FULL_ATTENTION for each in turned)
+    layers, turned = positive(raw, "num_hidden_layers"), rope_layers(raw)
     step = int(raw.get("interleave_moe_layer_step") or 1)
     with_experts = raw.get("moe_layers")
     if with_experts is None:
         with_experts = range(step - 1, layers, step)
-    width = _positive(raw, "intermediate_size")
+    width = positive(raw, "intermediate_size")
     experts = ExpertsConfig(
-        count=_positive(raw, "num_local_experts"),
-        chosen=_positive(raw, "num_experts_per_tok"),
+        count=positive(raw, "num_local_experts"),
+        chosen=positive(raw, "num_experts_per_tok"),
         width=width,
         scoring="sigmoid",
         scaled_input=True,
@@ -221,7 +204,7 @@ def _llama4(raw: Raw) -> ModelConfig:
     rope = replace(plain.rope, interleaved=True)
     return replace(
         plain,
-        **_mixed_layers(raw, kinds, "attention_chunk_size"),
+        **_mixed_layers(raw, tuple(layer_kinds(raw)), "attention_chunk_size"),
         rope=rope,
         ropes=tuple(rope if each else None for each in turned),
         unit_qk=bool(raw.get("use_qk_norm", True)),
@@ -269,13 +252,13 @@ def _deepseek(raw: Raw, experts: ExpertsConfig, *, interleaved: bool) -> ModelCo
         raise ModelError("config.json: attention_bias is not supported with latent attention")
     if int(raw.get("moe_layer_freq") or 1) != 1:
         raise ModelError("config.json: moe_layer_freq other than 1 is not supported")
-    layers = _positive(raw, "num_hidden_layers")
+    layers = positive(raw, "num_hidden_layers")
     latent = LatentConfig(
-        rank=_positive(raw, "kv_lora_rank"),
-        nope_dim=_positive(raw, "qk_nope_head_dim"),
-        rope_dim=_positive(raw, "qk_rope_head_dim"),
-        value_dim=_positive(raw, "v_head_dim"),
-        query_rank=_positive(raw, "q_lora_rank") if raw.get("q_lora_rank") else None,
+        rank=positive(raw, "kv_lora_rank"),
+        nope_dim=positive(raw, "qk_nope_head_dim"),
+        rope_dim=positive(raw, "qk_rope_head_dim"),
+        value_dim=positive(raw, "v_head_dim"),
+        query_rank=positive(raw, "q_lora_rank") if raw.get("q_lora_rank") else None,
     )
     width = latent.nope_dim + latent.rope_dim
     plain = _llama({**raw, "head_dim": width, "num_key_value_heads": None})
@@ -296,10 +279,10 @@ def _deepseek(raw: Raw, experts: ExpertsConfig, *, interleaved: bool) -> ModelCo
 
 
 def _deepseek_experts(raw: Raw) -> dict[str, Any]:
-    width = _positive(raw, "moe_intermediate_size")
+    width = positive(raw, "moe_intermediate_size")
     return {
-        "count": _positive(raw, "n_routed_experts"),
-        "chosen": _positive(raw, "num_experts_per_tok"),
+        "count": positive(raw, "n_routed_experts"),
+        "chosen": positive(raw, "num_experts_per_tok"),
         "width": width,
         "scale": float(raw.get("routed_scaling_factor") or 1.0),
         "shared_width": width * int(raw.get("n_shared_experts") or 0),
@@ -307,19 +290,14 @@ def _deepseek_experts(raw: Raw) -> dict[str, Any]:
 
 
 def _qwen3_next(raw: Raw) -> ModelConfig:
-    layers = _positive(raw, "num_hidden_layers")
-    every = int(raw.get("full_attention_interval") or 4)
-    kinds = _layer_kinds(raw) or tuple(
-        LayerKind.RECURRENT_STATE if (layer + 1) % every else LayerKind.FULL_ATTENTION
-        for layer in range(layers)
-    )
+    kinds = tuple(layer_kinds({**raw, "full_attention_interval": raw.get("full_attention_interval") or 4}))
     _check_kinds(kinds)
     delta = DeltaConfig(
-        key_heads=_positive(raw, "linear_num_key_heads"),
-        value_heads=_positive(raw, "linear_num_value_heads"),
-        key_dim=_positive(raw, "linear_key_head_dim"),
-        value_dim=_positive(raw, "linear_value_head_dim"),
-        conv_width=_positive(raw, "linear_conv_kernel_dim"),
+        key_heads=positive(raw, "linear_num_key_heads"),
+        value_heads=positive(raw, "linear_num_value_heads"),
+        key_dim=positive(raw, "linear_key_head_dim"),
+        value_dim=positive(raw, "linear_value_head_dim"),
+        conv_width=positive(raw, "linear_conv_kernel_dim"),
     )
     plain = _llama({"partial_rotary_factor": 0.25, **raw}, partial=True)
     return _with_qwen_experts(
@@ -331,20 +309,20 @@ def _qwen3_next(raw: Raw) -> ModelConfig:
 def _granite_hybrid(raw: Raw) -> ModelConfig:
     """Read Granite 4.0-H: Mamba-2 and attention, the latter mostly without rotation. In a layer without
     experts, the MLP beside the experts is the only one."""
-    width = _positive(raw, "shared_intermediate_size")
+    width = positive(raw, "shared_intermediate_size")
     experts = None
     if raw.get("num_local_experts"):
         experts = ExpertsConfig(
-            count=_positive(raw, "num_local_experts"),
-            chosen=_positive(raw, "num_experts_per_tok"),
-            width=_positive(raw, "intermediate_size"),
+            count=positive(raw, "num_local_experts"),
+            chosen=positive(raw, "num_experts_per_tok"),
+            width=positive(raw, "intermediate_size"),
             scoring="softmax of chosen",
             shared_width=width,
         )
     plain = _llama({**raw, "intermediate_size": width})
     if plain.activation != "silu":
         raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
-    kinds = _layer_kinds(raw) or (LayerKind.RECURRENT_STATE,) * plain.layers
+    kinds = tuple(layer_kinds({"layer_types": ["mamba"] * plain.layers, **raw}))
     _check_kinds(kinds)
     hybrid = LayerKind.RECURRENT_STATE in kinds
     turned = raw.get("position_embedding_type") == "rope"
@@ -363,16 +341,16 @@ def _granite_hybrid(raw: Raw) -> ModelConfig:
 
 
 def _granite_mamba2(raw: Raw) -> Mamba2Config:
-    heads = _positive(raw, "mamba_n_heads")
-    width = _positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
+    heads = positive(raw, "mamba_n_heads")
+    width = positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
     head_dim = raw.get("mamba_d_head", "auto")
     limits = [_number(each) for each in raw.get("time_step_limit") or (0.0, math.inf)]
     return Mamba2Config(
         heads=heads,
-        head_dim=width // heads if head_dim == "auto" else _positive(raw, "mamba_d_head"),
-        state_dim=_positive(raw, "mamba_d_state"),
-        groups=_positive(raw, "mamba_n_groups"),
-        conv_width=_positive(raw, "mamba_d_conv"),
+        head_dim=width // heads if head_dim == "auto" else positive(raw, "mamba_d_head"),
+        state_dim=positive(raw, "mamba_d_state"),
+        groups=positive(raw, "mamba_n_groups"),
+        conv_width=positive(raw, "mamba_d_conv"),
         conv_bias=bool(raw.get("mamba_conv_bias", True)),
         biased=bool(raw.get("mamba_proj_bias", False)),
         least_step=limits[0],
@@ -383,12 +361,15 @@ def _granite_mamba2(raw: Raw) -> Mamba2Config:
 def _nemotron_h(raw: Raw) -> ModelConfig:
     """Read Nemotron-H: its blocks are a mixer (Mamba-2, or attention without rotation) or an MLP. A layer
     here is a mixer's block with the MLP block that follows it, if there is one."""
-    blocks = _blocks(raw)
-    mixers = [at for at, kind in enumerate(blocks) if kind in _MIXERS]
-    follow = [blocks[at + 1] if at + 1 < len(blocks) else None for at in mixers]
-    if len(mixers) + sum(kind in ("mlp", "moe") for kind in follow) != len(blocks):
+    names = blocks(raw) or [str(each) for each in raw.get("layer_types") or ()]
+    unknown = sorted(set(names) - {*_MIXERS, "mlp", "moe"})
+    if unknown or not names:
+        raise ModelError(f"config.json: layers_block_type names {', '.join(unknown) or 'nothing'}: not known")
+    mixers = [at for at, kind in enumerate(names) if kind in _MIXERS]
+    follow = [names[at + 1] if at + 1 < len(names) else None for at in mixers]
+    if len(mixers) + sum(kind in ("mlp", "moe") for kind in follow) != len(names):
         raise ModelError("config.json: an MLP that does not follow a mixer is not supported")
-    kinds = tuple(LAYER_KINDS[blocks[at]] for at in mixers)
+    kinds = tuple(LAYER_KINDS[names[at]] for at in mixers)
     _check_kinds(kinds)
     activations = raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")
     if activations != ("relu2", "silu"):
@@ -423,25 +404,14 @@ def _nemotron_h(raw: Raw) -> ModelConfig:
 _MIXERS = ("mamba", "linear_attention", "attention", "full_attention")
 
 
-def _blocks(raw: Raw) -> list[str]:
-    named = raw.get("layers_block_type") or raw.get("layer_types")
-    if named is None:
-        pattern = str(raw.get("hybrid_override_pattern") or "")
-        named = [BLOCK_PATTERN.get(each, each) for each in pattern]
-    unknown = sorted({str(each) for each in named} - {*_MIXERS, "mlp", "moe"})
-    if unknown or not named:
-        raise ModelError(f"config.json: layers_block_type names {', '.join(unknown) or 'nothing'}: not known")
-    return [str(each) for each in named]
-
-
 def _nemotron_mamba2(raw: Raw) -> Mamba2Config:
     # As in transformers: time_step_min is the limit, and time_step_limit is not read.
     return Mamba2Config(
-        heads=_positive(raw, "mamba_num_heads"),
-        head_dim=_positive(raw, "mamba_head_dim"),
-        state_dim=_positive(raw, "ssm_state_size"),
-        groups=_positive(raw, "n_groups"),
-        conv_width=_positive(raw, "conv_kernel"),
+        heads=positive(raw, "mamba_num_heads"),
+        head_dim=positive(raw, "mamba_head_dim"),
+        state_dim=positive(raw, "ssm_state_size"),
+        groups=positive(raw, "n_groups"),
+        conv_width=positive(raw, "conv_kernel"),
         conv_bias=bool(raw.get("use_conv_bias", True)),
         biased=bool(raw.get("use_bias", False)),
         least_step=float(raw.get("time_step_min", 0.001)),
@@ -450,9 +420,9 @@ def _nemotron_mamba2(raw: Raw) -> Mamba2Config:
 
 def _nemotron_experts(raw: Raw) -> ExpertsConfig:
     return ExpertsConfig(
-        count=_positive(raw, "n_routed_experts"),
-        chosen=_positive(raw, "num_experts_per_tok"),
-        width=_positive(raw, "moe_intermediate_size"),
+        count=positive(raw, "n_routed_experts"),
+        chosen=positive(raw, "num_experts_per_tok"),
+        width=positive(raw, "moe_intermediate_size"),
         scoring="sigmoid",
         normalised=bool(raw.get("norm_topk_prob", True)),
         scale=float(raw.get("routed_scaling_factor") or 1.0),
@@ -460,7 +430,7 @@ def _nemotron_experts(raw: Raw) -> ExpertsConfig:
         best_groups=int(raw.get("topk_group") or 1),
         group_members=2,
         correction=True,
-        shared_width=_positive(raw, "moe_shared_expert_intermediate_size"),
+        shared_width=positive(raw, "moe_shared_expert_intermediate_size"),
     )
 
 
@@ -523,19 +493,19 @@ _GEMMA3_DEFAULTS = {
 def _common(raw: Raw, *, partial: bool = False) -> dict[str, Any]:
     """Return the fields of a :class:`ModelConfig` that all families write alike. ``partial`` allows a field
     that rotates only a part of each head."""
-    hidden = _positive(raw, "hidden_size")
-    heads = _positive(raw, "num_attention_heads")
-    head_dim = _positive(raw, "head_dim") if raw.get("head_dim") else hidden // heads
+    hidden = positive(raw, "hidden_size")
+    heads = positive(raw, "num_attention_heads")
+    head_dim = positive(raw, "head_dim") if raw.get("head_dim") else hidden // heads
     return {
-        "vocab_size": _positive(raw, "vocab_size"),
+        "vocab_size": positive(raw, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": _positive(raw, "intermediate_size"),
-        "layers": _positive(raw, "num_hidden_layers"),
+        "intermediate_size": positive(raw, "intermediate_size"),
+        "layers": positive(raw, "num_hidden_layers"),
         "heads": heads,
-        "kv_heads": _positive(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
+        "kv_heads": positive(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
         "head_dim": head_dim,
-        "max_positions": _positive(raw, "max_position_embeddings"),
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "max_positions": positive(raw, "max_position_embeddings"),
+        "dtype": kv_dtype(raw),
         "rope": _rope(
             raw, raw.get("rope_parameters") or raw.get("rope_scaling") or {}, head_dim if partial else None
         ),
@@ -552,9 +522,9 @@ def _with_qwen_experts(config: ModelConfig, raw: Raw) -> ModelConfig:
     count = "num_experts" if raw.get("num_experts") else "num_local_experts"
     shared = int(raw.get("shared_expert_intermediate_size") or 0)
     experts = ExpertsConfig(
-        count=_positive(raw, count),
-        chosen=_positive(raw, "num_experts_per_tok"),
-        width=_positive(raw, "moe_intermediate_size"),
+        count=positive(raw, count),
+        chosen=positive(raw, "num_experts_per_tok"),
+        width=positive(raw, "moe_intermediate_size"),
         normalised=bool(raw.get("norm_topk_prob", False)),
         shared_width=shared,
         shared_gate=bool(shared),
@@ -637,15 +607,9 @@ def _growth(factor: float, share: float) -> float:
     return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _layer_kinds(raw: Raw) -> tuple[LayerKind, ...]:
-    """Return the kinds in ``layer_types``; empty without it."""
-    names, layers = raw.get("layer_types"), _positive(raw, "num_hidden_layers")
-    if names is None:
-        return ()
-    unknown = sorted(set(names) - set(LAYER_KINDS))
-    if unknown or len(names) != layers:
-        raise ModelError(f"config.json: layer_types does not fit {layers} layers of {', '.join(LAYER_KINDS)}")
-    return tuple(LAYER_KINDS[name] for name in names)
+def _every_other(raw: Raw) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers. Without a list, every other layer attends to everything."""
+    return tuple(layer_kinds({**raw, "sliding_window_pattern": raw.get("sliding_window_pattern") or 2}))
 
 
 def _mixed_layers(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:
@@ -653,7 +617,7 @@ def _mixed_layers(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[s
     all layers are alike they form one group, with the keys and values of all tokens."""
     if set(kinds) == {LayerKind.FULL_ATTENTION}:
         return {}
-    width = _positive(raw, window)
+    width = positive(raw, window)
     windows = tuple(None if kind is LayerKind.FULL_ATTENTION else width for kind in kinds)
     if set(kinds) == {LayerKind.SLIDING_WINDOW}:
         return {"windows": windows}
@@ -669,29 +633,15 @@ def _check_kinds(kinds: tuple[LayerKind, ...]) -> None:
 def _windows(raw: Raw) -> tuple[int | None, ...]:
     """Return the attention window of each layer of a model with one layer group; empty if every layer attends
     to everything."""
-    window, layers = raw.get("sliding_window"), _positive(raw, "num_hidden_layers")
+    window = raw.get("sliding_window")
     if not window or not raw.get("use_sliding_window", True):
         return ()
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        # Qwen 2 and 3 before transformers 5: the first max_window_layers layers attend to everything.
-        first = int(raw.get("max_window_layers", 0)) if "use_sliding_window" in raw else 0
-        kinds = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != layers:
-        raise ModelError(
-            f"config.json: layer_types does not fit {layers} layers of full or sliding attention"
-        )
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    kinds = layer_kinds(raw)
+    if odd := set(kinds) - {LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW}:
+        raise ModelError(f"config.json: layer_types names {min(odd).value}, which is not supported here")
+    return tuple(int(window) if kind is LayerKind.SLIDING_WINDOW else None for kind in kinds)
 
 
 def _number(value: Any) -> float:
     """Return a number, also from transformers' form of numbers that JSON lacks."""
     return float(value["__float__"] if isinstance(value, Mapping) else value)
-
-
-def _positive(raw: Raw, name: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
-    return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from tierstore.spec import KVSpec
@@ -14,7 +13,7 @@ from tierstore_engine.build import (
     build_engine,
     check_pool,
     load_model,
-    open_model,
+    open_model_of,
     pages_for_tokens,
     pages_within,
     pool_bytes,
@@ -22,6 +21,7 @@ from tierstore_engine.build import (
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
 from tierstore_engine.limits import check_tokens
+from tierstore_engine.options import GenerateOptions
 from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -32,63 +32,40 @@ _UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in range(32) if chr(c
 }
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """The options of ``generate``. Sizes are in bytes. ``hbm_bytes`` None makes a pool that just holds the
-    request."""
-
-    model: str
-    prompt: str
-    params: SamplingParams
-    store: str | None
-    host_bytes: int
-    disk_bytes: int
-    disk_codec: str
-    hbm_bytes: int | None
-    chunk_tokens: int
-    prefill_chunk: int
-    plan: str
-    device: str
-    dtype: str | None
-    kv_dtype: str
-    kv_scales: str
-    json: bool
-
-
-def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | None = None) -> Completion:
+def run(
+    options: GenerateOptions, prompt: str, *, out: TextIO | None = None, err: TextIO | None = None
+) -> Completion:
     """Generate and print. Raises :class:`~tierstore.errors.TierStoreError` with a one-line message.
 
     The whole request is checked before weights are read and before the store is opened.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    settings = EngineSettings(prefill_chunk=request.prefill_chunk, plan=request.plan)
-    opened = open_model(
-        request.model,
-        device=request.device,
-        dtype=request.dtype,
-        kv_dtype=request.kv_dtype,
-        kv_scales=request.kv_scales,
+    params = SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=tuple(options.stop or ()),
+        ignore_eos=options.ignore_eos,
     )
-    spec = opened.config.kv_spec(chunk_tokens=request.chunk_tokens)
+    settings, opened = options.settings(), open_model_of(options)
+    spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
-    tokens = opened.tokenizer.encode(request.prompt)
-    pool_pages = _pool_pages(request, opened, spec, settings, tokens)
+    tokens = opened.tokenizer.encode(prompt)
     engine = build_engine(
         load_model(opened),
-        pool_pages=pool_pages,
-        store=request.store,
-        host_bytes=request.host_bytes,
-        disk_bytes=request.disk_bytes,
-        disk_codec=request.disk_codec,
-        chunk_tokens=request.chunk_tokens,
+        pool_pages=_pool_pages(options, opened, spec, settings, tokens),
         settings=settings,
-        model_name=request.model,
+        model_name=options.model,
+        **options.keeping(),
     )
     try:
-        completion = _generate(engine, tokens, request, _Screen(out, err, text=not request.json))
+        completion = _generate(engine, tokens, params, _Screen(out, err, text=not options.json))
     finally:
         engine.close()
-    if request.json:
+    if options.json:
         print(json.dumps(report(completion), ensure_ascii=False), file=out)
     print(summary(completion), file=err)
     return completion
@@ -154,8 +131,8 @@ class _Screen:
             self._shown = False
 
 
-def _generate(engine: Engine, tokens: list[int], request: GenerateRequest, screen: _Screen) -> Completion:
-    request_id = engine.add(tokens, request.params)
+def _generate(engine: Engine, tokens: list[int], params: SamplingParams, screen: _Screen) -> Completion:
+    request_id = engine.add(tokens, params)
     while True:
         for output in engine.step():
             screen.text(output.text)
@@ -168,21 +145,21 @@ def _generate(engine: Engine, tokens: list[int], request: GenerateRequest, scree
 
 
 def _pool_pages(
-    request: GenerateRequest, model: OpenModel, spec: KVSpec, settings: EngineSettings, tokens: list[int]
+    options: GenerateOptions, model: OpenModel, spec: KVSpec, settings: EngineSettings, tokens: list[int]
 ) -> int:
     """Return the size of the pool, after checking that the request fits."""
     config = model.config
     check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
-    needed = pages_for_tokens(spec, min(len(tokens) + request.params.max_new_tokens, config.max_positions))
+    needed = pages_for_tokens(spec, min(len(tokens) + options.max_new_tokens, config.max_positions))
     nbytes = pool_bytes(spec, needed, settings)
-    if request.hbm_bytes is None:
+    if options.hbm_bytes is None:
         check_pool(spec, needed, model.device, nbytes=nbytes)
         return needed
-    pages = pages_within(spec, request.hbm_bytes, settings)
-    check_pool(spec, pages, model.device, nbytes=request.hbm_bytes)
+    pages = pages_within(spec, options.hbm_bytes, settings)
+    check_pool(spec, pages, model.device, nbytes=options.hbm_bytes)
     if pages < needed:
         raise RequestError(
-            f"the prompt's {len(tokens)} tokens and up to {request.params.max_new_tokens} new ones need "
+            f"the prompt's {len(tokens)} tokens and up to {options.max_new_tokens} new ones need "
             f"{needed} pages ({format_size(nbytes)}), but --hbm-bytes holds {pages}"
         )
     return pages

@@ -19,6 +19,29 @@ class FinishReason(str, enum.Enum):
     CANCELLED = "cancelled"
 
 
+class WaitReason(str, enum.Enum):
+    """Why a request has no pages yet."""
+
+    TURN = "turn"  # other prompts come first
+    FORK = "fork"  # it shares the pages of its original, whose next token is not due yet
+    PROMISE = "promise"  # another engine has promised its pages
+    FETCH = "fetch"  # its pages are being fetched from other hosts
+    PREFIX = "prefix"  # an admitted request computes or loads the beginning of its prompt
+    ALONE = "alone"  # another request must run alone
+    SHORT = "short"  # an admitted request lacks pages
+    PREEMPTED = "preempted"  # it was preempted, and no admitted request has ended since
+    SLOT = "slot"  # as many requests as may be are admitted
+    ROOM = "room"  # its pages and those that the admitted requests still lack are not available together
+
+    @property
+    def blocks(self) -> bool:
+        """Return whether it waits for admitted requests to end or to release something."""
+        return self in _BLOCKING
+
+
+_BLOCKING = {WaitReason.ALONE, WaitReason.SHORT, WaitReason.PREEMPTED, WaitReason.SLOT, WaitReason.ROOM}
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     token: int
@@ -111,6 +134,7 @@ class StepOutput:
 class EngineStats:
     """Counters since the start, and the current state.
 
+    ``waiting_for`` counts the waiting requests by the reason why the last step did not admit them.
     ``accepted_tokens`` is how many of the ``drafted_tokens`` were right. ``shared_pages`` is how many pages
     sharing among forked requests saves. ``late_requests`` were refused because of their deadlines.
     ``longest_overtaken_s`` is the longest time for which a request was overtaken
@@ -123,10 +147,21 @@ class EngineStats:
     drafted_tokens: int
     accepted_tokens: int
     preemptions: int
-    waiting: int
+    waiting_for: Mapping[WaitReason, int]
     admitted: int
     shared_pages: int
     available_pages: int
     total_pages: int
     late_requests: int
     longest_overtaken_s: float
+
+    @property
+    def waiting(self) -> int:
+        return sum(self.waiting_for.values())
+
+    @property
+    def wait_reasons(self) -> str:
+        """Return the reasons as one line, the most frequent first: "5 turn, 1 room". Empty if no request
+        waits."""
+        counts = sorted(self.waiting_for.items(), key=lambda item: -item[1])
+        return ", ".join(f"{count:,} {reason.value}" for reason, count in counts)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tierstore.planner import Prefill, PrefillEstimate
 from tierstore_connectors.base import Connector
-from tierstore_engine.scheduler import Work
+from tierstore_engine.batch import Work
 
 
 class PrefillTimer:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from tierstore.planner import Prefill
 from tierstore_connectors.base import ConnectorHit
+from tierstore_engine.batch import StepPlan
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.look_ahead import LookAhead
 from tierstore_engine.ordering import Place, Turn, WaitingEntry, common_chunks, turns
@@ -23,6 +24,7 @@ _ORDERED = 128  # requests that are ordered; later ones wait
 _LOOKUPS = 8  # lookups of waiting requests per step
 _STALE_S = 1.0  # older results are looked up again
 _PACE_STEPS = 64
+_ANSWERS = 64  # ended answers
 _ANY_SPEED = Prefill(1e-4)  # before the first measurement: only the order matters
 
 
@@ -46,6 +48,29 @@ class PendingPrompt:
     def promised(self) -> bool:
         """Return whether another engine's pages are awaited."""
         return self.sequence.promise is not None
+
+
+class AnswerLengths:
+    """The lengths of the last answers. Others are expected to become as long."""
+
+    def __init__(self) -> None:
+        self._lengths: deque[int] = deque(maxlen=_ANSWERS)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended."""
+        if len(sequence.tokens) > sequence.prompt_tokens:
+            self._lengths.append(len(sequence.tokens) - sequence.prompt_tokens)
+
+    def until(self, answering: Iterable[Sequence], count: int) -> int:
+        """Return in how many tokens ``count`` of the ``answering`` sequences are expected to have ended."""
+        return sorted(map(self._left, answering))[count - 1]
+
+    def _left(self, sequence: Sequence) -> int:
+        most = sequence.max_tokens - len(sequence.tokens)
+        if not self._lengths:
+            return most
+        usual = sum(self._lengths) // len(self._lengths)
+        return max(min(most, usual - (len(sequence.tokens) - sequence.prompt_tokens)), 1)
 
 
 @dataclass(slots=True)
@@ -186,12 +211,18 @@ class PendingPrompts:
 
     # -- time ----------------------------------------------------------------------------------------
 
-    def step_begins(self, spent: Spent, behind: float, *, busy: bool) -> None:
-        """Note that a step begins. ``behind`` is the sum, over its prompt tokens, of the tokens before them;
-        ``busy``: it computes something."""
+    def step_begins(self, plan: StepPlan, sakes: Mapping[RequestId, Place], kept_out: Place | None) -> None:
+        """Note that a step begins, and what it is spent on. ``sakes`` has the request that an admitted prompt
+        is computed for, if not itself. ``kept_out`` is as in :class:`Spent`."""
+        spent, behind = Spent(short=self.short_of_room, kept_out=kept_out), 0.0
         spent.first = min((prompt.entry.place for prompt in self if not prompt.promised), default=None)
+        for item in (*plan.batch, *plan.beside):
+            if item.sequence in self:
+                place = sakes.get(item.sequence.request_id, item.sequence.place)
+                spent.prompts[place] = spent.prompts.get(place, 0) + item.tokens
+                behind += item.tokens * item.start
         tokens = sum(spent.prompts.values())
-        self._step = _PromptStep(self._clock(), busy, tokens, behind / max(tokens, 1), spent)
+        self._step = _PromptStep(self._clock(), bool(plan), tokens, behind / max(tokens, 1), spent)
 
     def step_ended(self, admitted: Iterable[Sequence]) -> None:
         """Note that the last step has ended, unless that was noted before."""

@@ -44,18 +44,18 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierstore.planner import Prefill
+from tierstore_engine.batch import StepPlan, Work
 from tierstore_engine.keeper import PageKeeper, wait_briefly
 from tierstore_engine.look_ahead import LookAhead
 from tierstore_engine.ordering import Place
-from tierstore_engine.outputs import RequestId
-from tierstore_engine.overtaking import Spent
-from tierstore_engine.prompts import PendingPrompt, PendingPrompts
+from tierstore_engine.outputs import RequestId, WaitReason
+from tierstore_engine.prompts import AnswerLengths, PendingPrompt, PendingPrompts
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
@@ -63,37 +63,8 @@ _LOAD_POLL_S = 0.005
 _ROOM_POLL_S = 0.001
 _LOADS = 4  # admitted requests that are loading, beside those that are computed
 _LOOKED_AT = 16  # waiting requests per step that are considered
-_ANSWERS = 64  # ended answers, for the expected length of others
 Room: TypeAlias = tuple[tuple[int, ...], list[int]]
 """Available pages of each layer group, and pages that the admitted sequences lack."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Compute the tokens ``start … stop`` of ``sequence``, and the tokens of ``draft`` after its newest one.
-    Only drafted tokens that the model chooses itself are accepted."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    draft: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Return how many rows of the batch this takes."""
-        return self.stop - self.start + len(self.draft)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: a ``batch``, and ``beside`` it the separate work of each sequence whose pages are arriving,
-    for the layers that have arrived. Without a batch all layers are computed."""
-
-    batch: list[Work]
-    beside: list[Work]
-
-    def __bool__(self) -> bool:
-        return bool(self.batch or self.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +107,8 @@ class Scheduler:
         self._turns: dict[RequestId, int] = {}  # turns of admitted prompts, as last ordered
         # the oldest request that an admitted prompt is computed for, if not itself
         self._sakes: dict[RequestId, Place] = {}
-        self._blocked: set[Place] = set()  # places of requests that found no room
-        self._answers: deque[int] = deque(maxlen=_ANSWERS)  # answer lengths of ended requests
+        self._reasons: dict[Place, WaitReason] = {}  # why the last plan did not admit a request
+        self._answers = AnswerLengths()
 
     @property
     def has_work(self) -> bool:
@@ -148,6 +119,13 @@ class Scheduler:
         """Return the longest time for which a request with its first token was overtaken."""
         return self._prompts.longest_overtaken_s
 
+    def wait_reasons(self) -> Counter[WaitReason]:
+        """Return how many requests wait for each reason."""
+        return Counter(
+            WaitReason.PROMISE if s.promise is not None else self._reasons.get(s.place, WaitReason.TURN)
+            for s in self.waiting
+        )
+
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_place)
         self._prompts.add(sequence)
@@ -155,7 +133,7 @@ class Scheduler:
     def adopt(self, sequence: Sequence) -> None:
         """Take in a sequence that shares another one's pages. If all slots are taken, it releases them and
         waits."""
-        if len(self.admitted) < self._settings.max_sequences:
+        if not self._full:
             insort(self.admitted, sequence, key=_place)
         else:
             self._keeper.leave(sequence, save=False)
@@ -164,8 +142,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, save: bool = True) -> None:
         """Remove a sequence for good: save its pages unless ``save`` is False, and release them."""
         self._prompts.forget(sequence)
-        if len(sequence.tokens) > sequence.prompt_tokens:
-            self._answers.append(len(sequence.tokens) - sequence.prompt_tokens)
+        self._answers.ended(sequence)
         if sequence in self.admitted:
             self._keeper.leave(sequence, save=save)
             self.admitted.remove(sequence)
@@ -218,18 +195,9 @@ class Scheduler:
         answering = [s for s in self.admitted if s not in self._prompts]
         if missing <= 0 or not answering:
             return 0.0
-        left = sorted(map(self._answer_left, answering))[min(missing, len(answering)) - 1]
-        seconds = left * self._prompts.step_s
+        seconds = self._answers.until(answering, min(missing, len(answering))) * self._prompts.step_s
         later = self.admitted[-1].place > place  # a later one is preempted
         return min(seconds, self._settings.overtake_s) if later and self._by_cache else seconds
-
-    def _answer_left(self, sequence: Sequence) -> int:
-        """Return how many more tokens an answer is expected to get."""
-        most = sequence.max_tokens - len(sequence.tokens)
-        if not self._answers:
-            return most
-        usual = sum(self._answers) // len(self._answers)
-        return max(min(most, usual - (len(sequence.tokens) - sequence.prompt_tokens)), 1)
 
     def plan(self) -> StepPlan:
         """Return the next step's work. Every token of it has a page. This also admits and preempts sequences,
@@ -251,7 +219,7 @@ class Scheduler:
             self._preempt()  # they wait for one another and for the pages that they hold
         elif not plan and self._short and not self._keeper.parking and not self._ahead.give_up():
             self._preempt()
-        self._begin(plan)
+        self._prompts.step_begins(plan, self._sakes, min(self._kept_out(), default=None))
         return plan
 
     def _admit_all(self) -> None:
@@ -263,8 +231,8 @@ class Scheduler:
             while self._relieve(parked):
                 self._admit_by_cache()
         else:
-            self._admit()
-        self._stuck = bool(self._blocked or self._refused_at) and not self.admitted
+            self._admit_by_age()
+        self._stuck = not self.admitted and WaitReason.ROOM in self._reasons.values()
 
     def _cleared(self) -> bool:
         """Return whether sequences may be admitted.
@@ -305,53 +273,71 @@ class Scheduler:
                 if alone:
                     self._start_over(sequence)
 
-    def _is_kept_out(self, sequence: Sequence) -> bool:
-        """Return whether another request must run alone."""
-        return self._only is not None and sequence.root != self._only
+    @property
+    def _full(self) -> bool:
+        return len(self.admitted) >= self._settings.max_sequences
 
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """Return whether the rule of progress forbids to admit a request now."""
-        if self._is_kept_out(sequence):
-            return True
-        if self._only is not None or not self.admitted:
-            return False
+    def _forbidden(self, sequence: Sequence) -> WaitReason | None:
+        """Return why the rule of progress forbids to admit a request now; None if it does not."""
+        if self._only is not None:
+            return WaitReason.ALONE if sequence.root != self._only else None
+        if not self.admitted:
+            return None
         if self._short:
-            return True
+            return WaitReason.SHORT
         if sequence.request_id not in self._preempted or self.admitted[-1].place > sequence.place:
-            return False
-        return not all(other.held for other in self.admitted)
+            return None
+        return None if all(other.held for other in self.admitted) else WaitReason.PREEMPTED
 
-    def _admit(self) -> None:
+    def _elsewhere(self, sequence: Sequence) -> WaitReason | None:
+        """Return from where pages of a sequence arrive sooner than by computing them: it is admitted when
+        they have arrived. None if it waits for no such pages."""
+        if self._ahead.promised(sequence):
+            return WaitReason.PROMISE
+        if self._computing_for(sequence) is not None:
+            return WaitReason.PREFIX
+        return WaitReason.FETCH if self._ahead.fetching(sequence) else None
+
+    def _admit_by_age(self) -> None:
+        """Admit requests by age, up to the first that is blocked."""
+        self._reasons.clear()
         place = 0
-        while place < len(self.waiting) and len(self.admitted) < self._settings.max_sequences:
+        while place < len(self.waiting):
             sequence = self.waiting[place]
-            if self._is_kept_out(sequence) or self._waits(sequence):
-                place += 1
+            reason = self._refusal(sequence)
+            if reason is None:
+                self._admitted(sequence)
                 continue
-            if self._must_wait(sequence):
+            self._reasons[sequence.place] = reason
+            if reason.blocks and reason is not WaitReason.ALONE:
                 break
-            room = self._keeper.room(), self._keeper.lacking(self.admitted)
-            if self.admitted and room == self._refused_at:
-                break  # nothing has changed: do not ask the store in every step
-            if not self._keeper.admit(
-                sequence, self._keeper.look_up(sequence, admitting=True), beside=self.admitted
-            ):
-                self._refused_at = room
-                break
-            self._refused_at = None
-            self._admitted(sequence)
+            place += 1
         self._ahead.look(self.waiting[place:])
+
+    def _refusal(self, sequence: Sequence) -> WaitReason | None:
+        """Give the next request by age its pages. Return why it has to wait, None if it has its pages."""
+        if self._full:
+            return WaitReason.SLOT
+        forbidden = self._forbidden(sequence)
+        if forbidden is WaitReason.ALONE:
+            return forbidden
+        reason = self._elsewhere(sequence) or forbidden
+        if reason is not None:
+            return reason
+        room = self._keeper.room(), self._keeper.lacking(self.admitted)
+        if self.admitted and room == self._refused_at:
+            return WaitReason.ROOM  # nothing has changed: do not ask the store in every step
+        hit = self._keeper.look_up(sequence, admitting=True)
+        if self._keeper.admit(sequence, hit, beside=self.admitted):
+            self._refused_at = None
+            return None
+        self._refused_at = room
+        return WaitReason.ROOM
 
     def _admitted(self, sequence: Sequence) -> None:
         self._ahead.forget(sequence)
         self.waiting.remove(sequence)
         insort(self.admitted, sequence, key=_place)
-
-    def _waits(self, sequence: Sequence) -> bool:
-        """Return whether pages of the sequence arrive sooner from elsewhere: promised, fetched, or computed
-        by another request. It is admitted when they have arrived."""
-        promised = self._ahead.promised(sequence)
-        return promised or self._computing_for(sequence) is not None or self._ahead.fetching(sequence)
 
     # -- by cache ------------------------------------------------------------------------------------
 
@@ -361,7 +347,7 @@ class Scheduler:
         self._prompts.refresh(prompts)
         self._turns.clear()
         self._sakes.clear()
-        self._blocked.clear()
+        self._reasons.clear()
         by_place = {prompt.entry.place: prompt for prompt in prompts}
         waiting: list[Sequence] = []
         tokens, refused = 0, False
@@ -371,18 +357,18 @@ class Scheduler:
             if not prompt.waits:
                 tokens += self._take_turn(sequence, place)
                 continue
+            strict = self._prompts.in_strict_prefix(place)
             computing = self._computing_for(sequence)
             if computing is not None:
                 tokens += self._take_turn(computing, place)
-            elif self._prompts.in_strict_prefix(place) or (
-                tokens < 2 * self._settings.batch_tokens and self._loads < _LOADS
-            ):
-                if self._ahead.fetching(sequence):
-                    pass
-                elif self._took_room(prompt):
+                self._reasons[place] = WaitReason.PREFIX
+            elif strict or (tokens < 2 * self._settings.batch_tokens and self._loads < _LOADS):
+                reason = WaitReason.FETCH if self._ahead.fetching(sequence) else self._took_room(prompt)
+                if reason is None:
                     tokens += self._take_turn(sequence, place)
                     continue
-                elif place in self._blocked and self._prompts.in_strict_prefix(place):
+                self._reasons[place] = reason
+                if reason.blocks and strict:
                     refused = True
                     break  # no later request may take what it waits for
             waiting.append(sequence)
@@ -390,8 +376,8 @@ class Scheduler:
                 break
         if not refused:
             self._admit_computed(prompts)
-        if len(self.admitted) >= self._settings.max_sequences:
-            self._blocked.update(prompt.entry.place for prompt in prompts if prompt.waits)
+        if self._full:
+            self._reasons.update((p.entry.place, WaitReason.SLOT) for p in prompts if p.waits)
         self._ahead.look(waiting)
 
     def _admit_computed(self, prompts: Iterable[PendingPrompt]) -> None:
@@ -401,9 +387,11 @@ class Scheduler:
         if self._prompts.short_of_room and waiting and self._prompts.in_strict_prefix(waiting[0].entry.place):
             return
         for prompt in waiting:
-            if prompt.entry.tokens - prompt.entry.held > 1 or self._waits(prompt.sequence):
+            if prompt.entry.tokens - prompt.entry.held > 1 or self._elsewhere(prompt.sequence):
                 continue
-            if not self._took_room(prompt) and prompt.entry.place in self._blocked:
+            reason = self._took_room(prompt)
+            if reason is not None and reason.blocks:
+                self._reasons[prompt.entry.place] = reason
                 return
 
     @property
@@ -435,36 +423,44 @@ class Scheduler:
                     return other
         return None
 
-    def _took_room(self, prompt: PendingPrompt) -> bool:
-        """Admit a request if there is a slot and pages. Otherwise note it as blocked."""
+    def _took_room(self, prompt: PendingPrompt) -> WaitReason | None:
+        """Admit a request if there is a slot and pages. Return why it has to wait, None if it has them."""
         sequence, entry = prompt.sequence, prompt.entry
+        reason = WaitReason.SLOT if self._full else self._forbidden(sequence)
+        if reason is not None:
+            return reason
         pages = self._keeper.pages_for(entry.tokens) - prompt.shared_pages
-        full = len(self.admitted) >= self._settings.max_sequences
-        if not full and not self._must_wait(sequence) and pages <= self._keeper.connector.available():
-            hit = self._keeper.look_up(sequence, admitting=True)
-            if self._prompts.look_up(prompt, hit) > self._keeper.chunk_tokens:
-                hit.release()
-                return False  # its turn has changed: try again in the next step
-            if self._keeper.admit(sequence, hit, beside=self.admitted):
-                self._admitted(sequence)
-                return True
-        self._blocked.add(entry.place)
-        return False
+        if pages > self._keeper.connector.available():
+            return WaitReason.ROOM
+        hit = self._keeper.look_up(sequence, admitting=True)
+        if self._prompts.look_up(prompt, hit) > self._keeper.chunk_tokens:
+            hit.release()
+            return WaitReason.TURN  # its turn has changed: try again in the next step
+        if not self._keeper.admit(sequence, hit, beside=self.admitted):
+            return WaitReason.ROOM
+        self._admitted(sequence)
+        self._reasons.pop(entry.place, None)
+        return None
+
+    def _kept_out(self) -> set[Place]:
+        """Return the places of the requests without room while a younger one has some."""
+        youngest = self.admitted[-1].place if self.admitted else None
+        blocked = (place for place, reason in self._reasons.items() if reason.blocks)
+        return {place for place in blocked if youngest is not None and place < youngest}
 
     def _relieve(self, parked: set[RequestId]) -> bool:
         """Preempt the youngest sequence, unless it is in ``parked``, if an older request of the strict prefix
         needs its pages. Return whether one was preempted."""
         if not self.admitted or self._keeper.parking or self.admitted[-1].request_id in parked:
             return False
-        youngest = self.admitted[-1].place
-        older = (prompt for prompt in self._prompts if prompt.entry.place in self._blocked)
+        kept_out = self._kept_out()
         if not any(
             # A request that waits for pages from elsewhere would not be admitted: the room would go back.
-            prompt.entry.place < youngest
+            prompt.entry.place in kept_out
             and self._prompts.in_strict_prefix(prompt.entry.place)
-            and not self._must_wait(prompt.sequence)
-            and not self._waits(prompt.sequence)
-            for prompt in older
+            and not self._forbidden(prompt.sequence)
+            and not self._elsewhere(prompt.sequence)
+            for prompt in self._prompts
         ):
             return False
         parked.add(self._park().request_id)
@@ -474,19 +470,6 @@ class Scheduler:
         """Note that the last step has ended, unless that was noted before. Overtaken requests are charged
         with its time, and its speed is recorded."""
         self._prompts.step_ended(self.admitted)
-
-    def _begin(self, plan: StepPlan) -> None:
-        """Note what the next step is spent on."""
-        spent, behind = Spent(short=self._prompts.short_of_room), 0.0
-        if self._blocked and self.admitted and min(self._blocked) < self.admitted[-1].place:
-            spent.kept_out = min(self._blocked)
-        for item in (*plan.batch, *plan.beside):
-            sequence = item.sequence
-            if sequence in self._prompts:
-                place = self._sakes.get(sequence.request_id, sequence.place)
-                spent.prompts[place] = spent.prompts.get(place, 0) + item.tokens
-                behind += item.tokens * item.start
-        self._prompts.step_begins(spent, behind, busy=bool(plan))
 
     # -- the step's work -----------------------------------------------------------------------------
 

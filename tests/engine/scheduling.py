@@ -12,11 +12,11 @@ from tierstore.spec import KVSpec
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import NoStore
-from tierstore_engine.batch import finishing
+from tierstore_engine.batch import Work, finishing
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sampling import Choice, SamplingParams
-from tierstore_engine.scheduler import Scheduler, Work
+from tierstore_engine.scheduler import Scheduler
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.tokenizer import ByteTokenizer

@@ -21,12 +21,11 @@ from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore.tiers.hbm import PagePool, arrivals_of
 from tierstore_connectors.bundled import NoStore, StoreConnector
-from tierstore_engine.batch import build_step
+from tierstore_engine.batch import Work, build_step
 from tierstore_engine.build import LoadedModel, fitting_pages, group_pages, make_memory
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.sampling import SamplingParams
-from tierstore_engine.scheduler import Work
 from tierstore_engine.sequence import RequestId, Sequence
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.tables import empty_tables

@@ -25,11 +25,11 @@ from tierstore.tiers.group_pools import fits, open_group_pools
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import NoStore, open_connector
-from tierstore_engine.batch import finishing
+from tierstore_engine.batch import Work, finishing
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sampling import Choice, SamplingParams
-from tierstore_engine.scheduler import Scheduler, Work
+from tierstore_engine.scheduler import Scheduler
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import PLANS, SCHEDULES, EngineSettings
 from tierstore_engine.tokenizer import ByteTokenizer

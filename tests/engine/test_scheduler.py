@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engine.scheduling import IDENTITY, POOL_PAGES, SPEC, Bench
 from tierstore.errors import UsageError
 from tierstore_connectors.bundled import open_connector
 from tierstore_engine.keeper import clip_tiers
+from tierstore_engine.outputs import WaitReason
 from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import SCHEDULES, EngineSettings
 
@@ -116,6 +118,48 @@ def test_a_lower_priority_number_comes_first_and_is_never_preempted_for_others()
         while bench.scheduler.has_work:
             bench.step()
         assert bench.first_token_s[urgent.request_id] < bench.first_token_s[usual.request_id]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_waiting_request_has_a_reason(schedule: str, tmp_path: Path) -> None:
+    settings = EngineSettings(prefill_chunk=4, max_sequences=1, schedule=schedule)
+    bench = Bench(settings)
+    for _ in range(3):
+        bench.add(8, 4)
+    assert bench.scheduler.wait_reasons() == {WaitReason.TURN: 3}
+    bench.step()
+    reasons = bench.scheduler.wait_reasons()
+    assert reasons[WaitReason.SLOT] >= 1
+    assert reasons.total() == len(bench.scheduler.waiting) == 2
+
+    bench = Bench(replace(settings, max_sequences=4))
+    bench.add(40, 30)
+    bench.step()
+    bench.add(90, 1)
+    bench.step()
+    assert bench.scheduler.wait_reasons() == {WaitReason.ROOM: 1}
+
+    bench = Bench(replace(settings, max_sequences=5))
+    for _ in range(5):
+        bench.add(8, 36)
+    found = set()
+    while bench.scheduler.has_work:
+        bench.step()
+        found.update(bench.scheduler.wait_reasons())
+    assert WaitReason.PREEMPTED in found
+    assert bench.scheduler.wait_reasons() == {}
+
+    connector = open_connector(
+        SPEC, IDENTITY, pool_pages=100, store=str(tmp_path), host_bytes=1 << 20, disk_bytes=1 << 26
+    )
+    with closing(connector):
+        bench = Bench(replace(settings, max_sequences=4), connector=connector)
+        bench.add(40, 1)
+        bench.add(40, 1)
+        bench.step()
+        assert bench.scheduler.wait_reasons() == {WaitReason.PREFIX: 1}
+        while bench.scheduler.has_work:
+            bench.step()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from tierstore import machine
+from tierstore.cli import checks
+from tierstore.cli.checks import Status
 from tierstore.units import GIB, MIB
 
 
@@ -56,3 +58,21 @@ def test_version_1_and_the_lowest_limit_counts(tree):
         memory__a__b__memoryDOTusage_in_bytes=str(10 * MIB),
     )
     assert machine.memory_bytes() == (200 * MIB, 150 * MIB, 200 * MIB)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_doctor_says_that_the_arena_is_beyond_the_limit(tree, version):
+    if version == 1:
+        tree("4:memory:/a\n", memory__a__memoryDOTlimit_in_bytes=str(4 * GIB))
+    else:
+        tree("0::/\n", memoryDOTmax=str(4 * GIB))
+
+    def arena(nbytes: int) -> checks.Check:
+        return next(check for check in checks.all_checks(None, nbytes) if check.name == "arena")
+
+    assert arena(4 * GIB).status is Status.OK
+    assert arena(5 * GIB).status is Status.WARN
+    assert "host_bytes 5 GiB, memory limit of this container 4 GiB" in arena(5 * GIB).found
+    tree("0::/\n", memoryDOTmax="max", memory__a__memoryDOTlimit_in_bytes="max")
+    assert arena(16 * GIB).status is Status.OK
+    assert "host_bytes 17 GiB, memory 16 GiB" in arena(17 * GIB).found

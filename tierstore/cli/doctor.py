@@ -11,6 +11,7 @@ import typer
 from tierstore.cli import show
 from tierstore.cli.operator import Connect
 from tierstore.errors import UsageError
+from tierstore.units import parse_size
 
 if TYPE_CHECKING:
     from tierstore.cli.checks import Check
@@ -23,6 +24,9 @@ def command(
             metavar="[DIR]", help="Directory of the store; it need not exist yet", show_default=False
         ),
     ] = None,
+    host_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Host memory that a store or daemon would take")
+    ] = "8GiB",
     vllm: Annotated[
         bool, typer.Option("--vllm", help="Also check vLLM, its connector and the daemon")
     ] = False,
@@ -50,7 +54,8 @@ def command(
 ) -> None:
     """Check this machine, and say what to change.
 
-    The checks cover Python and its packages, memory, limits and the GPU. DIR adds its file system. --vllm and
+    The checks cover Python and its packages, limits, the GPU, and whether --host-bytes fit the memory of this
+    machine or container. DIR adds its file system. --vllm and
     --sglang add the engine in this environment and its daemon. Each line is ok, warn (works, but could be
     better) or fail (will not work). The exit code is 1 if a check fails.
     """
@@ -71,7 +76,7 @@ def command(
     if extra_config is not None and not sglang:
         raise UsageError("--extra-config goes with --sglang")
 
-    found = all_checks(directory)
+    found = all_checks(directory, parse_size(host_bytes))
     if vllm:
         with show.waiting("looking at vLLM"):
             found += vllm_checks(connect, kv_transfer_config)

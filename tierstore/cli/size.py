@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from tierstore import sizing
 from tierstore.cli import show
 from tierstore.errors import UsageError
-from tierstore.spec import DEFAULT_CHUNK_TOKENS
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, read_json
 from tierstore.units import format_size, parse_size
 
 
@@ -88,18 +88,11 @@ def command(
     )
 
 
-def _config(model: str) -> Any:
+def _config(model: str) -> Mapping[str, Any]:
     if model in sizing.PRESETS:
         return sizing.PRESETS[model]
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json_module.loads(path.read_text("utf-8"))
-    except OSError as error:
-        known = ", ".join(sizing.PRESETS)
-        raise UsageError(f"cannot read {path} ({error.strerror}); known models are {known}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} has no JSON object")
-    return config
+    if not path.exists():
+        raise UsageError(f"there is no {path}; known models are {', '.join(sizing.PRESETS)}")
+    return read_json(path)

@@ -33,7 +33,7 @@ from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import DaemonStats, version
 from tierstore.descriptors import raise_limit
 from tierstore.errors import UsageError
-from tierstore.machine import disk_bytes, memory_bytes
+from tierstore.machine import disk_bytes, memory_shortage
 from tierstore.memory import shared_huge_pages
 from tierstore.printable import printable
 from tierstore.tiers.disk import DiskTier
@@ -361,14 +361,7 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
 
 def _lacking(settings: Settings) -> str:
     """Return the capacities that this machine does not have; empty if it has all."""
-    memory = memory_bytes()
-    lacking = []
-    if settings.host_bytes > memory.total:
-        what = "memory limit of this container" if memory.limit is not None else "memory"
-        lacking.append(
-            f"host_bytes {format_size(settings.host_bytes)}, {what} {format_size(memory.total)} (the kernel "
-            "kills the daemon when the arena grows beyond it)"
-        )
+    lacking = [short] if (short := memory_shortage(settings.host_bytes)) else []
     if settings.disk is not None and settings.disk_bytes > (room := disk_bytes(settings.disk)):
         lacking.append(
             f"disk_bytes {format_size(settings.disk_bytes)}, room at {settings.disk} {format_size(room)}"

@@ -184,7 +184,8 @@ class EngineDashboard:
             Tile(
                 "Waiting / running",
                 f"{engine.waiting:,} / {engine.admitted:,}",
-                f"{self._admission.tokens:,} prompt tokens, {engine.preemptions:,} preemptions",
+                f"{self._admission.tokens:,} prompt tokens, {engine.preemptions:,} preemptions"
+                + (f"; waiting for {engine.wait_reasons}" if engine.waiting else ""),
             ),
             Tile("Generated tokens per second", short(generated), f"computed {short(computed / seconds)}"),
             Tile("Tokens a step", short(computed / steps) if steps else "–", f"{engine.steps:,} steps"),

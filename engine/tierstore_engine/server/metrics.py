@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tierstore.stats import StoreStats
-from tierstore_engine.outputs import Completion, EngineStats
+from tierstore_engine.outputs import Completion, EngineStats, WaitReason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PREFIX = "tierstore_engine"
@@ -105,6 +105,12 @@ class _SnapshotCollector(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", help, value=value)
+        reasons = GaugeMetricFamily(
+            f"{_PREFIX}_waiting_for", "Sequences without pages, by what they wait for", labels=["reason"]
+        )
+        for reason in WaitReason:
+            reasons.add_metric([reason.value], engine.waiting_for.get(reason, 0))
+        yield reasons
         if snapshot.store is not None:
             yield from _of_store(snapshot.store)
 

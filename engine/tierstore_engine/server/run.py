@@ -7,14 +7,15 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
 from tierstore.descriptors import raise_limit
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
-from tierstore_connectors.common.handover import BOTH, Role
+from tierstore_connectors.common.handover import Role
 from tierstore_engine.build import (
     LoadedModel,
     OpenModel,
@@ -23,17 +24,18 @@ from tierstore_engine.build import (
     check_pool,
     load_model,
     open_model,
+    open_model_of,
     pages_within,
     pool_bytes,
 )
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.options import ServeOptions
 from tierstore_engine.server.app import ApiServer
 from tierstore_engine.server.chat import ChatTemplate, load_template
 from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
 from tierstore_engine.server.http import listening_at, serve_app
 from tierstore_engine.server.settings import NONE, ServerSettings
-from tierstore_engine.settings import EngineSettings
 
 PROMPT_LOOKUP = "prompt-lookup"
 
@@ -43,34 +45,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """The options of ``serve``. Sizes are in bytes.
-
-    ``hbm_bytes`` None takes a GPU's free memory, and on a CPU pages for 65,536 tokens. ``most_hbm_bytes`` is
-    the largest size that the pool may be resized to. ``draft`` is ``prompt-lookup``, a model, or None.
-    """
-
-    model: str
-    server: ServerSettings
-    engine: EngineSettings
-    store: str | None
-    host_bytes: int
-    disk_bytes: int
-    disk_codec: str
-    hbm_bytes: int | None
-    most_hbm_bytes: int | None
-    chunk_tokens: int
-    device: str
-    dtype: str | None
-    kv_dtype: str
-    kv_scales: str
-    draft: str | None
-    draft_tokens: int
-    role: Role = BOTH
-
-
-def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
+def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.TierStoreError` with a one-line
     message.
 
@@ -79,49 +54,37 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
     raise_limit()
-    opened = open_model(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        kv_dtype=options.kv_dtype,
-        kv_scales=options.kv_scales,
-    )
-    template = load_template(opened.folder, options.server.chat_template)
-    defaults = OPENAI_DEFAULTS if options.server.generation_config == NONE else load_defaults(opened.folder)
+    settings, role = options.settings(), Role.parse(options.kv_role)
+    server = replace(server, model_name=server.model_name or Path(options.model).name or options.model)
+    opened = open_model_of(options)
+    template = load_template(opened.folder, server.chat_template)
+    defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
-    options.engine.check_chunk(spec.chunk_tokens)
+    settings.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
     draft = _open_draft(options, pages)
-    with listening_at(options.server.host, options.server.port) as listening:
-        engine = _build(options, opened, pages, draft)
+    with listening_at(server.host, server.port) as listening:
+        model = load_model(opened)
+        drafter = _drafter(options, model, pages, draft)
         try:
-            asyncio.run(_serve(engine, options, template, defaults, listening, err))
+            engine = build_engine(
+                model,
+                pool_pages=pages,
+                most_pool_bytes=options.most_hbm_bytes,
+                settings=settings,
+                drafter=drafter,
+                model_name=server.model_name,
+                role=role,
+                **options.keeping(),
+            )
+        except TierStoreError:
+            if drafter is not None:
+                drafter.close()
+            raise
+        try:
+            asyncio.run(_serve(engine, server, template, defaults, listening, err))
         finally:
             engine.close()
-
-
-def _build(options: ServeOptions, opened: OpenModel, pages: int | None, draft: OpenModel | None) -> Engine:
-    model = load_model(opened)
-    drafter = _drafter(options, model, pages, draft)
-    try:
-        return build_engine(
-            model,
-            pool_pages=pages,
-            most_pool_bytes=options.most_hbm_bytes,
-            store=options.store,
-            host_bytes=options.host_bytes,
-            disk_bytes=options.disk_bytes,
-            disk_codec=options.disk_codec,
-            chunk_tokens=options.chunk_tokens,
-            settings=options.engine,
-            drafter=drafter,
-            model_name=options.server.model_name,
-            role=options.role,
-        )
-    except TierStoreError:
-        if drafter is not None:
-            drafter.close()
-        raise
 
 
 def _open_draft(options: ServeOptions, pages: int | None) -> OpenModel | None:
@@ -145,45 +108,40 @@ def _drafter(
         model,
         pool_pages=pages,
         tokens=options.draft_tokens,
-        store=options.store,
-        host_bytes=options.host_bytes,
-        disk_bytes=options.disk_bytes,
-        disk_codec=options.disk_codec,
-        chunk_tokens=options.chunk_tokens,
-        settings=options.engine,
+        settings=options.settings(),
+        **options.keeping(),
     )
 
 
 async def _serve(
     engine: Engine,
-    options: ServeOptions,
+    settings: ServerSettings,
     template: ChatTemplate | None,
     defaults: SamplingDefaults,
     listening: Sequence[socket.socket],
     err: TextIO,
 ) -> None:
-    server = ApiServer(engine, options.server, template, defaults)
+    server = ApiServer(engine, settings, template, defaults)
 
     async def drain() -> None:
         if not await server.drain():
-            _log.warning("requests were cut off: drain_s (%g) was not enough", options.server.drain_s)
+            _log.warning("requests were cut off: drain_s (%g) was not enough", settings.drain_s)
 
     try:
-        await serve_app(
-            server.app, listening, drain=drain, announce=f"{options.server.model_name} at", err=err
-        )
+        await serve_app(server.app, listening, drain=drain, announce=f"{settings.model_name} at", err=err)
     finally:
         await asyncio.to_thread(server.close)
 
 
 def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:
     """Return the size of the pool in pages; None for a GPU's whole free memory."""
+    settings = options.settings()
     if options.hbm_bytes is None and opened.device != "cpu":
         return None
     pages = _DEFAULT_POOL_TOKENS // spec.chunk_tokens
     if options.hbm_bytes is not None:
-        pages = pages_within(spec, options.hbm_bytes, options.engine)
-    nbytes, most = pool_bytes(spec, pages, options.engine), options.most_hbm_bytes
+        pages = pages_within(spec, options.hbm_bytes, settings)
+    nbytes, most = pool_bytes(spec, pages, settings), options.most_hbm_bytes
     check_pool(spec, pages, opened.device, nbytes=nbytes)
     if most is not None:
         if most < nbytes:

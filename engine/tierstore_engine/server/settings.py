@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from tierstore.command_line import size_option
 from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S, MOST_HANDOVER_S
 from tierstore.units import KIB, MIB
@@ -15,9 +19,9 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The settings of ``tierstore-engine serve``. Raises :class:`UsageError` for invalid values.
+    """The settings of the HTTP server. Raises :class:`UsageError` for invalid values.
 
-    - ``model_name``: the model's name in the API.
+    - ``model_name``: the model's name in the API. The command names it after the model if it is empty.
     - ``api_key``: the key that clients need for everything under ``/v1``. Without a key only loopback
       addresses are served.
     - ``operator_key``: the key for changes to the whole server (``POST /pool``). It must differ from
@@ -34,22 +38,57 @@ class ServerSettings:
     - ``handover_s``: how long an engine that continues a prompt of this engine may wait for its pages.
     """
 
-    model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    operator_key: str | None = None
-    chat_template: Path | None = None
-    generation_config: str = AUTO
-    max_body_bytes: int = 4 * MIB
-    max_requests: int = 512
-    max_queued_tokens: int = 4_000_000
+    model_name: Annotated[
+        str,
+        typer.Option(
+            "--served-model-name",
+            help="Name of the model in the API [default: the folder's or preset's name]",
+            show_default=False,
+        ),
+    ] = ""
+    host: Annotated[str, typer.Option(help="Address to listen at; other than loopback needs a key")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes any free one")] = 8000
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key that clients must send", envvar="TIERSTORE_API_KEY", show_envvar=True),
+    ] = None
+    operator_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key required for POST /pool. Client keys are rejected",
+            envvar="TIERSTORE_OPERATOR_KEY",
+            show_envvar=True,
+        ),
+    ] = None
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja template [default: the model's]")] = None
+    generation_config: Annotated[
+        str,
+        typer.Option(help="Sampling defaults: auto (the model's generation_config.json) or none (OpenAI's)"),
+    ] = AUTO
+    max_body_bytes: Annotated[int, size_option("Largest request body; larger ones get 413")] = 4 * MIB
+    max_requests: Annotated[int, typer.Option(help="Running and waiting requests at most; more get 429")] = (
+        512
+    )
+    max_queued_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens of these requests at most; more get 429")
+    ] = 4_000_000
     max_choices: int = 128
-    max_new_tokens: int = 4096
-    request_s: float = 600.0
-    ttft_slo_s: float | None = None
-    drain_s: float = 30.0
-    handover_s: float = HANDOVER_S
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most")] = 4096
+    request_s: Annotated[
+        float, typer.Option(help="Time limit of one request, in seconds; then it gets 504")
+    ] = 600.0
+    ttft_slo_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Refuse requests that cannot get their first token within this time", show_default=False
+        ),
+    ] = None
+    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for running requests")] = 30.0
+    handover_s: Annotated[
+        float, typer.Option(help="Seconds that a decoding engine may wait for the pages of a prompt")
+    ] = HANDOVER_S
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

@@ -25,6 +25,7 @@ from tierstore.errors import UsageError
 from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.outputs import WaitReason
 from tierstore_engine.server.errors import ApiError
 from tierstore_engine.server.http import Exchange, MeteredRoute
 from tierstore_engine.server.metrics import ServerMetrics
@@ -297,6 +298,10 @@ def test_a_long_step_keeps_no_scrape_waiting(
             text = live.http.get("/metrics").text
             assert "tierstore_engine_generated_tokens_total 1.0" in text
             assert "tierstore_engine_running_sequences 1.0" in text or "waiting_sequences 1.0" in text
+            reasons = [line for line in text.splitlines() if line.startswith("tierstore_engine_waiting_for{")]
+            assert len(reasons) == len(WaitReason)
+            waiting = sum(float(line.split()[-1]) for line in reasons)
+            assert f"tierstore_engine_waiting_sequences {waiting}" in text
             assert live.http.get("/health").status_code == 200
             assert live.http.get("/v1/models").status_code == 200
             pool = live.http.get("/pool")

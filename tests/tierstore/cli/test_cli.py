@@ -19,6 +19,7 @@ from tests.small_store import SPEC, load_bytes, pages_of
 from tests.tierstore.tiers.disk.test_damage import overwrite
 from tierstore.cli.checks import Status, all_checks, packages
 from tierstore.keys import Identity
+from tierstore.units import GIB
 
 PROMPTS = {"ann": list(range(160)), "bob": list(range(500, 564)), "": list(range(900, 970))}
 
@@ -154,9 +155,10 @@ def test_what_is_no_store_is_bad_usage(tmp_path, command):
 
 
 def test_doctor(tmp_path):
-    code, out, _ = run("doctor", tmp_path, "--json")
+    code, out, _ = run("doctor", tmp_path, "--host-bytes", "900TiB", "--json")
     report = json.loads(out)
     checks = {check["name"]: check for check in report["checks"]}
+    assert (checks["arena"]["status"], checks["arena"]["host_bytes"]) == ("warn", 900 << 40)
     assert code == (1 if report["failed"] else 0)
     names = {"python", "lmdb", "compiled part", "/dev/shm", "locked memory", "open files", "GPU", "O_DIRECT"}
     assert names <= checks.keys()
@@ -171,9 +173,9 @@ def test_doctor_fails_where_no_store_can_be(tmp_path):
     code, out, _ = run("doctor", tmp_path / "file")
     assert code == 1
     assert "fail" in out
-    found = {check.name: check for check in all_checks(tmp_path / "not" / "yet")}
+    found = {check.name: check for check in all_checks(tmp_path / "not" / "yet", GIB)}
     assert found["directory"].status is Status.OK
-    found = {check.name: check for check in all_checks(Path("/proc"))}
+    found = {check.name: check for check in all_checks(Path("/proc"), GIB)}
     assert found["directory"].status is Status.FAIL
 
 

@@ -11,10 +11,10 @@ from tierstore.cli.checks.check import Check, Status
 __all__ = ["Check", "Status", "all_checks", "sglang_checks", "sglang_config", "vllm_checks", "vllm_flags"]
 
 
-def all_checks(directory: Path | None) -> list[Check]:
+def all_checks(directory: Path | None, host_bytes: int) -> list[Check]:
     """Return the results of all checks. File systems are checked only with a ``directory``, which need not
     exist yet."""
-    found = [*packages.checks(), *machine.checks(), *gpu.checks()]
+    found = [*packages.checks(), *machine.checks(host_bytes), *gpu.checks()]
     if directory is not None:
         found += disk.checks(directory)
     return found

@@ -9,7 +9,7 @@ import resource
 from collections.abc import Iterator
 
 from tierstore.cli.checks.check import Check, ok, read_text, warn
-from tierstore.machine import memory_bytes
+from tierstore.machine import memory_bytes, memory_shortage
 from tierstore.units import GIB, format_size
 
 _THP = "/sys/kernel/mm/transparent_hugepage"
@@ -20,9 +20,11 @@ _LEAST_LOCKED = 1 * GIB
 _LEAST_FILES = 4096  # 2 for each extent file (a large store has 256) and 1 or more for each client
 
 
-def checks() -> Iterator[Check]:
+def checks(host_bytes: int) -> Iterator[Check]:
+    """Check the machine, for a store or daemon with a host tier of ``host_bytes``."""
     yield _kernel()
     yield _memory()
+    yield _arena(host_bytes)
     yield _shm()
     yield _huge_pages("huge pages", "enabled", "private memory")
     yield _huge_pages("huge pages, shared", "shmem_enabled", "memory shared between engines")
@@ -47,6 +49,13 @@ def _memory() -> Check:
         advice = "keep --host-bytes below the available memory: a store that swaps is slower than none"
         return warn("memory", found, advice, available_bytes=available)
     return ok("memory", found, available_bytes=available)
+
+
+def _arena(host_bytes: int) -> Check:
+    if short := memory_shortage(host_bytes):
+        advice = "use smaller --host-bytes, or raise the container's memory limit"
+        return warn("arena", short, advice, host_bytes=host_bytes)
+    return ok("arena", f"{format_size(host_bytes)} fit this memory", host_bytes=host_bytes)
 
 
 def _shm() -> Check:

@@ -10,14 +10,12 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
-
 from tierstore.errors import SpecError, UsageError
-from tierstore.spec import KVSpec
+from tierstore.spec import KVSpec, read_json
 from tierstore_tools import report
 from tierstore_tools.replay import runs, show
 from tierstore_tools.replay.capacity import Capacity
-from tierstore_tools.replay.formats import LengthsTrace, LoadedTrace, load, whole
+from tierstore_tools.replay.formats import LengthsTrace, LoadedTrace, load
 from tierstore_tools.replay.hints import HintSource
 from tierstore_tools.replay.machine import Machine, Tiers
 from tierstore_tools.replay.policies import Belady
@@ -64,9 +62,8 @@ def spec_of(model: str) -> KVSpec:
             f"{model!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json"
         )
     try:
-        config = msgspec.json.decode(whole(file), type=dict[str, object])
-        return KVSpec.from_hf_config(config)
-    except (msgspec.DecodeError, SpecError) as error:
+        return KVSpec.from_hf_config(read_json(file))
+    except SpecError as error:
         raise UsageError(f"{file}: {error}") from error
 
 

@@ -1,0 +1,143 @@
+"""The options of ``tierstore-engine``, each declared once. Importing this does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tierstore.command_line import size_option
+from tierstore.errors import UsageError
+from tierstore.units import GIB
+from tierstore_engine.settings import EngineSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A model."""
+
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")]
+    dtype: Annotated[
+        str | None, typer.Option(help="float32|bfloat16|float16 [default: the model's]", show_default=False)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """A prompt, in a file or as an argument."""
+
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file")] = None
+    prompt: Annotated[str | None, typer.Option(help="The prompt, or text to add behind the file's")] = None
+
+    def text(self) -> str:
+        """Return the prompt. Raises :class:`UsageError` if there is none or its file cannot be read."""
+        if self.prompt_file is None and self.prompt is None:
+            raise UsageError("no prompt: give --prompt-file, --prompt or both")
+        try:
+            before = self.prompt_file.read_text(encoding="utf-8") if self.prompt_file is not None else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read the prompt from {self.prompt_file}: {error}") from error
+        return before + (self.prompt or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ModelOptions):
+    """An engine of a model, over a store. Sizes are in bytes."""
+
+    store: Annotated[
+        str | None, typer.Option(help="Store directory, or address of a daemon [default: keep nothing]")
+    ] = None
+    host_bytes: Annotated[int, size_option("Capacity of the store's host tier")] = GIB
+    disk_bytes: Annotated[int, size_option("Capacity of the store's disk tier")] = 10 * GIB
+    disk_codec: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Encode pages on disk (embedded store): none, lossless or zstd"),
+    ] = "none"
+    hbm_bytes: Annotated[
+        int | None,
+        size_option(
+            "Size of the page pool [default: what generate's prompt needs; for serve a GPU's free memory, or "
+            "65,536 tokens on a CPU]"
+        ),
+    ] = None
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a page (see docs/sizing.md)")] = 64
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024
+    plan: Annotated[
+        str,
+        typer.Option(help="How to use a cache hit: both-ends, one-way (whichever is faster), load, compute"),
+    ] = "both-ends"
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda|cuda:N")] = "auto"
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto (the model's dtype)|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V")
+    ] = "auto"
+    kv_scales: Annotated[
+        str, typer.Option(help="Scales of a quantised KV: dynamic|checkpoint, or a file that calibrate wrote")
+    ] = "dynamic"
+
+    def settings(self) -> EngineSettings:
+        return EngineSettings(prefill_chunk=self.prefill_chunk, plan=self.plan)
+
+    def keeping(self) -> dict[str, Any]:
+        """Return where pages are kept, as arguments of :func:`~tierstore_engine.build.build_engine`."""
+        return {
+            "store": self.store,
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "disk_codec": self.disk_codec,
+            "chunk_tokens": self.chunk_tokens,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(EngineOptions):
+    """One prompt to continue. ``hbm_bytes`` None makes a pool that just holds it."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 turns this off")] = 0
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens whose sum reaches p")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this × the likeliest")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampler [default: a new one each run]")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence")] = False
+    json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(EngineOptions):
+    """An engine to serve.
+
+    ``hbm_bytes`` None takes a GPU's free memory, and on a CPU pages for 65,536 tokens. ``most_hbm_bytes`` is
+    the largest size that the pool may be resized to. ``draft`` is ``prompt-lookup``, a model, or None.
+    """
+
+    most_hbm_bytes: Annotated[
+        int | None, size_option("Largest pool that POST /pool may set [default on a CPU: --hbm-bytes]")
+    ] = None
+    kv_role: Annotated[
+        str, typer.Option(help="With a daemon: kv_both|kv_producer (saves only)|kv_consumer (loads only)")
+    ] = "kv_both"
+    draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None
+    draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step at most")] = 5
+    max_sequences: Annotated[int, typer.Option(help="Sequences computed in one step at most")] = 32
+    schedule: Annotated[
+        str,
+        typer.Option(help="Order of prompts: cache (fewest tokens left to compute) or fcfs (oldest first)"),
+    ] = "cache"
+    overtake_s: Annotated[
+        float,
+        typer.Option(
+            help="Longest extra wait of a request under cache, compared with fcfs (docs/serving.md)"
+        ),
+    ] = 10.0
+
+    def settings(self) -> EngineSettings:
+        return EngineSettings(
+            prefill_chunk=self.prefill_chunk,
+            max_sequences=self.max_sequences,
+            plan=self.plan,
+            schedule=self.schedule,
+            overtake_s=self.overtake_s,
+        )
