@@ -192,7 +192,7 @@ CONVOLUTION = [
 
 DELTA = [
     Bug("state of the one before", "delta.cu", "mine && !span.begins ? matrix", "mine ? matrix"),
-    Bug("key overwritten while it is read", "delta.cu", "__syncthreads();  // everybody", "// everybody"),
+    Bug("key overwritten while it is read", "delta.cu", "__syncthreads();  // all threads", "// all threads"),
     Bug("key read before it is there", "delta.cu", "__syncthreads();  // queries", "// queries"),
     Bug(
         "correction before the decay",
@@ -235,7 +235,7 @@ DELTA = [
 ]
 
 MAMBA2 = [
-    Bug("tile overwritten while it is read", "mamba2.cu", "__syncthreads();  // everybody", "// everybody"),
+    Bug("tile overwritten while it is read", "mamba2.cu", "__syncthreads();  // all threads", "// all threads"),
     Bug("tile read before it is there", "mamba2.cu", "__syncthreads();  // the tile", "// the tile"),
     Bug("state of the one before", "mamba2.cu", "mine && !span.begins ? matrix", "mine ? matrix"),
     Bug("state does not decay", "mamba2.cu", "stays * state[i] + key[at]", "state[i] + key[at]"),
@@ -380,7 +380,7 @@ PAGES = [
 ]
 
 DECODE_MMA = [
-    Bug("warp barrier missing", "decode_mma.cu", "__syncwarp();  // the lanes", "// the lanes"),
+    Bug("warp barrier missing", "decode_mma.cu", "__syncwarp();  // lanes read", "// lanes read"),
     Bug(
         "wait lets one more group pass",
         "decode_mma.cu",
