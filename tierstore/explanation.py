@@ -17,6 +17,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 from tierstore.units import format_duration, format_size
 
@@ -61,6 +64,11 @@ class MissReason(str, Enum):
 
 CONTEXT_TOKENS = 1024
 """The most tokens of a held prompt that an explanation shows behind the point where prompts diverge."""
+
+# Limits of the fields in a daemon's answers.
+_MOST_FIELDS = 64
+_MOST_NAME = 1 << 16
+_Words: TypeAlias = Annotated[str, Meta(max_length=4096)]
 MOST_EDITED = 256
 """The most tokens of either prompt that :meth:`Miss.rejoins` passes over."""
 LEAST_AGREEING = 16
@@ -106,25 +114,25 @@ class Miss:
     reason: MissReason
     first: int
     tokens: int
-    tier: str = ""
+    tier: _Words = ""
     """The tier that the pages left last, or that they are in."""
     age_s: float | None = None
     """Seconds since the pages left."""
-    policy: str = ""
+    policy: _Words = ""
     """The policy that evicted them; ``request`` if a person or a program did."""
     more_bytes: int | None = None
     """Evicted pages would still be there if the tier were larger by about this."""
-    fields: tuple[str, ...] = ()
+    fields: Annotated[tuple[_Words, ...], Meta(max_length=_MOST_FIELDS)] = ()
     """The fields in which the other identity differs. A tenant is never among them."""
     group: int | None = None
     """The number of the layer group that lacks pages."""
     cause: MissReason | None = None
     """Why the layer group lacks them."""
-    why: str = ""
+    why: _Words = ""
     """For pages that were not written, are late or were declined: the reason in words."""
     at: int | None = None
     """The token at which the prompt diverges from the nearest held one; None if only its chunk is known."""
-    held_tokens: tuple[int, ...] = ()
+    held_tokens: Annotated[tuple[int, ...], Meta(max_length=CONTEXT_TOKENS)] = ()
     """The first tokens with which the nearest held prompt continues there."""
 
     @property
@@ -214,11 +222,11 @@ class MissedRequest:
     beginning of the identity's digest."""
 
     at_s: int
-    client: str
-    model: str
+    client: Annotated[str, Meta(max_length=_MOST_NAME)]
+    model: Annotated[str, Meta(max_length=_MOST_NAME)]
     prompt_tokens: int
     hit_tokens: int
-    by_reason: Mapping[MissReason, int]
+    by_reason: Annotated[dict[MissReason, int], Meta(max_length=len(MissReason))]
     """The number of missed tokens by reason, the largest first."""
 
 
