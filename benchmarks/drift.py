@@ -53,7 +53,7 @@ Body: TypeAlias = "dict[str, Any]"
 
 TEMPLATE = (
     "{% set last = namespace(question=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages if m.role == 'user' %}{% set last.question = messages.index(m) %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.index0 < last.question %}"
     "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
@@ -93,9 +93,9 @@ class Case:
 class Answer:
     """The answer of a tool.
 
-    ``names`` is the place in the tool's own words. ``kind`` is ``character`` or ``token``, with a ``distance``
-    in characters from the true place; ``message`` or ``field`` if the tool names the true one and no
-    character; or ``no place`` or ``wrong place``. ``said`` is the relevant part of the tool's output.
+    ``names`` is the place in the tool's own words. ``kind`` is ``character`` or ``token``, with a
+    ``distance`` in characters from the true place; ``message`` or ``field`` if the tool names the true one
+    and no character; or ``no place`` or ``wrong place``. ``said`` is the relevant part of the tool's output.
     """
 
     names: str
@@ -167,7 +167,9 @@ def cases() -> list[Case]:
         ),
         in_system(2, "timestamp in the system prompt", "It is 2026-11-26T14:3", "1:07Z.", "4:52Z."),
         in_system(3, "request id in the system prompt", "Request: req_8f", "3a21c97e.", "b04d6612."),
-        in_system(4, "changed whitespace", "Orders:\n12: two lamps, a desk\n", "\n13: a chair", "13: a chair"),
+        in_system(
+            4, "changed whitespace", "Orders:\n12: two lamps, a desk\n", "\n13: a chair", "13: a chair"
+        ),
         Case(
             "5a",
             "answer without its last space",
@@ -187,10 +189,7 @@ def cases() -> list[Case]:
         Case(
             "6",
             "edited early turn",
-            *(
-                body(system(7), message("user", edited[0] + each), *followed[-2:])
-                for each in edited[1:]
-            ),
+            *(body(system(7), message("user", edited[0] + each), *followed[-2:]) for each in edited[1:]),
             message=1,
             character=len(edited[0]),
         ),
@@ -200,7 +199,12 @@ def cases() -> list[Case]:
         Case(
             "10",
             "oldest turn dropped",
-            body(system(10), message("user", earlier), message("assistant", "Yes, for 12 euros."), *turns(10)[1:]),
+            body(
+                system(10),
+                message("user", earlier),
+                message("assistant", "Yes, for 12 euros."),
+                *turns(10)[1:],
+            ),
             body(*turns(10)),
             message=1,
             character=0,
@@ -215,7 +219,8 @@ def rendered(body: Body) -> str:
 
 def position(case: Case) -> int:
     """Return the true place as a character of the second rendered prompt."""
-    assert case.message is not None and case.character is not None
+    assert case.message is not None
+    assert case.character is not None
     chat = [ChatMessage(**each) for each in case.second["messages"]]
     head = f"<|im_start|>{chat[case.message].role}\n"
     text = ChatTemplate(TEMPLATE).render(chat)
@@ -225,16 +230,22 @@ def position(case: Case) -> int:
     return begin + len(head) + case.character
 
 
+def token_distance(case: Case, token: int, tokenizer: tokenizers.Tokenizer) -> int:
+    """Return the characters from the true place to the beginning of a token of the second prompt."""
+    offsets = tokenizer.encode(rendered(case.second), add_special_tokens=False).offsets
+    return int(offsets[token][0]) - position(case)
+
+
 # -- the tools ---------------------------------------------------------------------------------------------
 
 
-def from_server(case: Case, found: Mapping[str, Any] | None) -> Answer:
+def from_server(case: Case, found: Mapping[str, Any] | None, tokenizer: tokenizers.Tokenizer) -> Answer:
     """Return the place in a ``prompt_cache_diagnostics`` or a span of ``prompt_cache_misses``; None is no
     span."""
     if found is None or "at" not in found:
         return Answer(NOTHING, NOTHING, None, found)
     if "message" not in found:
-        return Answer(f"token {found['at']}", NOTHING, None, found)
+        return Answer(f"token {found['at']}", "token", token_distance(case, found["at"], tokenizer), found)
     names = f"message {found['message']}"
     if found["message"] != case.message:
         return Answer(names, "wrong place", None, found)
@@ -263,15 +274,15 @@ def from_kvlint(case: Case, document: Mapping[str, Any], tokenizer: tokenizers.T
     said = {"divergence_token_idx": request["divergence_token_idx"], "findings": rules}
     if request["divergence_token_idx"] is None:
         return Answer(NOTHING, NOTHING, None, said)
-    offsets = tokenizer.encode(rendered(case.second), add_special_tokens=False).offsets
-    if len(offsets) != request["prompt_tokens"]:
-        raise TierStoreError(f"kvlint counts {request['prompt_tokens']} tokens, the server {len(offsets)}")
+    tokens = len(tokenizer.encode(rendered(case.second), add_special_tokens=False))
+    if tokens != request["prompt_tokens"]:
+        raise TierStoreError(f"kvlint counts {request['prompt_tokens']} tokens, the server {tokens}")
     token = request["divergence_token_idx"]
     causes = [rule for rule in rules if rule != "block_straddle"]  # straddling is a cost, not a cause
     names = ", ".join([f"token {token}", *causes])
     if case.field:
         return Answer(names, "wrong place", None, said)
-    return Answer(names, "token", offsets[token][0] - position(case), said)
+    return Answer(names, "token", token_distance(case, token, tokenizer), said)
 
 
 def from_cachelint(case: Case, output: str) -> Answer:
@@ -303,6 +314,7 @@ class Server(Started):
         command += [f"--model={folder}", f"--store={scratch / 'kv'}", f"--port={port}", "--device=cpu"]
         command += [f"--served-model-name={CHATS}", "--hbm-bytes=64MiB"]
         super().__init__("the server", port, command, threads=1, daemon=None, scratch=scratch)
+        self._tokenizer = read_tokenizer(folder)
 
     def ask(self, case: Case) -> dict[str, Answer]:
         """Send both bodies."""
@@ -313,8 +325,8 @@ class Server(Started):
         misses = second["usage"]["prompt_cache_misses"]
         diverged = next((each for each in misses if each["reason"] == "diverged"), None)
         return {
-            "compared": from_server(case, second["prompt_cache_diagnostics"]),
-            "explain_cache": from_server(case, diverged),
+            "compared": from_server(case, second["prompt_cache_diagnostics"], self._tokenizer),
+            "explain_cache": from_server(case, diverged, self._tokenizer),
         }
 
     def _send(self, http: httpx.Client, body: Body, **more: Any) -> Any:
@@ -344,8 +356,7 @@ def ask_kvlint(case: Case, program: str, folder: Path, scratch: Path) -> Answer:
     log, out = scratch / "log.jsonl", scratch / "kvlint.json"
     log.write_text("".join(json.dumps(each) + "\n" for each in (case.first, case.second)))
     output(program, "lint", str(log), "--model", str(folder), "--json", str(out))
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return from_kvlint(case, json.loads(out.read_text()), tokenizer)
+    return from_kvlint(case, json.loads(out.read_text()), read_tokenizer(folder))
 
 
 def ask_cachelint(case: Case, program: str, scratch: Path) -> Answer:
@@ -365,6 +376,11 @@ def output(program: str, *arguments: str, may: Sequence[int] = (0,)) -> str:
     return done.stdout or done.stderr
 
 
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a model's folder."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 def write_model(folder: Path) -> None:
     """Write a tiny model with random weights, the tokenizer and the template."""
     from tierstore_tools.vllm.models import llama  # imports transformers and torch
@@ -379,7 +395,9 @@ def write_model(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(islice(corpus.standard_library(), CORPUS_FILES), trainer)
-    model = llama(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, head_dim=16, max_position_embeddings=8192)
+    model = llama(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, head_dim=16, max_position_embeddings=8192
+    )
     model.float().save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
