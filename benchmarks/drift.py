@@ -53,7 +53,8 @@ Body: TypeAlias = "dict[str, Any]"
 
 TEMPLATE = (
     "{% set last = namespace(question=-1) %}"
-    "{% for m in messages if m.role == 'user' %}{% set last.question = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.index0 < last.question %}"
     "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
@@ -62,7 +63,7 @@ TEMPLATE = (
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 VOCABULARY = 4096
-CORPUS_FILES = 100
+CORPUS_FILES = 60
 CHATS = "m"  # the name of the served model
 ANSWER_S = 120.0
 NOTHING = "no place"
@@ -108,7 +109,8 @@ class Answer:
         """Return the place and its distance in one cell of a table."""
         if self.names == NOTHING:
             return NOTHING
-        return f"{self.names} ({self.kind if self.distance is None else f'{self.distance:+}'})"
+        far = self.kind if self.distance is None else f"{self.distance:+}" if self.distance else "exact"
+        return f"{self.names} ({far})"
 
 
 INTRODUCTION = (
@@ -408,7 +410,8 @@ def write_model(folder: Path) -> None:
 
 
 def main(kvlint: str = "kvlint", cachelint: str = "cachelint", json: str | None = None) -> None:
-    """Compare the places that tierstore, KVLINT and CACHELINT (their programs) name for drifted prompts."""
+    """Compare the places that tierstore, KVLINT and CACHELINT name for drifted prompts. These two are the
+    linters' programs; an empty one is left out."""
     report.require_targets(json)
     linters: dict[str, Callable[[Case], Answer]] = {}
     versions: dict[str, str] = {}
@@ -417,9 +420,9 @@ def main(kvlint: str = "kvlint", cachelint: str = "cachelint", json: str | None 
         scratch = Path(scratch_)
         folder = scratch / "model"
         for name, program in (("kvlint", kvlint), ("cachelint", cachelint)):
-            found = shutil.which(program)
+            found = shutil.which(program) if program else None
             versions[name] = output(found, "--version").split()[-1] if found else "not installed"
-            if found is None and program != name:
+            if found is None and program not in ("", name):
                 raise UsageError(f"--{name} names no program: {program}")
             if found and name == "kvlint":
                 linters[name] = lambda case, found=found: ask_kvlint(case, found, folder, scratch)
