@@ -36,7 +36,8 @@ MOVES_SYSTEM = (  # the system's message is part of the last one
 )
 FORGETS_THOUGHTS = (  # as Qwen3's: answers before the last question are without their reasoning
     "{% set last = namespace(question=-1) %}"
-    "{% for m in messages if m.role == 'user' %}{% set last.question = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if loop.index0 < last.question %}{{ m.content.split('</think>')[-1] }}"
     "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
