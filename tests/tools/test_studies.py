@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tierstore_engine.tokenizer import common_length
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
@@ -80,6 +84,71 @@ def test_every_plan_gives_the_same_answer(measured):
     assert point["identical"]
 
 
+def test_tierstore_names_where_prompts_drift(measured):
+    document = measured("drift.py", "--kvlint", "", "--cachelint", "")
+    assert document["versions"] == {"kvlint": "not installed", "cachelint": "not installed"}
+    assert [case["number"] for case in document["cases"]] == [
+        *("1", "2", "3", "4", "5a", "5b", "6", "7", "8", "9", "10")
+    ]
+    for case in document["cases"]:
+        answers = case["answers"]
+        if case["field"]:
+            assert set(answers) == {"Store.explain"}
+            assert answers["Store.explain"]["kind"] == "field"
+        else:
+            assert set(answers) == {"compared", "explain_cache"}
+            assert {(each["kind"], each["distance"]) for each in answers.values()} == {("character", 0)}
+
+
+@pytest.fixture
+def drift(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("drift")
+
+
+def test_the_place_of_a_drift_is_where_the_prompts_differ(drift):
+    for case in drift.cases():
+        one, other = drift.rendered(case.first), drift.rendered(case.second)
+        if case.field:
+            assert one == other
+        else:
+            assert common_length(one, other) == drift.position(case)
+
+
+def test_the_output_of_the_linters_is_read(drift):
+    """The outputs are those of kvlint 0.1.1 and cachelint 0.1.0a2."""
+    cases = {case.number: case for case in drift.cases()}
+    letters = models.BPE(
+        vocab={name: at for at, name in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
+    )
+    tokenizer = Tokenizer(letters)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+    def kvlint(number, token, *rules):
+        tokens = len(tokenizer.encode(drift.rendered(cases[number].second)))
+        sims = [{"engine": "vllm"}, {"engine": "sglang"}]
+        sims[1]["per_request"] = [{}, {"divergence_token_idx": token, "prompt_tokens": tokens}]
+        findings = [{"rule_id": rule, "evidence": "…"} for rule in rules]
+        return drift.from_kvlint(cases[number], {"sims": sims, "findings": findings}, tokenizer).cell
+
+    at = drift.position(cases["2"])
+    assert kvlint("2", at, "block_straddle", "dynamic_time") == f"token {at}, dynamic_time (exact)"
+    assert kvlint("2", at - 2) == f"token {at - 2} (-2)"
+    assert kvlint("8", None) == "no place"
+
+    def cachelint(number, first):
+        output = f"Prompt status: diverged\nFirst divergence: {first}\nContext differences: none\n"
+        return drift.from_cachelint(cases[number], output).cell
+
+    at = cases["2"].character
+    assert cachelint("2", f"messages[0].content (text_changed, offset {at})").endswith(f"at {at} (exact)")
+    assert cachelint("5b", "messages[4] (inserted)") == "messages[4] inserted (wrong place)"
+    assert cachelint("10", "messages[1] (removed)") == "messages[1] removed (message)"
+    assert cachelint("8", "none") == "no place"
+    refused = "cachelint: error: requests must use the same provider and model\n"
+    assert drift.from_cachelint(cases["7"], refused).cell == "no place"
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "says"),
     [
@@ -87,6 +156,7 @@ def test_every_plan_gives_the_same_answer(measured):
         ("codec.py", ["--model", "tiny", "--tokens", "10"], "from 64"),
         ("curve.py", ["--tokens", "5"], "at least a page"),
         ("routing.py", ["--routers", "best"], "got best"),
+        ("drift.py", ["--kvlint", "/no/such/kvlint"], "names no program"),
     ],
 )
 def test_bad_usage_is_one_line(script, arguments, says):

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from tierstore.daemon.stats import version
 from tierstore.dashboard.feed import Feed, TooManyViewersError
 from tierstore.dashboard.site import MOST_BODY_BYTES, Site, WebAnswer, WebRequest
 from tierstore.errors import TierStoreError, UsageError
-from tierstore.explanation import Explanation, Miss
+from tierstore.explanation import Explanation
 from tierstore.tiers.device import DeviceMemoryError
 from tierstore.types import Promise, checked_session
 from tierstore_connectors.common import handover
@@ -548,7 +548,12 @@ class ApiServer:
             diagnostics = NOT_FOUND if kept is None else UNAVAILABLE
             if kept is not None and plan.kept is not None:
                 with contextlib.suppress(ApiError):  # the template refuses the first messages alone
-                    diagnostics = compare(kept, plan.kept, partial(self._messages_alone, plan.request))
+                    diagnostics = compare(
+                        kept,
+                        plan.kept,
+                        partial(self._messages_alone, plan.request),
+                        partial(self._place, plan.request, 0),
+                    )
         if not plan.request.explain_cache:
             return CacheReport(diagnostics=diagnostics)
         ends = time.monotonic() + _EXPLAIN_S
@@ -560,26 +565,32 @@ class ApiServer:
             )
             for prompt in plan.prompts
         ]
-        places = [self._place(plan.request, number, each) for number, each in enumerate(explanations)]
+        places = [self._miss_place(plan.request, number, each) for number, each in enumerate(explanations)]
         return CacheReport(explanations, places, diagnostics, computes=self._computes)
 
     def _messages_alone(self, request: GenerationRequest, count: int) -> int:
         assert isinstance(request, ChatRequest), "only chats have messages"
         return len(self._tokenizer.encode(self._chat_text(request, count), begin=False))
 
-    def _place(self, request: GenerationRequest, number: int, explanation: Explanation) -> Json:
-        """Return where a prompt diverges from a held one, in the words of the request; empty if unknown."""
-        diverged: Miss | None = next((miss for miss in explanation.misses if miss.at is not None), None)
-        if diverged is None:
-            return {}
+    def _miss_place(self, request: GenerationRequest, number: int, explanation: Explanation) -> Json:
+        """Return where a prompt diverges from the nearest held one; empty if unknown."""
+        for miss in explanation.misses:
+            if miss.at is not None:
+                return self._place(request, number, miss.at, miss.held_tokens)
+        return {}
+
+    def _place(self, request: GenerationRequest, number: int, token: int, held_tokens: Sequence[int]) -> Json:
+        """Return where a prompt diverges from another one, in the words of the request; empty if unknown."""
         if isinstance(request, ChatRequest):
             text, render = self._chat_text(request), partial(self._chat_text, request)
             with contextlib.suppress(ApiError):  # the template refuses the first messages alone
-                return place_document(diverged, text, self._tokenizer, request.messages, render)
+                return place_document(token, held_tokens, text, self._tokenizer, request.messages, render)
             return {}
         assert isinstance(request, CompletionRequest), "there are two kinds of requests"
         asked = request.prompts[number]
-        return place_document(diverged, asked, self._tokenizer, (), str) if isinstance(asked, str) else {}
+        if not isinstance(asked, str):
+            return {}
+        return place_document(token, held_tokens, asked, self._tokenizer, (), str)
 
     # -- answers -------------------------------------------------------------------------------------
 

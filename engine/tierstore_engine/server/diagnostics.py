@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeAlias
 
-from tierstore.explanation import Explanation, Miss
+import numpy as np
+
+from tierstore.explanation import CONTEXT_TOKENS, Explanation, Miss
 from tierstore.index import common_tokens
-from tierstore.keys import TOKEN_BYTES, encode_tokens
+from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, encode_tokens
 from tierstore_connectors.common.explaining import missed
 from tierstore_engine.server.places import message_place
 from tierstore_engine.server.requests import ChatMessage
@@ -69,20 +71,21 @@ def miss_document(miss: Miss, place: Mapping[str, Any]) -> Json:
 
 
 def place_document(
-    miss: Miss,
+    token: int,
+    held_tokens: Sequence[int],
     text: str,
     tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
     render: Callable[[int], str],
 ) -> Json:
-    """Return where a prompt diverges from the nearest held one: the message and the character in it, or
-    without messages the character of the prompt. Returns nothing if that is unknown. ``render``: see
-    :func:`~tierstore_engine.server.places.message_place`."""
-    starts = tokenizer.starts(text, begin=not messages) if miss.at is not None else []
-    if miss.at is None or miss.at >= len(starts):
+    """Return where a prompt diverges at ``token`` from another one, which continues with ``held_tokens``: the
+    message and the character in it, or without messages the character of the prompt. Returns nothing if that
+    is unknown. ``render``: see :func:`~tierstore_engine.server.places.message_place`."""
+    starts = tokenizer.starts(text, begin=not messages)
+    if token >= len(starts):
         return {}
-    at = starts[miss.at]
-    held = b"".join(takewhile(bool, map(tokenizer.token_bytes, miss.held_tokens)))
+    at = starts[token]
+    held = b"".join(takewhile(bool, map(tokenizer.token_bytes, held_tokens)))
     at += common_length(text[at:], held.decode(errors="ignore"))  # within the first token that differs
     if not messages:
         return {"character": at}
@@ -205,17 +208,23 @@ class KeptPrompts:
         return self._prompts.get(_owned(key, response_id))
 
 
-def compare(kept: KeptPrompt, current: KeptPrompt, messages_alone: Callable[[int], int]) -> Json:
+def compare(
+    kept: KeptPrompt,
+    current: KeptPrompt,
+    messages_alone: Callable[[int], int],
+    place: Callable[[int, Sequence[int]], Json],
+) -> Json:
     """Return ``prompt_cache_diagnostics``: whether a prompt continues, repeats or shortens an earlier one, or
     where it differs.
 
     ``messages_alone(count)`` returns how many tokens the first ``count`` messages of the current chat have
-    without the beginning of an answer.
+    without the beginning of an answer. ``place(token, held_tokens)`` is :func:`place_document` of the current
+    prompt.
     """
     common = common_tokens(kept.tokens, current.tokens)
     if common in (kept.num_tokens, current.num_tokens):
         return _SAME
-    difference = _difference(kept, current, common, messages_alone)
+    difference = _difference(kept, current, common, messages_alone, place)
     if difference is None:
         return _SAME
     return {
@@ -229,7 +238,11 @@ def compare(kept: KeptPrompt, current: KeptPrompt, messages_alone: Callable[[int
 
 
 def _difference(
-    kept: KeptPrompt, current: KeptPrompt, common: int, messages_alone: Callable[[int], int]
+    kept: KeptPrompt,
+    current: KeptPrompt,
+    common: int,
+    messages_alone: Callable[[int], int],
+    place: Callable[[int, Sequence[int]], Json],
 ) -> Json | None:
     """Return where two prompts differ whose tokens differ after ``common``; None if only the beginning of an
     answer differs, in which the earlier prompt ends and the current one has an answer."""
@@ -254,7 +267,10 @@ def _difference(
         # The last token before an answer may merge with the answer's first.
         if common >= messages_alone(min(len(kept.messages), len(current.messages))) - 1:
             return None
-        details.append(f"the chat template renders equal messages differently from token {common} on")
+        held = kept.tokens[common * TOKEN_BYTES : (common + CONTEXT_TOKENS) * TOKEN_BYTES]
+        found = place(common, np.frombuffer(held, TOKEN_DTYPE).tolist())
+        what = f"message {found['message']} ({found['role']})" if found else "equal messages"
+        details.append(f"the chat template renders {what} differently from token {common} on")
     return {**found, "detail": "; ".join(details)}
 
 

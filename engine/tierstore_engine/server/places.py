@@ -34,7 +34,8 @@ class Spoken(Protocol):
 @dataclass(frozen=True, slots=True)
 class MessagePlace:
     """A place in a chat. ``message`` counts from 0. ``character`` counts within the message's text, and is
-    None for what the template writes before or after that text."""
+    None for what the template writes before or after that text. If the prompt has only the beginning of a
+    message's text, its end is the first character that the prompt lacks."""
 
     message: int
     role: str
@@ -88,12 +89,17 @@ def message_place(
     for each in range(first, number + 1):
         message = messages[each]
         shown = message.text.strip()
-        begin = text.find(shown, behind) if shown else -1
+        whole = text
+        if shown not in text and at <= end(each + 1):
+            # The template drops a part of this message because of later ones, such as the reasoning of old
+            # answers. Up to the place the prompt is as without the later ones.
+            whole = prefix(each + 1)
+        begin = whole.find(shown, behind) if shown else -1
         if begin < 0 or begin > at:
             continue
         behind = begin + len(shown)
         if at <= behind:
-            if text.find(shown, begin + 1, at + len(shown)) >= 0:
+            if whole.find(shown, begin + 1, at + len(shown)) >= 0:
                 return None  # such as a message of one letter, which is also in the template's text
             dropped = len(message.text) - len(message.text.lstrip())
             return MessagePlace(each, message.role, at - begin + dropped)

@@ -22,6 +22,7 @@ from tierstore_engine.server.diagnostics import KeptPrompt, KeptPrompts
 from tierstore_engine.server.requests import ChatMessage
 
 from .live import WAIT_S, Live
+from .test_places import FORGETS_THOUGHTS
 
 DOCUMENT = "A page is what is stored. " * 20
 CHAT: list[Any] = [
@@ -268,6 +269,27 @@ def test_a_template_that_renders_equal_messages_differently(
     found = compared(live, ask(live), longer)
     assert found["at"] == len("There are ")
     assert found["detail"] == "the chat template renders equal messages differently from token 10 on"
+
+
+def test_a_template_that_drops_old_reasoning_differs_in_that_message(
+    tiny: LoadedModel, stored_engine: Callable[..., Stored], serve: Callable[..., Live]
+) -> None:
+    live = serve(stored_engine(tiny, pool_pages=256).engine, template=FORGETS_THOUGHTS)
+    thought = {"role": "assistant", "content": "<think>Not a web page.</think>Bytes."}
+    first = ask(live, [*CHAT, thought])
+    longer = [*CHAT, thought, {"role": "user", "content": "And a chunk?"}]
+    answer = ask(
+        live, longer, explain_cache=True, prompt_cache_options={"comparison_response_id": first["id"]}
+    )
+    found = answer["prompt_cache_diagnostics"]
+    place = {"message": 2, "role": "assistant", "character": 0}
+    assert {name: found[name] for name in place} == place
+    assert found["detail"] == (
+        f"the chat template renders message 2 (assistant) differently from token {found['at']} on"
+    )
+    [diverged] = [each for each in answer["usage"]["prompt_cache_misses"] if each["reason"] == "diverged"]
+    assert {name: diverged[name] for name in place} == place
+    assert diverged["at"] == found["at"]
 
 
 def test_completions_are_compared_by_character_or_token(live: Live) -> None:

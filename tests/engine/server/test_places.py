@@ -34,6 +34,14 @@ MOVES_SYSTEM = (  # the system's message is part of the last one
     "{% if loop.last %}{{ messages[0].content }}\n{% endif %}"
     "{{ m.content }}]{% endif %}{% endfor %}"
 )
+FORGETS_THOUGHTS = (  # as Qwen3's: answers before the last question are without their reasoning
+    "{% set last = namespace(question=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if loop.index0 < last.question %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+)
 ALWAYS_ANSWERS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 CHAT = [
     ChatMessage(role="system", content="Be short. It is 14:31."),
@@ -112,6 +120,15 @@ def test_a_message_that_ends_earlier_differs_at_its_end() -> None:
     found = rendered(CHATML)
     at = found.text.index("<|im_end|>")
     assert found.place(at) == MessagePlace(0, "system", len(CHAT[0].text))
+
+
+def test_a_message_that_loses_its_beginning_differs_there() -> None:
+    thought = ChatMessage(role="assistant", content="<think>Rayleigh.</think>Scattering.")
+    found = rendered(FORGETS_THOUGHTS, [*CHAT[:2], thought, CHAT[3]])
+    at = found.text.index("Scattering.")
+    assert found.place(at) == MessagePlace(2, "assistant", 0)
+    assert found.place(at + 1) is None  # behind it the shorter prompt is no longer the same
+    assert found.place(found.text.index("Why?")) == MessagePlace(3, "user", 0)
 
 
 @given(
