@@ -54,7 +54,7 @@ class MissReason(str, Enum):
     OTHER_HOST = "other_host"
     """Another host has them, and they were not fetched."""
     NOT_WRITTEN = "not_written"
-    """They were computed and not kept: no room, no budget, or the engine asked not to save them."""
+    """They were computed and not kept: no room, no budget, a full queue, or a disk that cannot be written."""
 
     @property
     def label(self) -> str:

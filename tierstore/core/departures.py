@@ -52,7 +52,6 @@ class Cause(enum.IntEnum):
     WORTH = 9  # its tenant's engines compute such pages faster than they read them
     READ_ONLY = 10  # the disk could not be written
     NO_ROOM = 11  # no slot in the host tier
-    NO_SAVE = 12  # the engine asked not to save it
 
 
 NOT_WRITTEN = frozenset({Cause.BUDGET, Cause.QUEUE, Cause.WORTH, Cause.READ_ONLY})

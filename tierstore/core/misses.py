@@ -52,14 +52,12 @@ _REASONS = {
     Cause.LET_GO: MissReason.LET_GO,
     Cause.DAMAGED: MissReason.DAMAGED,
 }
-_CUTS_OFF = (Cause.NO_ROOM, Cause.NO_SAVE)  # the pages behind such a one were not kept either
 _NOT_WRITTEN = {
     Cause.BUDGET: "the disk's write budget was used up",
     Cause.QUEUE: "the queue of writes to disk was full",
     Cause.WORTH: "computing such pages is faster than reading them from disk",
     Cause.READ_ONLY: "the disk could not be written",
     Cause.NO_ROOM: "there was no room in host memory",
-    Cause.NO_SAVE: "the engine asked not to save it",
 }
 
 
@@ -349,7 +347,7 @@ class Misses:
                 departure = state.departures.of(identity, keys[chunk])
                 if departure is not None:
                     miss = self._of(departure, at, end - at)
-                    cut_off = departure.cause in _CUTS_OFF
+                    cut_off = departure.cause is Cause.NO_ROOM
                 elif cut_off:  # the save ended there, so the rest was not even announced
                     miss = replace(misses[-1], first=at, tokens=end - at)
                 else:
