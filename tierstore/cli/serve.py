@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tierstore.command_line import option, take
 from tierstore.daemon.settings import SETTINGS, Settings
 from tierstore.units import format_size
 
@@ -32,16 +33,10 @@ def _default(name: str) -> str:
 
 def _option(name: str) -> inspect.Parameter:
     """Return the command line's option for a setting. None if it is not given."""
-    help, default = SETTINGS[name]["help"], _default(name)
-    option = typer.Option(
-        help=f"{help} [default: {default}]" if default else help,
-        show_default=False,
-        metavar=SETTINGS[name]["metavar"],
-    )
-    kind = list[str] if name == "listen" else str
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
+    help, default, metavar = SETTINGS[name]["help"], _default(name), SETTINGS[name]["metavar"]
+    text = f"{help} [default: {default}]" if default else help
+    kind = list[str] | None if name == "listen" else str | None
+    return option(name, kind, typer.Option(help=text, show_default=False, metavar=metavar))
 
 
 def serve(*, config: Path | None, **flags: Any) -> None:
@@ -57,18 +52,8 @@ def serve(*, config: Path | None, **flags: Any) -> None:
     daemon.serve(Settings.load(flags, file=config), reload=lambda: Settings.load_again(flags, file=config))
 
 
-_CONFIG = inspect.Parameter(
-    "config",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read settings from this TOML file", show_default=False),
-    ],
-)
-_OPTIONS = [*map(_option, SETTINGS), _CONFIG]
-serve.__signature__ = inspect.Signature(_OPTIONS)  # type: ignore[attr-defined]
-serve.__annotations__ = {option.name: option.annotation for option in _OPTIONS}
+_CONFIG = typer.Option(metavar="FILE", help="Read settings from this TOML file", show_default=False)
+take(serve, [*map(_option, SETTINGS), option("config", Path | None, _CONFIG)])
 
 
 def keygen(
