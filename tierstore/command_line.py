@@ -7,7 +7,7 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
@@ -88,9 +88,21 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{option: values.pop(option) for option in options})
         command(**values)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    take(run, parameters)
     return run
+
+
+def option(name: str, kind: Any, declared: Any, default: Any = None) -> inspect.Parameter:
+    """Return a parameter of type ``kind`` that typer reads as the option ``declared``."""
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+    )
+
+
+def take(command: Callable[..., None], options: Sequence[inspect.Parameter]) -> None:
+    """Let a command with ``**`` parameters take these options."""
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in options}
 
 
 def _options(group: Any) -> list[inspect.Parameter]:
@@ -100,14 +112,12 @@ def _options(group: Any) -> list[inspect.Parameter]:
     for field in fields(group):
         if get_origin(hints[field.name]) is not Annotated:
             continue
-        kind, option = get_args(hints[field.name])
+        kind, declared = get_args(hints[field.name])
         default = inspect.Parameter.empty if field.default is MISSING else field.default
-        if option.parser is parse_size and isinstance(default, int):
-            option, shown = copy(option), format_size(default).replace(" ", "")
-            option.help, option.show_default = f"{option.help} [default: {shown}]", False
-        hint = Annotated[kind, option]  # type: ignore[valid-type]  # at run time it is one
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        found.append(inspect.Parameter(field.name, keyword, default=default, annotation=hint))
+        if declared.parser is parse_size and isinstance(default, int):
+            declared, shown = copy(declared), format_size(default).replace(" ", "")
+            declared.help, declared.show_default = f"{declared.help} [default: {shown}]", False
+        found.append(option(field.name, kind, declared, default))
     return found
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tierstore.daemon.settings import HELP, Settings
+from tierstore.command_line import option, take
+from tierstore.daemon.settings import SETTINGS, Settings
 from tierstore.units import format_size
 
 _DEFAULTS = Settings()
-
-
-def _option(name: str, metavar: str) -> typer.models.OptionInfo:
-    flag = f"--{name.replace('_', '-')}"
-    default = _default(name)
-    text = f"{HELP[name]} [default: {default}]" if default else HELP[name]
-    option: typer.models.OptionInfo = typer.Option(flag, help=text, show_default=False, metavar=metavar)
-    return option
 
 
 def _default(name: str) -> str:
@@ -37,51 +31,15 @@ def _default(name: str) -> str:
     return ""
 
 
-def serve(
-    listen: Annotated[list[str] | None, _option("listen", "URL")] = None,
-    host_bytes: Annotated[str | None, _option("host_bytes", "SIZE")] = None,
-    disk: Annotated[str | None, _option("disk", "DIR")] = None,
-    disk_bytes: Annotated[str | None, _option("disk_bytes", "SIZE")] = None,
-    disk_write_budget: Annotated[str | None, _option("disk_write_budget", "SIZE")] = None,
-    disk_codec: Annotated[str | None, _option("disk_codec", "NAME")] = None,
-    page_bytes: Annotated[str | None, _option("page_bytes", "SIZE")] = None,
-    policy: Annotated[str | None, _option("policy", "NAME")] = None,
-    lease_s: Annotated[float | None, _option("lease_s", "SECONDS")] = None,
-    reserve_bytes: Annotated[str | None, _option("reserve_bytes", "SIZE")] = None,
-    server_key: Annotated[str | None, _option("server_key", "FILE")] = None,
-    tenants: Annotated[str | None, _option("tenants", "DIR")] = None,
-    quotas: Annotated[str | None, _option("quotas", "NAME=SIZE,…")] = None,
-    metrics_port: Annotated[int | None, _option("metrics_port", "PORT")] = None,
-    metrics_host: Annotated[str | None, _option("metrics_host", "ADDRESS")] = None,
-    dashboard_token: Annotated[str | None, _option("dashboard_token", "FILE")] = None,
-    events: Annotated[str | None, _option("events", "URL")] = None,
-    events_replay: Annotated[str | None, _option("events_replay", "URL")] = None,
-    events_topic: Annotated[str | None, _option("events_topic", "TEXT")] = None,
-    events_encoding: Annotated[str | None, _option("events_encoding", "NAME")] = None,
-    events_block_tokens: Annotated[str | None, _option("events_block_tokens", "N")] = None,
-    events_tenants: Annotated[str | None, _option("events_tenants", "BOOL")] = None,
-    events_connect: Annotated[str | None, _option("events_connect", "BOOL")] = None,
-    events_anywhere: Annotated[str | None, _option("events_anywhere", "BOOL")] = None,
-    cluster: Annotated[str | None, _option("cluster", "URL")] = None,
-    cluster_publish: Annotated[str | None, _option("cluster_publish", "NAME")] = None,
-    cluster_min_tokens: Annotated[str | None, _option("cluster_min_tokens", "N")] = None,
-    cluster_look_s: Annotated[float | None, _option("cluster_look_s", "SECONDS")] = None,
-    cluster_bytes_per_s: Annotated[str | None, _option("cluster_bytes_per_s", "SIZE")] = None,
-    cluster_staging: Annotated[str | None, _option("cluster_staging", "SIZE")] = None,
-    cluster_secret: Annotated[str | None, _option("cluster_secret", "FILE")] = None,
-    cluster_protocol: Annotated[str | None, _option("cluster_protocol", "NAME")] = None,
-    cluster_devices: Annotated[str | None, _option("cluster_devices", "NAMES")] = None,
-    cluster_host: Annotated[str | None, _option("cluster_host", "ADDRESS")] = None,
-    drain_s: Annotated[float | None, _option("drain_s", "SECONDS")] = None,
-    log_level: Annotated[str | None, _option("log_level", "LEVEL")] = None,
-    log_format: Annotated[str | None, _option("log_format", "FORMAT")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="Read settings from this TOML file", show_default=False
-        ),
-    ] = None,
-) -> None:
+def _option(name: str) -> inspect.Parameter:
+    """Return the command line's option for a setting. None if it is not given."""
+    help, default, metavar = SETTINGS[name]["help"], _default(name), SETTINGS[name]["metavar"]
+    text = f"{help} [default: {default}]" if default else help
+    kind = list[str] | None if name == "listen" else str | None
+    return option(name, kind, typer.Option(help=text, show_default=False, metavar=metavar))
+
+
+def serve(*, config: Path | None, **flags: Any) -> None:
     """Run the daemon that keeps pages for engines until SIGTERM.
 
     Every option is also a setting in the --config file (host_bytes = "8GiB") and in the environment
@@ -89,10 +47,13 @@ def serve(
     """
     from tierstore.daemon import daemon
 
-    flags = {name: value for name, value in locals().items() if name not in ("config", "daemon")}
-    if listen is not None:
-        flags["listen"] = ",".join(listen)
+    if flags["listen"] is not None:
+        flags["listen"] = ",".join(flags["listen"])
     daemon.serve(Settings.load(flags, file=config), reload=lambda: Settings.load_again(flags, file=config))
+
+
+_CONFIG = typer.Option(metavar="FILE", help="Read settings from this TOML file", show_default=False)
+take(serve, [*map(_option, SETTINGS), option("config", Path | None, _CONFIG)])
 
 
 def keygen(

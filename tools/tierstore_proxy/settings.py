@@ -6,8 +6,9 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,46 +23,44 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
-_SIZES = ("max_body_bytes", "max_answer_bytes")
+SIZES = ("max_body_bytes", "max_answer_bytes")
+
+
+def _setting(default: Any, metavar: str, help: str) -> Any:
+    """Declare a setting, which is also an option of the command line."""
+    return field(default=default, metadata={"metavar": metavar, "help": help})
 
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """The settings of the proxy. Raises :class:`UsageError` for invalid values.
+    """The settings of the proxy. Raises :class:`UsageError` for invalid values."""
 
-    - ``decode``, ``prefill``: URLs of engines. Without prefill engines the proxy only distributes requests.
-    - ``daemon``: the decode engines' daemons, one for each or one for all. ``selector``: Dynamo's selector
-      instead. ``keys``, ``server_key``: key files for daemons at tcp:// (``tierstore keygen``). ``identity``
-      selects one of a daemon's identities.
-    - ``min_prefill_tokens``: if the decode engine lacks at least this many tokens of a prompt, a prefill
-      engine computes it. ``prefill_s``: the time limit of a prefill.
-    - ``look_s``: the time limit of a question to a daemon or selector, and for token ids.
-    - ``api_key``: the key for everything except ``/health``. Without a key only loopback addresses are
-      served.
-    - ``max_requests``, ``max_queued_tokens``: limits on concurrent requests and on their prompt tokens.
-    - ``max_body_bytes``, ``max_answer_bytes``, ``request_s``: limits of one request: its body, answer and
-      duration.
-    - ``drain_s``: how long SIGTERM waits for running requests.
-    """
-
-    decode: tuple[str, ...]
-    prefill: tuple[str, ...] = ()
-    daemon: tuple[str, ...] = ()
-    selector: str = ""
-    identity: str = ""
-    keys: str = ""
-    server_key: str = ""
-    listen: str = "127.0.0.1:8100"
-    api_key: str | None = None
-    min_prefill_tokens: int = 128
-    prefill_s: float = 30.0
-    look_s: float = 0.05
-    max_body_bytes: int = 4 * MIB
-    max_answer_bytes: int = 256 * MIB
-    max_requests: int = 1024
-    max_queued_tokens: int = 16_000_000
-    request_s: float = 600.0
-    drain_s: float = 30.0
+    prefill: tuple[str, ...] = _setting((), "URL", "Engine that computes prompts; may be repeated")
+    decode: tuple[str, ...] = _setting((), "URL", "Engine that generates answers; may be repeated")
+    daemon: tuple[str, ...] = _setting(
+        (), "URL", "tierstore daemon of each --decode engine in the same order, or one for all"
+    )
+    selector: str = _setting("", "URL", "Dynamo's selector, asked instead of daemons")
+    identity: str = _setting("", "HEX", "Identity of the pages, as `tierstore ls` shows it")
+    keys: str = _setting("", "FILE", "Client's .secret file, for daemons at tcp://")
+    server_key: str = _setting("", "FILE", "Public .key file of these daemons")
+    listen: str = _setting(
+        "127.0.0.1:8100", "HOST:PORT", "Address to listen at; other than loopback needs a key"
+    )
+    api_key: str | None = _setting(
+        None, "KEY", "Key that clients must send for all but /health; it is sent on to the engines"
+    )
+    min_prefill_tokens: int = _setting(128, "N", "Prompts with fewer tokens to compute skip prefill engines")
+    prefill_s: float = _setting(
+        30.0, "SECONDS", "Time limit of a prefill; then the decode engine computes the prompt"
+    )
+    look_s: float = _setting(0.05, "SECONDS", "Time limit of asking a daemon or selector, and for token ids")
+    max_body_bytes: int = _setting(4 * MIB, "SIZE", "Largest request body; larger ones get 413")
+    max_answer_bytes: int = _setting(256 * MIB, "SIZE", "Largest answer; the rest is cut off")
+    max_requests: int = _setting(1024, "N", "Running requests at most; more get 429")
+    max_queued_tokens: int = _setting(16_000_000, "N", "Prompt tokens of these requests at most")
+    request_s: float = _setting(600.0, "SECONDS", "Time limit of one request; then it gets 504")
+    drain_s: float = _setting(30.0, "SECONDS", "How long SIGTERM waits for running requests")
 
     def __post_init__(self) -> None:
         if not self.decode:
@@ -122,11 +121,11 @@ class ProxySettings:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
             raise UsageError(f"{file}: unknown setting {name!r}; did you mean {near!r}?")
         given |= {name: value for name, value in flags.items() if value is not None}
-        for name in _SIZES:
+        for name in SIZES:
             if isinstance(given.get(name), str):
                 given[name] = parse_size(str(given[name]))
         try:
-            return msgspec.convert({"decode": (), **given}, cls)
+            return msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
             sentence, _, place = str(error).partition(" - at `$.")
             raise UsageError(f"{place.rstrip('`') or file}: {sentence}") from error

@@ -20,7 +20,7 @@ from tierstore.cli.operator import Operator
 from tierstore.cli.stats import quantile
 from tierstore.cli.top import view
 from tierstore.daemon.metrics import StatsCollector
-from tierstore.daemon.settings import HELP, Settings
+from tierstore.daemon.settings import SETTINGS, Settings
 from tierstore.daemon.stats import BOUNDS_S, LatencyStats, Slowest
 from tierstore.errors import StoreUnavailableError
 from tierstore.stats import ClusterStats
@@ -355,7 +355,7 @@ def test_the_example_settings_are_settings_and_all_of_them():
     settings = Settings.load(file=file, environment={})
     assert settings.disk is not None
     named = re.findall(r"^#?(\w+) =", file.read_text(), re.M)
-    assert sorted(named) == sorted(HELP)
+    assert sorted(named) == sorted(SETTINGS)
 
 
 def test_the_unit_starts_with_the_example_settings():
@@ -437,5 +437,5 @@ def test_the_operators_document_names_every_metric_and_setting(daemon):
         stats = operator.stats()
     for metric in StatsCollector(lambda: stats).collect():
         assert f"`{metric.name}" in text, metric.name
-    for name in HELP:
+    for name in SETTINGS:
         assert f"`{name}`" in text, name

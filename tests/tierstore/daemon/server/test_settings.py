@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from tierstore.daemon import settings as module
-from tierstore.daemon.settings import HELP, Settings
+from tierstore.daemon.settings import Settings
 from tierstore.errors import UsageError
 
 
@@ -23,11 +21,6 @@ def test_flags_go_before_the_environment_before_the_file_before_the_defaults(tmp
     assert (loaded.host_bytes, loaded.lease_s, loaded.disk_bytes) == (3 << 30, 7.0, 4096)
     assert loaded.quotas == {"bob": 1 << 20}
     assert loaded.policy == "default"
-
-
-def test_every_setting_has_help_and_a_parser():
-    names = {field.name for field in fields(Settings)}
-    assert names == set(HELP) == set(module._PARSERS)
 
 
 @pytest.mark.parametrize(
