@@ -73,7 +73,7 @@ NOTHING = "no place"
 
 
 @dataclass(frozen=True)
-class Case:
+class Drift:
     """A pair of bodies. The second one differs at ``character`` of message ``message``, or its pages have
     another ``field`` of the identity."""
 
@@ -91,8 +91,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer of a tool.
+class NamedPlace:
+    """The place that a tool names.
 
     ``names`` is the place in the tool's own words. ``kind`` is ``character`` or ``token``, with a
     ``distance`` in characters from the true place; ``message`` or ``field`` if the tool names the true one
@@ -128,7 +128,7 @@ MORE = "Can I change the address now?"
 THOUGHT = "<think>\nThe list has one order with two lamps. I should ask the carrier.\n</think>\n\n"
 
 
-def cases() -> list[Case]:
+def cases() -> list[Drift]:
     """Return the cases. Each has a shop of its own, so no case finds the pages of another one."""
 
     def message(role: str, content: str) -> dict[str, str]:
@@ -140,12 +140,12 @@ def cases() -> list[Case]:
     def body(*messages: dict[str, str], model: str = CHATS) -> Body:
         return {"model": model, "messages": list(messages)}
 
-    def in_system(number: int, name: str, before: str, first: str, second: str) -> Case:
+    def in_system(number: int, name: str, before: str, first: str, second: str) -> Drift:
         """Return a case whose system prompts differ from the first character of two texts on."""
         assert first[0] != second[0]
         pair = (body(system(number, before + each), message("user", QUESTION)) for each in (first, second))
         at = len(INTRODUCTION.format(number=number) + before)
-        return Case(str(number), name, *pair, message=0, character=at)
+        return Drift(str(number), name, *pair, message=0, character=at)
 
     def turns(number: int, *more: dict[str, str]) -> tuple[dict[str, str], ...]:
         return system(number), message("user", QUESTION), *more
@@ -172,7 +172,7 @@ def cases() -> list[Case]:
         in_system(
             4, "changed whitespace", "Orders:\n12: two lamps, a desk\n", "\n13: a chair", "13: a chair"
         ),
-        Case(
+        Drift(
             "5a",
             "answer without its last space",
             body(*turns(5, message("assistant", f"{ANSWER} "), message("user", MORE))),
@@ -180,7 +180,7 @@ def cases() -> list[Case]:
             message=2,
             character=len(ANSWER),
         ),
-        Case(
+        Drift(
             "5b",
             "reasoning dropped by the template",
             body(*thoughtful),
@@ -188,17 +188,17 @@ def cases() -> list[Case]:
             message=2,
             character=0,
         ),
-        Case(
+        Drift(
             "6",
             "edited early turn",
             *(body(system(7), message("user", edited[0] + each), *followed[-2:]) for each in edited[1:]),
             message=1,
             character=len(edited[0]),
         ),
-        Case("7", "another adapter", plain, {**plain, "model": f"{CHATS}-support"}, field="adapter"),
-        Case("8", "another RoPE base", plain, plain, field="rope"),
+        Drift("7", "another adapter", plain, {**plain, "model": f"{CHATS}-support"}, field="adapter"),
+        Drift("8", "another RoPE base", plain, plain, field="rope"),
         in_system(9, "user name in the system prompt", "customer: ", "Anna Keller", "Boris Lang"),
-        Case(
+        Drift(
             "10",
             "oldest turn dropped",
             body(
@@ -219,7 +219,7 @@ def rendered(body: Body) -> str:
     return ChatTemplate(TEMPLATE).render([ChatMessage(**each) for each in body["messages"]])
 
 
-def position(case: Case) -> int:
+def position(case: Drift) -> int:
     """Return the true place as a character of the second rendered prompt."""
     assert case.message is not None
     assert case.character is not None
@@ -232,7 +232,7 @@ def position(case: Case) -> int:
     return begin + len(head) + case.character
 
 
-def token_distance(case: Case, token: int, tokenizer: tokenizers.Tokenizer) -> int:
+def token_distance(case: Drift, token: int, tokenizer: tokenizers.Tokenizer) -> int:
     """Return the characters from the true place to the beginning of a token of the second prompt."""
     offsets = tokenizer.encode(rendered(case.second), add_special_tokens=False).offsets
     return int(offsets[token][0]) - position(case)
@@ -241,33 +241,35 @@ def token_distance(case: Case, token: int, tokenizer: tokenizers.Tokenizer) -> i
 # -- the tools ---------------------------------------------------------------------------------------------
 
 
-def from_server(case: Case, found: Mapping[str, Any] | None, tokenizer: tokenizers.Tokenizer) -> Answer:
+def from_server(case: Drift, found: Mapping[str, Any] | None, tokenizer: tokenizers.Tokenizer) -> NamedPlace:
     """Return the place in a ``prompt_cache_diagnostics`` or a span of ``prompt_cache_misses``; None is no
     span."""
     if found is None or "at" not in found:
-        return Answer(NOTHING, NOTHING, None, found)
+        return NamedPlace(NOTHING, NOTHING, None, found)
     if "message" not in found:
-        return Answer(f"token {found['at']}", "token", token_distance(case, found["at"], tokenizer), found)
+        return NamedPlace(
+            f"token {found['at']}", "token", token_distance(case, found["at"], tokenizer), found
+        )
     names = f"message {found['message']}"
     if found["message"] != case.message:
-        return Answer(names, "wrong place", None, found)
+        return NamedPlace(names, "wrong place", None, found)
     if "character" not in found:
-        return Answer(names, "message", None, found)
+        return NamedPlace(names, "message", None, found)
     distance = found["character"] - (case.character or 0)
-    return Answer(f"{names} at {found['character']}", "character", distance, found)
+    return NamedPlace(f"{names} at {found['character']}", "character", distance, found)
 
 
-def from_explanation(case: Case, explanation: Explanation) -> Answer:
+def from_explanation(case: Drift, explanation: Explanation) -> NamedPlace:
     """Return the fields of another identity in an explanation."""
     said = str(explanation)
     for miss in explanation.misses:
         if miss.reason is MissReason.OTHER_IDENTITY:
             kind = "field" if case.field in miss.fields else "wrong place"
-            return Answer(f"fields {', '.join(miss.fields)}", kind, None, said)
-    return Answer(NOTHING, NOTHING, None, said)
+            return NamedPlace(f"fields {', '.join(miss.fields)}", kind, None, said)
+    return NamedPlace(NOTHING, NOTHING, None, said)
 
 
-def from_kvlint(case: Case, document: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> Answer:
+def from_kvlint(case: Drift, document: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> NamedPlace:
     """Return the place in the JSON report of ``kvlint lint``. Raises :class:`TierStoreError` if kvlint has
     other tokens than the server."""
     [exact] = [each for each in document["sims"] if each["engine"] == "sglang"]
@@ -275,7 +277,7 @@ def from_kvlint(case: Case, document: Mapping[str, Any], tokenizer: tokenizers.T
     rules = {each["rule_id"]: each["evidence"] for each in document["findings"]}
     said = {"divergence_token_idx": request["divergence_token_idx"], "findings": rules}
     if request["divergence_token_idx"] is None:
-        return Answer(NOTHING, NOTHING, None, said)
+        return NamedPlace(NOTHING, NOTHING, None, said)
     tokens = len(tokenizer.encode(rendered(case.second), add_special_tokens=False))
     if tokens != request["prompt_tokens"]:
         raise TierStoreError(f"kvlint counts {request['prompt_tokens']} tokens, the server {tokens}")
@@ -283,31 +285,31 @@ def from_kvlint(case: Case, document: Mapping[str, Any], tokenizer: tokenizers.T
     causes = [rule for rule in rules if rule != "block_straddle"]  # straddling is a cost, not a cause
     names = ", ".join([f"token {token}", *causes])
     if case.field:
-        return Answer(names, "wrong place", None, said)
-    return Answer(names, "token", token_distance(case, token, tokenizer), said)
+        return NamedPlace(names, "wrong place", None, said)
+    return NamedPlace(names, "token", token_distance(case, token, tokenizer), said)
 
 
-def from_cachelint(case: Case, output: str) -> Answer:
+def from_cachelint(case: Drift, output: str) -> NamedPlace:
     """Return the place in the output of ``cachelint diff``, or its error."""
     if output.startswith("cachelint: error: "):
-        return Answer(NOTHING, NOTHING, None, output.strip())
+        return NamedPlace(NOTHING, NOTHING, None, output.strip())
     lines = dict(line.split(": ", 1) for line in output.splitlines() if ": " in line and line[0] != " ")
     first = lines["First divergence"]
     said = {"First divergence": first, "Context differences": lines["Context differences"]}
     if first == "none":
-        return Answer(NOTHING, NOTHING, None, said)
+        return NamedPlace(NOTHING, NOTHING, None, said)
     match = re.fullmatch(r"(messages\[(\d+)\]\S*) \((\w+)(?:, offset (\d+))?\)", first)
     if match is None:
         raise TierStoreError(f"cachelint names an unknown place: {first}")
     path, number, kind, offset = match.groups()
     if int(number) != case.message:
-        return Answer(f"{path} {kind}", "wrong place", None, said)
+        return NamedPlace(f"{path} {kind}", "wrong place", None, said)
     if offset is None:
-        return Answer(f"{path} {kind}", "message", None, said)
-    return Answer(f"{path} at {offset}", "character", int(offset) - (case.character or 0), said)
+        return NamedPlace(f"{path} {kind}", "message", None, said)
+    return NamedPlace(f"{path} at {offset}", "character", int(offset) - (case.character or 0), said)
 
 
-class Server(Started):
+class DriftServer(Started):
     """The bundled server of a model's folder, over a store in ``scratch``."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
@@ -318,7 +320,7 @@ class Server(Started):
         super().__init__("the server", port, command, threads=1, daemon=None, scratch=scratch)
         self._tokenizer = read_tokenizer(folder)
 
-    def ask(self, case: Case) -> dict[str, Answer]:
+    def ask(self, case: Drift) -> dict[str, NamedPlace]:
         """Send both bodies."""
         with httpx.Client(base_url=self.url, timeout=ANSWER_S, trust_env=False) as http:
             first = self._send(http, case.first)
@@ -338,7 +340,7 @@ class Server(Started):
         return answer.json()
 
 
-def explain(case: Case, model: LoadedModel, tokens: list[int]) -> Answer:
+def explain(case: Drift, model: LoadedModel, tokens: list[int]) -> NamedPlace:
     """Save a prompt under a model's identity, and ask for it under the identity with another field."""
     spec = model.kv_spec()
     saved = model.identity(spec)
@@ -353,7 +355,7 @@ def explain(case: Case, model: LoadedModel, tokens: list[int]) -> Answer:
         return from_explanation(case, tierstore.Store(store.backend, spec, identity=asked).explain(tokens))
 
 
-def ask_kvlint(case: Case, program: str, folder: Path, scratch: Path) -> Answer:
+def ask_kvlint(case: Drift, program: str, folder: Path, scratch: Path) -> NamedPlace:
     """Run ``kvlint lint`` on a log of both bodies."""
     log, out = scratch / "log.jsonl", scratch / "kvlint.json"
     log.write_text("".join(json.dumps(each) + "\n" for each in (case.first, case.second)))
@@ -361,7 +363,7 @@ def ask_kvlint(case: Case, program: str, folder: Path, scratch: Path) -> Answer:
     return from_kvlint(case, json.loads(out.read_text()), read_tokenizer(folder))
 
 
-def ask_cachelint(case: Case, program: str, scratch: Path) -> Answer:
+def ask_cachelint(case: Drift, program: str, scratch: Path) -> NamedPlace:
     """Run ``cachelint diff`` on both bodies."""
     files = [scratch / "first.json", scratch / "second.json"]
     for file, body in zip(files, (case.first, case.second), strict=True):
@@ -413,7 +415,7 @@ def main(kvlint: str = "kvlint", cachelint: str = "cachelint", json: str | None 
     """Compare the places that tierstore, KVLINT and CACHELINT name for drifted prompts. These two are the
     linters' programs; an empty one is left out."""
     report.require_targets(json)
-    linters: dict[str, Callable[[Case], Answer]] = {}
+    linters: dict[str, Callable[[Drift], NamedPlace]] = {}
     versions: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as scratch_, ExitStack() as stack:
@@ -432,7 +434,7 @@ def main(kvlint: str = "kvlint", cachelint: str = "cachelint", json: str | None 
             with shown.phase("making a model", measurable=False):
                 write_model(folder)
                 model = load_model(str(folder), device="cpu")
-            server = Server(folder, scratch)
+            server = DriftServer(folder, scratch)
             stack.callback(server.close)
             with shown.phase("starting the server", measurable=False):
                 server.start()
