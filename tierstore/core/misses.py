@@ -38,7 +38,7 @@ from tierstore.spec import KVSpec, is_hashed
 
 _MOST_IDENTITIES = 32  # other identities that are compared
 _MOST_ENDS = 512  # lengths between two save points that are looked at
-_MOST_LENGTHS = 8  # of these, those whose pages are all looked up
+_MOST_LENGTHS = 8  # lengths whose pages are all looked up
 _ONE_BY_ONE = 512  # missing pages that are examined one by one: a millisecond
 _MOST_RECENT = 256  # requests that are remembered
 _HOUR = 60  # minutes

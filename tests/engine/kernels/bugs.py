@@ -235,7 +235,9 @@ DELTA = [
 ]
 
 MAMBA2 = [
-    Bug("tile overwritten while it is read", "mamba2.cu", "__syncthreads();  // all threads", "// all threads"),
+    Bug(
+        "tile overwritten while it is read", "mamba2.cu", "__syncthreads();  // all threads", "// all threads"
+    ),
     Bug("tile read before it is there", "mamba2.cu", "__syncthreads();  // the tile", "// the tile"),
     Bug("state of the one before", "mamba2.cu", "mine && !span.begins ? matrix", "mine ? matrix"),
     Bug("state does not decay", "mamba2.cu", "stays * state[i] + key[at]", "state[i] + key[at]"),
