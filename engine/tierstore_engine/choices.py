@@ -1,4 +1,4 @@
-"""Keep measured choices of a device for later processes.
+"""Measure short work on a device, and keep measured choices for later processes.
 
 A choice between two ways to compute may change the last bits of a result. So every process on a machine must
 make the same choice: the first process measures, and the others read its result. The file's name covers
@@ -10,11 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
+
+ROUND_S = 0.01
+MOST_CALLS = 200
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +67,16 @@ def _keep(file: Path, document: Mapping[str, Any]) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         log.warning("cannot write %s (%s): the next process will measure again", file, error)
     return document
+
+
+def per_call(seconds_of: Callable[[int], float], repetitions: int) -> float:
+    """Return the seconds of one call. ``seconds_of(n)`` measures ``n`` calls in a row.
+
+    The device waits for the launch of the first call, and launches overlap with computing afterwards. So each
+    round has as many calls as take about ``ROUND_S``. The result is the median of ``repetitions`` rounds. The
+    very first call is not counted, because libraries initialize themselves in it.
+    """
+    seconds_of(1)
+    once = max(seconds_of(1), ROUND_S / MOST_CALLS)
+    calls = max(round(ROUND_S / once), 1)
+    return statistics.median(seconds_of(calls) for _ in range(repetitions)) / calls

@@ -19,7 +19,7 @@ from tierstore.tiers.device_pool import DevicePool
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges, choose, least_tokens
-from tierstore_engine.choices import kept_choice
+from tierstore_engine.choices import kept_choice, per_call
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.gather import LARGEST_BYTES, KernelGather, OnStream, crossover
 from tierstore_engine.graphs import Captured, DecodeGraphs
@@ -30,7 +30,6 @@ from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.shortage import shortage_explained
 from tierstore_engine.step import PartialStep, Runner, Step
-from tierstore_engine.timing import per_call
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,19 @@ then it is held for the others. An order that counts it once (W. A. Horn, 1972) 
 real conversations (docs/benchmarks.md).
 
 **Ageing.** A request is *overtaken* while something is computed that first come, first served would have put
-behind it (:mod:`tierstore_engine.overtaking` counts the seconds). Work that takes longer than the rest of its
-``bound_s`` may not overtake it. Everything else computed before it would also come before it with first come,
-first served. So no request waits more than ``bound_s`` longer than it would have, except for more urgent
-requests that arrive meanwhile. A deadline lowers the rest. This holds while there is room for all waiting
-requests. Otherwise a request can begin only when those before it end. Then all requests up to the last one
-whose time is used up come strictly by their places.
+behind it. The scheduler reports what each step was spent on (:class:`Spent`), and the seconds are counted.
+Work that takes longer than the rest of its ``bound_s`` may not overtake it. Everything else computed before
+it would also come before it with first come, first served. So no request waits more than ``bound_s`` longer
+than it would have, except for more urgent requests that arrive meanwhile. A deadline lowers the rest. This
+holds while there is room for all waiting requests. Otherwise a request can begin only when those before it
+end. Then all requests up to the last one whose time is used up come strictly by their places.
+
+While there is room for all waiting requests, only the work for later requests counts. If slots or pages are
+short, a request also waits for those before it to end, and these wait for one another. Then all work out of
+turn counts against every request without room. So does a step in which a later request holds room that an
+earlier one needs. The count does not show how first come, first served would have packed the steps. If
+several prompts share a step, or answers run out of pages, another order of the same work may end differently,
+by up to the time of the longest request.
 
 **Priorities** are classes: a lower number comes first, and "first come" is by class and then by age.
 """
@@ -55,6 +62,46 @@ class Turn:
 
     entry: WaitingEntry
     seconds: float
+
+
+@dataclass(slots=True)
+class Spent:
+    """The work of one step, by the requests that it is done for.
+
+    ``prompts`` has tokens by the request that they are computed for. ``short``: slots or pages do not hold
+    all waiting requests. ``first`` is the earliest request whose prompt is not computed. ``kept_out`` is the
+    earliest request without room while a later one has some.
+    """
+
+    prompts: dict[Place, int] = field(default_factory=dict)
+    short: bool = False
+    first: Place | None = None
+    kept_out: Place | None = None
+
+    def overtakes(self, place: Place, *, admitted: bool = True) -> float:
+        """Return the share of the step that counts against the request at ``place``.
+
+        >>> Spent({(0, 1, 1): 40}).overtakes((0, 0, 0))
+        1.0
+        >>> Spent({(0, 0, 0): 30, (0, 1, 1): 10}).overtakes((0, 0, 0))
+        0.25
+        """
+        later = sum(tokens for other, tokens in self.prompts.items() if other > place)
+        if later and place not in self.prompts:
+            return 1.0  # this request could have had that room
+        if not admitted:
+            out_of_turn = self.first is not None and any(other > self.first for other in self.prompts)
+            if self.short and out_of_turn:
+                return 1.0
+            if self.kept_out is not None and self.kept_out <= place:
+                return 1.0
+        return later / sum(self.prompts.values()) if later else 0.0
+
+
+def passed(entries: Iterable[WaitingEntry], spent: Spent, seconds: float, *, admitted: bool = True) -> None:
+    """Charge a step of ``seconds`` to ``entries``. Either all of them have room, or none."""
+    for entry in entries:
+        entry.overtaken_s += seconds * spent.overtakes(entry.place, admitted=admitted)
 
 
 def turns(

@@ -138,7 +138,7 @@ class EngineStats:
     ``accepted_tokens`` is how many of the ``drafted_tokens`` were right. ``shared_pages`` is how many pages
     sharing among forked requests saves. ``late_requests`` were refused because of their deadlines.
     ``longest_overtaken_s`` is the longest time for which a request was overtaken
-    (:mod:`tierstore_engine.overtaking`).
+    (:mod:`tierstore_engine.ordering`).
     """
 
     steps: int

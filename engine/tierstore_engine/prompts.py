@@ -14,9 +14,8 @@ from tierstore_connectors.base import ConnectorHit
 from tierstore_engine.batch import StepPlan
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.look_ahead import LookAhead
-from tierstore_engine.ordering import Place, Turn, WaitingEntry, common_chunks, turns
+from tierstore_engine.ordering import Place, Spent, Turn, WaitingEntry, common_chunks, passed, turns
 from tierstore_engine.outputs import RequestId
-from tierstore_engine.overtaking import Spent, passed
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 

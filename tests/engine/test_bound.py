@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.engine.scheduling import CHUNK, Arrival, Bench, Cost
 from tierstore_engine import ordering
-from tierstore_engine.ordering import Place
+from tierstore_engine.ordering import Place, Spent
 from tierstore_engine.outputs import RequestId
-from tierstore_engine.overtaking import Spent
 from tierstore_engine.prompts import PendingPrompts
 from tierstore_engine.scheduler import Scheduler
 from tierstore_engine.settings import EngineSettings

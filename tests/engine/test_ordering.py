@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Prefill
 from tierstore.spec import KVSpec
-from tierstore_engine.ordering import Place, WaitingEntry, common_chunks, turns
-from tierstore_engine.overtaking import Spent, passed
+from tierstore_engine.ordering import Place, Spent, WaitingEntry, common_chunks, passed, turns
 
 CHUNK = 4
 SPEED = Prefill(1.0)  # a second for each token

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore_engine.stops import StopMatcher
+from tierstore_engine.sequence import StopMatcher
 
 # Two letters: stop strings overlap themselves and each other all the time.
 texts = st.text("ab", max_size=30)

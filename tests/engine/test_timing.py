@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore_engine.timing import MOST_CALLS, ROUND_S, per_call
+from tierstore_engine.choices import MOST_CALLS, ROUND_S, per_call
 
 LAUNCH_S = 30e-6
 

@@ -16,8 +16,7 @@ import pytest
 
 from tierstore.keys import PageKey
 from tierstore.planner import Prefill
-from tierstore_engine.ordering import Place, WaitingEntry, turns
-from tierstore_engine.overtaking import Spent, passed
+from tierstore_engine.ordering import Place, Spent, WaitingEntry, passed, turns
 from tierstore_tools.replay import formats
 from tierstore_tools.replay.trace import Trace
 

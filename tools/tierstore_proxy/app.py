@@ -15,11 +15,13 @@ import asyncio
 import contextlib
 import logging
 import re
+import socket
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import quote
 
 import httpx
@@ -31,9 +33,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tierstore.descriptors import raise_limit
 from tierstore_engine.server.admission import Admission
 from tierstore_engine.server.errors import ApiError
-from tierstore_engine.server.http import JSON, Exchange, Handler, MeteredRoute, has_key, not_routed
+from tierstore_engine.server.http import (
+    JSON,
+    Exchange,
+    Handler,
+    MeteredRoute,
+    has_key,
+    listening_at,
+    not_routed,
+    serve_app,
+)
 from tierstore_proxy.choice import rank_decode, rank_prefill, worth_handing_over
 from tierstore_proxy.metrics import Outcome, ProxyMetrics
 from tierstore_proxy.prompts import Api, Asked, RoutedPrompt, token_ids
@@ -51,6 +63,7 @@ _NOT_DOWNWARDS = {
 }
 _MOST_PREFILL_BYTES = 4 << 20  # for a prefill's answer, which has one token and its parameters
 _MOST_TOKENIZED_BYTES = 64 << 20
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _NOT_TOKENIZED_S = 60.0  # after this an engine without /tokenize is asked again
 
 _log = logging.getLogger(__name__)
@@ -413,3 +426,28 @@ def _api_error(error: Exception) -> ApiError:
             return ApiError(502, str(error))
     _log.error("a request failed", exc_info=error)
     return ApiError(500, "internal proxy error: see the proxy's log")
+
+
+def run(settings: ProxySettings, *, err: TextIO | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.UsageError` with a one-line message."""
+    err = err or sys.stderr
+    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
+    raise_limit()
+    with listening_at(*settings.address) as listening:
+        asyncio.run(_serve(settings, listening, err))
+
+
+async def _serve(settings: ProxySettings, listening: Sequence[socket.socket], err: TextIO) -> None:
+    proxy = Proxy(settings)
+    proxy.start()
+    try:
+        await serve_app(
+            proxy.app,
+            listening,
+            drain=proxy.drain,
+            announce="tierstore-proxy at",
+            err=err,
+            descriptors=2,  # the client's connection, and one to the engine
+        )
+    finally:
+        await proxy.close()

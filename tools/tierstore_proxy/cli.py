@@ -31,7 +31,7 @@ def serve(*, config: Path | None, version: bool, **flags: object) -> None:
     If no decode engine holds a prompt, a prefill engine computes it first and saves its pages in the store.
     Without --prefill, a request goes to the engine that holds its prompt. See docs/handover.md.
     """
-    from tierstore_proxy.run import run
+    from tierstore_proxy.app import run
 
     run(ProxySettings.load(flags, file=config))
 

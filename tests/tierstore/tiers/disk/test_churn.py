@@ -13,8 +13,7 @@ from collections import OrderedDict
 import pytest
 
 from tierstore.units import KIB, MIB
-from tierstore_tools.churn_day import Day, Tenth
-from tierstore_tools.traffic import ChurnTraffic
+from tierstore_tools.churn_day import ChurnTraffic, Day, Tenth
 
 CAPACITY = 192 * MIB
 SIZES = [64 * KIB, 160 * KIB, 512 * KIB, 1 * MIB]
