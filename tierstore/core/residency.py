@@ -16,7 +16,7 @@ from tierstore.index import Index, Leaving, Page, Tier
 from tierstore.index.leases import Leases
 from tierstore.policy import EXPIRED, NO_HINT, PageHint, Policy
 from tierstore.stats import Counters
-from tierstore.tiers.disk import DiskTier, PageTable, PageUse, Removal, Removed
+from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, PageUse, Removal
 from tierstore.tiers.host import HostTier
 from tierstore.tiers.slabs import slot_bytes
 
@@ -134,7 +134,8 @@ class Residency:
         was the last copy (None: the page was damaged, was finished, or the policy chose it)."""
         copy = self._index.copy(page, tier)
         if cause is None:
-            cause = Cause.DAMAGED if copy.damaged else self._cause(page)
+            over = page.hint.expires_s == EXPIRED
+            cause = Cause.DAMAGED if copy.damaged else self._cause(done=page.done, expired=over)
         if tier is Tier.DISK:
             self._drop_from_disk(page, cause)
             return
@@ -152,11 +153,12 @@ class Residency:
         if above is not None and kept is not None and kept.damaged:
             self.drop_damaged(above, tier)
 
-    def _cause(self, page: Page) -> Cause:
-        """Return why a page leaves that the policy has chosen."""
-        if not page.done:
+    def _cause(self, *, done: bool, expired: bool) -> Cause:
+        """Return why a page leaves that the policy has chosen. ``expired``: a done page's time to live is
+        over."""
+        if not done:
             return self.choice
-        return Cause.EXPIRED if page.hint.expires_s == EXPIRED else Cause.LET_GO
+        return Cause.EXPIRED if expired else Cause.LET_GO
 
     def _drop_from_disk(self, page: Page, cause: Cause) -> None:
         page_table = self._access_log.page_table
@@ -175,16 +177,23 @@ class Residency:
         page_table = self._access_log.page_table
         assert page_table is not None
         removal = page_table.remove(serial)
-        over = Cause.EXPIRED if removal.expired else Cause.LET_GO
         # its key is in its record, which the commit reads
-        self._remove(removal._replace(cause=over if removal.done else self.choice))
+        self._remove(removal._replace(cause=self._cause(done=removal.done, expired=removal.expired)))
 
-    def was_removed(self, pages: Iterable[Removed]) -> None:
-        """Note why these pages have left the disk, unless that is noted already."""
-        for removal, identity, key in pages:
+    def was_removed(
+        self, removed: Sequence[Removal], records: Mapping[int, PageRecord], *, report: bool
+    ) -> None:
+        """Note why these pages have left the disk, unless that is noted already. ``report`` tells the change
+        logs."""
+        for removal in removed:
+            record = records.get(removal.serial)
+            if record is None:
+                continue
             if removal.cause:
                 cause = Cause(removal.cause)
-                self.departures.note(identity, key, cause, Tier.DISK, removal.nbytes)
+                self.departures.note(record.identity, record.key, cause, Tier.DISK, removal.nbytes)
+            if report:
+                self.left(Tier.DISK, record.identity, record.key, record.tokens)
 
     def _remove(self, removal: Removal) -> None:
         page_table = self._access_log.page_table

@@ -33,7 +33,7 @@ from tierstore.core.state import StoreState
 from tierstore.core.write_queue import WriteQueue
 from tierstore.index import Page, Tier
 from tierstore.policy import NO_HINT
-from tierstore.tiers.disk import DiskTier, PageRecord, Removal
+from tierstore.tiers.disk import DiskTier, PageRecord
 from tierstore.tiers.disk.encoding import Encoded, PageBytes
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.records import INLINE
@@ -325,7 +325,6 @@ class WriteBehind:
             tick = state.index.tick
             followed = bool(state.residency.followers)
         try:
-            leaving = self._leaving(removed) if followed else ()
             left = self._disk.commit(self._additions(batch), removed, used, tick)
         except Exception as error:  # noqa: BLE001  # as in _write_batches
             with state.lock:
@@ -334,21 +333,9 @@ class WriteBehind:
             self._failed(batch, error)
             return False
         with state.lock:
-            for record in leaving:
-                state.residency.left(Tier.DISK, record.identity, record.key, record.tokens)
-            state.residency.was_removed(left)
+            state.residency.was_removed(removed, left, report=followed)
             state.changed.notify_all()
         return True
-
-    def _leaving(self, removed: Sequence[Removal]) -> list[PageRecord]:
-        """Return the records of pages that are about to be removed. Raise :class:`OSError` if the disk
-        fails."""
-        records = self._disk.records(removal.serial for removal in removed)
-        return [
-            record
-            for record, removal in zip(records, removed, strict=True)
-            if record is not None and record.place == removal.place
-        ]
 
     def _finish(self, durable: Sequence[Page]) -> None:
         """Mark these durable pages as ready on disk, in portions, so that lookups do not wait for all of

@@ -59,7 +59,7 @@ free list on disk (one more structure to keep consistent, to save a second at op
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
-from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, Removed
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
 from tierstore.tiers.disk.tier import DiskStats, DiskTier
 
 __all__ = [
@@ -73,5 +73,4 @@ __all__ = [
     "PageUse",
     "ReadBatch",
     "Removal",
-    "Removed",
 ]

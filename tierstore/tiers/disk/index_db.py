@@ -55,7 +55,6 @@ from tierstore.tiers.disk.records import (
     PageRecord,
     PageUse,
     Removal,
-    Removed,
     child_prefix,
     decode,
     decode_facts,
@@ -67,7 +66,6 @@ from tierstore.tiers.disk.records import (
     page_key,
     payload_key,
     stored_names,
-    stored_page,
     stored_place,
     with_place,
     with_use,
@@ -95,8 +93,8 @@ class Change:
     roots: Mapping[int, bytes] = field(default_factory=dict)
     next_serial: int = 1
     tick: int = 0
-    left: list[Removed] = field(default_factory=list)
-    """The pages that the transaction has removed. The transaction appends them."""
+    left: dict[int, PageRecord] = field(default_factory=dict)
+    """The records that the transaction has removed, by serial, without damaged ones. It adds them here."""
 
 
 class IndexTransaction:
@@ -113,9 +111,9 @@ class IndexTransaction:
             # A damaged page that was saved again keeps its serial. Remove only the copy at the given place.
             stored = self._txn.get(page_key(removal.serial), db=self._pages)
             if stored is not None and stored_place(stored) == removal.place:
-                page = stored_page(stored)
-                if page is not None:
-                    change.left.append(Removed(removal, *page))
+                record = decode(removal.serial, stored)
+                if record is not None:
+                    change.left[removal.serial] = record
                 self.delete(removal.serial)
         for serial, identity in change.roots.items():
             self._txn.put(page_key(serial), identity, db=self._roots)

@@ -117,14 +117,6 @@ class Removal(NamedTuple):
     """Why it leaves, for the memory of departures; 0 if that is noted already."""
 
 
-class Removed(NamedTuple):
-    """A page that was removed, with the parts of its record that identify it."""
-
-    removal: Removal
-    identity: bytes
-    key: bytes
-
-
 def encode(record: PageRecord) -> bytes:
     """Return the record in its stored form."""
     head = _HEAD.pack(
@@ -171,14 +163,6 @@ def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
         return None
     head = _HEAD.unpack_from(data)
     return head[0], head[2], data[_HEAD.size : _HEAD.size + stored_tokens(data)]
-
-
-def stored_page(data: bytes) -> tuple[bytes, bytes] | None:
-    """Return (identity digest, key) of a stored record, without checking the rest of it."""
-    if len(data) < _HEAD.size:
-        return None
-    head = _HEAD.unpack_from(data)
-    return head[3], head[2]
 
 
 def stored_tokens(data: bytes | memoryview) -> int:

@@ -32,7 +32,7 @@ from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
-from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, Removed
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
 from tierstore.tiers.disk.space import Space, split
 from tierstore.units import KIB
 
@@ -360,14 +360,14 @@ class DiskTier:
         removed: Sequence[Removal],
         used: Mapping[int, PageUse],
         tick: int = 0,
-    ) -> Sequence[Removed]:
+    ) -> Mapping[int, PageRecord]:
         """Make written pages, removals and uses (including those of added pages) durable, all together.
         ``tick`` is the store's logical clock.
 
         On return, ``added`` are durable and the places of ``removed`` are free. An inline page's view is its
         payload. Removals happen before additions, so a page may leave and return under its serial. Return the
-        pages that were removed. Raise :class:`OSError` if the disk fails; then nothing was added, and the
-        caller must pass the same removals again.
+        records that were removed, by serial, without damaged ones. Raise :class:`OSError` if the disk fails;
+        then nothing was added, and the caller must pass the same removals again.
         """
         with self._commit_lock:
             self._presence.require()
