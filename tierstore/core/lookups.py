@@ -211,7 +211,7 @@ class Lookups:
         self._count_lookup(limit)
         self._count_hit(lease.runs, lease.tokens, view.chunk_tokens)
         if lease.tokens < limit:
-            self._count_missed(partial(self.core.misses.missed_pages, view, found, limit, self.client))
+            self._afterwards(partial(self.core.misses.missed_pages, view, found, limit, self.client))
         return lease
 
     def _lease_hit(self, search: HitSearch) -> HitLease:
@@ -244,7 +244,7 @@ class Lookups:
             in_hbm = min(*view.here, tokens) if view.chains else 0
             self._count_hit(runs, most, view.chunk_tokens, in_hbm=in_hbm)
         if view.counted and tokens < view.num_tokens:
-            self._count_missed(partial(self.core.misses.missed, search, tokens, self.client))
+            self._afterwards(partial(self.core.misses.missed, search, tokens, self.client))
         return HitLease(tokens, search.branch, chains, named, misses=misses)
 
     def _lease_found(
@@ -261,10 +261,7 @@ class Lookups:
         refer to ``known`` (None: ``found``) later. Without ``lacking``, the client has the pages already and
         the lease is empty."""
         state, core = self._state, self.core
-        if core.defer is None:
-            self._note_use(view, limit, found, counted=counted)
-        else:
-            core.defer(partial(self._note_use_later, view, limit, found, counted=counted))
+        self._afterwards(partial(self._note_use, view, limit, found, counted=counted))
         if not found.pages or self.client.ended:
             return LocalLease(0, 0, 0, (), 0.0)
         handle = view.remember(self._owner, self.client, known or found, state.index.changes)
@@ -308,17 +305,18 @@ class Lookups:
             self._count_hit_tokens(label, max(in_tier - in_hbm, 0))
             in_hbm = max(in_hbm - in_tier, 0)
 
-    def _count_missed(self, count: Callable[[], None]) -> None:
-        """Count missed tokens by reason, after the answer if it need not wait."""
+    def _afterwards(self, work: Callable[[], None]) -> None:
+        """Do work that an answer need not wait for: after the answer, or now if nothing can do it later. Then
+        it has the lock, too."""
         if self.core.defer is None:
-            count()
+            work()
         else:
-            self.core.defer(partial(self._locked, count))
+            self.core.defer(partial(self._locked, work))
 
-    def _locked(self, count: Callable[[], None]) -> None:
+    def _locked(self, work: Callable[[], None]) -> None:
         with self._state.lock:
             if not self._state.closed:
-                count()
+                work()
 
     def _count_hit_tokens(self, label: str, tokens: int) -> None:
         if tokens:
@@ -331,18 +329,11 @@ class Lookups:
         if counted:
             page_bytes = view.registration.page_bytes
             self.core.curve.looked_up(view.all_keys(), limit, found.tokens, view.chunk_tokens, page_bytes)
+        self._unload_idle()
+
+    def _unload_idle(self) -> None:
         if self._state.unload_idle() and self.core.defer is not None:
-            self.core.defer(self._unload_later)
-
-    def _note_use_later(self, view: PromptView, limit: int, found: FoundPages, *, counted: bool) -> None:
-        with self._state.lock:
-            if not self._state.closed:
-                self._note_use(view, limit, found, counted=counted)
-
-    def _unload_later(self) -> None:
-        with self._state.lock:
-            if not self._state.closed and self._state.unload_idle() and self.core.defer is not None:
-                self.core.defer(self._unload_later)
+            self._afterwards(self._unload_idle)
 
     # -- disk lookups --------------------------------------------------------------------------------
 
@@ -358,12 +349,13 @@ class Lookups:
                     hold = state.leases.joined(hold, fetched)
             state.yield_lock()
             with state.lock:
-                done = state.closed or search.go_on(_NAMES_AT_ONCE)
-                tokens = search.conclude() if done and not state.closed else 0
-            if done:
-                if search.view.explain and not state.closed:
-                    search.explained = tokens, self.core.misses.explain(search, tokens)
-                return hold
+                if not state.closed and not search.go_on(_NAMES_AT_ONCE):
+                    continue
+                if state.closed or not search.view.explain:
+                    return hold
+                tokens = search.conclude()
+            search.explained = tokens, self.core.misses.explain(search, tokens)
+            return hold
 
     def _after_disk(
         self, disk_look: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R
