@@ -82,12 +82,12 @@ class WriteQueue:
                 continue  # queued together with an earlier page
             if page.parent in stuck:
                 stuck[page] = stuck[page.parent]
+                self._state.counters.disk_dropped_pages += stuck[page]
                 if page.parent in causes:
                     causes[page] = causes[page.parent]
                     self._note(page, causes[page])
-                self._state.counters.disk_dropped_pages += stuck[page]
                 if page.parent in self._owed:
-                    self._put_off_from(page)
+                    self._refuse_from(page, causes.get(page, Cause.QUEUE), later=True)
                 continue
             missing, obstacle = self._missing(page)
             if obstacle is not None:
@@ -100,9 +100,7 @@ class WriteQueue:
             elif (refused := self._refused(missing)) is not None:
                 failed, causes[page] = refused
                 stuck[page] = failed not in self._owed
-                self._note_from(page, causes[page])
-                if not stuck[page]:
-                    self._put_off_from(page)
+                self._refuse_from(page, causes[page], later=not stuck[page])
             elif missing and page.children:
                 self._append_below(page)
 
@@ -111,6 +109,7 @@ class WriteQueue:
         for page in pages:
             cause = self._append(page)
             if cause is not None:
+                self._note(page, cause)
                 return page, cause
         return None
 
@@ -133,30 +132,26 @@ class WriteQueue:
             for child in waiting.pop().all_children():
                 if not self._unwritten(child):
                     continue
-                if self._append(child) is None:
+                cause = self._append(child)
+                if cause is None:
                     waiting.append(child)
-                elif child in self._owed:
-                    self._put_off_from(child)
+                    continue
+                self._refuse_from(child, cause, later=child in self._owed)
 
-    def _put_off_from(self, page: Page) -> None:
-        """Put off ``page`` and its unwritten descendants, because it or an ancestor was put off."""
+    def _refuse_from(self, page: Page, cause: Cause, *, later: bool) -> None:
+        """Note why a page and its unwritten descendants, which came earlier, are not written. ``later`` owes
+        them, because the page or an ancestor is owed."""
         waiting = [page]
         while waiting:
             page = waiting.pop()
-            if page not in self._owed and self._unwritten(page):
-                self._note(page, Cause.QUEUE)
-                self._put_off(page)
+            if self._unwritten(page):
+                self._note(page, cause)
+                if later and page not in self._owed:
+                    self._put_off(page)
             waiting += [child for child in page.all_children() if child not in self._owed]
 
     def _append(self, page: Page) -> Cause | None:
-        """Queue a page. Return why not, if it is refused, and note that for the time after it has left the
-        host tier."""
-        cause = self._try(page)
-        if cause is not None:
-            self._note(page, cause)
-        return cause
-
-    def _try(self, page: Page) -> Cause | None:
+        """Queue a page. Return why not, if it is refused."""
         if not self._state.health.writable:
             self._drop(page)
             return Cause.READ_ONLY
@@ -253,16 +248,8 @@ class WriteQueue:
         else:
             self._state.counters.disk_dropped_pages += 1
 
-    def _note_from(self, page: Page, cause: Cause) -> None:
-        """:meth:`_note` a page, and its unwritten descendants, which came earlier."""
-        waiting = [page]
-        while waiting:
-            page = waiting.pop()
-            if self._unwritten(page):
-                self._note(page, cause)
-                waiting += page.all_children()
-
     def _note(self, page: Page, cause: Cause) -> None:
+        """Note why a page is not written, for the time after it has left the host tier."""
         self._state.departures.note(page.identity, page.key, cause, Tier.HOST)
 
     def _count_lost(self, page: Page) -> None:
