@@ -18,7 +18,7 @@ import typer
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.extras import install
 from tierstore.printable import printable
-from tierstore.units import format_size, parse_size
+from tierstore.units import parse_size, written_size
 
 _NO_THREAD = "can't start new thread"  # Python's message
 _EXTRAS = {
@@ -115,7 +115,7 @@ def _options(group: Any) -> list[inspect.Parameter]:
         kind, declared = get_args(hints[field.name])
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         if declared.parser is parse_size and isinstance(default, int):
-            declared, shown = copy(declared), format_size(default).replace(" ", "")
+            declared, shown = copy(declared), written_size(default)
             declared.help, declared.show_default = f"{declared.help} [default: {shown}]", False
         found.append(option(field.name, kind, declared, default))
     return found

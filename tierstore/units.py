@@ -53,6 +53,15 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def written_size(nbytes: float) -> str:
+    """Return :func:`format_size` as it is written on a command line.
+
+    >>> written_size(8 << 30)
+    '8GiB'
+    """
+    return format_size(nbytes).replace(" ", "")
+
+
 def format_duration(seconds: float) -> str:
     """Return ``seconds`` in the largest unit that gives a number of at least 2.
 

@@ -10,7 +10,7 @@ import typer
 
 from tierstore.command_line import option, take
 from tierstore.daemon.settings import SETTINGS, Settings
-from tierstore.units import format_size
+from tierstore.units import written_size
 
 _DEFAULTS = Settings()
 
@@ -27,7 +27,7 @@ def _default(name: str) -> str:
         case bool(flag):
             return str(flag).lower()
         case int(size) if name in ("host_bytes", "disk_bytes", "page_bytes", "cluster_staging"):
-            return format_size(size).replace(" ", "")
+            return written_size(size)
     return ""
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast, get_type_hints
 import typer
 
 from tierstore.command_line import make_app, one_line_errors, option, take, version_option
-from tierstore.units import format_size
+from tierstore.units import written_size
 from tierstore_proxy.settings import SIZES, ProxySettings
 
 app = make_app()
@@ -45,7 +45,7 @@ def _option(field: Field[Any]) -> inspect.Parameter:
     elif field.name in SIZES:
         kind = str
     if default not in ((), "", None):
-        shown = format_size(default).replace(" ", "") if field.name in SIZES else str(default)
+        shown = written_size(default) if field.name in SIZES else str(default)
         help = f"{help} [default: {shown.removesuffix('.0')}]"
     envvar = "TIERSTORE_API_KEY" if field.name == "api_key" else None
     declared = typer.Option(help=help, metavar=field.metadata["metavar"], show_default=False, envvar=envvar)
