@@ -14,8 +14,8 @@ lie one behind the other and end with the prompt, so their sum and the hit are e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, TypeAlias
 
@@ -68,7 +68,7 @@ CONTEXT_TOKENS = 1024
 # Limits of the fields in a daemon's answers.
 _MOST_FIELDS = 64
 _MOST_NAME = 1 << 16
-_Words: TypeAlias = Annotated[str, Meta(max_length=4096)]
+_Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 MOST_EDITED = 256
 """The most tokens of either prompt that :meth:`Miss.rejoins` passes over."""
 LEAST_AGREEING = 16
@@ -114,21 +114,21 @@ class Miss:
     reason: MissReason
     first: int
     tokens: int
-    tier: _Words = ""
+    tier: _Text = ""
     """The tier that the pages left last, or that they are in."""
     age_s: float | None = None
     """Seconds since the pages left."""
-    policy: _Words = ""
+    policy: _Text = ""
     """The policy that evicted them; ``request`` if a person or a program did."""
     more_bytes: int | None = None
     """Evicted pages would still be there if the tier were larger by about this."""
-    fields: Annotated[tuple[_Words, ...], Meta(max_length=_MOST_FIELDS)] = ()
+    fields: Annotated[tuple[_Text, ...], Meta(max_length=_MOST_FIELDS)] = ()
     """The fields in which the other identity differs. A tenant is never among them."""
     group: int | None = None
     """The number of the layer group that lacks pages."""
     cause: MissReason | None = None
     """Why the layer group lacks them."""
-    why: _Words = ""
+    why: _Text = ""
     """For pages that were not written, are late or were declined: the reason in words."""
     at: int | None = None
     """The token at which the prompt diverges from the nearest held one; None if only its chunk is known."""
@@ -213,6 +213,20 @@ _WORDS: Mapping[MissReason, str] = {
     MissReason.NOT_WRITTEN: "computed but not kept",
 }
 _LEFT = (MissReason.EVICTED, MissReason.EXPIRED, MissReason.SUPERSEDED, MissReason.LET_GO)
+
+
+def behind(misses: Iterable[Miss], first: int) -> list[Miss]:
+    """Return the parts of misses from token ``first`` on. Each begins where the one before it ends.
+
+    >>> [(miss.first, miss.tokens) for miss in behind([Miss(MissReason.EVICTED, 0, 9)], 4)]
+    [(4, 5)]
+    """
+    found = []
+    for miss in misses:
+        if miss.end > first:
+            found.append(replace(miss, first=first, tokens=miss.end - first))
+            first = miss.end
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tierstore.backend import Backend
-from tierstore.explanation import Explanation, Miss, MissReason
+from tierstore.explanation import Explanation, Miss, MissReason, behind
 from tierstore.groups import Group
 from tierstore.index import Tier
 from tierstore.planner import CLUSTER, Plan, Planner, TierPart
@@ -57,10 +56,8 @@ class Planning:
         spans = found.misses
         if spans is None and at < found.limit:
             spans = [Miss(MissReason.LATE, at, found.limit - at, why="the daemon did not answer")]
-        for miss in spans or ():
-            if miss.end > at:
-                misses.append(replace(miss, first=at, tokens=miss.end - at))
-                at = miss.end
+        misses += behind(spans or (), at)
+        at = misses[-1].end if misses else at
         if at < found.prompt_tokens:
             last = misses[-1] if misses and misses[-1].reason is MissReason.TAIL else None
             if last is not None:

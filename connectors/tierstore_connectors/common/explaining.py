@@ -9,10 +9,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from tierstore.errors import StoreClosedError
-from tierstore.explanation import Explanation, Miss, MissReason
+from tierstore.explanation import Explanation, Miss, MissReason, behind
 from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog
 
@@ -42,11 +41,7 @@ def missed(explanation: Explanation, reused: int, *, computes: bool = False) -> 
     if reused < explanation.hit_tokens:
         reason, why = (MissReason.DECLINED, _COMPUTES) if computes else (MissReason.LATE, _COMPUTED)
         misses.append(Miss(reason, reused, explanation.hit_tokens - reused, why=why))
-    for miss in explanation.misses:
-        first = max(miss.first, reused)
-        if first < miss.end:
-            misses.append(replace(miss, first=first, tokens=miss.end - first))
-    return tuple(misses)
+    return (*misses, *behind(explanation.misses, max(reused, explanation.hit_tokens)))
 
 
 class MissReporter:
