@@ -163,14 +163,12 @@ class Finder:
         """Return a lookup that has not been sent yet. Its time limit is ``lookup_s`` after ``began`` (by
         ``time.monotonic()``), whenever its own request is sent, so that lookups which began together
         end together. ``gain`` and ``counted``: see :func:`tierstore.lookup_all`."""
-        limit = None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
-        return Lookup(self, prompt, limit, began + self.lookup_s, gain, counted=counted)
+        return Lookup(self, prompt, _limit(max_tokens), began + self.lookup_s, gain, counted=counted)
 
     def explain(self, prompt: Prompt | TokenIds, max_tokens: int | None, timeout_s: float) -> ExplainedHit:
         """Look a prompt up, and ask why the tokens behind the hit are missed. The caller releases the hit."""
-        limit = None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
         ends = time.monotonic() + timeout_s
-        lookup = Lookup(self, prompt, limit, ends, 0, counted=False, explain=True)
+        lookup = Lookup(self, prompt, _limit(max_tokens), ends, 0, counted=False, explain=True)
         hit = lookup.hit()
         return ExplainedHit(hit, lookup.prompt_tokens, lookup.limit, lookup.misses)
 
@@ -204,6 +202,10 @@ class Finder:
         if self.hbm.has_all(request, group.number):
             return Transfer.completed(None)
         return self.backend.expect(request, wait_s=until_s)
+
+
+def _limit(max_tokens: int | None) -> int | None:
+    return None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,13 +490,13 @@ class HitLookup:
         """Wait for the answer and return the hit."""
         finder, hbm = self._finder, self._finder.hbm
         found = self.answer.wait() if self.answer is not None else None
+        answered = self.answer is None or found is not None
         if found is not None:
             for chain, each in zip(self._chains, found.chains, strict=True):
                 finder.prompts.remember(chain, each.lease.handle)
         else:
             chains, others = [_NOTHING] * len(self._chains), [_NOTHING] * len(self._named)
             found = HitLease(self._local, self._branch, chains, others)
-        answered = self.answer is None or self.answer.wait() is not None
         misses = self._misses(found) if self._explain and answered else None
         tokens, branch = found.tokens, found.branch if self._chained else found.tokens
         parts: list[HitPart] = []
