@@ -51,7 +51,8 @@ class HitSearch:
     """One search. ``found`` returns the pages in the tree of a chain's first tokens.
 
     ``length`` is the length of the hit, None until it is known. When it is known, ``founds`` has the pages in
-    the tree of each chain, and ``branch`` is the length of the shortest.
+    the tree of each chain, ``reached`` is how far each reaches with the client's own pages, and ``branch`` is
+    how far the shortest does.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class HitSearch:
         self.branch = 0
         self.length: int | None = None
         self.founds: Sequence[FoundPages] = ()
+        self.reached: Sequence[int] = ()
         self.explained: tuple[int, list[Miss]] | None = None
         """A length of the hit, and why the tokens behind it are missed."""
         self.looks: list[Callable[[], PageLease]] = []
@@ -133,8 +135,13 @@ class HitSearch:
         self._changes = self._state.index.changes
         self.founds = [self._found(chain, self.view.num_tokens) for chain in self.view.chains]
         pairs = zip(self.founds, self.view.here, strict=True)
-        reached = (max(found.tokens, here) for found, here in pairs)
-        self.branch = min([*reached, self.view.num_tokens])
+        self.reached = [max(found.tokens, here) for found, here in pairs]
+        self.branch = min([*self.reached, self.view.num_tokens])
+
+    @property
+    def shortest(self) -> int | None:
+        """The number of the chain that limits the hit; None if the model has none."""
+        return self.reached.index(min(self.reached)) if self.reached else None
 
     def _search_names(self, limit: int, most: int) -> int | None:
         """Return the hit's length; None if the search stops before it is known."""

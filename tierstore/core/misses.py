@@ -24,6 +24,7 @@ from typing import TypeAlias
 import numpy as np
 import xxhash
 
+from tierstore.backend import NamedGroup
 from tierstore.core.clients import Client
 from tierstore.core.departures import Cause, Departure
 from tierstore.core.find import find
@@ -61,8 +62,6 @@ _NOT_WRITTEN = {
 }
 
 
-_Span: TypeAlias = "tuple[str, int, int]"
-"""The value of a reason, the first token, and the number of tokens."""
 _Request: TypeAlias = "tuple[float, str, str, Identity, int, int, dict[str, int]]"
 """A request: time, tenant, client, identity, tokens of the prompt and of the hit, missed tokens by reason."""
 
@@ -88,28 +87,14 @@ class Misses:
         """Return why the tokens of a concluded search are missed behind a hit of ``tokens``. Looks at the
         disk, so it must run without the lock."""
         with self._state.lock:
-            misses, unknown = self.spans(search, tokens)
-            following = unknown is not None and unknown > max(tokens, search.branch)
-        chain = _shortest(search)
-        if unknown is None or chain is None:
-            return _by_group(search, misses)
-        held, fields = self._elsewhere(search, chain, unknown // chain.chunk_tokens)
-        elsewhere = max(min(held, search.view.num_tokens) - unknown, 0)
-        if elsewhere:
-            misses.append(Miss(MissReason.OTHER_IDENTITY, unknown, elsewhere, fields=fields))
-            unknown += elsewhere
+            misses = self._known_misses(search, tokens)
+        misses += self._elsewhere(search, _end(misses, tokens))
         with self._state.lock:
-            misses += self._new(search, chain, unknown, following=following or bool(elsewhere))
-        return _by_group(search, misses)
+            return self._completed(search, tokens, misses)
 
     def count(self, search: HitSearch, tokens: int) -> list[Miss]:
         """Return the same as :meth:`explain`, as far as memory tells."""
-        misses, unknown = self.spans(search, tokens)
-        chain = _shortest(search)
-        if unknown is not None and chain is not None:
-            following = unknown > max(tokens, search.branch)
-            misses += self._new(search, chain, unknown, following=following)
-        return _by_group(search, misses)
+        return self._completed(search, tokens, self._known_misses(search, tokens))
 
     # -- counting --------------------------------------------------------------------------------------
 
@@ -118,25 +103,22 @@ class Misses:
         microseconds: only the first missing page of the shortest chain is examined. If it is known why it has
         left, that counts for all pages behind it that are known, too."""
         view = search.view
-        spans: list[_Span] = []
+        counts: dict[str, int] = {}
         if tokens < search.branch:
-            spans.append((_GROUP, tokens, search.branch - tokens))
-        at = max(tokens, search.branch)
+            _add(counts, _GROUP, search.branch - tokens)
+        at, shortest = max(tokens, search.branch), search.shortest
         if at < view.num_tokens:
-            if not view.chains:
-                spans.append((_NEVER, at, view.num_tokens - at))
+            if shortest is None:
+                _add(counts, _NEVER, view.num_tokens - at)
             else:
-                shortest = 0
-                if len(view.chains) > 1:
-                    shortest = min(
-                        range(len(view.chains)), key=lambda n: max(search.founds[n].tokens, view.here[n])
-                    )
-                self._examine(view.chains[shortest], search.founds[shortest], at, view.num_tokens, spans)
+                self._examine(view.chains[shortest], search.founds[shortest], at, view.num_tokens, counts)
         registered = view.chains[0].registration if view.chains else view.named[0].registration
-        self._note(client, registered.identity, view.num_tokens, tokens, spans)
+        self._note(client, registered.identity, view.num_tokens, tokens, counts)
 
-    def _examine(self, chain: ChainView, found: FoundPages, at: int, limit: int, spans: list[_Span]) -> None:
-        """Append why the tokens of a chain from ``at`` on are missed."""
+    def _examine(
+        self, chain: ChainView, found: FoundPages, at: int, limit: int, counts: dict[str, int]
+    ) -> None:
+        """Count why the tokens of a chain from ``at`` on are missed."""
         chunk_tokens, identity = chain.chunk_tokens, chain.registration.identity
         first, whole = at // chunk_tokens, min(chain.whole_chunks, limit // chunk_tokens)
         tail = limit - max(whole * chunk_tokens, at) if identity.whole_pages else 0
@@ -153,12 +135,12 @@ class Misses:
                 if end == whole * chunk_tokens < limit == chain.num_tokens and not tail:
                     key = chain.chunk(whole)[0]  # the incomplete page at the end
                     end = end if self._state.departures.of(identity.digest, key) is None else limit
-                spans.append((_BY_CAUSE[departure.cause], at, end - at))
+                _add(counts, _BY_CAUSE[departure.cause], end - at)
                 at, reason = end, _NEVER
         if at < limit - tail:
-            spans.append((reason, at, limit - tail - at))
+            _add(counts, reason, limit - tail - at)
         if tail:
-            spans.append((_TAIL, limit - tail, tail))
+            _add(counts, _TAIL, tail)
 
     def _known(self, chain: ChainView, first: int, stop: int) -> int:
         """Return how many chunks from ``first`` on have left. Later pages leave before earlier ones, so if
@@ -175,24 +157,21 @@ class Misses:
         missed = limit - found.tokens
         identity = view.registration.identity
         missing = view.missing(found, limit)
-        spans: list[_Span] = []
+        counts: dict[str, int] = {}
         for position in missing if view.named else missing[:1]:
             departure = self._state.departures.of(identity.digest, view.chunk(position)[0])
             tokens = min(view.chunk_tokens, missed) if view.named else missed
-            reason = _NEVER
-            if departure is not None:
-                reason = _BY_CAUSE[departure.cause]
-            spans.append((reason, position * view.chunk_tokens, tokens))
+            _add(counts, _NEVER if departure is None else _BY_CAUSE[departure.cause], tokens)
             missed -= tokens
         if missed > 0:
-            spans.append((_TAIL, limit - missed, missed))
-        self._note(client, identity, limit, found.tokens, spans)
+            _add(counts, _TAIL, missed)
+        self._note(client, identity, limit, found.tokens, counts)
 
     def declined(self, tokens: int) -> None:
         """Count tokens that a client found and did not load because computing them is faster."""
         if tokens > 0:
             for counts in (self._state.counters.missed_tokens, self._this_minute()):
-                counts[_DECLINED] = counts.get(_DECLINED, 0) + tokens
+                _add(counts, _DECLINED, tokens)
 
     def last_hour(self) -> dict[str, int]:
         """Return the missed tokens of the last hour by reason, the largest first."""
@@ -220,15 +199,17 @@ class Misses:
         ]
 
     def _note(
-        self, client: Client, identity: Identity, prompt_tokens: int, hit_tokens: int, spans: list[_Span]
+        self,
+        client: Client,
+        identity: Identity,
+        prompt_tokens: int,
+        hit_tokens: int,
+        counts: dict[str, int],
     ) -> None:
-        counts: dict[str, int] = {}
-        for reason, _, tokens in spans:
-            counts[reason] = counts.get(reason, 0) + tokens
         counted, lately = self._state.counters.missed_tokens, self._this_minute()
         for reason, tokens in counts.items():
-            counted[reason] = counted.get(reason, 0) + tokens
-            lately[reason] = lately.get(reason, 0) + tokens
+            _add(counted, reason, tokens)
+            _add(lately, reason, tokens)
         # a plain tuple: a named one takes four times as long
         self._recent.append(
             (time.time(), client.tenant, client.name, identity, prompt_tokens, hit_tokens, counts)
@@ -245,23 +226,24 @@ class Misses:
 
     # -- the spans -----------------------------------------------------------------------------------
 
-    def spans(self, search: HitSearch, tokens: int) -> tuple[list[Miss], int | None]:
-        """Return why the tokens behind a hit are missed, as far as their pages are known, and the first token
-        of the rest. That is None if nothing is left."""
+    def _known_misses(self, search: HitSearch, tokens: int) -> list[Miss]:
+        """Return why the tokens behind a hit are missed, as far as their pages are known."""
         view = search.view
         misses: list[Miss] = []
         if tokens < search.branch:
             misses += self._group_misses(view, tokens, search.branch)
-        at = max(tokens, search.branch)
-        chain = _shortest(search)
-        if at >= view.num_tokens:
-            return misses, None
-        if chain is None:
-            return misses, at
-        left = self._left(chain, at, view.num_tokens)
-        at = left[-1].end if left else at
-        misses += left
-        return misses, at if at < view.num_tokens else None
+        at, chain = max(tokens, search.branch), _shortest(search)
+        if chain is not None and at < view.num_tokens:
+            misses += self._left(chain, at, view.num_tokens)
+        return misses
+
+    def _completed(self, search: HitSearch, tokens: int, misses: list[Miss]) -> list[Miss]:
+        """Return the misses up to the end of the request."""
+        at, chain = _end(misses, tokens), _shortest(search)
+        if chain is not None and at < search.view.num_tokens:
+            following = at > max(tokens, search.branch)
+            misses = [*misses, *self._new(search, chain, at, following=following)]
+        return _by_group(search, misses)
 
     # -- a layer group that lacks pages ----------------------------------------------------------------
 
@@ -288,15 +270,19 @@ class Misses:
     def _may_have_been_held(self, view: HitView, length: int) -> bool:
         """Return whether every named group holds the last page that a hit of this length needs, or has held
         it. That is quickly found out, and false for most lengths."""
-        state = self._state
-        for group in view.named:
-            last = list(group.rule.ends(length, view.chunk_tokens)[-1:])
-            pages = view.pages(group, [end for end in last if end not in group.here])
-            missing = pages.missing(pages.find(state, pages.num_tokens), pages.num_tokens)
-            identity = group.registration.identity.digest
-            if any(state.departures.of(identity, pages.keys[each]) is None for each in missing):
-                return False
-        return True
+        return all(
+            departure is not None
+            for group in view.named
+            for departure in self._missing(view, group, group.rule.ends(length, view.chunk_tokens)[-1:])
+        )
+
+    def _missing(self, view: HitView, group: NamedGroup, ends: Sequence[int]) -> list[Departure | None]:
+        """Return what is known of each page of a group that ends there and is neither held nor with the
+        client."""
+        pages = view.pages(group, [end for end in ends if end not in group.here])
+        missing = pages.missing(pages.find(self._state, pages.num_tokens), pages.num_tokens)
+        identity = group.registration.identity.digest
+        return [self._state.departures.of(identity, pages.keys[each]) for each in missing]
 
     def _group_miss(
         self, view: HitView, first: int, tokens: int, group: int, departure: Departure | None
@@ -314,13 +300,9 @@ class Misses:
     def _lacking(self, view: HitView, length: int) -> list[tuple[int, Departure | None]]:
         """Return the named groups that lack a page for a hit of this length, each with what is known of the
         page that left last."""
-        state, lacking = self._state, []
+        lacking: list[tuple[int, Departure | None]] = []
         for at, group in enumerate(view.named):
-            ends = [end for end in group.rule.ends(length, view.chunk_tokens) if end not in group.here]
-            pages = view.pages(group, ends)
-            identity = group.registration.identity.digest
-            missing = pages.missing(pages.find(state, pages.num_tokens), pages.num_tokens)
-            known = [state.departures.of(identity, pages.keys[each]) for each in missing]
+            known = self._missing(view, group, group.rule.ends(length, view.chunk_tokens))
             if known:
                 seen = [each for each in known if each is not None]
                 last = max(seen, key=lambda each: each.at_s) if len(seen) == len(known) else None
@@ -454,20 +436,23 @@ class Misses:
 
     # -- other identities ----------------------------------------------------------------------------
 
-    def _elsewhere(self, search: HitSearch, chain: ChainView, first: int) -> tuple[int, tuple[str, ...]]:
-        """Return how many tokens of the prompt are held under another identity of the same tenant, and the
-        fields in which that one differs. Only an identity that holds more than the first ``first`` chunks
-        counts; otherwise the result is 0."""
+    def _elsewhere(self, search: HitSearch, first: int) -> list[Miss]:
+        """Return the miss of tokens from ``first`` on that another identity of the tenant holds, with the
+        fields in which it differs; nothing if there is none."""
+        chain = _shortest(search)
+        if chain is None or first >= search.view.num_tokens:
+            return []
         own, whole = chain.registration.identity, chain.whole()
         width = chain.chunk_tokens * TOKEN_BYTES
         by_engine = whole.keys[:1] != chunk_keys(root_key(own), whole.token_bytes[:width], width)
-        best = first * chain.chunk_tokens
+        most = first - first % chain.chunk_tokens
         fields: tuple[str, ...] = ()
         for other in self._others(own, search.view):
             held = self._held(other, whole, by_engine=by_engine)
-            if held > best:
-                best, fields = held, _differing(own, other)
-        return (best, fields) if fields else (0, ())
+            if held > most:
+                most, fields = held, _differing(own, other)
+        tokens = min(most, search.view.num_tokens) - first
+        return [Miss(MissReason.OTHER_IDENTITY, first, tokens, fields=fields)] if tokens > 0 else []
 
     def _others(self, own: Identity, view: HitView) -> list[Identity]:
         """Return the identities of a tenant that a request does not name, the most similar ones first."""
@@ -515,14 +500,11 @@ def _append(misses: list[Miss], miss: Miss) -> None:
 
 def _by_group(search: HitSearch, misses: Sequence[Miss]) -> list[Miss]:
     """Return the misses of the shortest chain as those of its layer group, as far as the others reach."""
-    chain = _shortest(search)
-    if chain is None or len(search.view.chains) == 1:
+    number, reached = search.shortest, list(search.reached)
+    if number is None or len(reached) == 1:
         return list(misses)
-    reached = [
-        max(pair) for pair in zip((found.tokens for found in search.founds), search.view.here, strict=True)
-    ]
-    number = search.view.chains.index(chain)
-    reach = min([*reached[:number], *reached[number + 1 :], search.view.num_tokens])
+    del reached[number]
+    reach = min([*reached, search.view.num_tokens])
     found: list[Miss] = []
     for miss in misses:
         own = max(min(miss.end, reach) - miss.first, 0) if miss.first >= search.branch else 0
@@ -535,10 +517,16 @@ def _by_group(search: HitSearch, misses: Sequence[Miss]) -> list[Miss]:
 
 def _shortest(search: HitSearch) -> ChainView | None:
     """Return the chain that limits the hit; None if the model has none."""
-    pairs = list(zip(search.view.chains, search.founds, search.view.here, strict=True))
-    if not pairs:
-        return None
-    return min(pairs, key=lambda each: max(each[1].tokens, each[2]))[0]
+    return search.view.chains[search.shortest] if search.shortest is not None else None
+
+
+def _end(misses: Sequence[Miss], hit: int) -> int:
+    """Return the token behind a hit and its misses so far."""
+    return misses[-1].end if misses else hit
+
+
+def _add(counts: dict[str, int], reason: str, tokens: int) -> None:
+    counts[reason] = counts.get(reason, 0) + tokens
 
 
 def _continuation(page: Page, first: int) -> tuple[int, ...]:

@@ -240,7 +240,7 @@ class ChainView(PromptView):
         tokens = self.tokens[index * self._width : (index + 1) * self._width]
         if index < len(self.keys):
             return self.keys[index], tokens
-        before = self.keys[-1] if self.keys else self._key_before_the_rest()
+        before = self.key_before(self.whole_chunks)
         return PageKey(xxhash.xxh3_128_digest(before + tokens)), tokens
 
     def all_keys(self) -> Sequence[PageKey]:
