@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.daemons import daemon_stats
 from tests.tierstore.cli.commands import PAGES, TOKENS, Terminal, command, run
 from tierstore.cli.operator import Operator
 from tierstore.cli.stats import quantile
@@ -45,6 +46,8 @@ def test_stats_as_json_are_what_the_daemon_says(daemon):
 
 def test_stats_as_a_table_leave_out_what_is_zero(daemon):
     daemon.store.lookup([*TOKENS, 1]).release()
+    # A release is a message without an answer.
+    wait_until(lambda: not daemon_stats(daemon.store)["service"]["leases"])
     code, out, err = run("stats", "--connect", daemon.url)
     assert (code, err) == (0, "")
     assert re.search(rf"^host +4 MiB .* {PAGES} .* {len(TOKENS)} ", out, re.M)
