@@ -129,7 +129,8 @@ class Miss:
     cause: MissReason | None = None
     """Why the layer group lacks them."""
     why: _Text = ""
-    """For pages that were not written, are late or were declined: the reason in words."""
+    """For pages that were not written, are late or were declined: the reason in words. For a layer group
+    without a number: its name."""
     at: int | None = None
     """The token at which the prompt diverges from the nearest held one; None if only its chunk is known."""
     held_tokens: Annotated[tuple[int, ...], Meta(max_length=CONTEXT_TOKENS)] = ()
@@ -148,7 +149,8 @@ class Miss:
         reason = self.reason
         if reason is MissReason.GROUP:
             cause = f" ({_WORDS[self.cause]})" if self.cause is not None else ""
-            return f"layer group {self.group} lacks the pages that a longer hit needs{cause}"
+            lacking = f"layer group {self.group}" if self.group is not None else self.why
+            return f"{lacking} lacks the pages that a longer hit needs{cause}"
         if reason is MissReason.OTHER_IDENTITY:
             return f"held under another identity, which differs in {', '.join(self.fields)}"
         if reason is MissReason.DIVERGED and self.at is not None:

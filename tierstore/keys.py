@@ -282,6 +282,11 @@ class Prompt:
         """The identity of each layer group's pages."""
         return self.identity.groups
 
+    def identity_of(self, group: int) -> Identity:
+        """Return the identity of a layer group's pages. Named pages are those of one group and have its
+        identity."""
+        return self.identity if self.named else self.identities[group]
+
     def keys_of(self, group: int) -> list[PageKey]:
         """Return the keys of the full chunks in a group with chained pages."""
         identity = self.identities[group]
@@ -303,6 +308,8 @@ class Prompt:
 
     def names(self, chunks: int) -> list[bytes]:
         """Return the names of the first ``chunks`` whole chunks, or of more."""
+        if self.named:
+            return [chunk[:NAME_BYTES] for chunk in self.chunks()]
         known = len(self._names)
         if known < chunks:
             before = self._names[-1] if self._names else self.identity.digest

@@ -100,6 +100,47 @@ class TestWhatElse(OverDaemon):
                 self._drain_buffer_writes(cache)
                 assert storage.batch_exists(names[came:]) == 4 - came
 
+    def test_missed_pages_are_explained(self):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        self.produce(directory, tokens)
+        cache = self.explaining(directory)
+        with self.assertLogs("sglang.tierstore", "INFO") as log:
+            assert self.fetch(cache, tokens + self._make_seq(7000, 3)) == len(tokens)
+            counted = self.explained()
+        assert counted == {"missed_tokens:never_saved": 48}
+        [line] = [line for line in log.output if "missed" in line]
+        assert "112 tokens, 64 reused; missed: 48 from token 64 on: never saved" in line
+
+    def test_pages_that_only_one_pool_lacks_are_explained(self):
+        cache = self.explaining(self._make_storage_dir())
+        storage, pool = Watched.made[-1], cache.cache_controller.mem_pool_host.anchor_entry.host_pool
+        names = [f"{page:064x}" for page in range(5)]
+        slots = pool.alloc(4 * self.cfg.page_size)
+        for name, pages in ((PoolName.KV, 4), (PoolName.SWA, 2)):
+            storage.register_mem_host_pool_v2(pool, name)
+            there = slots[: pages * self.cfg.page_size]
+            storage.batch_set_v2([PoolTransfer(name, there, keys=names[:pages])])
+        window = PoolTransfer(PoolName.SWA, keys=["?"] * 2, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        with self.assertLogs("sglang.tierstore", "INFO") as log:
+            assert storage.batch_exists_v2(names, [window]).kv_hit_pages == 2
+            counted = self.explained()
+        assert counted == {"missed_tokens:group": 32, "missed_tokens:never_saved": 16}
+        assert "pool swa lacks the pages that a longer hit needs" in "".join(log.output)
+        pool.free(slots)
+
+    def explaining(self, directory):
+        """A cache over a storage with the setting ``explain``."""
+        cache, _, _ = kit.build_fixture(self.cfg)
+        options = {"storage_backend": "file", "storage_dir": directory, "prefetch_threshold": 1}
+        self._init_hicache(cache, **options, storage_extra={"explain": True})
+        return cache
+
+    def explained(self):
+        """Wait for the reasons of all queries, and return how they were counted."""
+        storage = Watched.made[-1]
+        storage._misses._thread.shutdown(wait=True)
+        return storage.counters.take()
+
     def test_a_get_that_no_query_came_before(self):
         directory, tokens = self._make_storage_dir(), self.prompt(4)
         self.produce(directory, tokens)

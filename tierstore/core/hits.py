@@ -17,7 +17,7 @@ from tierstore.backend import NamedGroup
 from tierstore.core.prompts import ChainView, FoundPages, NamedView
 from tierstore.core.state import StoreState
 from tierstore.explanation import Miss
-from tierstore.groups import Search, search
+from tierstore.groups import Past, Search, search
 from tierstore.index.leases import PageLease
 from tierstore.keys import named_chunks, names_at
 
@@ -37,6 +37,13 @@ class HitView:
     tail: bytes
     counted: bool = True
     explain: bool = False
+
+    @property
+    def caller_named(self) -> NamedGroup | None:
+        """The group of a request for pages that the caller has named, and needs all of; None for a model's
+        prompt."""
+        group = self.named[0] if self.named and not self.chains else None
+        return group if group is not None and group.rule.past is Past.ALL else None
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
         """Return the pages of a group that end at these tokens."""

@@ -18,14 +18,15 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
-from tierstore.backend import NamedGroup
-from tierstore.core.clients import Client
+from tierstore.backend import NamedGroup, Registration
+from tierstore.core.clients import Client, Refusal
 from tierstore.core.departures import Cause, Departure
 from tierstore.core.find import find
 from tierstore.core.hits import HitSearch, HitView
@@ -229,6 +230,8 @@ class Misses:
     def _known_misses(self, search: HitSearch, tokens: int) -> list[Miss]:
         """Return why the tokens behind a hit are missed, as far as their pages are known."""
         view = search.view
+        if (group := view.caller_named) is not None:
+            return self._page_misses(view, group, tokens)
         misses: list[Miss] = []
         if tokens < search.branch:
             misses += self._group_misses(view, tokens, search.branch)
@@ -243,7 +246,37 @@ class Misses:
         if chain is not None and at < search.view.num_tokens:
             following = at > max(tokens, search.branch)
             misses = [*misses, *self._new(search, chain, at, following=following)]
+        elif chain is None and at < search.branch:
+            misses = [*misses, Miss(MissReason.NEVER_SAVED, at, search.branch - at)]
         return _by_group(search, misses)
+
+    # -- pages that the caller has named -----------------------------------------------------------------
+
+    def _page_misses(self, view: HitView, group: NamedGroup, hit: int) -> list[Miss]:
+        """Return why named pages behind a hit are missed, up to the last page with a known reason."""
+        chunk_tokens = view.chunk_tokens
+        ends = range(hit + chunk_tokens, view.num_tokens + 1, chunk_tokens)
+        pages, here = view.pages(group, ends), frozenset(group.here)
+        identity = group.registration.identity.digest
+        misses: list[Miss] = []
+        for end, key, page in zip(
+            ends, pages.keys, pages.tree_pages(self._state, range(len(ends))), strict=True
+        ):
+            first = end - chunk_tokens
+            if end in here and misses:
+                miss = replace(misses[-1], first=first, tokens=chunk_tokens)  # behind a missing page
+            else:
+                known = self._in_tree(page, misses, first, chunk_tokens) if page is not None else None
+                departure = self._state.departures.of(identity, key) if known is None else None
+                miss = known or (
+                    self._of(departure, first, chunk_tokens)
+                    if departure is not None
+                    else Miss(MissReason.NEVER_SAVED, first, chunk_tokens)
+                )
+            _append(misses, miss)
+        if misses and misses[-1].reason is MissReason.NEVER_SAVED:
+            misses.pop()
+        return misses
 
     # -- a layer group that lacks pages ----------------------------------------------------------------
 
@@ -439,19 +472,27 @@ class Misses:
     def _elsewhere(self, search: HitSearch, first: int) -> list[Miss]:
         """Return the miss of tokens from ``first`` on that another identity of the tenant holds, with the
         fields in which it differs; nothing if there is none."""
-        chain = _shortest(search)
-        if chain is None or first >= search.view.num_tokens:
+        view, chain = search.view, _shortest(search)
+        group = view.caller_named
+        if first >= view.num_tokens:
             return []
-        own, whole = chain.registration.identity, chain.whole()
-        width = chain.chunk_tokens * TOKEN_BYTES
-        by_engine = whole.keys[:1] != chunk_keys(root_key(own), whole.token_bytes[:width], width)
-        most = first - first % chain.chunk_tokens
+        if chain is not None:
+            own, whole = chain.registration.identity, chain.whole()
+            width = chain.chunk_tokens * TOKEN_BYTES
+            by_engine = whole.keys[:1] != chunk_keys(root_key(own), whole.token_bytes[:width], width)
+            held_under = partial(self._held, prompt=whole, by_engine=by_engine)
+        elif group is not None:
+            own = group.registration.identity
+            held_under = partial(self._held_by_name, view=view, group=group, first=first)
+        else:
+            return []
+        most = first - first % view.chunk_tokens
         fields: tuple[str, ...] = ()
-        for other in self._others(own, search.view):
-            held = self._held(other, whole, by_engine=by_engine)
+        for other in self._others(own, view):
+            held = held_under(other)
             if held > most:
                 most, fields = held, _differing(own, other)
-        tokens = min(most, search.view.num_tokens) - first
+        tokens = min(most, view.num_tokens) - first
         return [Miss(MissReason.OTHER_IDENTITY, first, tokens, fields=fields)] if tokens > 0 else []
 
     def _others(self, own: Identity, view: HitView) -> list[Identity]:
@@ -482,6 +523,32 @@ class Misses:
         other = Prompt.with_keys(identity, tokens, keys, chunk_tokens=spec.chunk_tokens)
         with find(self._state, other, len(keys) * spec.chunk_tokens, spec.page_bytes) as match:
             return match.tokens
+
+    def _held_by_name(self, identity: Identity, view: HitView, group: NamedGroup, first: int) -> int:
+        """Return up to which token the named pages from token ``first`` on are held under an identity."""
+        try:
+            spec = KVSpec.parse(identity.layout)
+        except SpecError:
+            return 0
+        if not spec.hashed or spec.chunk_tokens != view.chunk_tokens:
+            return 0
+        registration = Registration(identity, spec.page_bytes, spec.chunk_tokens)
+        ends = range(first + view.chunk_tokens, view.num_tokens + 1, view.chunk_tokens)
+        pages = view.pages(replace(group, registration=registration), ends)
+        state = self._state
+        try:
+            with state.lock:
+                state.require_open()
+                found = pages.find(state, pages.num_tokens)
+            if found.look_on_disk:
+                hold = pages.disk_look(state, pages.num_tokens)()
+                with state.lock:
+                    found = pages.find(state, pages.num_tokens)
+                    state.leases.release(hold)
+        except Refusal:  # another page size
+            return 0
+        missing = pages.missing(found, pages.num_tokens)
+        return first + (missing[0] if missing else len(ends)) * view.chunk_tokens
 
 
 def _append(misses: list[Miss], miss: Miss) -> None:

@@ -457,7 +457,7 @@ class NamedView(PromptView):
     def find(self, state: StoreState, max_tokens: int) -> FoundPages:
         there = [
             (position, page, tier)
-            for position, page in enumerate(self._pages(state, range(len(self.keys))))
+            for position, page in enumerate(self.tree_pages(state, range(len(self.keys))))
             if page is not None
             and (tier := page.ready_tier()) is not None
             and (tier is not Tier.DISK or state.health.readable)
@@ -511,9 +511,10 @@ class NamedView(PromptView):
         return ()
 
     def in_tree(self, state: StoreState, chunks: range) -> Sequence[Page]:
-        return [page for page in self._pages(state, chunks) if page is not None]
+        return [page for page in self.tree_pages(state, chunks) if page is not None]
 
-    def _pages(self, state: StoreState, chunks: range) -> list[Page | None]:
+    def tree_pages(self, state: StoreState, chunks: range) -> list[Page | None]:
+        """Return the page of each of these chunks, with or without copies; None if it is not in the tree."""
         root, child = self.root(state), state.index.tree.child
         return [child(root, *self.chunk(at)) for at in chunks]
 

@@ -166,6 +166,10 @@ class ClientConnection:
             if len(part.here) % 4 == 0
         ]
         registrations = [*(chain.registration for chain in chains), *(group.registration for group in named)]
+        if any(group.rule.past is Past.ALL for group in named) and (
+            chains or len(named) > 1 or not m.explain
+        ):
+            raise Refusal("usage", "a layer group that needs every token must be a chain")
         sizes = {each.chunk_tokens for each in registrations}
         whole = [group.registration.identity.whole_pages for group in named]
         if len(sizes) != 1 or len(named) != len(m.named) or not all(whole) or len(chains) < len(m.chains):
@@ -247,8 +251,6 @@ def _rule(part: p.NamedPart) -> GroupRule:
         rule = GroupRule(Past(part.past), part.past_tokens)
     except (ValueError, UsageError) as error:
         raise Refusal("usage", str(error)) from error
-    if rule.past is Past.ALL:
-        raise Refusal("usage", "a layer group that needs every token must be a chain")
     return rule
 
 

@@ -31,10 +31,10 @@ from tierstore.backend import (
 )
 from tierstore.errors import UsageError
 from tierstore.explanation import Miss
-from tierstore.groups import Group, by_kind, groups_of, search
+from tierstore.groups import Group, GroupRule, by_kind, groups_of, search
 from tierstore.index import Match, Page
 from tierstore.index.leases import PageLease
-from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens, named_chunks
+from tierstore.keys import NAME_BYTES, Identity, Prompt, TokenIds, encode_tokens, named_chunks
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import ChainPart, Hit, HitPart, NamedHitPart, RemotePages, RulePart, Source
@@ -84,7 +84,7 @@ class Finder:
     def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
         """Return the request for a group with named pages of a model's prompt. The caller has the pages that
         end at the tokens ``here``."""
-        identity = prompt.identities[group.number]
+        identity = prompt.identity_of(group.number)
         return NamedGroup(Registration(identity, group.page_bytes, self.chunk_tokens), group.rule, here)
 
     def source(self, group: Group, held: PageLease, lease: Lease | None) -> Source:
@@ -134,7 +134,7 @@ class Finder:
     def pages_at(self, prompt: Prompt, group: Group, ends: Sequence[int]) -> NamedRequest:
         """Return the request for a group's named pages that end at these tokens of a model's prompt."""
         keys, data = named_chunks(prompt.names_at(ends), self.chunk_tokens)
-        identity = prompt.identities[group.number]
+        identity = prompt.identity_of(group.number)
         return NamedRequest(identity, group.page_bytes, self.chunk_tokens, data, len(data), keys)
 
     def _named_pages(self, pages: Prompt, group: Group) -> NamedRequest:
@@ -204,6 +204,16 @@ class Finder:
         return self.backend.expect(request, wait_s=until_s)
 
 
+def _caller_named(pages: tuple[Group, LookupRequest]) -> Group:
+    """Return the layer group of pages that the caller has named, with the rule that all of them are needed.
+    Raise :class:`UsageError` for pages with keys that are not the beginning of their names."""
+    group, request = pages
+    names = [request.chunk(at)[:NAME_BYTES] for at in range(request.num_chunks)]
+    if named_chunks(names, request.chunk_tokens) != (request.keys, request.data):
+        raise UsageError("only pages that have names of 32 bytes are explained: use Prompt.named_pages")
+    return replace(group, rule=GroupRule.all())
+
+
 def _limit(max_tokens: int | None) -> int | None:
     return None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
 
@@ -244,15 +254,17 @@ class Lookup:
             prompt = finder.prompt(prompt)
             chains = [finder.chain(prompt, group) for group in finder.chained]
             self._request = HitLookup(
-                finder, finder.chained, chains, limit, prompt, counted=counted, explain=explain
+                finder, finder.chained, chains, limit, prompt, finder.named, counted=counted, explain=explain
             )
-        elif isinstance(single[1], NamedRequest):
-            if explain:
-                raise UsageError("pages that the caller has named are no prompt: explain the whole prompt")
-            self._request = NamedLookup(finder, single[0], single[1], gain, counted=counted)
-        else:
+        elif not isinstance(single[1], NamedRequest):
             chained = [single[0]]
             self._request = HitLookup(finder, chained, [single[1]], limit, counted=counted, explain=explain)
+        elif explain:
+            prompt, group = finder.prompt(prompt), _caller_named(single)
+            whole = None if limit is None else limit - limit % finder.chunk_tokens
+            self._request = HitLookup(finder, [], [], whole, prompt, [group], counted=counted, explain=True)
+        else:
+            self._request = NamedLookup(finder, single[0], single[1], gain, counted=counted)
 
     def ask(self, *, caller_receives: bool = False) -> None:
         """Send the request. Call it once. ``caller_receives``: this thread waits for the answer."""
@@ -385,7 +397,7 @@ class NamedLookup:
 
 class HitLookup:
     """The request for the longest hit of a prompt, and its answer. ``chains`` are the prompt's pages in the
-    ``chained`` groups. The model's groups with named pages take part only if ``prompt`` is given."""
+    ``chained`` groups. ``named`` are the groups of ``prompt`` whose pages are found by name."""
 
     def __init__(
         self,
@@ -394,6 +406,7 @@ class HitLookup:
         chains: Sequence[LookupRequest],
         limit: int | None,
         prompt: Prompt | None = None,
+        named: Sequence[Group] = (),
         *,
         counted: bool = True,
         explain: bool = False,
@@ -406,7 +419,7 @@ class HitLookup:
         self._finder = finder
         self._prompt = prompt
         self._chained = chained
-        self._named = finder.named if prompt is not None else ()
+        self._named = named
         self._chains = [chain.cut(self.limit) for chain in chains]
         self._matches: Sequence[Match] = ()
         self._here: Mapping[int, Mapping[int, Page]] = {}  # by group: its named pages in HBM, by their ends
@@ -467,7 +480,7 @@ class HitLookup:
 
     def _pages_at(self, group: Group, ends: Sequence[int]) -> NamedRequest:
         """Return the request for the pages of a group that end at these tokens."""
-        assert self._prompt is not None, "groups with named pages take part for a model's prompt only"
+        assert self._prompt is not None, "named pages need a prompt"
         return self._finder.pages_at(self._prompt, group, ends)
 
     def _longest_here(self) -> int:

@@ -171,8 +171,8 @@ class Store:
         self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, timeout_s: float = EXPLAIN_S
     ) -> Explanation:
         """Return why tokens of ``prompt`` would be missed by a lookup now: each token has one reason. Nothing
-        is loaded or counted. Wait at most ``timeout_s`` seconds for the disk. Raise :class:`UsageError` for
-        named pages."""
+        is loaded or counted. Wait at most ``timeout_s`` seconds for the disk. For pages that the caller has
+        named (:meth:`Prompt.named_pages`), the hit is the leading held ones."""
         self._require_open()
         found = self._finder.explain(prompt, max_tokens, seconds("timeout_s", timeout_s))
         with found.hit:

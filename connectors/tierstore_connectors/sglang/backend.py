@@ -31,9 +31,12 @@ import tierstore
 from tierstore import Store
 from tierstore.core.clients import MOST_IDENTITIES
 from tierstore.errors import UsageError
+from tierstore.explanation import Explanation, Miss, MissReason
 from tierstore.groups import GroupRule, page_ranges, served_lengths
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
+from tierstore_connectors.common.counters import ConnectorCounters
+from tierstore_connectors.common.explaining import MissReporter
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
 from tierstore_connectors.sglang.config import SAMPLE, SglangSettings
 from tierstore_connectors.sglang.identity import (
@@ -51,6 +54,7 @@ _log = logging.getLogger("sglang.tierstore")
 _KV = "kv"
 _LEAST_VERSION = (0, 5, 20)  # earlier versions give one name to pages of requests with different salts
 _FEW_TOKENS = 16
+_EXPLAIN_S = 5.0
 _CONNECT_S = 1.0  # at the engine's start; a daemon that starts later is used as well
 
 
@@ -75,6 +79,8 @@ class TierStoreHiCache(HiCacheStorage):
         self._stats = _Transfers()
         self._queries = Queries()
         self.errors = ErrorLog(_log)
+        self.counters = ConnectorCounters()
+        self._misses = MissReporter(_log, self.counters, self.errors) if self._settings.explain else None
         arguments = _arguments()
         if storage_config.should_split_heads:
             raise UsageError("tierstore does not support pages split by heads: leave tp_lcm_size out")
@@ -185,7 +191,9 @@ class TierStoreHiCache(HiCacheStorage):
     @guarded(lambda self, keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages of ``keys`` the daemon has."""
-        return _leading(self._held(_KV, keys, extra_info))
+        pages = _leading(self._held(_KV, keys, extra_info))
+        self._explain(keys, extra_info, pages)
+        return pages
 
     @guarded(lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
@@ -197,6 +205,7 @@ class TierStoreHiCache(HiCacheStorage):
         restorable = list(range(1, pages + 1))
         groups = [(GroupRule.all(), [range(pages)])]
         hits = {_KV: pages} if pages else {}
+        lacking = ""
         for transfer in pool_transfers or ():
             if not restorable:
                 break
@@ -211,8 +220,31 @@ class TierStoreHiCache(HiCacheStorage):
             groups.append((rule, page_ranges([at for at, there in enumerate(held) if there], 1)))
             if own := rule.longest(groups[-1][1], pages):
                 hits[name] = own
-            restorable = served_lengths(groups, pages)
-        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+            before, restorable = restorable, served_lengths(groups, pages)
+            if restorable[-1:] != before[-1:]:
+                lacking = f"pool {name}"
+        longest = restorable[-1] if restorable else 0
+        if _KV in self._pools:
+            self._explain(keys, extra_info, longest, lacking)
+        return PoolTransferResult(longest, hits, restorable)
+
+    def _explain(self, keys: Sequence[str], extra_info: Any, pages: int, lacking: str = "") -> None:
+        """Report why pages of a query behind the first ``pages`` are missed. The daemon is asked on another
+        thread. ``lacking``: the pool without which more pages could be restored."""
+        misses = self._misses
+        if misses is None or pages == len(keys):
+            return
+        place = self._place(_KV)
+        prompt, reused = place.prompt(keys, extra_info), pages * place.pool.chunk_tokens
+
+        def ask() -> Explanation:
+            found = place.store.explain(prompt, timeout_s=_EXPLAIN_S)
+            if not lacking or found.hit_tokens <= reused:
+                return found
+            group = Miss(MissReason.GROUP, reused, found.hit_tokens - reused, why=lacking)
+            return Explanation(found.prompt_tokens, reused, (group, *found.misses)).check()
+
+        misses.explain(keys[-1][:8], len(prompt), reused, ask)
 
     def _held(self, name: str, keys: Sequence[str], extra_info: Any = None) -> list[bool]:
         """Return which of these pages the daemon has. They are leased until they are read or the lease ends,
@@ -385,6 +417,8 @@ class TierStoreHiCache(HiCacheStorage):
     def close(self) -> None:
         """Close the stores when SGLang detaches the storage."""
         self._queries.clear()
+        if self._misses is not None:
+            self._misses.close()
         with self._lock:
             stores, self._stores = list(self._stores.values()), {}
             self._pools.clear()

@@ -32,6 +32,7 @@ class SglangSettings:
       write then ends with the pages that arrived by then.
     - ``threads``: copying threads.
     - ``hash_weights``: ``whole`` hashes all bytes of the model's large files, ``sample`` only a sample.
+    - ``explain``: count missed tokens by reason, and log the reasons of each query.
     """
 
     store: str = field(default_factory=default_listen)
@@ -43,6 +44,7 @@ class SglangSettings:
     save_s: float = 10.0
     threads: int = 2
     hash_weights: str = WHOLE
+    explain: bool = False
 
     def __post_init__(self) -> None:
         if self.hash_weights not in (WHOLE, SAMPLE):
