@@ -59,15 +59,10 @@ def command(
     --sglang add the engine in this environment and its daemon. Each line is ok, warn (works, but could be
     better) or fail (will not work). The exit code is 1 if a check fails.
     """
-    from tierstore.cli.checks import (
-        Status,
-        all_checks,
-        cluster_checks,
-        sglang_checks,
-        sglang_config,
-        vllm_checks,
-        vllm_flags,
-    )
+    from tierstore.cli.checks import Status, all_checks
+    from tierstore.cli.checks import cluster as cluster_checks
+    from tierstore.cli.checks import sglang as sglang_checks
+    from tierstore.cli.checks import vllm as vllm_checks
 
     if connect is not None and not (vllm or sglang):
         raise UsageError("--connect goes with --vllm or --sglang")
@@ -79,32 +74,32 @@ def command(
     found = all_checks(directory, parse_size(host_bytes))
     if vllm:
         with show.waiting("looking at vLLM"):
-            found += vllm_checks(connect, kv_transfer_config)
+            found += vllm_checks.checks(connect, kv_transfer_config)
     if sglang:
         with show.waiting("looking at SGLang"):
-            found += sglang_checks(connect, extra_config)
+            found += sglang_checks.checks(connect, extra_config)
     if cluster is not None:
-        found += cluster_checks(cluster)
+        found += cluster_checks.checks(cluster)
     failed = any(check.status is Status.FAIL for check in found)
     if json:
         document: dict[str, object] = {"failed": failed, "checks": [_to_json(check) for check in found]}
         if vllm:
-            document["kv_transfer_config"] = vllm_flags(connect)
+            document["kv_transfer_config"] = vllm_checks.proposed(connect)
         if sglang:
-            document["extra_config"] = sglang_config(connect)
+            document["extra_config"] = sglang_checks.proposed(connect)
         show.write_json(document)
     else:
         _print(found)
         if vllm:  # a separate line, to be copied
             show.line("")
-            show.line(f"vllm serve MODEL --kv-transfer-config '{dumps(vllm_flags(connect))}'")
+            show.line(f"vllm serve MODEL --kv-transfer-config '{dumps(vllm_checks.proposed(connect))}'")
         if sglang:
             show.line("")
             show.line(
                 "python -m sglang.launch_server --model-path MODEL --page-size 64 "
                 "--enable-hierarchical-cache --hicache-storage-backend dynamic "
                 "--hicache-storage-backend-extra-config "
-                f"'{dumps(sglang_config(connect))}'"
+                f"'{dumps(sglang_checks.proposed(connect))}'"
             )
     raise typer.Exit(1 if failed else 0)
 

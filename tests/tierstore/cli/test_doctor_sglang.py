@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.tierstore.cli.test_operations import run
-from tierstore.cli.checks import Status, sglang
+from tierstore.cli.checks import Status, engine, sglang
 from tierstore.cli.checks.sglang import proposed
 from tierstore.errors import UsageError
 
@@ -33,8 +33,8 @@ def test_without_sglang_it_fails_and_says_what_to_start(short_directory):
     [("0.5.19", Status.FAIL), ("0.5.20", Status.OK), ("0.5.23.post1", Status.OK), ("0.6.0", Status.WARN)],
 )
 def test_the_version_decides(version, status, monkeypatch):
-    monkeypatch.setattr(sglang, "installed_version", lambda: version)
-    monkeypatch.setattr(sglang, "_IMPORT_S", 0.001)
+    monkeypatch.setattr(sglang, "installed", lambda *packages: version)
+    monkeypatch.setattr(engine, "_IMPORT_S", 0.001)
     found = {check.name: check for check in sglang.checks("ipc:///nowhere/s", None)}
     assert found["sglang"].status is status
 

@@ -123,11 +123,11 @@ def test_versions(version, status):
 
 
 def test_before_fixed_hashes_the_seed_matters(monkeypatch):
-    monkeypatch.setattr(vllm, "installed_version", lambda: "0.28.0")
-    monkeypatch.setattr(vllm, "_factory", lambda config, installed: vllm.ok("vllm connector", ""))
+    monkeypatch.setattr(vllm, "installed", lambda *packages: "0.28.0")
+    monkeypatch.setattr(vllm, "probe", lambda what, *_, **__: vllm.ok(what, ""))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert found()["PYTHONHASHSEED"].status is Status.WARN
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert found()["PYTHONHASHSEED"].status is Status.OK
-    monkeypatch.setattr(vllm, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(vllm, "installed", lambda *packages: "0.32.0")
     assert "PYTHONHASHSEED" not in found()

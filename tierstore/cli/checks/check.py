@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import re
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 
@@ -34,6 +37,20 @@ def warn(name: str, found: str, advice: str, **figures: int) -> Check:
 
 def fail(name: str, found: str, advice: str, **figures: int) -> Check:
     return Check(name, Status.FAIL, found, advice, figures)
+
+
+def installed(*packages: str) -> str | None:
+    """Return the version of the first of ``packages`` that is installed. Does not import it: some imports
+    take seconds."""
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return None
+
+
+def numbers(version: str, count: int = 3) -> tuple[int, ...]:
+    """Return the first ``count`` numbers of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:count])
 
 
 def read_text(path: str) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from tierstore import native
-from tierstore.cli.checks.check import Check, fail, ok, warn
+from tierstore.cli.checks.check import Check, fail, installed, numbers, ok, warn
 from tierstore.extras import install
 
 _LEAST_PYTHON = (3, 10)
@@ -33,10 +33,10 @@ def _package(requirement: str) -> Check:
     match = _REQUIREMENT.match(requirement)
     assert match is not None, f"no requirement: {requirement}"
     name, least = match.group(1), match.group(2) or "0"
-    found = _version(name)
+    found = installed(name)
     if found is None:
         return fail(name, "not installed", f"pip install '{name}>={least}'")
-    if _numbers(found) < _numbers(least):
+    if numbers(found) < numbers(least):
         return fail(name, f"{found}, below {least}", f"pip install -U '{name}>={least}'")
     return ok(name, found)
 
@@ -55,18 +55,5 @@ def _compiled_part() -> Check:
 
 
 def _torch() -> Check:
-    found = _version("torch")
+    found = installed("torch")
     return ok("torch", found or f"not installed. Only the bundled engine needs it: {install('engine')}")
-
-
-def _version(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed. Does not import it: some imports take
-    seconds."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

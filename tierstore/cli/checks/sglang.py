@@ -5,25 +5,20 @@ A separate process loads the backend, because that imports SGLang, which takes s
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 from tierstore.arguments import json_object
-from tierstore.cli.checks.check import Check, fail, ok, warn
-from tierstore.cli.checks.daemon import checks as daemon_checks
-from tierstore.cli.checks.daemon import numbers
+from tierstore.cli.checks.check import Check, fail, installed, numbers, ok, warn
+from tierstore.cli.checks.engine import checks as daemon_checks
+from tierstore.cli.checks.engine import probe
 from tierstore.daemon.settings import default_listen
 
 OLDEST, TRIED = (0, 5, 20), (0, 5, 23)
 _MODULE, _CLASS = "tierstore_connectors.sglang.backend", "TierStoreHiCache"
 _PREFIX = "hicache_storage_pass_prefix_keys"
-_IMPORT_S = 180.0
 
-# A process does the same with the config as SGLang. If it fails, its last line on stderr is the reason.
+# A process does the same with the config as SGLang.
 _PROBE = """
 import importlib, json, sys
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -45,19 +40,12 @@ def checks(url: str | None, extra: str | None) -> Iterator[Check]:
     the address is malformed.
     """
     config = proposed(url) if extra is None else json_object("--extra-config", extra)
-    version = installed_version()
+    version = installed("sglang")
     yield _version(version)
     yield from _config(config)
-    yield _backend(config, installed=version is not None)
+    good = f"{config.get('module_path')}:{config.get('class_name')} loads"
+    yield probe("sglang backend", "SGLang", _PROBE, config, installed=version is not None, good=good)
     yield from daemon_checks(url or config.get("store") or default_listen())
-
-
-def installed_version() -> str | None:
-    """Return SGLang's version without importing it; None if it is not installed."""
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def proposed(url: str | None) -> dict[str, Any]:
@@ -77,9 +65,9 @@ def _version(version: str | None) -> Check:
         advice = "install tierstore in the environment (or image) of SGLang, and run this there"
         return fail("sglang", "not installed here", advice)
     oldest, tried = (".".join(map(str, each)) for each in (OLDEST, TRIED))
-    if numbers(version, 3) < OLDEST:
+    if numbers(version) < OLDEST:
         return fail("sglang", version, f"its page names ignore cache salts: use {oldest} or newer")
-    if numbers(version, 3) > TRIED:
+    if numbers(version) > TRIED:
         return warn("sglang", version, f"newer than the last tested version ({tried}): test it first")
     return ok("sglang", version)
 
@@ -99,22 +87,3 @@ def _config(config: Mapping[str, Any]) -> Iterator[Check]:
         yield warn(_PREFIX, str(config.get(_PREFIX)), advice)
     else:
         yield ok(_PREFIX, "true")
-
-
-def _backend(config: Mapping[str, Any], *, installed: bool) -> Check:
-    name = "sglang backend"
-    if not installed:
-        return warn(name, "not tested", "SGLang is not installed here")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE, json.dumps(config)],
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return fail(name, f"no answer in {_IMPORT_S:.0f} s", "import sglang by hand to see where it hangs")
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason printed"])[-1]
-        return fail(name, reason[:200], "SGLang will fail with this error when it starts")
-    return ok(name, f"{config.get('module_path')}:{config.get('class_name')} loads")

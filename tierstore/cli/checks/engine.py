@@ -1,10 +1,12 @@
-"""The daemon that an engine will use."""
+"""Checks of an engine in this environment, and of the daemon that it will use."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.checks.check import Check, fail, ok, warn
 from tierstore.errors import StoreUnavailableError
@@ -13,6 +15,8 @@ from tierstore.units import GIB, KIB, format_size
 if TYPE_CHECKING:
     from tierstore.daemon.stats import DaemonStats
 
+_IMPORT_S = 180.0
+_REASON_CHARACTERS = 300
 _LEAST_ARENA = 2 * GIB
 _TOKEN_BYTES = 128 * KIB  # an 8B Llama in bfloat16 has 32 layers, 8 KV heads of 128
 
@@ -50,6 +54,24 @@ def _arena(stats: DaemonStats) -> Check:
     return ok("daemon's arena", found, capacity_bytes=capacity)
 
 
-def numbers(version: str, count: int = 2) -> tuple[int, ...]:
-    """Return the first ``count`` numbers of an engine's version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:count])
+def probe(
+    what: str, engine: str, program: str, config: Mapping[str, Any], *, installed: bool, good: str
+) -> Check:
+    """Let a process with the engine do the same with ``config`` as the engine does. If it fails, its last
+    line on stderr is the reason."""
+    if not installed:
+        return warn(what, "not tested", f"{engine} is not installed here")
+    command = [sys.executable, "-c", program, json.dumps(config)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return warn(
+            what,
+            f"the import of {engine} took over {_IMPORT_S:.0f} s",
+            f"check whether {engine} itself starts",
+        )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason printed"])[-1]
+        advice = f"fix this error; `python -c 'import {engine.lower()}'` shows whether {engine} itself works"
+        return fail(what, last[:_REASON_CHARACTERS], advice)
+    return ok(what, good)
