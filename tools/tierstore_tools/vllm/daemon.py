@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -15,17 +14,17 @@ from types import TracebackType
 from tierstore.cli.operator import Operator
 from tierstore.daemon.stats import DaemonStats
 from tierstore.errors import StoreUnavailableError, TierStoreError
+from tierstore.testing.processes import DaemonProcess
 from tierstore_tools.limits import drop_page_cache
 
 _START_S = 120.0  # imports are slow on a busy machine
-_END_S = 60.0
 _LOOK_S = 0.02
 
 
-class ServeProcess:
-    """The daemon at ``url``, not started yet. It has a directory for its ``disk`` below ``parent``. Its
-    socket is in /tmp, because a unix socket's path must be short. ``options`` are flags of ``serve``. Python
-    runs ``program``, by default the command line's module.
+class ServeProcess(DaemonProcess):
+    """A daemon with a log and a directory for its ``disk`` below ``parent``. Its socket is in /tmp, because a
+    unix socket's path must be short. ``options`` are flags of ``serve``. Python runs ``program`` instead of
+    the daemon's module.
     """
 
     def __init__(
@@ -36,18 +35,16 @@ class ServeProcess:
         disk_bytes: int = 1 << 30,
         disk: bool = True,
         options: tuple[str, ...] = (),
-        program: tuple[str, ...] = ("-m", "tierstore.cli"),
+        program: tuple[str, ...] = (),
     ) -> None:
         self._sockets = Path(tempfile.mkdtemp(prefix="ts-vllm-", dir="/tmp"))
+        super().__init__(self._sockets, *options, host_bytes=host_bytes, disk=False)
         self._directory = Path(tempfile.mkdtemp(prefix="tierstore-vllm-", dir=parent))
-        self.url = f"ipc://{self._sockets}/s"
         self.disk = self._directory / "disk" if disk else None
         self._log = self._directory / "log"
-        self._program = program
-        self._options = ["--listen", self.url, f"--host-bytes={host_bytes}", "--log-level=warning", *options]
+        self._command = (*program, "serve") if program else ("-m", "tierstore.daemon")
         if disk:
-            self._options += [f"--disk={self.disk}", f"--disk-bytes={disk_bytes}"]
-        self.process: subprocess.Popen[bytes] | None = None
+            self.options += [f"--disk={self.disk}", f"--disk-bytes={disk_bytes}"]
 
     def start(self) -> ServeProcess:
         """Start the daemon and wait until it answers. Raises :class:`TierStoreError` if it does not."""
@@ -67,9 +64,13 @@ class ServeProcess:
     def launch(self) -> None:
         """Start the daemon without waiting."""
         assert self.process is None, "the daemon is running"
-        command = [sys.executable, *self._program, "serve", *self._options]
         with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [sys.executable, *self._command, *self.options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     @property
     def log(self) -> str:
@@ -88,20 +89,6 @@ class ServeProcess:
                 raise TierStoreError(f"the daemon did not write all pages within {timeout_s:.0f} s")
             time.sleep(_LOOK_S)
 
-    def kill(self) -> None:
-        """Kill the daemon with SIGKILL. Idempotent."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(_END_S)
-            self.process = None
-
-    def end(self) -> None:
-        """End the daemon with SIGTERM: it writes waiting pages first. Idempotent."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait(_END_S)
-            self.process = None
-
     def restart(self) -> None:
         """End the daemon with SIGTERM, drop the page cache of its files, and start it again."""
         self.end()
@@ -111,20 +98,16 @@ class ServeProcess:
 
     def hang(self) -> None:
         """Stop the daemon with SIGSTOP: it exists and does not answer, until :meth:`go_on`."""
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill the daemon and remove its files."""
         self.kill()
         shutil.rmtree(self._sockets, ignore_errors=True)
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _signal(self, number: int) -> None:
-        assert self.process is not None, "the daemon is not running"
-        os.kill(self.process.pid, number)
 
     def __enter__(self) -> ServeProcess:
         return self.start()
