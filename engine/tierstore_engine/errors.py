@@ -9,6 +9,10 @@ class ModelError(TierStoreError):
     """A model folder that cannot be used: something is missing, unsupported or of the wrong shape."""
 
 
+class KernelError(ModelError):
+    """The CUDA kernels cannot be built or loaded here; the message says what to install or change."""
+
+
 class RequestError(UsageError):
     """A request that can never be served: it is too long for the model or the pool, or has invalid
     parameters."""

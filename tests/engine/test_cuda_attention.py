@@ -28,7 +28,7 @@ from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2St
 from tierstore_engine.build import LoadedModel, load_model, make_memory
 from tierstore_engine.config import ModelConfig, RopeConfig
 from tierstore_engine.engine import Engine
-from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.model import Memory, Model

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import ConnectOptions
+from tierstore.command_line import with_options
 from tierstore.errors import UsageError
 
 _TIERS = ("host", "disk")
@@ -16,6 +17,7 @@ _MOST_PAGES = 1 << 40  # no tier has more
 _PATIENCE_S = 600.0  # the daemon first reads through a large disk tier that has just been opened
 
 
+@with_options
 def command(
     tier: Annotated[str, typer.Argument(metavar="TIER", help=f"{' or '.join(_TIERS)}", show_default=False)],
     pages: Annotated[
@@ -28,9 +30,8 @@ def command(
             show_default=False,
         ),
     ] = None,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    *,
+    where: ConnectOptions,
 ) -> None:
     """Evict pages from a tier of a daemon.
 
@@ -43,7 +44,7 @@ def command(
 
     if tier not in _TIERS:
         raise UsageError(f"a daemon has no tier {tier!r} (known: {', '.join(_TIERS)})")
-    with Operator(connect, keys, server_key) as operator, Console(file=sys.stderr).status("evicting"):
+    with where.operator() as operator, Console(file=sys.stderr).status("evicting"):
         wanted = messages.Evict(0, tier, -1 if pages is None else min(pages, _MOST_PAGES))
         evicted = operator.ask(wanted, messages.Evicted, wait_s=_PATIENCE_S)
     show.line(f"{evicted.pages:,} pages have left {tier}")

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -41,16 +42,27 @@ Connect = Annotated[
         show_default=False,
     ),
 ]
-Keys = Annotated[
-    Path | None,
-    typer.Option("--keys", metavar="FILE", help="Your .secret file, for tcp://", show_default=False),
-]
-ServerKey = Annotated[
-    Path | None,
-    typer.Option(
-        "--server-key", metavar="FILE", help="The daemon's .key file, for tcp://", show_default=False
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectOptions:
+    """A daemon, and the keys for one at tcp://."""
+
+    connect: Connect = None
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", metavar="FILE", help="Your .secret file, for tcp://", show_default=False),
+    ] = None
+    server_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--server-key", metavar="FILE", help="The daemon's .key file, for tcp://", show_default=False
+        ),
+    ] = None
+
+    def operator(self) -> Operator:
+        return Operator(self.connect, self.keys, self.server_key)
+
 
 A = TypeVar("A", bound=Message)
 

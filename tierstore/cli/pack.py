@@ -5,28 +5,27 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import ConnectOptions
 from tierstore.cli.prompts import (
-    IdentityDigest,
-    Model,
-    choose_model,
+    ModelChoice,
     connected_store,
     known_identities,
     open_model,
     read_tokens,
 )
+from tierstore.command_line import with_options
 from tierstore.errors import UsageError
 from tierstore.units import MIB, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from tierstore import Store
     from tierstore.keys import Identity
@@ -43,12 +42,6 @@ Out = Annotated[
 Pack = Annotated[
     Path, typer.Argument(metavar="PACK.tskv", help="Pack file to read; - is stdin", allow_dash=True)
 ]
-Directory = Annotated[
-    Path | None,
-    typer.Option(
-        "--store", metavar="DIR", help="Directory of a store that no process uses, instead of a daemon"
-    ),
-]
 SignerKey = Annotated[
     Path | None,
     typer.Option(
@@ -58,7 +51,45 @@ SignerKey = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(ConnectOptions):
+    """The store on the other side: a daemon's, or a directory."""
+
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store", metavar="DIR", help="Directory of a store that no process uses, instead of a daemon"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.store is not None and self.connect is not None:
+            raise UsageError("give --store or --connect, not both")
+
+    def known(self) -> list[Identity]:
+        """Return the identities that the store may have pages of."""
+        if self.store is None:
+            with self.operator() as operator:
+                return known_identities(operator)
+        from tierstore.tiers.disk.listing import list_store
+
+        return [holding.identity for holding in list_store(self.store).holdings]
+
+    @contextmanager
+    def opened(self, identity: Identity) -> Iterator[Store]:
+        """Open a store for pages of ``identity``, without a page pool."""
+        from tierstore.spec import KVSpec
+
+        if self.store is None:
+            with connected_store(identity, self) as store:
+                yield store
+            return
+        with _opened(self.store, KVSpec.parse(identity.layout), identity) as store:
+            yield store
+
+
 @app.command()
+@with_options
 def export(
     out: Out,
     prompt_file: Annotated[
@@ -69,8 +100,7 @@ def export(
             help="File with token ids, as for `tierstore pin`; may be repeated",
         ),
     ],
-    model: Model = None,
-    identity: IdentityDigest = None,
+    which: ModelChoice,
     sign: Annotated[
         Path | None,
         typer.Option("--sign", metavar="FILE", help="Sign the pack with this .pem key", show_default=False),
@@ -85,10 +115,8 @@ def export(
             show_default=False,
         ),
     ] = None,
-    store: Directory = None,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    *,
+    where: StoreOptions,
 ) -> None:
     """Write the stored pages of some prompts to a file.
 
@@ -97,15 +125,10 @@ def export(
     """
     from tierstore.packs import PageHash, Signer, export_pack
 
-    _check_one(store, connect)
     tokens = [read_tokens(file) for file in prompt_file]
     signer = Signer() if sign is None else Signer.read(sign)
-    groups = choose_model(_known(store, connect, keys, server_key), model, identity)
-
-    def opener(identity: Identity) -> AbstractContextManager[Store]:
-        return _store(identity, store, connect, keys, server_key)
-
-    with open_model(groups, tokens, opener) as (opened, prompts), show.meter("exporting") as meter:
+    groups = which.of(where.known())
+    with open_model(groups, tokens, where.opened) as (opened, prompts), show.meter("exporting") as meter:
         path = None if str(out) == "-" else out
         made = asyncio.run(
             export_pack(
@@ -147,16 +170,15 @@ def verify(pack: Pack, signer: SignerKey = None, as_json: Json = False) -> None:
 
 
 @app.command("import")
+@with_options
 def import_(
     pack: Pack,
     signer: SignerKey = None,
     new_model: Annotated[
         bool, typer.Option("--new-model", help="Also import pages of a model that the daemon does not know")
     ] = False,
-    store: Directory = None,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    *,
+    where: StoreOptions,
 ) -> None:
     """Check a pack's pages and save them in a daemon.
 
@@ -173,9 +195,8 @@ def import_(
         require_identity,
     )
 
-    _check_one(store, connect)
     trust = Trust() if signer is None else Trust.read(signer)
-    known = [] if store is not None and not store.exists() else _known(store, connect, keys, server_key)
+    known = [] if where.store is not None and not where.store.exists() else where.known()
 
     async def run() -> list[Imported]:
         """Import the pack and those of further layer groups behind it."""
@@ -190,7 +211,7 @@ def import_(
             meter.expect(manifest.pages, manifest.pages * manifest.page_bytes)
             part: PackReader | None = reader
             while part is not None:
-                with _store(part.manifest.identity, store, connect, keys, server_key) as opened:
+                with where.opened(part.manifest.identity) as opened:
                     done.append(await import_part(opened, part, progress=meter.advance))
                 part = await part.following()
         return done
@@ -215,45 +236,6 @@ def keygen(
 
     for file in signing.generate(directory, name):
         show.line(str(file))
-
-
-# -- the store on the other side --------------------------------------------------------------------------
-
-
-def _check_one(directory: Path | None, url: str | None) -> None:
-    if directory is not None and url is not None:
-        raise UsageError("give --store or --connect, not both")
-
-
-def _known(
-    directory: Path | None, url: str | None, keys: Path | None, server_key: Path | None
-) -> list[Identity]:
-    """Return the identities that a store may have pages of."""
-    if directory is None:
-        with Operator(url, keys, server_key) as operator:
-            return known_identities(operator)
-    from tierstore.tiers.disk.listing import list_store
-
-    return [holding.identity for holding in list_store(directory).holdings]
-
-
-@contextmanager
-def _store(
-    identity: Identity,
-    directory: Path | None,
-    url: str | None,
-    keys: Path | None,
-    server_key: Path | None,
-) -> Iterator[Store]:
-    """Open a store for pages of ``identity``, without a page pool."""
-    from tierstore.spec import KVSpec
-
-    if directory is None:
-        with connected_store(identity, url, keys, server_key) as store:
-            yield store
-        return
-    with _opened(directory, KVSpec.parse(identity.layout), identity) as store:
-        yield store
 
 
 def _opened(directory: Path, spec: Any, identity: Identity) -> Store:

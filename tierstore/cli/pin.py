@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import ConnectOptions
 from tierstore.cli.prompts import (
-    IdentityDigest,
-    Model,
+    ModelChoice,
     Tokens,
-    choose_model,
     connected_store,
     is_chain,
     known_identities,
@@ -21,28 +19,24 @@ from tierstore.cli.prompts import (
     read_tokens,
     register,
 )
+from tierstore.command_line import with_options
 from tierstore.errors import UsageError
 
 _PATIENCE_S = 30.0  # the daemon may look on disk for 10 s
 
 
-def pin(
-    tokens: Tokens,
-    model: Model = None,
-    identity: IdentityDigest = None,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
-) -> None:
+@with_options
+def pin(tokens: Tokens, which: ModelChoice, where: ConnectOptions) -> None:
     """Keep the stored pages of a prompt until it is unpinned.
 
     Pins end with the daemon. A tenant's pin ends after an hour, and a tenant can pin half of its quota. Only
     whole chunks can be pinned. A pinned page stays in the coldest tier that has it. If that is the host tier,
     it takes room from other pages. A prompt that is pinned twice needs two unpins.
     """
-    _change((connect, keys, server_key), tokens, model, identity, undo=False)
+    _change(where, tokens, which, undo=False)
 
 
+@with_options
 def unpin(
     tokens: Annotated[
         Path | None,
@@ -50,11 +44,9 @@ def unpin(
             metavar="[FILE]", help="File with the prompt's token ids, as for pin", allow_dash=True
         ),
     ] = None,
-    model: Model = None,
-    identity: IdentityDigest = None,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    *,
+    which: ModelChoice,
+    where: ConnectOptions,
     tenant: Annotated[
         str | None,
         typer.Option("--tenant", metavar="NAME", help="Undo all pins of this tenant", show_default=False),
@@ -68,32 +60,25 @@ def unpin(
     if (tokens is not None) + (tenant is not None) + everything != 1:
         raise UsageError("give one of FILE, --tenant NAME and --all")
     if tokens is not None:
-        _change((connect, keys, server_key), tokens, model, identity, undo=True)
+        _change(where, tokens, which, undo=True)
         return
     from tierstore.wire import messages
 
-    with Operator(connect, keys, server_key) as operator:
+    with where.operator() as operator:
         pages = operator.ask(messages.Unpin(0, tenant), messages.Unpinned).pages
     show.line(f"{pages:,} pages unpinned")
 
 
-def _change(
-    where: tuple[Connect, Keys, ServerKey],
-    file: Path,
-    model: Model,
-    identity: IdentityDigest,
-    *,
-    undo: bool,
-) -> None:
+def _change(where: ConnectOptions, file: Path, which: ModelChoice, *, undo: bool) -> None:
     from tierstore.wire import messages
 
     tokens = read_tokens(file)
-    with Operator(*where) as operator:
-        groups = choose_model(known_identities(operator), model, identity)
+    with where.operator() as operator:
+        groups = which.of(known_identities(operator))
         if is_chain(groups):  # the daemon's error says why a pin is refused
             asked = messages.Pin(0, register(operator, tokens, groups[0]), undo)
             kept = operator.ask(asked, messages.Pinned, wait_s=_PATIENCE_S).tokens
     if not is_chain(groups):
-        with open_model(groups, [tokens], lambda each: connected_store(each, *where)) as (store, [prompt]):
+        with open_model(groups, [tokens], lambda each: connected_store(each, where)) as (store, [prompt]):
             kept = store.unpin(prompt) if undo else store.pin(prompt)
     show.line(f"{kept:,} of {len(tokens):,} tokens {'unpinned' if undo else 'pinned'}")

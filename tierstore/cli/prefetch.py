@@ -8,29 +8,27 @@ from typing import Annotated
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import ConnectOptions
 from tierstore.cli.prompts import (
-    IdentityDigest,
-    Model,
+    ModelChoice,
     Tokens,
-    choose_model,
     connected_store,
     known_identities,
     open_model,
     read_tokens,
 )
+from tierstore.command_line import with_options
 
 
+@with_options
 def command(
     file: Tokens,
-    model: Model = None,
-    identity: IdentityDigest = None,
+    which: ModelChoice,
     wait_s: Annotated[
         float, typer.Option("--wait-s", min=0.0, max=3600.0, metavar="SECONDS", help="Wait at most this long")
     ] = 60.0,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    *,
+    where: ConnectOptions,
 ) -> None:
     """Load a prompt's pages from disk into the host tier.
 
@@ -40,12 +38,11 @@ def command(
     from rich.console import Console
 
     tokens = read_tokens(file)
-    where = connect, keys, server_key
     with Console(file=sys.stderr).status("prefetching"):
-        with Operator(*where) as operator:
-            groups = choose_model(known_identities(operator), model, identity)
+        with where.operator() as operator:
+            groups = which.of(known_identities(operator))
         with (
-            open_model(groups, [tokens], lambda each: connected_store(each, *where)) as (store, [prompt]),
+            open_model(groups, [tokens], lambda each: connected_store(each, where)) as (store, [prompt]),
             store.lookup(prompt) as hit,
         ):
             on_disk = hit.by_tier.get("disk", 0)

@@ -8,7 +8,7 @@ import re
 import sys
 import tokenize  # NumPy parses the header of .npy as Python
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tierstore import Store
-    from tierstore.cli.operator import Operator
+    from tierstore.cli.operator import ConnectOptions, Operator
     from tierstore.keys import Identity, Prompt
     from tierstore.wire.messages import PromptPart
 
@@ -37,18 +37,29 @@ Tokens = Annotated[
         allow_dash=True,
     ),
 ]
-Model = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Model of the pages", show_default=False)
-]
-IdentityDigest = Annotated[
-    str | None,
-    typer.Option(
-        "--identity",
-        metavar="HEX",
-        help="Identity of the pages, as `tierstore ls` shows it, instead of --model",
-        show_default=False,
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """The model of the pages. It may be left out if pages of only one model are known."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Model of the pages", show_default=False)
+    ] = None
+    identity: Annotated[
+        str | None,
+        typer.Option(
+            "--identity",
+            metavar="HEX",
+            help="Identity of the pages, as `tierstore ls` shows it, instead of --model",
+            show_default=False,
+        ),
+    ] = None
+
+    def of(self, known: list[Identity]) -> tuple[Identity, ...]:
+        """Return the identities of the layer groups of the only model that matches, those that pages are
+        known of. Raise :class:`UsageError` if none or several match."""
+        return _chosen(_models(known), self.model, self.identity)
 
 
 _MOST_GROUPS = 4  # the order of more groups is not searched: 4 take 24 lookups
@@ -92,12 +103,6 @@ def _numbers(text: str) -> list[int]:
 def choose_identity(known: list[Identity], model: str | None, digest: str | None) -> Identity:
     """Return the only identity that matches. Raise :class:`UsageError` if none or several match."""
     return _chosen([(identity,) for identity in known], model, digest)[0]
-
-
-def choose_model(known: list[Identity], model: str | None, digest: str | None) -> tuple[Identity, ...]:
-    """Return the identities of the layer groups of the only model that matches, those that pages are known
-    of. Raise :class:`UsageError` if none or several match."""
-    return _chosen(_models(known), model, digest)
 
 
 def _models(known: Sequence[Identity]) -> list[tuple[Identity, ...]]:
@@ -209,23 +214,21 @@ def open_model(
 
 
 @contextmanager
-def connected_store(
-    identity: Identity, url: str | None, keys: Path | None, server_key: Path | None
-) -> Iterator[Store]:
+def connected_store(identity: Identity, where: ConnectOptions) -> Iterator[Store]:
     """Open a store of a daemon for pages of ``identity``, without a page pool. Raise
     :class:`StoreUnavailableError` if no daemon answers."""
     import tierstore
     from tierstore.daemon.settings import default_listen
     from tierstore.spec import KVSpec
 
-    url = url or default_listen()
+    url = where.connect or default_listen()
     with tierstore.connect(
         url,
         KVSpec.parse(identity.layout),
         identity=identity,
         lookup_s=_LOOK_S,
-        keys=keys,
-        server_key=server_key,
+        keys=where.keys,
+        server_key=where.server_key,
         verify=True,
     ) as store:
         if not store.wait_connected(_CONNECT_S):

@@ -12,7 +12,8 @@ import msgspec
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import ConnectOptions, Operator
+from tierstore.command_line import with_options
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -25,10 +26,9 @@ NOTHING_MISSED = "no tokens were missed in the last hour"
 _FEW_SAMPLED = 500  # with fewer sampled pages, the estimate is rough
 
 
+@with_options
 def command(
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    where: ConnectOptions,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
     curve: Annotated[
         bool, typer.Option("--curve", help="Show the hit rates that other capacities would have instead")
@@ -38,7 +38,7 @@ def command(
 
     Counters that are zero are left out. --json has all of them.
     """
-    with Operator(connect, keys, server_key) as operator:
+    with where.operator() as operator:
         document = operator.stats_json()
         view = msgspec.json.decode(document, type=dict[str, Any])
         if curve:

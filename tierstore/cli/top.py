@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import ConnectOptions, Operator
 from tierstore.cli.show import percent
 from tierstore.cli.stats import MISSED_COLUMNS, NOTHING_MISSED, health, quantile, slowest
+from tierstore.command_line import with_options
 from tierstore.errors import StoreUnavailableError
 from tierstore.stats import StoreRates
 from tierstore.tables import table_lines, terminal_width
@@ -37,10 +37,9 @@ _MOST_CLIENTS = 12
 _MOST_REASONS = 6
 
 
+@with_options
 def command(
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    where: ConnectOptions,
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit")] = False,
 ) -> None:
     """Watch a daemon: tiers, hit rate, traffic, clients.
@@ -48,7 +47,7 @@ def command(
     The view changes every second. q or Ctrl-C ends it. Off a terminal, the command prints one snapshot. The
     rates in a first or only snapshot are averages since the daemon started.
     """
-    watch = _TopView(connect, keys, server_key)
+    watch = _TopView(where)
     try:
         first = watch.look()
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
@@ -112,15 +111,15 @@ class _Snapshot:
 class _TopView:
     """A view of a daemon, which reconnects if the daemon restarts."""
 
-    def __init__(self, url: str | None, keys: Path | None, server_key: Path | None) -> None:
-        self._where = (url, keys, server_key)
+    def __init__(self, where: ConnectOptions) -> None:
+        self._where = where
         self._operator: Operator | None = None
         self._before: _Snapshot | None = None
 
     def look(self) -> Group:
         """Return a new view. Raise :class:`StoreUnavailableError` while there is no daemon."""
         if self._operator is None:
-            self._operator = Operator(*self._where)
+            self._operator = self._where.operator()
         now = _Snapshot(time.monotonic(), self._operator.stats())
         before, self._before = self._before, now
         return view(

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import ConnectOptions
 from tierstore.cli.prompts import (
-    IdentityDigest,
-    Model,
-    choose_model,
+    ModelChoice,
     connected_store,
     known_identities,
     open_model,
     read_tokens,
 )
+from tierstore.command_line import with_options
 from tierstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ _LAST = 20  # requests
 _MOST_SHOWN = 16  # tokens
 
 
+@with_options
 def command(
     tokens: Annotated[
         Path | None,
@@ -40,8 +40,8 @@ def command(
             metavar="[FILE]", help="File with the prompt's token ids, as for pin", allow_dash=True
         ),
     ] = None,
-    model: Model = None,
-    identity: IdentityDigest = None,
+    *,
+    which: ModelChoice,
     last: Annotated[
         int | None,
         typer.Option(
@@ -53,40 +53,30 @@ def command(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    where: ConnectOptions,
 ) -> None:
     """Say why tokens of a prompt are not served from the store.
 
     With FILE, look the prompt up and give each missed token one reason. Nothing is loaded. Without FILE, list
     the last requests with missed tokens, the newest first. The daemon remembers 256.
     """
-    where = connect, keys, server_key
     if tokens is None:
-        if model is not None or identity is not None:
+        if which != ModelChoice():
             raise UsageError("give FILE with --model or --identity: the list has the requests of all models")
         _list(where, _LAST if last is None else last, json=json)
     elif last is not None:
         raise UsageError("give either FILE or --last N")
     else:
-        _explain(where, read_tokens(tokens), model, identity, json=json)
+        _explain(where, read_tokens(tokens), which, json=json)
 
 
 # -- one prompt ----------------------------------------------------------------------------------------
 
 
-def _explain(
-    where: tuple[Connect, Keys, ServerKey],
-    array: npt.NDArray[np.uint32],
-    model: Model,
-    digest: IdentityDigest,
-    *,
-    json: bool,
-) -> None:
-    with Operator(*where) as operator:
-        groups = choose_model(known_identities(operator), model, digest)
-    with open_model(groups, [array], lambda each: connected_store(each, *where)) as (store, [prompt]):
+def _explain(where: ConnectOptions, array: npt.NDArray[np.uint32], which: ModelChoice, *, json: bool) -> None:
+    with where.operator() as operator:
+        groups = which.of(known_identities(operator))
+    with open_model(groups, [array], lambda each: connected_store(each, where)) as (store, [prompt]):
         explanation = store.explain(prompt)
     tokens: list[int] = array.tolist()
     if json:
@@ -169,10 +159,10 @@ def _print_divergence(miss: Miss, at: int, tokens: Sequence[int]) -> None:
 # -- the last requests ---------------------------------------------------------------------------------
 
 
-def _list(where: tuple[Connect, Keys, ServerKey], last: int, *, json: bool) -> None:
+def _list(where: ConnectOptions, last: int, *, json: bool) -> None:
     from tierstore.wire import messages
 
-    with Operator(*where) as operator:
+    with where.operator() as operator:
         answer = operator.ask(messages.MissedRequests(0, last), messages.MissedRequestsAnswer)
     if json:
         show.write_json({"requests": [_request_to_json(each) for each in answer.requests]})

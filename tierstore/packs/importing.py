@@ -17,7 +17,7 @@ from tierstore import copying, memory
 from tierstore.keys import Identity
 from tierstore.packs.format import Manifest, PackError, PageRun
 from tierstore.packs.reading import Block, PackReader
-from tierstore.packs.room import make_room
+from tierstore.packs.writing import make_room
 from tierstore.store import Store
 from tierstore.store.buffers import copied_frames
 from tierstore.units import MIB

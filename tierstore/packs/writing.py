@@ -45,12 +45,12 @@ from tierstore.packs.format import (
 )
 from tierstore.packs.hashing import PageHash, page_digests
 from tierstore.packs.reading import PackReader, open_file, open_pack
-from tierstore.packs.room import make_room
 from tierstore.packs.signing import Signer, Trust
 from tierstore.spec import KVSpec
 from tierstore.store import Store
 from tierstore.units import round_up
 
+_FLUSH_S = 300.0  # before host pages are evicted
 NO_SIGNER = Signer()
 _BUFFERS = 3
 
@@ -377,3 +377,14 @@ class _Export:
 
     def _seal(self) -> bytes:
         return SEAL.pack(self.digest, self._signer.sign(self.digest))
+
+
+def make_room(store: Store, pages: int) -> bool:
+    """Evict some pages from the host tier. Return whether there may be room now.
+
+    A chain longer than the tier cannot find room by itself, because the ancestors of its pages stay as long
+    as the pages do. Without a disk nothing is evicted, because these would be the only copies.
+    """
+    if "disk" not in store.stats().tiers or not store.flush(_FLUSH_S):
+        return False
+    return store.evict("host", pages) > 0

@@ -59,7 +59,7 @@ class CudaAttention(Attention):
     launcher's device (with any stride between pages). ``spec`` is their layout.
 
     Every kernel dequantises codes to the model's dtype while reading. Not thread-safe. Raises
-    :class:`~tierstore_engine.kernels.errors.KernelError` for a model that the kernels do not compute (its
+    :class:`~tierstore_engine.errors.KernelError` for a model that the kernels do not compute (its
     head_dim, dtype, heads per KV head), and if they cannot be built or loaded.
     """
 

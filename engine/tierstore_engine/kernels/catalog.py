@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kv_format import KVFormat
 
 FLOATS = KVFormat()

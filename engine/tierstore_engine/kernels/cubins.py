@@ -18,9 +18,9 @@ from pathlib import Path
 
 import xxhash
 
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance
-from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.nvrtc import Nvrtc
 from tierstore_engine.kernels.toolkit import find_toolkit
 

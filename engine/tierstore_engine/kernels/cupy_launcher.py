@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from tierstore.extras import install
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.cubins import CubinCache
-from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 
 _DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory that a block may have without asking

@@ -35,7 +35,7 @@ class Entries:
 
 class LatentKernels:
     """The kernels for latents of ``width`` numbers, loaded on one device. The first ``rank`` numbers are
-    their values. Raises :class:`~tierstore_engine.kernels.errors.KernelError` as
+    their values. Raises :class:`~tierstore_engine.errors.KernelError` as
     :class:`~tierstore_engine.kernels.operations.AttentionKernels` does."""
 
     def __init__(

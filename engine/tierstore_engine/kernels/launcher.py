@@ -29,4 +29,4 @@ class Launcher(ABC):
     @abstractmethod
     def load(self, instance: Instance) -> Kernel:
         """Return a kernel ready to launch, after compiling it if necessary. Raises
-        :class:`~tierstore_engine.kernels.errors.KernelError`."""
+        :class:`~tierstore_engine.errors.KernelError`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.toolkit import Toolkit
 
 

@@ -141,7 +141,7 @@ class AttentionKernels:
     Products are multiplied by ``score_scale`` (None: divided by the root of head_dim), and scores are capped
     by ``score_cap`` if it is set.
 
-    Raises :class:`~tierstore_engine.kernels.errors.KernelError` for shapes that they do not compute, and if
+    Raises :class:`~tierstore_engine.errors.KernelError` for shapes that they do not compute, and if
     they cannot be built or loaded.
     """
 

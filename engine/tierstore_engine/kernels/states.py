@@ -79,7 +79,7 @@ class _Kernels:
 
 class DeltaKernels(_Kernels):
     """The kernels for the states of ``delta``, loaded on one device. Raises
-    :class:`~tierstore_engine.kernels.errors.KernelError` as
+    :class:`~tierstore_engine.errors.KernelError` as
     :class:`~tierstore_engine.kernels.operations.AttentionKernels` does."""
 
     def __init__(self, launcher: Launcher, delta: DeltaConfig, *, dtype: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.extras import install
-from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.errors import KernelError
 
 _INSTALL = (
     f"{install('cuda13')}. It installs nvidia-cuda-nvrtc, nvidia-cuda-runtime and CuPy. Drivers before 580 "

@@ -18,8 +18,8 @@ from tierstore.testing.clock import wait_until
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.pinned import Reach
 from tierstore_connectors.vllm.layout import TensorShape, page_layout
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.catalog import ARCHITECTURES, Instance
-from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.nvrtc import Nvrtc
 from tierstore_engine.kernels.toolkit import find_toolkit
 

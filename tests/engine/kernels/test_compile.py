@@ -18,6 +18,7 @@ import xxhash
 
 from tests.engine.kernels.executor.toolchain import cache_dir
 from tests.portions import SOAK
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import (
     ARCHITECTURES,
@@ -31,7 +32,6 @@ from tierstore_engine.kernels.catalog import (
     pointwise_set,
 )
 from tierstore_engine.kernels.cubins import source_digest
-from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.nvrtc import Nvrtc
 from tierstore_engine.kernels.toolkit import find_toolkit
 from tierstore_engine.kv_format import KVFormat

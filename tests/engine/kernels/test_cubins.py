@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels import cubins, toolkit
 from tierstore_engine.kernels.catalog import PAGE_COPY, kernel_set
 from tierstore_engine.kernels.cubins import CubinCache
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
-from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.toolkit import find_toolkit
 
 

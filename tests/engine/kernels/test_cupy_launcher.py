@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.cubins import CubinCache
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher, _LauncherStream, architecture
-from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.toolkit import find_toolkit
 
 HANDLE = 0x5150

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.engine.kernels.executor import SCHEDULES
 from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import LAYER, guarded_tensor, slots_of
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.catalog import latent_set
-from tierstore_engine.kernels.errors import KernelError
 
 pytestmark = pytest.mark.usefixtures("executor")
 

@@ -17,8 +17,8 @@ from tests.engine.kernels.state_problem import (
     StateShape,
     state_problem,
 )
+from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.catalog import delta_set, mamba2_set
-from tierstore_engine.kernels.errors import KernelError
 
 pytestmark = pytest.mark.usefixtures("executor")
 
