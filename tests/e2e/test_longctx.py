@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.portions import chosen
+from tests.portions import SOAK, chosen
 from tierstore.errors import TierStoreError
 from tierstore.memory import Memory
 from tierstore_engine.build import open_model
@@ -59,6 +59,7 @@ def test_a_prompt_that_ends_with_a_page(tmp_path):
     assert all(row["slowest_ttft_s"] >= row["ttft_s"] for row in rows.values())
 
 
+@SOAK  # the shallow models take a fifth of the time
 @pytest.mark.timeout(900)
 def test_a_deep_model_in_16_bits_is_held_to_what_rounding_explains(tmp_path):
     done = bench(*("--model", "deep", "--tokens", "150", "--json", "out.json"), cwd=tmp_path)
