@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from tierstore.errors import SpecError
 from tierstore.spec import read_json
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.config_fields import token_ids
 from tierstore_engine.errors import ModelError
-from tierstore_engine.families import check_quantisation, config_from_hf, token_ids, unread_tensors
+from tierstore_engine.families import check_quantisation, config_from_hf, unread_tensors
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

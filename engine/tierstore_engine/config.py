@@ -231,6 +231,11 @@ class TensorNames:
     """Whether the gates and ups of an MLP are one tensor, and so are those of all experts."""
     blocks: bool = False
     """Whether mixers and MLPs are numbered together, each with the name ``mixer``."""
+    fused_qkv: str = ""
+    """``rows`` if Q, K and V are one tensor. ``heads`` if that tensor has, for each KV head, the rows of its
+    query heads, of its keys and of its values."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Pairs of (part of a name, what the checkpoint has in its place), applied in order."""
 
     def facts(self) -> dict[str, Any]:
         return _facts(self, since="aside")
@@ -277,7 +282,7 @@ class ModelConfig:
     bare_layers: tuple[int, ...] = ()
     """Layers without an MLP."""
     activation: str = "silu"
-    """``silu``, ``gelu_tanh``, or ``relu2`` for MLPs without a gate."""
+    """``silu``, ``gelu_tanh`` or ``gelu`` (exact), or ``relu2`` for MLPs without a gate."""
     centred_norms: bool = False
     """Whether 1 is added to a norm's weight."""
     post_norms: bool = False
@@ -299,6 +304,21 @@ class ModelConfig:
     temperature: Temperature | None = None
     """Scaling of queries in layers without rotation."""
     names: TensorNames = field(default_factory=TensorNames)
+    ungated: bool = False
+    """Whether MLPs have no gate, with any activation."""
+    norm: str = "rms"
+    """``rms``, or ``layer`` for LayerNorm: the mean is subtracted first."""
+    norm_bias: bool = False
+    pre_norms: bool = True
+    """Whether the inputs of mixer and MLP are normed."""
+    parallel: str = ""
+    """Whether the MLP has the layer's input, as the mixer does: with the mixer's norm (``one norm``) or with
+    its own (``two norms``). Empty if the MLP follows the mixer."""
+    qk_norm_over: str = "head"
+    """The span of ``qk_norm``: a ``head``, with the same weights for all heads; ``each`` head, with its own
+    weights; or ``all`` heads together."""
+    qk_norm_late: bool = False
+    """Whether queries and keys are normed after rotation."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -327,7 +347,7 @@ class ModelConfig:
 
     @property
     def gated_mlps(self) -> bool:
-        return self.activation != "relu2"
+        return self.activation != "relu2" and not self.ungated
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         return None if layer in self.dense_layers else self.experts

@@ -10,23 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from tierstore.errors import SpecError
-from tierstore.spec import LAYER_KINDS, LayerKind, blocks, kv_dtype, layer_kinds, positive, rope_layers
+from tierstore.spec import LAYER_KINDS, LayerKind, blocks, layer_kinds, positive, rope_layers
+from tierstore_engine import llama_like
 from tierstore_engine.config import (
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
     Mamba2Config,
     ModelConfig,
-    RopeConfig,
     Temperature,
     TensorNames,
 )
+from tierstore_engine.config_fields import (
+    Raw,
+    check_kinds,
+    common_fields,
+    every_other,
+    mixed_layers,
+    number_of,
+    read_rope,
+    windows_of,
+    yarn_growth,
+)
 from tierstore_engine.errors import ModelError
-
-Raw: TypeAlias = Mapping[str, Any]
 
 
 def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
@@ -79,27 +88,22 @@ def unread_tensors(raw: Raw) -> Mapping[str, str]:
     return unread
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Return the ids of ``eos_token_id``, which may be null, one id or a list."""
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
-
-
 # -- one reader for each architecture ------------------------------------------------------------------
 
 
 def _llama(raw: Raw, *, partial: bool = False) -> ModelConfig:
     bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(**_common(raw, partial=partial), qkv_bias=bias, o_bias=bias)
+    return ModelConfig(**common_fields(raw, partial=partial), qkv_bias=bias, o_bias=bias)
 
 
 def _mistral(raw: Raw) -> ModelConfig:
-    return replace(_llama(raw), windows=_windows(raw))
+    return replace(_llama(raw), windows=windows_of(raw))
 
 
 def _qwen2(raw: Raw) -> ModelConfig:
-    return ModelConfig(**_common(raw), qkv_bias=bool(raw.get("qkv_bias", True)), windows=_windows(raw))
+    return ModelConfig(
+        **common_fields(raw), qkv_bias=bool(raw.get("qkv_bias", True)), windows=windows_of(raw)
+    )
 
 
 def _qwen3(raw: Raw) -> ModelConfig:
@@ -126,7 +130,7 @@ def _qwen3_moe(raw: Raw) -> ModelConfig:
 
 
 def _gemma2(raw: Raw) -> ModelConfig:
-    return _gemma(raw, _every_other(raw))
+    return _gemma(raw, every_other(raw))
 
 
 def _gemma3(raw: Raw) -> ModelConfig:
@@ -134,11 +138,11 @@ def _gemma3(raw: Raw) -> ModelConfig:
     kinds = tuple(layer_kinds({**raw, "sliding_window_pattern": raw.get("sliding_window_pattern") or 6}))
     given = raw.get("rope_parameters") or {}
     if "full_attention" in given:
-        everywhere = _rope(raw, given["full_attention"])
-        nearby = _rope(raw, given.get("sliding_attention") or {})
+        everywhere = read_rope(raw, given["full_attention"])
+        nearby = read_rope(raw, given.get("sliding_attention") or {})
     else:
-        everywhere = _rope(raw, {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})})
-        nearby = _rope(raw, {"rope_theta": raw["rope_local_base_freq"]})
+        everywhere = read_rope(raw, {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})})
+        nearby = read_rope(raw, {"rope_theta": raw["rope_local_base_freq"]})
     ropes = tuple(everywhere if kind is LayerKind.FULL_ATTENTION else nearby for kind in kinds)
     plain = {name: value for name, value in raw.items() if not name.startswith("rope_")}
     return replace(_gemma(plain, kinds), rope=everywhere, ropes=ropes, qk_norm=True)
@@ -148,14 +152,14 @@ def _gemma(raw: Raw, kinds: tuple[LayerKind, ...]) -> ModelConfig:
     if raw.get("use_bidirectional_attention"):
         raise ModelError("config.json: use_bidirectional_attention is not supported")
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-    common = _common(
+    common = common_fields(
         {**raw, "hidden_act": activation, "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     )
     return ModelConfig(
         **common,
         qkv_bias=bool(raw.get("attention_bias", False)),
         o_bias=bool(raw.get("attention_bias", False)),
-        **_mixed_layers(raw, kinds, "sliding_window"),
+        **mixed_layers(raw, kinds, "sliding_window"),
         centred_norms=True,
         post_norms=True,
         embed_scale=positive(raw, "hidden_size") ** 0.5,
@@ -178,7 +182,7 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
     )
     return replace(
         _llama({"attention_bias": True, **raw}),
-        **_mixed_layers(raw, _every_other(raw), "sliding_window"),
+        **mixed_layers(raw, every_other(raw), "sliding_window"),
         sinks=True,
         experts=experts,
         names=TensorNames(router="router", packed=True),
@@ -204,7 +208,7 @@ def _llama4(raw: Raw) -> ModelConfig:
     rope = replace(plain.rope, interleaved=True)
     return replace(
         plain,
-        **_mixed_layers(raw, tuple(layer_kinds(raw)), "attention_chunk_size"),
+        **mixed_layers(raw, tuple(layer_kinds(raw)), "attention_chunk_size"),
         rope=rope,
         ropes=tuple(rope if each else None for each in turned),
         unit_qk=bool(raw.get("use_qk_norm", True)),
@@ -264,7 +268,7 @@ def _deepseek(raw: Raw, experts: ExpertsConfig, *, interleaved: bool) -> ModelCo
     plain = _llama({**raw, "head_dim": width, "num_key_value_heads": None})
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     stretched = plain.rope.kind != "default" and scaling.get("mscale_all_dim")
-    grown = _growth(plain.rope.factor, float(scaling["mscale_all_dim"])) if stretched else 1.0
+    grown = yarn_growth(plain.rope.factor, float(scaling["mscale_all_dim"])) if stretched else 1.0
     first = int(raw.get("first_k_dense_replace") or 0)
     return replace(
         plain,
@@ -291,7 +295,7 @@ def _deepseek_experts(raw: Raw) -> dict[str, Any]:
 
 def _qwen3_next(raw: Raw) -> ModelConfig:
     kinds = tuple(layer_kinds({**raw, "full_attention_interval": raw.get("full_attention_interval") or 4}))
-    _check_kinds(kinds)
+    check_kinds(kinds)
     delta = DeltaConfig(
         key_heads=positive(raw, "linear_num_key_heads"),
         value_heads=positive(raw, "linear_num_value_heads"),
@@ -323,7 +327,7 @@ def _granite_hybrid(raw: Raw) -> ModelConfig:
     if plain.activation != "silu":
         raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
     kinds = tuple(layer_kinds({"layer_types": ["mamba"] * plain.layers, **raw}))
-    _check_kinds(kinds)
+    check_kinds(kinds)
     hybrid = LayerKind.RECURRENT_STATE in kinds
     turned = raw.get("position_embedding_type") == "rope"
     return replace(
@@ -344,7 +348,7 @@ def _granite_mamba2(raw: Raw) -> Mamba2Config:
     heads = positive(raw, "mamba_n_heads")
     width = positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
     head_dim = raw.get("mamba_d_head", "auto")
-    limits = [_number(each) for each in raw.get("time_step_limit") or (0.0, math.inf)]
+    limits = [number_of(each) for each in raw.get("time_step_limit") or (0.0, math.inf)]
     return Mamba2Config(
         heads=heads,
         head_dim=width // heads if head_dim == "auto" else positive(raw, "mamba_d_head"),
@@ -370,7 +374,7 @@ def _nemotron_h(raw: Raw) -> ModelConfig:
     if len(mixers) + sum(kind in ("mlp", "moe") for kind in follow) != len(names):
         raise ModelError("config.json: an MLP that does not follow a mixer is not supported")
     kinds = tuple(LAYER_KINDS[names[at]] for at in mixers)
-    _check_kinds(kinds)
+    check_kinds(kinds)
     activations = raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")
     if activations != ("relu2", "silu"):
         raise ModelError(
@@ -380,7 +384,9 @@ def _nemotron_h(raw: Raw) -> ModelConfig:
         if raw.get(name):
             raise ModelError(f"config.json: {name} is not supported with Nemotron-H")
     head_dim = raw.get("head_dim") or raw.get("attention_head_dim") or 128
-    common = _common({**raw, "head_dim": head_dim, "num_hidden_layers": len(mixers), "hidden_act": "silu"})
+    common = common_fields(
+        {**raw, "head_dim": head_dim, "num_hidden_layers": len(mixers), "hidden_act": "silu"}
+    )
     layers = range(len(mixers))
     experts = _nemotron_experts(raw) if "moe" in follow else None
     if experts is not None and common["mlp_bias"]:
@@ -453,6 +459,7 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "NemotronHForCausalLM": _nemotron_h,
+    **llama_like.READERS,
 }
 ARCHITECTURES = tuple(_READERS)
 
@@ -487,36 +494,6 @@ _GEMMA3_DEFAULTS = {
 }
 
 
-# -- what they share -----------------------------------------------------------------------------------
-
-
-def _common(raw: Raw, *, partial: bool = False) -> dict[str, Any]:
-    """Return the fields of a :class:`ModelConfig` that all families write alike. ``partial`` allows a field
-    that rotates only a part of each head."""
-    hidden = positive(raw, "hidden_size")
-    heads = positive(raw, "num_attention_heads")
-    head_dim = positive(raw, "head_dim") if raw.get("head_dim") else hidden // heads
-    return {
-        "vocab_size": positive(raw, "vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": positive(raw, "intermediate_size"),
-        "layers": positive(raw, "num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": positive(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
-        "head_dim": head_dim,
-        "max_positions": positive(raw, "max_position_embeddings"),
-        "dtype": kv_dtype(raw),
-        "rope": _rope(
-            raw, raw.get("rope_parameters") or raw.get("rope_scaling") or {}, head_dim if partial else None
-        ),
-        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
-        "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "activation": _activation(raw),
-        "eos_ids": token_ids(raw.get("eos_token_id")),
-    }
-
-
 def _with_qwen_experts(config: ModelConfig, raw: Raw) -> ModelConfig:
     """Add experts as Qwen writes them. ``num_experts`` became ``num_local_experts`` in some versions."""
     count = "num_experts" if raw.get("num_experts") else "num_local_experts"
@@ -541,107 +518,3 @@ def _architecture(raw: Raw) -> str:
             return str(name)
     what = ", ".join(map(str, names)) or "no architecture at all"
     raise ModelError(f"config.json names {what}; supported are {', '.join(ARCHITECTURES)}")
-
-
-def _activation(raw: Raw) -> str:
-    activation = raw.get("hidden_act", "silu")
-    known = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-    if activation not in known:
-        raise ModelError(
-            f"config.json: hidden_act {activation!r} is not supported (only silu and gelu_pytorch_tanh)"
-        )
-    return known[activation]
-
-
-def _rope(raw: Raw, scaling: Raw, head_dim: int | None = None) -> RopeConfig:
-    """Read the RoPE. ``head_dim`` is given if only a part of a head may be rotated."""
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    part = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
-    if part != 1.0 and head_dim is None:
-        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
-    rotary_dim = int((head_dim or 0) * part) if part != 1.0 else 0
-    if rotary_dim % 2 or not 0 < part <= 1:
-        raise ModelError(f"config.json: partial_rotary_factor {part} turns no even part of {head_dim}")
-    rope = RopeConfig(theta=theta, kind=kind, rotary_dim=rotary_dim)
-    original = scaling.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-    try:
-        if kind == "default":
-            return rope
-        if kind == "linear":
-            return replace(rope, factor=float(scaling["factor"]))
-        if kind == "llama3":
-            return replace(
-                rope,
-                factor=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_max_positions=int(original or 0),
-            )
-        if kind == "yarn":
-            return replace(
-                rope,
-                factor=float(scaling["factor"]),
-                original_max_positions=int(original or 0),
-                beta_fast=float(scaling.get("beta_fast") or 32),
-                beta_slow=float(scaling.get("beta_slow") or 1),
-                truncate=bool(scaling.get("truncate", True)),
-                amplitude=_amplitude(scaling),
-            )
-    except KeyError as missing:
-        raise ModelError(f"config.json: rope type {kind!r} needs the field {missing}") from None
-    raise ModelError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3, yarn are)")
-
-
-def _amplitude(scaling: Raw) -> float:
-    """Return YaRN's factor of cosines and sines."""
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    factor, one, every = float(scaling["factor"]), scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if one and every:
-        return _growth(factor, float(one)) / _growth(factor, float(every))
-    return _growth(factor, 1.0)
-
-
-def _growth(factor: float, share: float) -> float:
-    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _every_other(raw: Raw) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers. Without a list, every other layer attends to everything."""
-    return tuple(layer_kinds({**raw, "sliding_window_pattern": raw.get("sliding_window_pattern") or 2}))
-
-
-def _mixed_layers(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:
-    """Return ``kinds`` and ``windows`` of a model with layer groups. The field ``window`` names the width. If
-    all layers are alike they form one group, with the keys and values of all tokens."""
-    if set(kinds) == {LayerKind.FULL_ATTENTION}:
-        return {}
-    width = positive(raw, window)
-    windows = tuple(None if kind is LayerKind.FULL_ATTENTION else width for kind in kinds)
-    if set(kinds) == {LayerKind.SLIDING_WINDOW}:
-        return {"windows": windows}
-    _check_kinds(kinds)
-    return {"kinds": kinds, "windows": windows}
-
-
-def _check_kinds(kinds: tuple[LayerKind, ...]) -> None:
-    if LayerKind.FULL_ATTENTION not in kinds:
-        raise ModelError("config.json: a model none of whose layers attends to everything is not supported")
-
-
-def _windows(raw: Raw) -> tuple[int | None, ...]:
-    """Return the attention window of each layer of a model with one layer group; empty if every layer attends
-    to everything."""
-    window = raw.get("sliding_window")
-    if not window or not raw.get("use_sliding_window", True):
-        return ()
-    kinds = layer_kinds(raw)
-    if odd := set(kinds) - {LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW}:
-        raise ModelError(f"config.json: layer_types names {min(odd).value}, which is not supported here")
-    return tuple(int(window) if kind is LayerKind.SLIDING_WINDOW else None for kind in kinds)
-
-
-def _number(value: Any) -> float:
-    """Return a number, also from transformers' form of numbers that JSON lacks."""
-    return float(value["__float__"] if isinstance(value, Mapping) else value)

@@ -59,9 +59,8 @@ class SelfAttention:
         gates = None
         if config.gated_attention:
             queries, gates = queries.reshape(len(hidden), config.heads, -1).chunk(2, dim=-1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            norm = self._pointwise.norm
-            queries, keys = norm(queries, weights.q_norm), norm(keys, weights.k_norm)
+        if not config.qk_norm_late:
+            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
         queries = self._write((queries, keys, values), layout, positions)
         if weights.sinks is None:
             attended = self._attention.attend(self._layer, queries, layout)
@@ -91,12 +90,26 @@ class SelfAttention:
             return queries
         rotations = positions.rotations[rope]
         if rope.interleaved:
-            queries, keys = paired_by_halves(queries), paired_by_halves(keys)
-        if not config.unit_qk:
+            width = rotations[0].shape[-1]
+            queries, keys = paired_by_halves(queries, width), paired_by_halves(keys, width)
+        if not config.unit_qk and not config.qk_norm_late:
             return self._attention.rotate_and_write(self._layer, (queries, keys, values), rotations, layout)
-        queries, keys = self._unit(rotate(queries, *rotations)), self._unit(rotate(keys, *rotations))
+        queries, keys = rotate(queries, *rotations), rotate(keys, *rotations)
+        if config.unit_qk:
+            queries, keys = self._unit(queries), self._unit(keys)
+        else:
+            weights = self._weights
+            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
         self._attention.write(self._layer, keys, values, layout)
         return queries
+
+    def _normed(self, heads: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Return the norm of ``heads [tokens, heads, head_dim]``, if the model norms queries and keys."""
+        if weight is None:
+            return heads
+        if self._config.qk_norm_over == "all":
+            return self._pointwise.norm(heads.flatten(1), weight).view(heads.shape)
+        return self._pointwise.norm(heads, weight)
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -149,4 +162,6 @@ class LatentAttention:
         return linear(values.flatten(1), weights.o)
 
     def _turned(self, x: torch.Tensor, rotations: Rotations) -> torch.Tensor:
-        return rotate(paired_by_halves(x) if self._rope.interleaved else x, *rotations)
+        if self._rope.interleaved:
+            x = paired_by_halves(x, rotations[0].shape[-1])
+        return rotate(x, *rotations)

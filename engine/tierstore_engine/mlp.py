@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
-from torch.nn.functional import gelu, linear, relu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.weights import ExpertsWeights, MLPWeights
+
+_Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,19 @@ class MLPs:
 
     def __init__(self, config: ModelConfig, pointwise: Pointwise) -> None:
         self._experts = config.experts
-        activations = {"silu": pointwise.silu_mul, "gelu_tanh": _gelu_mul, "relu2": _relu_squared}
-        self._gated: Callable[[torch.Tensor], torch.Tensor] = activations[config.activation]
+        gated: dict[str, _Activation] = {
+            "silu": pointwise.silu_mul,
+            "gelu_tanh": _gelu_tanh_mul,
+            "gelu": _gelu_mul,
+        }
+        alone: dict[str, _Activation] = {
+            "silu": silu,
+            "gelu_tanh": _gelu_tanh,
+            "gelu": gelu,
+            "relu2": _relu_squared,
+        }
+        activations = gated if config.gated_mlps else alone
+        self._gated = activations[config.activation]
 
     def compute(self, hidden: torch.Tensor, weights: MLPWeights | ExpertsWeights) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of any tokens. Return the same shape."""
@@ -110,9 +124,18 @@ def _of_best_groups(ranked: torch.Tensor, experts: ExpertsConfig) -> torch.Tenso
     return by_group.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(1)
 
 
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return gelu(x, approximate="tanh")
+
+
+def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _gelu_tanh(gate) * up
+
+
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate, approximate="tanh") * up
+    return gelu(gate) * up
 
 
 def _relu_squared(up: torch.Tensor) -> torch.Tensor:

@@ -104,22 +104,25 @@ class Model:
             config: rope.rotations(step.positions, hidden.dtype) for config, rope in self._ropes.items()
         }
         positions = Positions(step.positions, rotations)
-        normed = pointwise.norm(hidden, weights[layers.start].mixer_norm)
+        normed = _normed(pointwise, hidden, weights[layers.start].mixer_norm)
         for index in layers:
             layer = weights[index]
             step.arrivals.wait(index)
             given = self._mixed(index, normed, step, positions)
             if layer.mixer_post_norm is not None:
                 given = pointwise.norm(given, layer.mixer_post_norm)
-            if layer.mlp is not None and layer.mlp_norm is not None:
-                hidden, normed = pointwise.add_norm(hidden, self._scaled(given), layer.mlp_norm)
+            if self.config.parallel and layer.mlp is not None:
+                own = normed if layer.mlp_norm is None else pointwise.norm(hidden, layer.mlp_norm)
+                given = given + self._mlps.compute(own, layer.mlp)
+            elif layer.mlp is not None:
+                hidden, normed = _added(pointwise, hidden, self._scaled(given), layer.mlp_norm)
                 given = self._mlps.compute(normed, layer.mlp)
                 if layer.mlp_post_norm is not None:
                     given = pointwise.norm(given, layer.mlp_post_norm)
             given = self._scaled(given)
             if index + 1 == layers.stop:  # the next norm, and its rows, are not known here
                 return hidden + given
-            hidden, normed = pointwise.add_norm(hidden, given, weights[index + 1].mixer_norm)
+            hidden, normed = _added(pointwise, hidden, given, weights[index + 1].mixer_norm)
         return hidden
 
     def _scaled(self, given: torch.Tensor) -> torch.Tensor:
@@ -146,4 +149,18 @@ def _pointwise(config: ModelConfig, memories: Sequence[Memory]) -> Pointwise:
     for memory in memories:
         if isinstance(memory, Attention):
             return memory.pointwise(config)
-    return Pointwise(config.norm_eps, centred=config.centred_norms)
+    return Pointwise.of(config)
+
+
+def _normed(pointwise: Pointwise, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return hidden if weight is None else pointwise.norm(hidden, weight)
+
+
+def _added(
+    pointwise: Pointwise, hidden: torch.Tensor, given: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum, and its norm if there is one."""
+    if weight is not None:
+        return pointwise.add_norm(hidden, given, weight)
+    total = hidden + given
+    return total, total

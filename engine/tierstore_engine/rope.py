@@ -35,10 +35,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def paired_by_halves(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, in which 2i pairs with 2i + 1, in the order of dimensions that :func:`rotate` needs. If
-    queries and keys are both reordered, their products stay the same."""
-    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+def paired_by_halves(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``x``, in whose first ``width`` dimensions 2i pairs with 2i + 1, in the order of dimensions that
+    :func:`rotate` needs. If queries and keys are both reordered, their products stay the same."""
+    return torch.cat((x[..., :width:2], x[..., 1:width:2], x[..., width:]), dim=-1)
 
 
 def inverse_frequencies(config: RopeConfig, rotary_dim: int) -> torch.Tensor:

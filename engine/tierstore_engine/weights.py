@@ -134,9 +134,10 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. The last two norms apply to the outputs of the mixer and the MLP."""
+    """One decoder layer. The last two norms apply to the outputs of the mixer and the MLP. A norm with a bias
+    is ``[2, hidden_size]``."""
 
-    mixer_norm: torch.Tensor
+    mixer_norm: torch.Tensor | None
     mixer: MixerWeights
     mlp_norm: torch.Tensor | None
     mlp: MLPWeights | ExpertsWeights | None
@@ -156,11 +157,26 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of checkpoint tensor ``name``. ``inputs`` is how many numbers each of its outputs sums up."""
+    """The place of checkpoint tensor ``name``. ``inputs`` is how many numbers each of its outputs sums up.
+
+    If a checkpoint tensor fills several slots, ``members`` are (first, stop, total): the tensor has the rows
+    of ``total`` heads for each KV head, and the slot, ``[kv_heads, stop - first, head_dim, …]``, some of them.
+    """
 
     name: str
     tensor: torch.Tensor
     inputs: int = 0
+    members: tuple[int, int, int] | None = None
+
+    def fill(self, checkpoint: Checkpoint, stored_name: str) -> None:
+        """Read the tensor from a checkpoint."""
+        if self.members is None:
+            self.tensor.copy_(checkpoint.read(stored_name, self.tensor.shape))
+            return
+        first, stop, total = self.members
+        groups, _, width, *rest = self.tensor.shape
+        stored = checkpoint.read(stored_name, torch.Size((groups * total * width, *rest)))
+        self.tensor.copy_(stored.view(groups, total, width, *rest)[:, first:stop])
 
 
 def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeights:
@@ -170,10 +186,10 @@ def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeig
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
     with Checkpoint(folder) as checkpoint:
-        stored = _stored_names(checkpoint)
+        stored = _stored_names(config, checkpoint)
         weights = _allocate(config, device)
         for slot in slots(config, weights):
-            slot.tensor.copy_(checkpoint.read(stored(slot.name), slot.tensor.shape))
+            slot.fill(checkpoint, stored(slot.name))
     return weights
 
 
@@ -184,15 +200,23 @@ def check_tensors(config: ModelConfig, folder: Path) -> None:
     Raises :class:`ModelError` for a tensor that is missing, in an unreadable dtype, or not part of the model.
     """
     with Checkpoint(folder) as checkpoint:
-        stored = _stored_names(checkpoint)
+        stored = _stored_names(config, checkpoint)
         names = {stored(slot.name) for slot in slots(config, _allocate(config, "meta"))}
         tied = {stored("lm_head.weight")} if config.tied_embeddings else set()
         checkpoint.account_for(names, unread=tied)
 
 
-def _stored_names(checkpoint: Checkpoint) -> Callable[[str], str]:
-    """Return a function from a tensor's name to its name in the checkpoint. In models that also take images
-    the text part has a prefix; Nemotron-H has a backbone."""
+def _stored_names(config: ModelConfig, checkpoint: Checkpoint) -> Callable[[str], str]:
+    """Return a function from a tensor's name to its name in the checkpoint. Some families have names of their
+    own. In models that also take images the text part has a prefix; Nemotron-H has a backbone."""
+
+    def renamed(name: str) -> str:
+        for part, stored in config.names.renamed:
+            name = name.replace(part, stored)
+        return name
+
+    if config.names.renamed:
+        return renamed
     for prefix, head in _PREFIXES:
         if f"{prefix}embed_tokens.weight" in checkpoint:
             return lambda name: prefix + name[6:] if name.startswith("model.") else head + name
@@ -244,7 +268,7 @@ def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
     yield Slot("model.embed_tokens.weight", weights.embed)
     parts = _block_slots if config.names.blocks else _layer_slots
     yield from parts(config, weights.layers)
-    yield Slot("model.norm.weight", weights.norm)
+    yield from _norm_slots(config, "model.norm", weights.norm)
     if not config.tied_embeddings:
         yield Slot("lm_head.weight", weights.head)
 
@@ -260,6 +284,7 @@ def _block_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterato
     ``norm``."""
     numbers = itertools.count()
     for layer in layers:
+        assert layer.mixer_norm is not None
         parts = [(layer.mixer_norm, _mixer_slots(config, layer.mixer))]
         if layer.mlp is not None and layer.mlp_norm is not None:
             parts.append((layer.mlp_norm, _feed_forward_slots(config, layer.mlp)))
@@ -272,13 +297,21 @@ def _block_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterato
 
 
 def _slots_of(config: ModelConfig, layer: LayerWeights) -> Iterator[Slot]:
-    yield Slot("input_layernorm.weight", layer.mixer_norm)
+    yield from _norm_slots(config, "input_layernorm", layer.mixer_norm)
     yield from _mixer_slots(config, layer.mixer)
-    yield from _optional("post_attention_layernorm.weight", layer.mixer_post_norm)
-    yield from _optional(f"{config.names.mlp_norm}.weight", layer.mlp_norm)
+    yield from _norm_slots(config, "post_attention_layernorm", layer.mixer_post_norm)
+    yield from _norm_slots(config, config.names.mlp_norm, layer.mlp_norm)
     if layer.mlp is not None:
         yield from _feed_forward_slots(config, layer.mlp)
-    yield from _optional("post_feedforward_layernorm.weight", layer.mlp_post_norm)
+    yield from _norm_slots(config, "post_feedforward_layernorm", layer.mlp_post_norm)
+
+
+def _norm_slots(config: ModelConfig, name: str, norm: torch.Tensor | None) -> Iterator[Slot]:
+    if norm is not None and config.norm_bias:
+        yield Slot(f"{name}.weight", norm[0])
+        yield Slot(f"{name}.bias", norm[1])
+    else:
+        yield from _optional(f"{name}.weight", norm)
 
 
 def _mixer_slots(config: ModelConfig, weights: MixerWeights) -> Iterator[Slot]:
@@ -298,16 +331,32 @@ def _feed_forward_slots(config: ModelConfig, weights: MLPWeights | ExpertsWeight
 
 
 def _attention_slots(config: ModelConfig, weights: AttentionWeights) -> Iterator[Slot]:
-    q, kv = _query_rows(config), config.kv_heads * config.head_dim
-    for name, start, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
-        yield Slot(f"self_attn.{name}.weight", weights.qkv[start : start + rows])
-        if weights.qkv_bias is not None:
-            yield Slot(f"self_attn.{name}.bias", weights.qkv_bias[start : start + rows])
+    yield from _projection_slots(config, "weight", weights.qkv)
+    if weights.qkv_bias is not None:
+        yield from _projection_slots(config, "bias", weights.qkv_bias)
     yield from _optional("self_attn.q_norm.weight", weights.q_norm)
     yield from _optional("self_attn.k_norm.weight", weights.k_norm)
     yield Slot("self_attn.o_proj.weight", weights.o)
     yield from _optional("self_attn.o_proj.bias", weights.o_bias)
     yield from _optional("self_attn.sinks", weights.sinks)
+
+
+def _projection_slots(config: ModelConfig, kind: str, qkv: torch.Tensor) -> Iterator[Slot]:
+    """Yield the slots of Q, K and V, or of their biases."""
+    if config.names.fused_qkv == "rows":
+        yield Slot(f"self_attn.qkv_proj.{kind}", qkv)
+        return
+    per_group, width = config.heads // config.kv_heads, config.head_dim
+    q, kv = _query_rows(config), config.kv_heads * width
+    members = {"q_proj": (0, per_group), "k_proj": (per_group, 1), "v_proj": (per_group + 1, 1)}
+    for name, start, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
+        part = qkv[start : start + rows]
+        if config.names.fused_qkv == "heads":
+            first, count = members[name]
+            part = part.view(config.kv_heads, count, width, *qkv.shape[1:])
+            yield Slot(f"self_attn.qkv_proj.{kind}", part, members=(first, first + count, per_group + 2))
+        else:
+            yield Slot(f"self_attn.{name}.{kind}", part)
 
 
 def _query_rows(config: ModelConfig) -> int:
@@ -408,7 +457,7 @@ def _allocate(config: ModelConfig, device: str) -> ModelWeights:
     return ModelWeights(
         embed=embed,
         layers=tuple(make.layer(index) for index in range(config.layers)),
-        norm=make.empty(config.hidden_size),
+        norm=make.norm(),
         head=embed if config.tied_embeddings else make.empty(config.vocab_size, config.hidden_size),
     )
 
@@ -424,16 +473,21 @@ class _Maker:
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
+    def norm(self) -> torch.Tensor:
+        hidden = self._config.hidden_size
+        return self.empty(2, hidden) if self._config.norm_bias else self.empty(hidden)
+
     def layer(self, index: int) -> LayerWeights:
-        config, hidden = self._config, self._config.hidden_size
+        config = self._config
         bare = index in config.bare_layers
+        normed = config.pre_norms and not bare and config.parallel != "one norm"
         return LayerWeights(
-            mixer_norm=self.empty(hidden),
+            mixer_norm=self.norm() if config.pre_norms else None,
             mixer=self._mixer(config.kind(index)),
-            mlp_norm=None if bare else self.empty(hidden),
+            mlp_norm=self.norm() if normed else None,
             mlp=None if bare else self._feed_forward(config.experts_of(index)),
-            mixer_post_norm=self.empty(hidden) if config.post_norms else None,
-            mlp_post_norm=self.empty(hidden) if config.post_norms else None,
+            mixer_post_norm=self.norm() if config.post_norms else None,
+            mlp_post_norm=self.norm() if config.post_norms else None,
         )
 
     def _mixer(self, kind: LayerKind) -> MixerWeights:
@@ -459,12 +513,21 @@ class _Maker:
         return AttentionWeights(
             qkv=self.empty(rows, hidden),
             qkv_bias=self.empty(rows) if config.qkv_bias else None,
-            q_norm=self.empty(config.head_dim) if config.qk_norm else None,
-            k_norm=self.empty(config.head_dim) if config.qk_norm else None,
+            q_norm=self._head_norm(config.heads),
+            k_norm=self._head_norm(config.kv_heads),
             o=self.empty(hidden, config.heads * config.head_dim),
             o_bias=self.empty(hidden) if config.o_bias else None,
             sinks=self.empty(config.heads) if config.sinks else None,
         )
+
+    def _head_norm(self, heads: int) -> torch.Tensor | None:
+        config = self._config
+        shapes = {
+            "head": (config.head_dim,),
+            "each": (heads, config.head_dim),
+            "all": (heads * config.head_dim,),
+        }
+        return self.empty(*shapes[config.qk_norm_over]) if config.qk_norm else None
 
     def _latent(self, latent: LatentConfig) -> LatentWeights:
         heads, hidden, rank = self._config.heads, self._config.hidden_size, latent.query_rank

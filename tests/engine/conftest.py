@@ -287,6 +287,8 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Models whose layers remember the past in several ways."""
 
+_FULL = ["full_attention"] * 3
+
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid-dense": (
         "GraniteMoeHybrid",
@@ -314,6 +316,79 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Of which transformers computes other logits with a cache: there it does not limit the steps of Mamba-2."""
+
+
+_LAYERS = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 37}
+
+LLAMA_LIKE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("Arcee", {"num_key_value_heads": 2, "mlp_bias": True}),
+    "cohere": ("Cohere", {"num_key_value_heads": 2, "logit_scale": 0.7}),
+    "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.7}),
+    "cohere2": ("Cohere2", {**_LAYERS, "sliding_window_pattern": 2, "logit_scale": 0.7}),
+    "ernie": ("Ernie4_5", {"num_key_value_heads": 2, "head_dim": 16, "use_bias": True}),
+    "exaone4": ("Exaone4", {**_LAYERS, "sliding_window_pattern": 2}),
+    "exaone4-full": ("Exaone4", {"num_key_value_heads": 2, "sliding_window": None, "layer_types": _FULL}),
+    "falcon": ("Falcon", {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": True}),
+    "falcon-7b": ("Falcon", {"multi_query": True}),
+    "falcon-rw": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+    "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False}),
+    "gemma": ("Gemma", {"num_key_value_heads": 1, "head_dim": 16}),
+    "glm": ("Glm", {"num_key_value_heads": 2, "head_dim": 16}),
+    "glm4": ("Glm4", {"num_key_value_heads": 2, "head_dim": 16}),
+    "granite": (
+        "Granite",
+        {
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            },
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {**_LAYERS, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "nemotron": ("Nemotron", {"num_key_value_heads": 2, "mlp_bias": True}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "olmo3": ("Olmo3", {**_LAYERS, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": 70}),
+    "phi4-mini": (
+        "Phi3",
+        {
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0] * 6,
+                "long_factor": [2.0] * 6,
+            },
+        },
+    ),
+    "seed-oss": ("SeedOss", {"num_key_value_heads": 2, "head_dim": 16}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "num_key_value_heads": 2}),
+    "stablelm": ("StableLm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {"num_key_value_heads": 2, "use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 37}),
+}
+"""Architectures that are Llama with a few changes."""
 
 
 @dataclass(frozen=True)
@@ -486,13 +561,13 @@ def reference_model(name: str) -> transformers.PreTrainedModel:
     import transformers  # seconds, and not everywhere where the kernels are tested
 
     transformers.utils.logging.disable_progress_bar()
-    family, fields = {**ARCHITECTURES, **GROUPED, **VARIANTS}[name]
+    family, fields = {**ARCHITECTURES, **GROUPED, **VARIANTS, **LLAMA_LIKE}[name]
     text = "Text" if family in ("Gemma3", "Llama4") else ""  # the others of that name take images
     config = getattr(transformers, f"{family}{text}Config")(**(_BASE | fields))
     config._attn_implementation = "eager"  # the only one that knows caps and sinks
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(11)
-    centred = family in ("Gemma2", "Gemma3", "Qwen3Next")
+    centred = family in ("Gemma", "Gemma2", "Gemma3", "Nemotron", "Qwen3Next")
     for parameter, tensor in (*model.named_parameters(), *_corrections(model)):
         # Away from transformers' tiny default weights, with which attention does next to nothing.
         small = "norm" in parameter or "bias" in parameter

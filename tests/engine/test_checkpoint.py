@@ -22,7 +22,7 @@ from tierstore_engine.presets import preset
 from tierstore_engine.server import run as server
 from tierstore_engine.weights import random_weights, slots, weights_bytes
 
-from .conftest import ARCHITECTURES, GROUPED, VARIANTS, rewrite_json
+from .conftest import ARCHITECTURES, GROUPED, LLAMA_LIKE, VARIANTS, rewrite_json
 
 WEIGHTS = "model.safetensors"
 
@@ -166,7 +166,7 @@ def test_every_byte_of_the_weights_has_a_slot() -> None:
         assert all(torch.isfinite(tensor).all() for tensor in owned)
 
 
-FAMILIES = sorted({**ARCHITECTURES, **GROUPED, **VARIANTS})
+FAMILIES = sorted({**ARCHITECTURES, **GROUPED, **VARIANTS, **LLAMA_LIKE})
 
 
 @pytest.fixture(params=FAMILIES)

@@ -245,7 +245,19 @@ def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "names GPT2LMHeadModel; supported are LlamaForCausalLM"),
         ({"architectures": None}, "no architecture at all"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+        ({"architectures": ["ArceeForCausalLM"]}, "hidden_act other than relu2"),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi is not supported"),
+        ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm is not supported"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "rope_scaling": {"type": "longrope", "short_factor": [1.1], "long_factor": [2.0]},
+            },
+            "short_factor other than 1 is not supported",
+        ),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, got 'many'"),

@@ -17,13 +17,13 @@ from tierstore_engine.build import LoadedModel, make_runner
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
 
-from .conftest import GROUPED, VARIANTS, VOCAB, reference_model
+from .conftest import GROUPED, LLAMA_LIKE, VARIANTS, VOCAB, reference_model
 
 CHUNK = 16
 TOKENS = 230  # more than four windows, and more than four attention chunks
 MAX_LOGIT_DIFF = 1e-4
 ONE_GROUP = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-yarn", "deepseek-v2", "deepseek-v3")
-FAMILIES = (*ONE_GROUP, *GROUPED, *VARIANTS)
+FAMILIES = (*ONE_GROUP, *GROUPED, *VARIANTS, *LLAMA_LIKE)
 CUTS = {
     "whole": (TOKENS,),
     "pages": (*range(CHUNK, TOKENS, CHUNK), TOKENS),

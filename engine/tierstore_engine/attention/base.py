@@ -118,7 +118,7 @@ class Attention(ABC):
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         """Return the pointwise operations for this device."""
-        return Pointwise(config.norm_eps, centred=config.centred_norms)
+        return Pointwise.of(config)
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:

@@ -196,8 +196,8 @@ class CudaAttention(Attention):
 
 def kernel_pointwise(launcher: Launcher, config: ModelConfig) -> Pointwise:
     """Return the kernels' pointwise operations, if they support the model's norms."""
-    if config.centred_norms:
-        return Pointwise(config.norm_eps, centred=True)
+    if config.centred_norms or config.norm != "rms":
+        return Pointwise.of(config)
     return PointwiseKernels(launcher, dtype=config.dtype, epsilon=config.norm_eps)
 
 
