@@ -160,7 +160,7 @@ class Slot:
     """The place of checkpoint tensor ``name``. ``inputs`` is how many numbers each of its outputs sums up.
 
     If a checkpoint tensor fills several slots, ``members`` are (first, stop, total): the tensor has the rows
-    of ``total`` heads for each KV head, and the slot, ``[kv_heads, stop - first, head_dim, …]``, some of them.
+    of ``total`` heads for each KV head, and the slot ``[kv_heads, stop - first, head_dim, …]`` some of them.
     """
 
     name: str
