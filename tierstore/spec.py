@@ -440,8 +440,7 @@ def layer_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
     if config.get("kv_lora_rank"):
         width = positive(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
         return [LayerGroup(LayerKind.MLA_LATENT, tuple(range(len(kinds))), 1, width)]
-    heads = positive(config, "num_attention_heads")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    heads, kv_heads = positive(config, "num_attention_heads"), kv_heads_of(config)
     head_dim = int(config.get("head_dim") or positive(config, "hidden_size") // heads)
     groups = []
     for kind in dict.fromkeys(kinds):
@@ -451,6 +450,16 @@ def layer_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
         else:
             groups.append(LayerGroup(kind, members, kv_heads, head_dim, _window(config, kind)))
     return groups
+
+
+def kv_heads_of(config: Mapping[str, Any]) -> int:
+    """Return how many heads have keys and values of their own. Falcon has other fields than the others."""
+    heads = positive(config, "num_attention_heads")
+    if "new_decoder_architecture" not in config:
+        return int(config.get("num_key_value_heads") or heads)
+    if config.get("multi_query", True) and not config["new_decoder_architecture"]:
+        return 1
+    return int(config.get("num_kv_heads") or heads)
 
 
 def blocks(config: Mapping[str, Any]) -> list[str] | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tierstore.spec import LayerKind, layer_kinds, positive, rope_layers
+from tierstore.spec import LayerKind, kv_heads_of, layer_kinds, positive, rope_layers
 from tierstore_engine.config import ModelConfig, TensorNames
 from tierstore_engine.config_fields import (
     Raw,
@@ -191,8 +191,7 @@ def _gpt_neox(raw: Raw) -> ModelConfig:
 def _falcon(raw: Raw) -> ModelConfig:
     if raw.get("alibi"):
         raise ModelError("config.json: alibi is not supported")
-    new, heads = bool(raw.get("new_decoder_architecture")), positive(raw, "num_attention_heads")
-    one_head = raw.get("multi_query", True) and not new
+    new = bool(raw.get("new_decoder_architecture"))
     parallel = bool(raw.get("parallel_attn", True)) or new
     two_norms = new and (raw.get("num_ln_in_parallel_attn") or 2) == 2
     biased = bool(raw.get("bias"))
@@ -202,7 +201,7 @@ def _falcon(raw: Raw) -> ModelConfig:
         **raw,
         "hidden_act": raw.get("activation") or "gelu",
         "intermediate_size": raw.get("ffn_hidden_size") or 4 * positive(raw, "hidden_size"),
-        "num_key_value_heads": 1 if one_head else raw.get("num_kv_heads") or heads,
+        "num_key_value_heads": kv_heads_of({"new_decoder_architecture": False, **raw}),
         "mlp_bias": biased,
     }
     norms = (("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp")) if two_norms else ()

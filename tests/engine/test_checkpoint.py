@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tierstore.spec import LayerGroup, LayerKind, layer_groups
 from tierstore_engine.build import load_model, open_model
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.cli import main
@@ -330,3 +331,17 @@ def test_quantised_weights_end_a_command_before_it_listens(
     assert "is I8, and weights are read in BF16" in line
     assert not out
     assert not listened
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_size_of_a_model_is_read_alike(checkpoints: Callable[..., Path], name: str) -> None:
+    """``tierstore size`` reads heads and layers from the same fields as the engine, without torch."""
+    raw, config = json.loads((checkpoints(name) / "config.json").read_text()), read_config(checkpoints(name))
+    sized = layer_groups(raw)
+    assert sum(len(group.layers) for group in sized) == config.layers
+
+    def heads(groups: Sequence[LayerGroup]) -> set[tuple[int, int]]:
+        with_heads = (each for each in groups if each.kind is not LayerKind.RECURRENT_STATE)
+        return {(each.kv_heads, each.head_dim) for each in with_heads}
+
+    assert heads(sized) == heads(config.groups)
