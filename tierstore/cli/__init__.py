@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, serve, size, stats, top, why
+from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, run, serve, size, stats, top, why
 from tierstore.command_line import make_app, one_line_errors, version_option
 
 app = make_app()
@@ -32,6 +32,7 @@ app.command("ls")(ls.command)
 app.command("doctor")(doctor.command)
 app.command("size")(size.command)
 app.command("serve")(serve.serve)
+app.command("run", context_settings=run.ARGUMENTS_OF_THE_COMMAND)(run.command)
 app.command("keygen")(serve.keygen)
 app.command("stats")(stats.command)
 app.command("top")(top.command)

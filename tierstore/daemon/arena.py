@@ -90,7 +90,7 @@ class SocketLock:
             return
         if not stat.S_ISSOCK(found.st_mode):
             raise UsageError(f"cannot listen at {self.path}: {name} exists and is not a socket")
-        if _somebody_listens(name):
+        if is_listening(name):
             raise self._taken()
         name.unlink()
 
@@ -110,7 +110,7 @@ class SocketLock:
         self._lock.release()
 
 
-def _somebody_listens(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Return whether a process listens at a unix socket. Only the kernel knows: lock files can be removed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.setblocking(False)

@@ -1,9 +1,12 @@
-"""The entry points of the command-line programs. They set a SIGTERM handler before they import anything else.
+"""The entry points of the command-line programs and of the engines' plug-ins.
 
-The kernel ignores SIGTERM for process 1 of a container until the process has a handler, and importing a
-program's modules takes seconds on a busy machine. So this package imports only the standard library, and sets
-a handler first. Until a server installs its own handler, which shuts down in order, the process exits at
-once. The data on disk withstands that.
+The programs set a SIGTERM handler before they import anything else. The kernel ignores SIGTERM for process 1
+of a container until the process has a handler, and importing a program's modules takes seconds on a busy
+machine. So this package imports only the standard library, and sets a handler first. Until a server installs
+its own handler, which shuts down in order, the process exits at once. The data on disk withstands that.
+
+vLLM and SGLang load the plug-ins in each of their processes. Without the variable ``TIERSTORE`` a plug-in
+imports nothing and does nothing.
 """
 
 from __future__ import annotations
@@ -52,3 +55,24 @@ def proxy() -> None:
     from tierstore_proxy.cli import main
 
     main()
+
+
+def vllm_plugin() -> None:
+    """Give vLLM's engines the store that ``TIERSTORE`` names."""
+    _plug_in("vllm")
+
+
+def sglang_plugin() -> None:
+    """Give SGLang's engines the store that ``TIERSTORE`` names."""
+    _plug_in("sglang")
+
+
+def _plug_in(engine: str) -> None:
+    if os.environ.get("TIERSTORE", "") in ("", "off"):
+        return
+    try:
+        from importlib import import_module
+
+        import_module(f"tierstore_connectors.{engine}.plugin").install()
+    except Exception as error:  # noqa: BLE001  # the engine must start; vLLM does not catch the error
+        sys.stderr.write(f"tierstore: runs without the cache: {error!r}\n")

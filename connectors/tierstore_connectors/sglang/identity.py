@@ -180,17 +180,28 @@ def model_digest(version: str, arguments: Mapping[str, Any], namespace: str, *, 
 def weights_revision(arguments: Mapping[str, Any], namespace: str, *, sampled: bool = False) -> str:
     """Identify the weights: by all bytes of the model's files, by the hub's commit, or by the ``namespace``.
     Raises :class:`UsageError` without any of these."""
+    require_known_weights(arguments, namespace)
     place, revision = str(arguments.get("model_path", "")), str(arguments.get("revision") or "")
     folder = Path(place)
-    if folder.is_dir() and any(Path(name).suffix in WEIGHTS for name in files_of(folder)):
+    if _has_weights(folder):
         return contents_of(folder, sampled=sampled)
-    if COMMIT.fullmatch(revision) or namespace:
-        own = contents_of(folder, sampled=sampled) if folder.is_dir() else place
-        return f"{own} {revision}"
-    raise UsageError(
-        f"the weights of {place} cannot be identified (no local weight files, and revision is no commit): "
-        'give hicache-storage-backend-extra-config a "namespace" that changes with them'
-    )
+    own = contents_of(folder, sampled=sampled) if folder.is_dir() else place
+    return f"{own} {revision}"
+
+
+def require_known_weights(arguments: Mapping[str, Any], namespace: str = "") -> None:
+    """Raise :class:`UsageError` if :func:`weights_revision` cannot identify the weights. Reads no file."""
+    place, revision = str(arguments.get("model_path", "")), str(arguments.get("revision") or "")
+    if not (COMMIT.fullmatch(revision) or namespace or _has_weights(Path(place))):
+        raise UsageError(
+            f"the weights of {place} cannot be identified (no local weight files, revision is no commit): "
+            'give a commit as revision, or hicache-storage-backend-extra-config a "namespace" that changes '
+            "with them"
+        )
+
+
+def _has_weights(folder: Path) -> bool:
+    return folder.is_dir() and any(Path(name).suffix in WEIGHTS for name in files_of(folder))
 
 
 def contents_of(place: Path, *, sampled: bool = False) -> str:

@@ -1,0 +1,80 @@
+"""vLLM's plug-in: ``TIERSTORE=auto vllm serve MODEL`` is an engine with the connector.
+
+vLLM calls the plug-in in each of its processes (``tierstore_start.vllm_plugin``). Engines of the command line
+and of ``LLM`` make their configuration from ``EngineArgs``, in the parent of all other processes. So the
+connector is set there, and the other processes receive it with the configuration. A connector that the user
+has chosen stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from json import dumps
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from tierstore.cli.checks.daemon import numbers
+from tierstore.cli.checks.vllm import OLDEST, installed_version, proposed
+from tierstore.daemon.background import VARIABLE, chosen_store
+from tierstore.errors import UsageError
+
+_log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that vLLM's format applies
+
+
+@functools.cache
+def install() -> None:
+    """Have ``EngineArgs`` choose the connector. Repeated calls do nothing."""
+    make = EngineArgs.create_engine_config
+
+    @functools.wraps(make)
+    def create_engine_config(arguments: Any, *args: Any, **kwargs: Any) -> Any:
+        return _configured(arguments, lambda: make(arguments, *args, **kwargs))
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _configured(arguments: Any, make: Callable[[], Any]) -> Any:
+    """Return the engine's configuration, with the connector if nothing speaks against it."""
+    flags = _flags(arguments)
+    if flags is None:
+        return make()
+    arguments.kv_transfer_config = KVTransferConfig(**flags)
+    try:
+        config = make()
+    except Exception as refusal:  # noqa: BLE001  # an engine that starts without the connector must start
+        arguments.kv_transfer_config = None
+        config = make()  # raises again if the connector is not the reason
+        _log.warning("tierstore: runs without the cache: vLLM refuses the connector: %s", refusal)
+        return config
+    return config
+
+
+def _flags(arguments: Any) -> dict[str, Any] | None:
+    """Return the ``--kv-transfer-config`` to set; None if the user has chosen, or there is no store. Log
+    which."""
+    given = {
+        "--kv-transfer-config": arguments.kv_transfer_config,
+        "--kv-offloading-size": arguments.kv_offloading_size,
+    }
+    for name, value in given.items():
+        if value is not None:
+            _log.info("tierstore: %s is ignored, because %s is given", VARIABLE, name)
+            return None
+    try:
+        version = installed_version()
+        if version is not None and numbers(version) < OLDEST:
+            raise UsageError(f"vLLM {version} is too old: use {'.'.join(map(str, OLDEST))} or newer")
+        store = chosen_store(os.environ[VARIABLE])
+    except Exception as error:  # noqa: BLE001  # the engine must start
+        _log.warning("tierstore: runs without the cache: %s", error)
+        return None
+    flags = proposed(store.url)
+    _log.info(
+        "tierstore: %s sets --kv-transfer-config '%s'. The daemon: %s", VARIABLE, dumps(flags), store.state
+    )
+    return flags

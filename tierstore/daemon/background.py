@@ -1,0 +1,187 @@
+"""The variable ``TIERSTORE``, which gives an engine its store, and the daemon that ``auto`` starts.
+
+``auto`` is the daemon at this user's default address. If none listens there, one is started, and the engine
+continues when it listens. An address is the daemon at that address, and ``off`` (or no variable) is none.
+
+The started daemon outlives the engine. It is no descendant of the engine, because SGLang kills all of its
+descendants when it ends. It has its own session, so a signal to the engine's terminal or process group does
+not reach it. A lock file beside the socket lets one of many engines start it. The lock is released when the
+daemon listens, and by the kernel if the engine dies before.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.client.handshake import Address
+from tierstore.daemon.arena import is_listening
+from tierstore.daemon.settings import Settings
+from tierstore.defaults import CONNECT_S
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.locks import PathLock
+from tierstore.machine import disk_bytes, memory_bytes
+from tierstore.printable import printable
+from tierstore.wire.local_address import require_own_directory
+
+VARIABLE = "TIERSTORE"
+AUTO, OFF = "auto", "off"
+
+_MEMORY_SHARE = 4  # at most 1/4 of the memory of the machine or container
+_DISK_SHARE = 2  # at most 1/2 of the disk's free space and present pages
+_LOOK_S = 0.02
+
+# Starts the daemon and ends, so that the daemon is no descendant of the engine. argv[1] is a pipe that the
+# daemon keeps open while it lives.
+_LAUNCHER = """
+import subprocess, sys
+daemon = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, stdout=2, stderr=2,
+                          pass_fds=[int(sys.argv[1])], start_new_session=True)
+print(daemon.pid)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStore:
+    """The daemon that an engine uses. ``state`` says what is known about it, for the engine's log."""
+
+    url: str
+    state: str
+
+
+def checked_choice(value: str) -> str:
+    """Return a value of the variable, an address with an absolute path. Raise :class:`UsageError` if it is
+    neither ``auto`` nor ``off`` nor an address."""
+    if value in (AUTO, OFF):
+        return value
+    try:
+        return Address.parse(value).url
+    except UsageError as error:
+        raise UsageError(
+            f"{VARIABLE} must be auto, off or the address of a daemon (ipc://PATH or tcp://HOST:PORT), got "
+            f"{value!r}"
+        ) from error
+
+
+def chosen_store(value: str) -> ChosenStore:
+    """Return the daemon that the variable's ``value`` stands for; ``auto`` starts it if necessary.
+
+    Waits up to ``CONNECT_S`` seconds for a started daemon. If it needs longer, the engine connects later.
+    Raises :class:`~tierstore.errors.TierStoreError` for a wrong value, and if the daemon cannot be started.
+    """
+    choice = checked_choice(value)
+    if choice != AUTO:
+        return ChosenStore(choice, "the address was given")
+    try:
+        return _own_daemon(Settings.load())
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        raise StoreUnavailableError(f"cannot start a daemon: {where}{error.strerror or error}") from error
+
+
+def _own_daemon(settings: Settings) -> ChosenStore:
+    """Return the daemon of ``settings``, which are those of the environment. Start it if none listens."""
+    url = checked_choice(settings.listen[0])
+    if not url.startswith("ipc://"):
+        raise UsageError(f"{VARIABLE}=auto needs an ipc:// address first in TIERSTORE_LISTEN, got {url}")
+    path = Path(url.removeprefix("ipc://"))
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    require_own_directory(path)
+    ends = time.monotonic() + CONNECT_S
+    while not is_listening(path):
+        try:
+            lock = PathLock(Path(f"{path}.start"))
+        except BlockingIOError:  # another engine starts the daemon
+            if time.monotonic() >= ends:
+                return ChosenStore(url, "another process is starting it")
+            time.sleep(_LOOK_S)
+            continue
+        try:
+            if not is_listening(path):
+                return ChosenStore(url, _start(settings, path, ends))
+        finally:
+            lock.release()
+    return ChosenStore(url, "it was running")
+
+
+def _start(settings: Settings, path: Path, ends: float) -> str:
+    """Start the daemon, wait until it listens, and return what is known about it. Raise
+    :class:`StoreUnavailableError` if it ends."""
+    log = _base("XDG_STATE_HOME", ".local/state") / "daemon.log"
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    alive, kept = os.pipe()
+    try:
+        with open(log, "ab") as output:
+            before = output.seek(0, os.SEEK_END)
+            command = [sys.executable, "-m", "tierstore.cli", "serve", *_default_sizes(settings)]
+            launched = subprocess.run(
+                [sys.executable, "-c", _LAUNCHER, str(kept), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                pass_fds=[kept],
+                check=False,
+            )
+        os.close(kept)
+        kept = -1
+        pid = launched.stdout.decode().strip()
+        while not is_listening(path):
+            ended, _, _ = select.select([alive], [], [], _LOOK_S)
+            if ended and not _starts_elsewhere(path):
+                raise StoreUnavailableError(f"the daemon has ended: {_last_line(log, before)} (log: {log})")
+            if time.monotonic() >= ends:
+                return f"it is starting as process {pid}, log {log}"
+            if ended:
+                time.sleep(_LOOK_S)
+        return f"it was started as process {pid}, log {log}"
+    finally:
+        os.close(alive)
+        if kept >= 0:
+            os.close(kept)
+
+
+def _default_sizes(settings: Settings) -> list[str]:
+    """Return options for the sizes that the environment does not set: those of ``tierstore serve``, but no
+    more than this machine has, and a disk, so that pages survive the daemon."""
+    options = []
+    memory = memory_bytes().total
+    if "TIERSTORE_HOST_BYTES" not in os.environ and memory:
+        options.append(f"--host-bytes={min(settings.host_bytes, memory // _MEMORY_SHARE)}")
+    disk = settings.disk
+    if "TIERSTORE_DISK" not in os.environ:
+        disk = _base("XDG_CACHE_HOME", ".cache") / "kv"
+        options.append(f"--disk={disk}")
+    if disk is not None and "TIERSTORE_DISK_BYTES" not in os.environ:
+        disk.mkdir(mode=0o700, parents=True, exist_ok=True)
+        options.append(f"--disk-bytes={min(settings.disk_bytes, disk_bytes(disk) // _DISK_SHARE)}")
+    return options
+
+
+def _base(variable: str, below_home: str) -> Path:
+    """Return this project's directory in one of the user's base directories. Raise
+    :class:`StoreUnavailableError` if the user has none."""
+    try:
+        return Path(os.environ.get(variable) or Path.home() / below_home) / "tierstore"
+    except RuntimeError as error:
+        raise StoreUnavailableError(f"this user has no home directory: set {variable}") from error
+
+
+def _starts_elsewhere(path: Path) -> bool:
+    """Return whether a daemon that was started in another way holds the socket's lock, and does not listen
+    yet."""
+    try:
+        PathLock(Path(f"{path}.lock")).release()
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _last_line(log: Path, before: int) -> str:
+    """Return the last line of the log behind its first ``before`` bytes."""
+    lines = log.read_bytes()[before:].decode(errors="replace").split("\n")
+    return printable(next((line for line in reversed(lines) if line.strip()), "it gave no reason"))
