@@ -181,15 +181,17 @@ def storage(store: str) -> dict[str, str]:
 
 
 class Server:
-    """``python -m sglang.launch_server``, with a hierarchical cache and no storage."""
+    """``python -m sglang.launch_server``, with a hierarchical cache and no storage. ``changes`` are arguments
+    instead (None: left out)."""
 
-    def __init__(self, model: pathlib.Path) -> None:
+    def __init__(self, model: pathlib.Path, changes: Mapping[str, Any] | None = None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         self._key = "secret"
         told = {**arguments(model), **HIERARCHICAL, "port": port, "admin_api_key": self._key}
+        told = {name: value for name, value in {**told, **(changes or {})}.items() if value is not None}
         command = [sys.executable, "-m", "sglang.launch_server"]
         for name, value in told.items():
             command.append("--" + name.replace("_", "-"))

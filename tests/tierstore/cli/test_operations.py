@@ -20,6 +20,7 @@ from tests.tierstore.cli.commands import PAGES, TOKENS, Terminal, command, run
 from tierstore.cli.operator import Operator
 from tierstore.cli.stats import quantile
 from tierstore.cli.top import view
+from tierstore.daemon.background import checked_choice
 from tierstore.daemon.metrics import StatsCollector
 from tierstore.daemon.settings import SETTINGS, Settings
 from tierstore.daemon.stats import BOUNDS_S, LatencyStats, Slowest
@@ -417,9 +418,8 @@ def test_the_compose_file_starts_the_daemon_as_it_is():
     words = services["tierstore"]["command"].split()
     arguments = [f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)]
     assert daemon_flags(arguments).host_bytes < parse_size("10GiB")
-    configuration = re.search(r"--kv-transfer-config '(.*)'", services["vllm"]["command"], re.S)
-    connector = json.loads(configuration[1])
-    assert connector["kv_connector_extra_config"]["store"] == daemon_flags(arguments).listen[0]
+    store = services["vllm"]["environment"]["TIERSTORE"]
+    assert checked_choice(store) == store == daemon_flags(arguments).listen[0]
     assert {name.split(":")[0] for each in services.values() for name in each["volumes"]} == {
         "socket",
         "pages",

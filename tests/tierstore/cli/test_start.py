@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.homes import install_plug_ins
+
 PROGRAM = "import sys; from tierstore_start import {0}; sys.argv[0] = '{0}'; {0}()"
 
 
@@ -94,3 +96,53 @@ def test_a_directory_whose_name_the_locale_cannot_read(tmp_path):
         env=os.environ | plain,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_plug_ins_of_engines_import_nothing_without_the_variable(tmp_path):
+    """They are loaded by every engine of the environment, with a store or without."""
+    program = (
+        "import os, signal, sys, __future__; from importlib.metadata import entry_points;"
+        "groups = ('vllm.general_plugins', 'sglang.srt.plugins');"
+        "found = [each for group in groups for each in entry_points(group=group, name='tierstore')];"
+        "before = set(sys.modules);"
+        "[each.load()() for each in found];"
+        "print(len(found), sorted(set(sys.modules) - before))"
+    )
+    path = {"PYTHONPATH": install_plug_ins(tmp_path / "installed")}
+    for value in (None, "", "off"):
+        variables = {name: text for name, text in os.environ.items() if name != "TIERSTORE"} | path
+        if value is not None:
+            variables["TIERSTORE"] = value
+        done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("2 ['tierstore_start']\n", "")
+
+
+def test_run_gives_a_command_the_variable():
+    show = [sys.executable, "-c", "import os, sys; print(os.environ['TIERSTORE'], *sys.argv[1:])", "--store"]
+    for given, options, seen in [
+        (None, [], "auto"),
+        (None, ["--store", "tcp://127.0.0.1:7000"], "tcp://127.0.0.1:7000"),
+        ("off", [], "off"),
+        ("off", ["--store=auto", "--"], "auto"),
+    ]:
+        variables = {name: text for name, text in os.environ.items() if name != "TIERSTORE"}
+        variables |= {"TIERSTORE": given} if given is not None else {}
+        process = start("tierstore", "run", *options, *show, env=variables, stdout=subprocess.PIPE, text=True)
+        assert process.communicate(timeout=60)[0] == f"{seen} --store\n"
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "give a command: tierstore run -- vllm serve MODEL"),
+        (["--", "no-such-program"], 1, "there is no program 'no-such-program': check its name and PATH"),
+        (["--store=on", "--", "true"], 2, "TIERSTORE must be auto, off or the address of a daemon"),
+    ],
+)
+def test_run_says_what_is_wrong_in_one_line(arguments, code, message):
+    process = start("tierstore", "run", *arguments, stderr=subprocess.PIPE, text=True)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert message in errors
+    assert errors.count("\n") == 1

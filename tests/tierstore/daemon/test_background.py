@@ -3,75 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import tierstore
 from tests.daemons import SPEC, TOKENS, load_bytes, pages_of, right_bytes
-from tierstore.cli.operator import Operator
-from tierstore.daemon.arena import is_listening
+from tests.homes import Home, until
 from tierstore.daemon.background import checked_choice, chosen_store
-from tierstore.daemon.stats import DaemonStats
 from tierstore.errors import StoreUnavailableError, TierStoreError, UsageError
 
 ENGINE = "import sys; from tierstore.daemon.background import chosen_store; print(chosen_store('auto').state)"
-
-
-class Home:
-    """The directories of a user. No process has them as its environment until :meth:`enter`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.socket = path / "run" / "tierstore.sock"
-        self.url = f"ipc://{self.socket}"
-        self.disk = path / "cache" / "tierstore" / "kv"
-        self.log = path / "state" / "tierstore" / "daemon.log"
-        self.variables = {
-            "XDG_RUNTIME_DIR": f"{path}/run",
-            "XDG_CACHE_HOME": f"{path}/cache",
-            "XDG_STATE_HOME": f"{path}/state",
-            "TIERSTORE_HOST_BYTES": "16MiB",
-        }
-
-    def pid(self) -> int:
-        """The process of the daemon that answers."""
-        return self.stats().pid
-
-    def stats(self) -> DaemonStats:
-        until(lambda: is_listening(self.socket))
-        with Operator(self.url) as operator:
-            return operator.stats()
-
-    def daemons(self) -> list[int]:
-        """All processes that serve with this disk, ready or not."""
-        found = []
-        for each in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):  # it has ended
-                words = each.read_bytes().decode(errors="replace").split("\0")
-                if words[1:4] == ["-m", "tierstore.cli", "serve"] and f"--disk={self.disk}" in words:
-                    found.append(int(each.parent.name))
-        return found
-
-    def kill(self) -> None:
-        for pid in self.daemons():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        until(lambda: not self.daemons() and not is_listening(self.socket))
-
-
-def until(condition) -> None:
-    ends = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def engines(home: Home, count: int, **variables: str) -> list[subprocess.CompletedProcess[str]]:
@@ -96,16 +41,14 @@ def engines(home: Home, count: int, **variables: str) -> list[subprocess.Complet
 
 @pytest.fixture
 def home(monkeypatch):
-    path = Path(tempfile.mkdtemp(prefix="ts"))
-    found = Home(path)
+    found = Home()
     for name in list(os.environ):
         if name.startswith("TIERSTORE"):
             monkeypatch.delenv(name)
     for name, value in found.variables.items():
         monkeypatch.setenv(name, value)
     yield found
-    found.kill()
-    shutil.rmtree(path, ignore_errors=True)
+    found.remove()
 
 
 def test_eight_engines_start_one_daemon(home: Home) -> None:
@@ -113,13 +56,13 @@ def test_eight_engines_start_one_daemon(home: Home) -> None:
     first = [state for state in states if state.startswith(("it was started", "it is starting"))]
     assert len(first) == 1, states
     assert all(state in (*first, "it was running", "another process is starting it") for state in states)
-    until(lambda: home.daemons() == [home.pid()])
-    assert str(home.pid()) in first[0]
+    until(lambda: home.daemons() == [home.stats().pid])
+    assert str(home.stats().pid) in first[0]
 
 
 def test_the_daemon_is_no_part_of_its_engine(home: Home) -> None:
     chosen_store("auto")
-    pid = home.pid()
+    pid = home.stats().pid
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     parent, group, session = (int(each) for each in fields[1:4])
     assert parent != os.getpid()
@@ -154,7 +97,7 @@ def test_an_engine_that_is_killed_while_it_starts_the_daemon_leaves_no_lock(home
     process.wait()
     [state] = [each.stdout for each in engines(home, 1)]
     assert state
-    until(lambda: home.daemons() == [home.pid()])
+    until(lambda: home.daemons() == [home.stats().pid])
 
 
 def test_a_daemon_that_cannot_start_is_one_line_with_its_reason(home: Home, monkeypatch) -> None:
