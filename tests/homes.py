@@ -51,13 +51,17 @@ class Home:
             assert store.flush(_WAIT_S)
 
     def daemons(self) -> list[int]:
-        """All processes that serve with this disk, ready or not."""
+        """All processes that serve in these directories, ready or not."""
         found = []
-        for each in Path("/proc").glob("[0-9]*/cmdline"):
+        own = f"XDG_STATE_HOME={self.variables['XDG_STATE_HOME']}"
+        for each in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
-                words = each.read_bytes().decode(errors="replace").split("\0")
-                if words[1:4] == ["-m", "tierstore.cli", "serve"] and f"--disk={self.disk}" in words:
-                    found.append(int(each.parent.name))
+                words, variables = (
+                    (each / name).read_bytes().decode(errors="replace").split("\0")
+                    for name in ("cmdline", "environ")
+                )
+                if words[1:4] == ["-m", "tierstore.cli", "serve"] and own in variables:
+                    found.append(int(each.name))
         return found
 
     def kill(self) -> None:

@@ -72,9 +72,12 @@ def chosen_store(value: str) -> ChosenStore:
     """Return the daemon that the variable's ``value`` stands for; ``auto`` starts it if necessary.
 
     Waits up to ``CONNECT_S`` seconds for a started daemon. If it needs longer, the engine connects later.
-    Raises :class:`~tierstore.errors.TierStoreError` for a wrong value, and if the daemon cannot be started.
+    Raises :class:`~tierstore.errors.TierStoreError` for ``off`` or a wrong value, and if the daemon cannot be
+    started.
     """
     choice = checked_choice(value)
+    if choice == OFF:
+        raise UsageError(f"{VARIABLE} is off")
     if choice != AUTO:
         return ChosenStore(choice, "the address was given")
     try:

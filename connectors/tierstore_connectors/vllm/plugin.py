@@ -45,12 +45,12 @@ def _configured(arguments: Any, make: Callable[[], Any]) -> Any:
         return make()
     arguments.kv_transfer_config = KVTransferConfig(**flags)
     try:
-        config = make()
-    except Exception as refusal:  # noqa: BLE001  # an engine that starts without the connector must start
-        arguments.kv_transfer_config = None
-        config = make()  # raises again if the connector is not the reason
-        _log.warning("tierstore: runs without the cache: vLLM refuses the connector: %s", refusal)
-        return config
+        return make()
+    except Exception as error:  # noqa: BLE001  # an engine that starts without the connector must start
+        refusal = error
+    arguments.kv_transfer_config = None
+    config = make()  # raises again if the connector is not the reason
+    _log.warning("tierstore: runs without the cache: vLLM refuses the connector: %s", refusal)
     return config
 
 
