@@ -50,7 +50,8 @@ def _configured(arguments: Any, make: Callable[[], Any]) -> Any:
         refusal = error
     arguments.kv_transfer_config = None
     config = make()  # raises again if the connector is not the reason
-    _log.warning("tierstore: runs without the cache: vLLM refuses the connector: %s", refusal)
+    reason = " ".join(str(refusal).split())  # pydantic's has several lines
+    _log.warning("tierstore: runs without the cache: vLLM refuses the connector: %s", reason)
     return config
 
 
