@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from json import dumps
 from typing import Any
 
@@ -38,44 +39,54 @@ def install() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
+@dataclass(frozen=True, slots=True)
+class PluginChoice:
+    """The ``--kv-transfer-config`` that the plug-in sets, None for none, and the log's line about it."""
+
+    flags: dict[str, Any] | None
+    line: str
+    level: int = logging.INFO
+
+
 def _configured(arguments: Any, make: Callable[[], Any]) -> Any:
-    """Return the engine's configuration, with the connector if nothing speaks against it."""
-    flags = _flags(arguments)
-    if flags is None:
-        return make()
-    arguments.kv_transfer_config = KVTransferConfig(**flags)
-    try:
-        return make()
-    except Exception as error:  # noqa: BLE001  # an engine that starts without the connector must start
-        refusal = error
-    arguments.kv_transfer_config = None
-    config = make()  # raises again if the connector is not the reason
-    reason = " ".join(str(refusal).split())  # pydantic's has several lines
-    _log.warning("tierstore: runs without the cache: vLLM refuses the connector: %s", reason)
+    """Return the engine's configuration, with the connector if nothing speaks against it. Log one line when
+    it is made: from vLLM 0.32 on this configures the log."""
+    choice = _choice(arguments)
+    if choice.flags is None:
+        config = make()
+    else:
+        arguments.kv_transfer_config = KVTransferConfig(**choice.flags)
+        try:
+            config = make()
+        except Exception as refusal:  # noqa: BLE001  # an engine that starts without the connector must start
+            reason = " ".join(str(refusal).split())  # pydantic's has several lines
+            choice = PluginChoice(
+                None, f"runs without the cache: vLLM refuses the connector: {reason}", logging.WARNING
+            )
+        if choice.flags is None:
+            arguments.kv_transfer_config = None
+            config = make()  # raises again if the connector is not the reason
+    _log.log(choice.level, "tierstore: %s", choice.line)
     return config
 
 
-def _flags(arguments: Any) -> dict[str, Any] | None:
-    """Return the ``--kv-transfer-config`` to set; None if the user has chosen, or there is no store. Log
-    which."""
+def _choice(arguments: Any) -> PluginChoice:
+    """Choose the flags, unless the user has chosen, or there is no store."""
     given = {
         "--kv-transfer-config": arguments.kv_transfer_config,
         "--kv-offloading-size": arguments.kv_offloading_size,
     }
     for name, value in given.items():
         if value is not None:
-            _log.info("tierstore: %s is ignored, because %s is given", VARIABLE, name)
-            return None
+            return PluginChoice(None, f"{VARIABLE} is ignored, because {name} is given")
     try:
         version = installed_version()
         if version is not None and numbers(version) < OLDEST:
             raise UsageError(f"vLLM {version} is too old: use {'.'.join(map(str, OLDEST))} or newer")
         store = chosen_store(os.environ[VARIABLE])
     except Exception as error:  # noqa: BLE001  # the engine must start
-        _log.warning("tierstore: runs without the cache: %s", error)
-        return None
+        return PluginChoice(None, f"runs without the cache: {error}", logging.WARNING)
     flags = proposed(store.url)
-    _log.info(
-        "tierstore: %s sets --kv-transfer-config '%s'. The daemon: %s", VARIABLE, dumps(flags), store.state
+    return PluginChoice(
+        flags, f"{VARIABLE} sets --kv-transfer-config '{dumps(flags)}'. The daemon: {store.state}"
     )
-    return flags
