@@ -4,7 +4,8 @@
     python examples/vllm_offline.py MODEL [URL] [JSON]
 
 Run it twice: the second process reuses the document. URL is the daemon's address (default: this user's
-daemon). JSON has more arguments of vllm.LLM. docs/vllm.md has the flag for `vllm serve`.
+daemon). JSON has more arguments of vllm.LLM. With TIERSTORE=auto in the environment, a program
+needs neither the daemon nor the argument: see docs/vllm.md.
 """
 
 from __future__ import annotations

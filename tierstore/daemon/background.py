@@ -5,17 +5,17 @@ continues when it listens. An address is the daemon at that address, and ``off``
 
 The started daemon outlives the engine. It is no descendant of the engine, because SGLang kills all of its
 descendants when it ends. It has its own session, so a signal to the engine's terminal or process group does
-not reach it. A lock file beside the socket lets one of many engines start it. The lock is released when the
-daemon listens, and by the kernel if the engine dies before.
+not reach it. A lock file beside the socket lets one of many engines start it. The daemon inherits the lock
+and keeps it, so no engine starts another one while it lives. The kernel releases it when the daemon ends.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,8 @@ _MEMORY_SHARE = 4  # at most 1/4 of the memory of the machine or container
 _DISK_SHARE = 2  # at most 1/2 of the disk's free space and present pages
 _LOOK_S = 0.02
 
-# Starts the daemon and ends, so that the daemon is no descendant of the engine. argv[1] is a pipe that the
-# daemon keeps open while it lives.
+# Starts the daemon and ends, so that the daemon is no descendant of the engine. argv[1] is the descriptor of
+# the lock.
 _LAUNCHER = """
 import subprocess, sys
 daemon = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, stdout=2, stderr=2,
@@ -96,56 +96,59 @@ def _own_daemon(settings: Settings) -> ChosenStore:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     require_own_directory(path)
     ends = time.monotonic() + CONNECT_S
+    started: StartedDaemon | None = None
     while not is_listening(path):
-        try:
+        if time.monotonic() >= ends:
+            return ChosenStore(
+                url, f"it is starting as {started}" if started else "another process starts it"
+            )
+        with suppress(BlockingIOError):  # the daemon that was started has the lock
             lock = PathLock(Path(f"{path}.start"))
-        except BlockingIOError:  # another engine starts the daemon
-            if time.monotonic() >= ends:
-                return ChosenStore(url, "another process is starting it")
-            time.sleep(_LOOK_S)
-            continue
-        try:
-            if not is_listening(path):
-                return ChosenStore(url, _start(settings, path, ends))
-        finally:
-            lock.release()
-    return ChosenStore(url, "it was running")
+            try:
+                if started is None:
+                    started = _start(settings, lock)
+                elif not is_listening(path) and not _starts_elsewhere(path):
+                    raise StoreUnavailableError(f"the daemon has ended: {started.last_line()}")
+            finally:
+                lock.release()
+        time.sleep(_LOOK_S)
+    return ChosenStore(url, f"it was started as {started}" if started else "it was running")
 
 
-def _start(settings: Settings, path: Path, ends: float) -> str:
-    """Start the daemon, wait until it listens, and return what is known about it. Raise
-    :class:`StoreUnavailableError` if it ends."""
+@dataclass(frozen=True, slots=True)
+class StartedDaemon:
+    """A daemon that this process has started. Its output begins at byte ``start`` of the file ``log``."""
+
+    pid: str
+    log: Path
+    start: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid}, log {self.log}"
+
+    def last_line(self) -> str:
+        """Return the last line of its output, and where the output is."""
+        lines = self.log.read_bytes()[self.start :].decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "it gave no reason")
+        return f"{printable(last)} (log: {self.log})"
+
+
+def _start(settings: Settings, lock: PathLock) -> StartedDaemon:
+    """Start a daemon that keeps ``lock``."""
     log = _base("XDG_STATE_HOME", ".local/state") / "daemon.log"
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    alive, kept = os.pipe()
-    try:
-        with open(log, "ab") as output:
-            before = output.seek(0, os.SEEK_END)
-            command = [sys.executable, "-m", "tierstore.cli", "serve", *_default_sizes(settings)]
-            launched = subprocess.run(
-                [sys.executable, "-c", _LAUNCHER, str(kept), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                pass_fds=[kept],
-                check=False,
-            )
-        os.close(kept)
-        kept = -1
-        pid = launched.stdout.decode().strip()
-        while not is_listening(path):
-            ended, _, _ = select.select([alive], [], [], _LOOK_S)
-            if ended and not _starts_elsewhere(path):
-                raise StoreUnavailableError(f"the daemon has ended: {_last_line(log, before)} (log: {log})")
-            if time.monotonic() >= ends:
-                return f"it is starting as process {pid}, log {log}"
-            if ended:
-                time.sleep(_LOOK_S)
-        return f"it was started as process {pid}, log {log}"
-    finally:
-        os.close(alive)
-        if kept >= 0:
-            os.close(kept)
+    with open(log, "ab") as output:
+        start = output.seek(0, os.SEEK_END)
+        command = [sys.executable, "-m", "tierstore.cli", "serve", *_default_sizes(settings)]
+        launched = subprocess.run(
+            [sys.executable, "-c", _LAUNCHER, str(lock.fd), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            pass_fds=[lock.fd],
+            check=False,
+        )
+    return StartedDaemon(launched.stdout.decode().strip(), log, start)
 
 
 def _default_sizes(settings: Settings) -> list[str]:
@@ -182,9 +185,3 @@ def _starts_elsewhere(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _last_line(log: Path, before: int) -> str:
-    """Return the last line of the log behind its first ``before`` bytes."""
-    lines = log.read_bytes()[before:].decode(errors="replace").split("\n")
-    return printable(next((line for line in reversed(lines) if line.strip()), "it gave no reason"))
