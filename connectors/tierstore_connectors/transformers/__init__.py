@@ -1,0 +1,7 @@
+"""A transformers cache over a tierstore: docs/transformers.md."""
+
+from __future__ import annotations
+
+from tierstore_connectors.transformers.cache import TierStoreCache
+
+__all__ = ["TierStoreCache"]

@@ -1,0 +1,446 @@
+"""The cache that users pass to ``generate``: transformers' own layers, filled from and saved to a store.
+
+**Columns and tokens.** A cache holds the same columns for each row of a batch. With padding on the left, a
+row's prompt begins behind its ``pad`` columns, so token ``t`` of a row is in column ``pad + t``. A load fills
+the columns that all rows can have back.
+
+**What is tracked.** Before each forward pass the cache notes the tokens, and checks that nothing else decides
+their KV: no embeddings, images, custom masks or positions. After such a call (``_bypass``) nothing is loaded
+or saved until the cache is reset. A forward pass that did not end (``_busy``) leaves layers of different
+lengths, so the next prompt starts again.
+
+**When pages are saved.** After the first forward pass of a prompt, and when ``generate`` returns. A state is
+only correct for its last token. To have one at the end of a prompt's last whole chunk, the prompt is computed
+in two forward passes there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from transformers import DynamicCache
+
+from tierstore import Hit
+from tierstore.errors import UsageError
+from tierstore_connectors.common.guard import guarded
+from tierstore_connectors.transformers import hooks
+from tierstore_connectors.transformers.layers import LoadedRow
+from tierstore_connectors.transformers.stores import CacheOptions, ModelStore
+
+Row: TypeAlias = tuple[int, bytes]
+"""The pad of a row, and its tokens. Equal rows (beams) are loaded and saved once."""
+
+_ROUNDS = 4  # lookups of a batch until all rows agree on a length
+# Arguments of a forward pass that are checked, or that do not change KV.
+_CHECKED = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "cache_position", "labels", "cache", "past_key_values"}
+    | {"logits_to_keep"}
+)
+
+
+class TierStoreCache(DynamicCache):  # type: ignore[misc]
+    """A transformers cache whose prefix comes from a tierstore, and goes there.
+
+    ::
+
+        cache = TierStoreCache(model, "./kv")  # a directory, or a daemon's URL such as ipc:///run/tierstore/s
+        out = model.generate(**inputs, past_key_values=cache)
+
+    ``generate`` loads the longest prefix of the prompt that the store holds, and saves what it computes. With
+    a longer conversation it continues from what the cache holds. With another prompt it starts again.
+    :meth:`load` and :meth:`save` do the same around a forward pass.
+
+    All caches of one model at the same place share a store. :class:`CacheOptions
+    <tierstore_connectors.transformers.stores.CacheOptions>` are the options. Raise
+    :class:`~tierstore.errors.UsageError` for a model that is not supported, and
+    :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used. A daemon may be
+    absent: until it is there, prompts are computed.
+    """
+
+    def __init__(self, model: Any, store: str | Path, **options: Any) -> None:
+        if model.config.is_encoder_decoder:
+            raise UsageError("TierStoreCache does not support encoder-decoder models")
+        self._store = ModelStore.open(model, store, CacheOptions.parse(options))
+        self._close = weakref.finalize(self, self._store.close)
+        self.errors = self._store.errors
+        super().__init__(config=model.config)
+        self._model = weakref.ref(model)
+        self._prompt_columns: int | None = None
+        self.reset()
+        hooks.install(model)
+
+    def __repr__(self) -> str:
+        return f"TierStoreCache({self.get_seq_length()} columns, {len(self._pads)} rows)"
+
+    # -- for users -------------------------------------------------------------------------------------
+
+    def load(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Replace the cache's content with the longest prefix of ``input_ids`` that the store holds, without
+        the last token. Return its length in columns: pass ``input_ids[:, n:]`` to the model, and the whole
+        attention mask if there is one."""
+        self.reset()
+        self._inspect({"input_ids": input_ids, "attention_mask": attention_mask}, 0)
+        return 0 if self._bypass else self._load(input_ids.cpu(), input_ids.shape[1] - 1)
+
+    def save(self) -> None:
+        """Save everything that the cache holds and has not saved yet, in the background."""
+        self._save(exact=True)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything that was saved is in the store and on its disk. Return False after
+        ``timeout`` seconds."""
+        return self._store.flush(timeout)
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the counters of the model's store since it was opened (docs/transformers.md)."""
+        return self._store.totals()
+
+    def close(self) -> None:
+        """Close the cache. The last one of a model closes the store, after running saves."""
+        self._close()
+
+    # -- transformers' interface -----------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self._empty()
+        self._pads: list[int] = []  # of each row
+        self._bypass = False
+        self._busy = False
+        self._saves_next = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._pick_rows(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._pick_rows([row for row in range(len(self._pads)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._pick_rows(torch.arange(len(self._pads))[indices.cpu()].tolist())
+
+    @property
+    def is_compileable(self) -> bool:
+        return False  # the layers grow, and pages are copied from them between forward passes
+
+    # -- called by the model's hooks -------------------------------------------------------------------
+
+    def serves(self, model: Any) -> bool:
+        """Return whether the cache was made for ``model``."""
+        return self._model() is model
+
+    def generation_begins(self, input_ids: Any) -> None:
+        """Note the length of the prompts, because assisted generation appends candidates to them."""
+        self._prompt_columns = input_ids.shape[1] if isinstance(input_ids, torch.Tensor) else None
+
+    def generation_ends(self) -> None:
+        """Save what ``generate`` has computed."""
+        self._prompt_columns = None
+        self._save(exact=True)
+
+    def prompt_begins(
+        self, model: Any, ids: torch.Tensor, following: int | None, arguments: Mapping[str, Any]
+    ) -> int | None:
+        """Load the prefix of a prompt. Return how many of its last tokens are still to be computed, None for
+        all. ``following`` is transformers' own number, for the cache as it was."""
+        past, mask = self.get_seq_length(), arguments.get("attention_mask")
+        # Whether the caller passed only the tokens that follow the cache's.
+        follows = isinstance(mask, torch.Tensor) and mask.shape[-1] != ids.shape[1]
+        if self._busy or (past and not follows and self._tokens is not None and not self._continues(ids, mask)):
+            self.reset()
+            past = 0
+        if past and (self._tokens is None or self._tokens.shape[1] < past):
+            return following  # filled by other means: only the caller knows what is in it
+        tokens = torch.cat([self._tokens[:, :past], ids.cpu()], 1) if follows and past else ids.cpu()
+        columns = tokens.shape[1]
+        self._inspect({**arguments, "input_ids": ids}, columns - ids.shape[1])
+        self._saves_next = True
+        candidates = 0 if self._prompt_columns is None else max(ids.shape[1] - self._prompt_columns, 0)
+        if not self._bypass:
+            past = self._load(tokens, columns - candidates - 1)
+        if not self._bypass and not follows:
+            past = self._compute_to_save_points(model, ids, arguments, columns - candidates - 1)
+        return columns - past if past else following
+
+    def forward_begins(self, arguments: Mapping[str, Any]) -> None:
+        """Note the tokens of a forward pass."""
+        past, ids = self.get_seq_length(), arguments.get("input_ids")
+        if self._busy:
+            self._note_bypass("an interrupted forward pass")
+        elif past and (self._tokens is None or self._tokens.shape[1] < past):
+            self._note_bypass("a forward pass of a part of the model")
+        self._busy = True
+        self._inspect(arguments, past)
+        if not isinstance(ids, torch.Tensor) or (past and self._tokens is None):
+            self._tokens = None
+        elif past and self._tokens is not None:
+            self._tokens = torch.cat([self._tokens[:, :past], ids.cpu()], 1)
+        else:
+            self._tokens = ids.cpu()
+
+    def forward_ends(self) -> None:
+        """Save the prompt after its first forward pass."""
+        self._busy = False
+        if self._saves_next:
+            self._saves_next = False
+            self._save(exact=False)
+
+    # -- tracking --------------------------------------------------------------------------------------
+
+    def _empty(self) -> None:
+        """Drop what the layers hold."""
+        recording = any(self.is_recording_past(at) for at in range(len(self.layers)))
+        self.layers = self._store.layout.empty()
+        if recording:
+            self.activate_past_recording()
+        self._tokens: torch.Tensor | None = None  # of all columns; None if they are not known
+        self._saved: list[int] = []  # whole chunks of each row that were saved or loaded
+        self._known: dict[int, int] = {}  # by layer group: the first column with known content
+        self._branches: dict[Row, int] = {}  # how many tokens of a row the groups of all tokens hold
+
+    def _pick_rows(self, rows: Sequence[int]) -> None:
+        if self._tokens is not None and self._pads:
+            self._tokens = self._tokens[list(rows)]
+            self._pads = [self._pads[row] for row in rows]
+            self._saved = [self._saved[row] for row in rows]
+
+    def _note_bypass(self, reason: str) -> None:
+        """Load and save nothing until the next reset."""
+        if not self._bypass:
+            self._bypass = True
+            self.errors.warn("bypass", f"calls with {reason} are neither loaded nor saved")
+            self._store.counters.add("bypassed")
+
+    def _continues(self, ids: torch.Tensor, mask: Any) -> bool:
+        """Return whether ``ids`` are a continuation of the cache's tokens, with at least one more."""
+        past, (rows, columns) = self.get_seq_length(), ids.shape
+        limit = columns if self._prompt_columns is None else min(self._prompt_columns, columns)
+        known = self._tokens
+        return (
+            known is not None
+            and len(known) == rows
+            and past < limit
+            and torch.equal(ids[:, :past].cpu(), known[:, :past])
+            and (self._bypass or _pads(mask, rows, columns) == self._pads)
+        )
+
+    def _inspect(self, arguments: Mapping[str, Any], past: int) -> None:
+        """Note the pads of a call whose ids are those of the columns from ``past`` on. If anything besides
+        tokens decides the KV of the call, load and save nothing."""
+        if self._bypass:
+            return
+        ids, model = arguments.get("input_ids"), self._model()
+        for name, value in arguments.items():
+            if name not in _CHECKED and isinstance(value, (torch.Tensor, Mapping, list, tuple)):
+                return self._note_bypass(name)
+        if model is None or model.training:
+            return self._note_bypass("a model in training mode")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            return self._note_bypass("inputs other than input_ids")
+        rows, count = ids.shape
+        pads = _pads(arguments.get("attention_mask"), rows, past + count)
+        if pads is None or (self.get_seq_length() and pads != self._pads):
+            return self._note_bypass("an attention mask that is not padding on the left")
+        if not _usual(arguments.get("position_ids"), pads, past, count):
+            return self._note_bypass("position_ids of their own")
+        self._pads = pads
+        if len(self._saved) != rows:
+            self._saved = [0] * rows
+        return None
+
+    # -- loading ---------------------------------------------------------------------------------------
+
+    @guarded(lambda self, *_: self._drop_all())
+    def _load(self, tokens: torch.Tensor, limit: int) -> int:
+        """Fill the cache with the columns of ``tokens`` that the store holds for all rows, at most ``limit``,
+        if it holds more than the cache does. Return the number of columns of the cache."""
+        past, model = self.get_seq_length(), self._model()
+        if model is None or self._store.changed(model):
+            self._note_bypass("weights that changed after the cache was made")
+            return past
+        if limit <= past:
+            return past
+        self._branches = {}
+        rows = self._rows(tokens)
+        self._store.counters.add("lookups")
+        self._store.counters.add("lookup_tokens", limit * len(rows))
+        found = self._loaded(rows, past, limit)
+        if found is None:
+            return past
+        columns, loaded = found
+        branches = self._branches
+        self._empty()
+        self._branches = branches
+        self._fill([loaded[row] for row in rows], columns)
+        self._tokens = tokens[:, :columns]
+        self._store.counters.add("loaded_tokens", sum(max(columns - max(pad, past), 0) for pad in self._pads))
+        return columns
+
+    def _drop_all(self) -> int:
+        """Start again with an empty cache: an error may have left some layers filled and others not."""
+        self._empty()
+        self._saved = [0] * len(self._pads)
+        return 0
+
+    def _fill(self, rows: Sequence[LoadedRow], columns: int) -> None:
+        layout, chunk = self._store.layout, self._store.options.chunk_tokens
+        for group in layout.vectors:
+            self._known[group.group.number] = group.fill(self.layers, rows, columns)
+        for states in layout.states:
+            states.fill(self.layers, rows)
+        self._saved = [max(columns - pad, 0) // chunk for pad in self._pads]
+
+    def _rows(self, tokens: torch.Tensor) -> list[Row]:
+        numbers = tokens.to(torch.int64)
+        return [(pad, row[pad:].numpy().tobytes()) for pad, row in zip(self._pads, numbers, strict=True)]
+
+    def _loaded(
+        self, rows: Sequence[Row], past: int, limit: int
+    ) -> tuple[int, dict[Row, LoadedRow]] | None:
+        """Load the pages of each row. Return the columns that all rows have, and the pages; None if the
+        columns are no more than ``past``."""
+        layout = self._store.layout
+        hits: dict[Row, Hit] = {}
+        loaded: dict[Row, LoadedRow] = {}
+        try:
+            columns = arrived = self._agreed(hits, rows, past, limit)
+            if columns <= past:
+                return None
+            for row in dict.fromkeys(rows):
+                if row not in hits:  # all of its columns are padding
+                    loaded[row] = layout.no_pages(row[0])
+                    continue
+                hit = hits.pop(row)
+                wanted = hit.tokens
+                tokens, pages, chunks = self._store.load(hit)
+                arrived = min(arrived, columns - wanted + tokens)
+                loaded[row] = LoadedRow(row[0], pages, chunks)
+        finally:
+            for hit in hits.values():
+                hit.release()
+        # A shorter hit needs other pages of windows, and other states.
+        return None if arrived <= past or (arrived < columns and not layout.chained) else (arrived, loaded)
+
+    def _agreed(self, hits: dict[Row, Hit], rows: Sequence[Row], past: int, limit: int) -> int:
+        """Find hits that end in the same column for all rows. Return that column, 0 if there is none."""
+        columns = limit
+        for turn in range(_ROUNDS):
+            shortest = columns
+            for row in dict.fromkeys(rows):
+                pad, wanted = row[0], columns - row[0]
+                if row in hits and hits[row].tokens == wanted:
+                    continue
+                if row in hits:
+                    hits.pop(row).release()
+                if wanted <= 0:
+                    continue
+                tokens = torch.frombuffer(bytearray(row[1]), dtype=torch.int64)[:wanted]
+                hit = self._store.find(tokens, counted=not turn)
+                if hit is None:
+                    return 0
+                hits[row] = hit
+                self._branches[row] = max(hit.branch, self._branches.get(row, 0))
+                shortest = min(shortest, pad + hit.tokens)
+            if shortest == columns:
+                return columns
+            if shortest <= past:
+                return 0
+            columns = shortest
+        return 0
+
+    # -- saving ----------------------------------------------------------------------------------------
+
+    def _compute_to_save_points(
+        self, model: Any, ids: torch.Tensor, arguments: Mapping[str, Any], limit: int
+    ) -> int:
+        """Compute a prompt up to the points where states are saved: the end of the last whole chunk of each
+        row, and the point where it diverges from a prompt in the store. Return the number of columns of the
+        cache."""
+        past, chunk = self.get_seq_length(), self._store.options.chunk_tokens
+        if not self._store.layout.states:
+            return past
+        ends = {pad + (limit - pad) // chunk * chunk for pad in self._pads if limit > pad}
+        ends.update(pad + branch // chunk * chunk for (pad, _), branch in self._branches.items())
+        for end in sorted(ends):
+            if not max(past, *self._pads) < end <= limit:
+                continue
+            sliced = {
+                name: value[..., :end]
+                for name, value in arguments.items()
+                if name in ("attention_mask", "position_ids") and value is not None
+            }
+            inputs = type(model).prepare_inputs_for_generation(
+                model, ids[:, :end], **{**arguments, **sliced, "next_sequence_length": end - past}
+            )
+            self._saves_next = True
+            model(**inputs)
+            past = end
+        self._saves_next = True
+        return past
+
+    @guarded(lambda self, *_, **__: None)
+    def _save(self, *, exact: bool) -> None:
+        """Start to save what the cache holds and has not saved yet. ``exact``: with states, save up to the
+        last token and not only whole chunks."""
+        columns, tokens, model = self.get_seq_length(), self._tokens, self._model()
+        if self._bypass or self._busy or not columns or tokens is None or tokens.shape[1] < columns:
+            return
+        if model is None or self._store.changed(model):
+            self._note_bypass("weights that changed after the cache was made")
+            return
+        rows = self._rows(tokens[:, :columns])
+        for at in {row: at for at, row in enumerate(rows)}.values():
+            self._save_row(at, tokens[at, self._pads[at] : columns], exact=exact)
+        chunk = self._store.options.chunk_tokens
+        self._saved = [max(columns - pad, 0) // chunk for pad in self._pads]
+
+    def _save_row(self, row: int, tokens: torch.Tensor, *, exact: bool) -> None:
+        layout, chunk, pad = self._store.layout, self._store.options.chunk_tokens, self._pads[row]
+        length, columns = len(tokens), len(tokens) + pad
+        end = length if exact and layout.states else length - length % chunk
+        if not end:
+            return
+        for group in layout.vectors:
+            first, number = self._saved[row], group.group.number
+            if group.window is not None:
+                # The same prompt again needs its windows at a whole chunk before its last token.
+                needed = group.group.chunks((length - 1) // chunk * chunk)
+                known = max(group.first_column(self.layers, columns), self._known.get(number, 0))
+                first = max(first, needed.start, -(-(known - pad) // chunk))
+            if first * chunk < end:
+                span = range(pad + first * chunk, pad + end)
+                pages = group.read(self.layers, row, span, columns)
+                self._store.save(tokens[:end], pages, first=first, group=number)
+        for states in layout.states:
+            if end == length:
+                pages = states.read(self.layers, row)
+                self._store.save(tokens, pages, first=(end - 1) // chunk, group=states.group.number)
+
+
+def _pads(mask: Any, rows: int, columns: int) -> list[int] | None:
+    """Return how many columns each row of an attention mask leaves out on the left; None for a mask that is
+    anything else."""
+    if mask is None:
+        return [0] * rows
+    if not isinstance(mask, torch.Tensor) or mask.shape != (rows, columns):
+        return None
+    seen = mask.cpu() != 0
+    pads = columns - seen.sum(1)
+    whole = torch.equal(seen, torch.arange(columns) >= pads[:, None])
+    return [int(pad) for pad in pads] if whole and bool((mask.cpu() <= 1).all()) else None
+
+
+def _usual(positions: Any, pads: Sequence[int], past: int, count: int) -> bool:
+    """Return whether tokens have the positions that they have in a prompt without padding. A model counts
+    from the first column if it is given none."""
+    if positions is None:
+        return not any(pads)
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+        return False
+    expected = torch.arange(past, past + count) - torch.tensor(pads)[:, None]
+    return bool(((positions[:, -count:].cpu() == expected) | (expected < 0)).all())

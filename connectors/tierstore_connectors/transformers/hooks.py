@@ -1,0 +1,86 @@
+"""The places in a model that a :class:`~tierstore_connectors.transformers.cache.TierStoreCache` uses.
+
+transformers does not tell a cache its tokens. So the model is given four hooks, once. They act only in calls
+whose cache is a TierStoreCache of this very model:
+
+- ``generate``: its end is a save point.
+- ``prepare_inputs_for_generation``: the first call of a prompt loads the prompt's prefix.
+- before and after each forward pass: the tokens are noted, and saved at a prompt's end.
+
+The hooks are functions without state, so a copy of a model has them and uses its own caches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from functools import cache as once
+from typing import TYPE_CHECKING, Any
+
+from tierstore_connectors.transformers import cache as caches
+
+if TYPE_CHECKING:
+    from tierstore_connectors.transformers.cache import TierStoreCache
+
+
+def install(model: Any) -> None:
+    """Give ``model`` the hooks. Repeating it changes nothing."""
+    if getattr(vars(model).get("generate"), "__func__", None) is _generate:
+        return
+    model.generate = types.MethodType(_generate, model)
+    model.prepare_inputs_for_generation = types.MethodType(_prepare, model)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model.register_forward_hook(_after_forward, with_kwargs=True)
+
+
+def _own(model: Any, arguments: Mapping[str, Any]) -> TierStoreCache | None:
+    """Return the cache of a call if it is one of ``model``."""
+    found = arguments.get("cache")
+    if found is None:
+        found = arguments.get("past_key_values")
+    return found if isinstance(found, caches.TierStoreCache) and found.serves(model) else None
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    cache = _own(self, kwargs)
+    if cache is None:
+        return type(self).generate(self, *args, **kwargs)
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    cache.generation_begins(ids)
+    try:
+        return type(self).generate(self, *args, **kwargs)
+    finally:
+        cache.generation_ends()
+
+
+def _prepare(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    original = type(self).prepare_inputs_for_generation
+    cache = _own(self, kwargs)
+    if cache is not None and not args and kwargs.get("is_first_iteration"):
+        kwargs["next_sequence_length"] = cache.prompt_begins(
+            self, input_ids, kwargs.pop("next_sequence_length", None), kwargs
+        )
+    return original(self, input_ids, *args, **kwargs)
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    arguments = _named(model, args, kwargs)
+    cache = _own(model, arguments)
+    if cache is not None:
+        cache.forward_begins(arguments)
+
+
+def _after_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = _own(model, _named(model, args, kwargs))
+    if cache is not None:
+        cache.forward_ends()
+
+
+def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(_parameters(type(model)), args, strict=False)), **kwargs}
+
+
+@once
+def _parameters(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]

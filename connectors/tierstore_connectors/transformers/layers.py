@@ -1,0 +1,365 @@
+"""The layers of a transformers cache: what they hold, as layer groups, and copies between them and pages.
+
+What a layer holds is measured by one forward pass of two tokens instead of being derived from the
+configuration, whose fields differ between families. Layers that hold the same form one group:
+
+- :class:`VectorGroup`: keys and values of tokens, of all tokens or of a window. If a key is wider than a value
+  (latents), a page has one vector per token with both.
+- :class:`StateGroup`: recurrent and convolution states, which replace themselves with every token.
+
+Attention chunks are treated as windows, because transformers keeps a chunk's length of tokens for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache as once
+from typing import Any, TypeAlias
+
+import torch
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from tierstore.errors import UsageError
+from tierstore.groups import Group, groups_of
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
+
+Layer: TypeAlias = Any
+_DTYPES: Mapping[torch.dtype, str] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+_PROBE_TOKENS = 2  # one token is a decode step for some models, which expects a state
+
+
+class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A window layer that also keeps the last tokens that fell out of the window. Pages need whole chunks,
+    and a window begins anywhere in a chunk."""
+
+    def __init__(self, sliding_window: int, behind: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self._behind = behind
+        self._fallen: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of all tokens that the layer still has. The last is the newest."""
+        if self._fallen is None:
+            return self.keys, self.values
+        return torch.cat([self._fallen[0], self.keys], -2), torch.cat([self._fallen[1], self.values], -2)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self._keep(keys, values, before + key_states.shape[-2] - self.keys.shape[-2])
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        keys, values = self.keys, self.values
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            self._keep(keys, values, keys.shape[-2] - abs(tokens_to_remove) - self.keys.shape[-2])
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._each(lambda tensor: tensor[indices, ...])
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        """Set the layer as if it had seen ``tokens`` tokens, of which these are the last."""
+        kept = min(tokens, self.sliding_window - 1)
+        self.update(keys[..., keys.shape[-2] - kept :, :], values[..., values.shape[-2] - kept :, :])
+        self.cumulative_length = tokens
+        self._keep(keys, values, keys.shape[-2] - kept)
+
+    def _keep(self, keys: torch.Tensor, values: torch.Tensor, fallen: int) -> None:
+        """Note that the first ``fallen`` tokens of these fell out of the window."""
+        if fallen <= 0:
+            return
+        new = keys[..., :fallen, :], values[..., :fallen, :]
+        if self._fallen is not None:
+            new = torch.cat([self._fallen[0], new[0]], -2), torch.cat([self._fallen[1], new[1]], -2)
+        # A copy: a view would keep a whole prompt's keys in memory.
+        self._fallen = new[0][..., -self._behind :, :].clone(), new[1][..., -self._behind :, :].clone()
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self._fallen is not None:
+            self._fallen = change(self._fallen[0]), change(self._fallen[1])
+
+
+@dataclass(frozen=True)
+class VectorGroup:
+    """Layers of keys and values: ``heads`` of them, of the dtype of the model's KV. ``window`` is None if
+    they keep every token."""
+
+    group: Group
+    layers: tuple[int, ...]
+    heads: int
+    widths: tuple[int, int]
+    dtype: torch.dtype
+    devices: tuple[torch.device, ...]
+    window: int | None
+
+    def first_column(self, cache: Sequence[Layer], columns: int) -> int:
+        """Return the first of ``columns`` columns that all layers still have."""
+        return max(columns - _vectors(cache[layer])[0].shape[-2] for layer in self.layers)
+
+    def read(self, cache: Sequence[Layer], row: int, columns: range, end: int) -> torch.Tensor:
+        """Return pages of these columns of one row of a cache with ``end`` columns, each page as a row of
+        bytes. The last may be partial; its rest is zero."""
+        chunk = self.group.spec.chunk_tokens
+        pages, whole = self._pages(-(-len(columns) // chunk)), len(columns) // chunk
+        parts = self._parts(pages)
+        for at, layer in enumerate(self.layers):
+            for tensor, part in zip(_vectors(cache[layer]), parts, strict=True):
+                start = columns.start - (end - tensor.shape[-2])
+                new = tensor[row, :, start : start + len(columns)]
+                if whole:
+                    full = new[:, : whole * chunk].unflatten(1, (whole, chunk))
+                    part[:whole, at].copy_(full.transpose(0, 1))
+                if tail := len(columns) - whole * chunk:
+                    part[whole, at, :, :tail].copy_(new[:, whole * chunk :])
+        return pages
+
+    def fill(self, cache: Sequence[Layer], rows: Sequence[LoadedRow], columns: int) -> int:
+        """Fill the layers with ``columns`` columns from loaded pages. Return the first column with known
+        content in all rows."""
+        chunk, number = self.group.spec.chunk_tokens, self.group.number
+        first = 0 if self.window is None else max(columns - (self.window - 1) - 2 * chunk, 0)
+        views, known = [], first
+        for each in rows:
+            chunks = each.chunks[number]
+            start = each.pad + chunks.start * chunk if chunks else columns
+            views.append((start, [part.transpose(2, 3) for part in self._parts(each.pages[number])]))
+            if start > each.pad:
+                known = max(known, start)
+        for at, (layer, device) in enumerate(zip(self.layers, self.devices, strict=True)):
+            tensors = []
+            for plane, width in enumerate(self.widths):
+                tensor = torch.zeros((len(rows), self.heads, columns - first, width), dtype=self.dtype)
+                for row, (start, parts) in enumerate(views):
+                    begin = max(start, first)
+                    vectors = parts[plane][:, at].flatten(0, 1)[begin - start : columns - start]
+                    tensor[row, :, begin - first :] = vectors.transpose(0, 1)
+                tensors.append(tensor.to(device))
+            if self.window is None:
+                cache[layer].update(*tensors)
+            else:
+                cache[layer].fill(*tensors, columns)
+        return known
+
+    def _pages(self, count: int) -> torch.Tensor:
+        return torch.zeros((count, self.group.page_bytes), dtype=torch.uint8)
+
+    def _parts(self, pages: torch.Tensor) -> list[torch.Tensor]:
+        """Return the keys and the values of pages: ``[page, layer, head, token, width]`` views."""
+        chunk, (keys, values) = self.group.spec.chunk_tokens, self.widths
+        numbers = pages.view(self.dtype)
+        if self.group.spec.groups[0].planes == 2:
+            planes = numbers.view(len(pages), len(self.layers), 2, self.heads, chunk, keys)
+            return [planes[:, :, 0], planes[:, :, 1]]
+        vectors = numbers.view(len(pages), len(self.layers), self.heads, chunk, keys + values)
+        return [vectors[..., :keys], vectors[..., keys:]]
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Layers of states. ``states`` are the shape and dtype of each of a layer's states, for one row:
+    convolution and recurrent states in turn, None for a state that the layer lacks."""
+
+    group: Group
+    layers: tuple[int, ...]
+    states: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+    devices: tuple[torch.device, ...]
+
+    def read(self, cache: Sequence[Layer], row: int) -> torch.Tensor:
+        """Return a page with the present states of one row."""
+        parts = [
+            _last(tensor, kept)[row].to("cpu").contiguous().flatten().view(torch.uint8)
+            for layer in self.layers
+            for tensor, kept in zip(_states(cache[layer]), self.states, strict=True)
+            if tensor is not None and kept is not None
+        ]
+        return torch.cat(parts)[None]
+
+    def fill(self, cache: Sequence[Layer], rows: Sequence[LoadedRow]) -> None:
+        """Set the states from loaded pages. A row without tokens begins with zeros."""
+        at = 0
+        for layer, device in zip(self.layers, self.devices, strict=True):
+            for number, state in enumerate(self.states):
+                if state is None:
+                    continue
+                shape, dtype = state
+                nbytes = torch.Size(shape).numel() * dtype.itemsize
+                tensor = torch.zeros((len(rows), *shape), dtype=dtype)
+                for row, each in enumerate(rows):
+                    if len(pages := each.pages[self.group.number]):
+                        tensor[row] = pages[0, at : at + nbytes].clone().view(dtype).view(shape)
+                at += nbytes
+                index, recurrent = divmod(number, 2)
+                if recurrent:
+                    cache[layer].update_recurrent_state(tensor.to(device), state_idx=index)
+                else:
+                    cache[layer].update_conv_state(
+                        tensor.to(device), state_idx=index, conv_kernel_size=shape[-1]
+                    )
+
+
+@dataclass(frozen=True)
+class LoadedRow:
+    """The pages of one row by layer group, which are these ``chunks`` of its prompt. ``pad`` columns are
+    before the prompt."""
+
+    pad: int
+    pages: Sequence[torch.Tensor]
+    chunks: Sequence[range]
+
+
+class CacheLayout:
+    """The layer groups of a model's cache."""
+
+    def __init__(self, model: Any, chunk_tokens: int) -> None:
+        """Measure what the layers of ``model`` hold. Raise :class:`UsageError`, which names the layer's
+        class, for layers that are not supported."""
+        self._config, self._chunk = model.config, chunk_tokens
+        probe = _probe(model)
+        kinds: dict[Any, list[int]] = {}
+        for at, layer in enumerate(probe):
+            if (key := _key(layer)) is not None:
+                kinds.setdefault(key, []).append(at)
+        # Groups of all tokens come first.
+        keys = sorted(kinds, key=lambda key: (key.window is not None or key.states is not None))
+        dtypes = {key.dtype for key in keys if key.states is None}
+        if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
+            raise UsageError(f"the model's layers must have KV of one float dtype, got {_names(dtypes)}")
+        self.dtype = dtypes.pop()
+        self.spec = KVSpec(
+            tuple(key.group(tuple(kinds[key])) for key in keys), _DTYPES[self.dtype], chunk_tokens
+        )
+        self.vectors: list[VectorGroup] = []
+        self.states: list[StateGroup] = []
+        for group, key in zip(groups_of(self.spec), keys, strict=True):
+            layers = tuple(kinds[key])
+            devices = tuple(_device(probe[layer]) for layer in layers)
+            if key.states is None:
+                self.vectors.append(
+                    VectorGroup(group, layers, key.heads, key.widths, self.dtype, devices, key.window)
+                )
+            else:
+                self.states.append(StateGroup(group, layers, key.states, devices))
+
+    @property
+    def chained(self) -> bool:
+        """Whether all groups keep every token, so that a hit can be cut anywhere."""
+        return not self.states and all(group.window is None for group in self.vectors)
+
+    def no_pages(self, pad: int) -> LoadedRow:
+        """Return a row whose columns are all padding."""
+        parts = self.spec.split()
+        pages = [torch.zeros((0, part.page_bytes), dtype=torch.uint8) for part in parts]
+        return LoadedRow(pad, pages, [range(0)] * len(parts))
+
+    def empty(self) -> list[Layer]:
+        """Return new layers."""
+        layers: list[Layer] = DynamicCache(config=self._config).layers
+        for at, layer in enumerate(layers):
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layers[at] = WindowLayer(layer.sliding_window, 2 * self._chunk)
+        return layers
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What layers of one group have in common."""
+
+    heads: int = 0
+    widths: tuple[int, int] = (0, 0)
+    dtype: torch.dtype | None = None
+    window: int | None = None
+    states: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...] | None = None
+
+    def group(self, layers: tuple[int, ...]) -> LayerGroup:
+        if self.states is not None:
+            nbytes = sum(torch.Size(each[0]).numel() * each[1].itemsize for each in self.states if each)
+            return LayerGroup(LayerKind.RECURRENT_STATE, layers, state_bytes=nbytes)
+        keys, values = self.widths
+        if self.window is not None:
+            return LayerGroup(LayerKind.SLIDING_WINDOW, layers, self.heads, keys, self.window)
+        if keys == values:
+            return LayerGroup(LayerKind.FULL_ATTENTION, layers, self.heads, keys)
+        return LayerGroup(LayerKind.MLA_LATENT, layers, self.heads, keys + values)
+
+
+@once
+def cache_argument(kind: type[Any]) -> str:
+    """Return the name that a model's class gives to the cache: ``cache`` from transformers 5.24 on,
+    ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+
+
+def _probe(model: Any) -> list[Layer]:
+    """Return the layers of a cache after a forward pass of a few tokens."""
+    probe = DynamicCache(config=model.config)
+    for layer in probe.layers:
+        known = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer)
+        if type(layer) not in known:
+            raise UsageError(f"TierStoreCache does not support layers of class {type(layer).__name__}")
+    ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=True, **{cache_argument(type(model)): probe})
+    return list(probe.layers)
+
+
+def _key(layer: Layer) -> _Key | None:
+    """Return the key of a layer's group; None for a layer that holds nothing."""
+    if isinstance(layer, LinearAttentionLayer):
+        states = _states(layer)
+        described = tuple(None if each is None else (tuple(each.shape[1:]), each.dtype) for each in states)
+        return _Key(states=described)
+    if isinstance(layer, DummyLayer) or layer.keys is None:
+        return None
+    _, heads, _, width = layer.keys.shape
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    widths = (width, layer.values.shape[-1])
+    if layer.values.shape[1] != heads or (window is not None and widths[0] != widths[1]):
+        raise UsageError("TierStoreCache does not support layers whose keys and values differ in heads")
+    return _Key(heads, widths, layer.keys.dtype, window)
+
+
+def _vectors(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.held() if isinstance(layer, WindowLayer) else (layer.keys, layer.values)
+
+
+def _states(layer: Layer) -> list[torch.Tensor | None]:
+    pairs = ((layer.conv_states[at], layer.recurrent_states[at]) for at in range(layer.number_of_states))
+    return [each for pair in pairs for each in pair]
+
+
+def _last(tensor: torch.Tensor, kept: tuple[tuple[int, ...], torch.dtype]) -> torch.Tensor:
+    """Return a state without the inputs that a layer keeps for taking tokens back."""
+    return tensor[..., -kept[0][-1] :]
+
+
+def _device(layer: Layer) -> torch.device:
+    tensors = _states(layer) if isinstance(layer, LinearAttentionLayer) else [layer.keys]
+    return next(each.device for each in tensors if each is not None)
+
+
+def _names(dtypes: set[torch.dtype | None]) -> str:
+    return ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes)) or "none"
