@@ -23,12 +23,13 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from tierstore import Hit
 from tierstore.errors import UsageError
 from tierstore_connectors.common.guard import guarded
 from tierstore_connectors.transformers import hooks
-from tierstore_connectors.transformers.layers import LoadedRow
+from tierstore_connectors.transformers.layers import Layer, LoadedRow
 from tierstore_connectors.transformers.stores import CacheOptions, ModelStore
 
 Row: TypeAlias = tuple[int, bytes]
@@ -42,7 +43,7 @@ _CHECKED = frozenset(
 )
 
 
-class TierStoreCache(DynamicCache):  # type: ignore[misc]
+class TierStoreCache(DynamicCache):
     """A transformers cache whose prefix comes from a tierstore, and goes there.
 
     ::
@@ -61,6 +62,13 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
     absent: until it is there, prompts are computed.
     """
 
+    layers: list[Layer]
+    _tokens: torch.Tensor | None  # of all columns. None if they are not known
+    _pads: list[int]
+    _saved: list[int]  # whole chunks of each row that were saved or loaded
+    _known: dict[int, int]  # by layer group: the first column with known content
+    _branches: dict[Row, int]  # how many tokens of a row the groups of all tokens hold
+
     def __init__(self, model: Any, store: str | Path, **options: Any) -> None:
         if model.config.is_encoder_decoder:
             raise UsageError("TierStoreCache does not support encoder-decoder models")
@@ -74,7 +82,7 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
         hooks.install(model)
 
     def __repr__(self) -> str:
-        return f"TierStoreCache({self.get_seq_length()} columns, {len(self._pads)} rows)"
+        return f"TierStoreCache({self._columns} columns, {len(self._pads)} rows)"
 
     # -- for users -------------------------------------------------------------------------------------
 
@@ -107,7 +115,7 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         self._empty()
-        self._pads: list[int] = []  # of each row
+        self._pads = []
         self._bypass = False
         self._busy = False
         self._saves_next = False
@@ -134,9 +142,17 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
         """Return whether the cache was made for ``model``."""
         return self._model() is model
 
-    def generation_begins(self, input_ids: Any) -> None:
-        """Note the length of the prompts, because assisted generation appends candidates to them."""
-        self._prompt_columns = input_ids.shape[1] if isinstance(input_ids, torch.Tensor) else None
+    def generation_begins(self, input_ids: Any, attention_mask: Any) -> None:
+        """Note the length of the prompts: transformers may cut them, or append candidates to them. Start
+        again if the cache holds anything but a beginning of these prompts."""
+        self._prompt_columns = None
+        if isinstance(input_ids, torch.Tensor) and input_ids.ndim == 2:
+            masked = attention_mask if isinstance(attention_mask, torch.Tensor) else input_ids
+            # A longer mask says that the ids are only those that follow the cache's.
+            self._prompt_columns = None if masked.shape[-1] != input_ids.shape[1] else input_ids.shape[1]
+            whole = self._prompt_columns is not None and self._tokens is not None
+            if self._busy or (whole and not self._continues(input_ids, attention_mask)):
+                self.reset()
 
     def generation_ends(self) -> None:
         """Save what ``generate`` has computed."""
@@ -148,28 +164,33 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
     ) -> int | None:
         """Load the prefix of a prompt. Return how many of its last tokens are still to be computed, None for
         all. ``following`` is transformers' own number, for the cache as it was."""
-        past, mask = self.get_seq_length(), arguments.get("attention_mask")
-        # Whether the caller passed only the tokens that follow the cache's.
-        follows = isinstance(mask, torch.Tensor) and mask.shape[-1] != ids.shape[1]
-        if self._busy or (past and not follows and self._tokens is not None and not self._continues(ids, mask)):
-            self.reset()
+        past, known, tokens = self._columns, self._tokens, ids.cpu()
+        prompt = self._prompt_columns
+        if past and prompt is not None and known is not None and len(known) != len(ids):
+            self.reset()  # another number of beams
             past = 0
-        if past and (self._tokens is None or self._tokens.shape[1] < past):
+        if past and (known is None or known.shape[1] < past):
             return following  # filled by other means: only the caller knows what is in it
-        tokens = torch.cat([self._tokens[:, :past], ids.cpu()], 1) if follows and past else ids.cpu()
+        # Whether these are only the tokens that follow the cache's, such as a part of a long prompt.
+        follows = past > 0 and (prompt is None or ids.shape[1] < prompt)
+        if follows and known is not None:
+            tokens = torch.cat([known[:, :past], tokens], 1)
         columns = tokens.shape[1]
         self._inspect({**arguments, "input_ids": ids}, columns - ids.shape[1])
         self._saves_next = True
-        candidates = 0 if self._prompt_columns is None else max(ids.shape[1] - self._prompt_columns, 0)
+        # The last token of a prompt is computed, and so are candidates behind it.
+        limit = (columns if prompt is None else min(columns, prompt)) - 1
+        if follows:
+            limit = columns - 1
         if not self._bypass:
-            past = self._load(tokens, columns - candidates - 1)
+            past = self._load(tokens, limit)
         if not self._bypass and not follows:
-            past = self._compute_to_save_points(model, ids, arguments, columns - candidates - 1)
-        return columns - past if past else following
+            past = self._compute_to_save_points(model, ids, arguments, limit)
+        return columns - past
 
     def forward_begins(self, arguments: Mapping[str, Any]) -> None:
         """Note the tokens of a forward pass."""
-        past, ids = self.get_seq_length(), arguments.get("input_ids")
+        past, ids = self._columns, arguments.get("input_ids")
         if self._busy:
             self._note_bypass("an interrupted forward pass")
         elif past and (self._tokens is None or self._tokens.shape[1] < past):
@@ -192,16 +213,24 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
 
     # -- tracking --------------------------------------------------------------------------------------
 
+    @property
+    def _columns(self) -> int:
+        return int(self.get_seq_length())
+
     def _empty(self) -> None:
-        """Drop what the layers hold."""
+        """Drop what the layers hold, and what is known about it."""
+        self.layers = self._new_layers()
+        self._tokens = None
+        self._saved = []
+        self._known, self._branches = {}, {}
+
+    def _new_layers(self) -> list[Layer]:
         recording = any(self.is_recording_past(at) for at in range(len(self.layers)))
-        self.layers = self._store.layout.empty()
-        if recording:
-            self.activate_past_recording()
-        self._tokens: torch.Tensor | None = None  # of all columns; None if they are not known
-        self._saved: list[int] = []  # whole chunks of each row that were saved or loaded
-        self._known: dict[int, int] = {}  # by layer group: the first column with known content
-        self._branches: dict[Row, int] = {}  # how many tokens of a row the groups of all tokens hold
+        layers = self._store.layout.empty()
+        for layer in layers if recording else ():
+            if isinstance(layer, (DynamicSlidingWindowLayer, LinearAttentionLayer)):
+                layer.activate_past_recording()
+        return layers
 
     def _pick_rows(self, rows: Sequence[int]) -> None:
         if self._tokens is not None and self._pads:
@@ -217,37 +246,39 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
             self._store.counters.add("bypassed")
 
     def _continues(self, ids: torch.Tensor, mask: Any) -> bool:
-        """Return whether ``ids`` are a continuation of the cache's tokens, with at least one more."""
-        past, (rows, columns) = self.get_seq_length(), ids.shape
-        limit = columns if self._prompt_columns is None else min(self._prompt_columns, columns)
-        known = self._tokens
-        return (
-            known is not None
-            and len(known) == rows
-            and past < limit
-            and torch.equal(ids[:, :past].cpu(), known[:, :past])
-            and (self._bypass or _pads(mask, rows, columns) == self._pads)
+        """Return whether ``ids`` are a continuation of the cache's tokens, with at least one more. Each
+        prompt may have several rows in the cache (beams)."""
+        past, known, (rows, columns) = self._columns, self._tokens, ids.shape
+        if known is None or not past or past >= columns or len(known) % rows:
+            return False
+        several = len(known) // rows
+        pads = [pad for pad in _pads(mask, rows, columns) or () for _ in range(several)]
+        return pads == self._pads and torch.equal(
+            ids[:, :past].cpu().repeat_interleave(several, 0), known[:, :past]
         )
 
     def _inspect(self, arguments: Mapping[str, Any], past: int) -> None:
         """Note the pads of a call whose ids are those of the columns from ``past`` on. If anything besides
         tokens decides the KV of the call, load and save nothing."""
-        if self._bypass:
-            return
+        reason = None if self._bypass else self._objection(arguments, past)
+        if reason is not None:
+            self._note_bypass(reason)
+
+    def _objection(self, arguments: Mapping[str, Any], past: int) -> str | None:
         ids, model = arguments.get("input_ids"), self._model()
         for name, value in arguments.items():
             if name not in _CHECKED and isinstance(value, (torch.Tensor, Mapping, list, tuple)):
-                return self._note_bypass(name)
+                return name
         if model is None or model.training:
-            return self._note_bypass("a model in training mode")
+            return "a model in training mode"
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            return self._note_bypass("inputs other than input_ids")
+            return "inputs other than input_ids"
         rows, count = ids.shape
         pads = _pads(arguments.get("attention_mask"), rows, past + count)
-        if pads is None or (self.get_seq_length() and pads != self._pads):
-            return self._note_bypass("an attention mask that is not padding on the left")
+        if pads is None or (self._columns and pads != self._pads):
+            return "an attention mask that is not padding on the left"
         if not _usual(arguments.get("position_ids"), pads, past, count):
-            return self._note_bypass("position_ids of their own")
+            return "position_ids of their own"
         self._pads = pads
         if len(self._saved) != rows:
             self._saved = [0] * rows
@@ -255,11 +286,11 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
 
     # -- loading ---------------------------------------------------------------------------------------
 
-    @guarded(lambda self, *_: self._drop_all())
+    @guarded(lambda self, *_: self._columns)
     def _load(self, tokens: torch.Tensor, limit: int) -> int:
         """Fill the cache with the columns of ``tokens`` that the store holds for all rows, at most ``limit``,
         if it holds more than the cache does. Return the number of columns of the cache."""
-        past, model = self.get_seq_length(), self._model()
+        past, model = self._columns, self._model()
         if model is None or self._store.changed(model):
             self._note_bypass("weights that changed after the cache was made")
             return past
@@ -268,40 +299,29 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
         self._branches = {}
         rows = self._rows(tokens)
         self._store.counters.add("lookups")
-        self._store.counters.add("lookup_tokens", limit * len(rows))
+        self._store.counters.add("lookup_tokens", sum(max(limit - pad, 0) for pad in self._pads))
         found = self._loaded(rows, past, limit)
         if found is None:
             return past
         columns, loaded = found
-        branches = self._branches
-        self._empty()
-        self._branches = branches
-        self._fill([loaded[row] for row in rows], columns)
-        self._tokens = tokens[:, :columns]
-        self._store.counters.add("loaded_tokens", sum(max(columns - max(pad, past), 0) for pad in self._pads))
-        return columns
-
-    def _drop_all(self) -> int:
-        """Start again with an empty cache: an error may have left some layers filled and others not."""
-        self._empty()
-        self._saved = [0] * len(self._pads)
-        return 0
-
-    def _fill(self, rows: Sequence[LoadedRow], columns: int) -> None:
-        layout, chunk = self._store.layout, self._store.options.chunk_tokens
-        for group in layout.vectors:
-            self._known[group.group.number] = group.fill(self.layers, rows, columns)
+        ordered = [loaded[row] for row in rows]
+        layers, layout = self._new_layers(), self._store.layout
+        known = {each.group.number: each.fill(layers, ordered, columns) for each in layout.vectors}
         for states in layout.states:
-            states.fill(self.layers, rows)
+            states.fill(layers, ordered)
+        # Nothing fails from here on.
+        self.layers, self._known, self._tokens = layers, known, tokens[:, :columns]
+        chunk = self._store.options.chunk_tokens
         self._saved = [max(columns - pad, 0) // chunk for pad in self._pads]
+        gained = sum(max(columns - max(pad, past), 0) for pad in self._pads)
+        self._store.counters.add("loaded_tokens", gained)
+        return columns
 
     def _rows(self, tokens: torch.Tensor) -> list[Row]:
         numbers = tokens.to(torch.int64)
         return [(pad, row[pad:].numpy().tobytes()) for pad, row in zip(self._pads, numbers, strict=True)]
 
-    def _loaded(
-        self, rows: Sequence[Row], past: int, limit: int
-    ) -> tuple[int, dict[Row, LoadedRow]] | None:
+    def _loaded(self, rows: Sequence[Row], past: int, limit: int) -> tuple[int, dict[Row, LoadedRow]] | None:
         """Load the pages of each row. Return the columns that all rows have, and the pages; None if the
         columns are no more than ``past``."""
         layout = self._store.layout
@@ -361,7 +381,7 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
         """Compute a prompt up to the points where states are saved: the end of the last whole chunk of each
         row, and the point where it diverges from a prompt in the store. Return the number of columns of the
         cache."""
-        past, chunk = self.get_seq_length(), self._store.options.chunk_tokens
+        past, chunk = self._columns, self._store.options.chunk_tokens
         if not self._store.layout.states:
             return past
         ends = {pad + (limit - pad) // chunk * chunk for pad in self._pads if limit > pad}
@@ -387,7 +407,7 @@ class TierStoreCache(DynamicCache):  # type: ignore[misc]
     def _save(self, *, exact: bool) -> None:
         """Start to save what the cache holds and has not saved yet. ``exact``: with states, save up to the
         last token and not only whole chunks."""
-        columns, tokens, model = self.get_seq_length(), self._tokens, self._model()
+        columns, tokens, model = self._columns, self._tokens, self._model()
         if self._bypass or self._busy or not columns or tokens is None or tokens.shape[1] < columns:
             return
         if model is None or self._store.changed(model):

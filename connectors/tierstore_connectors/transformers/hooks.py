@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Mapping
-from functools import cache as once
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from tierstore_connectors.transformers import cache as caches
@@ -47,7 +47,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     if cache is None:
         return type(self).generate(self, *args, **kwargs)
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    cache.generation_begins(ids)
+    cache.generation_begins(ids, kwargs.get("attention_mask"))
     try:
         return type(self).generate(self, *args, **kwargs)
     finally:
@@ -78,9 +78,9 @@ def _after_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(_parameters(type(model)), args, strict=False)), **kwargs}
+    return {**dict(zip(_parameters(model.__class__), args, strict=False)), **kwargs}
 
 
-@once
-def _parameters(kind: type[Any]) -> tuple[str, ...]:
+@lru_cache(maxsize=64)
+def _parameters(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]

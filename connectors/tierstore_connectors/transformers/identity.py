@@ -1,8 +1,11 @@
 """The identity of a transformers model's pages: everything that can change KV.
 
-Two processes share pages only if all of these are equal: the configuration (with RoPE, context and
-quantisation), the model's class and attention implementation, the versions of the packages that compute, the
-processor or GPU, the page layout, and the weights.
+Two processes share pages only if all of these are equal:
+
+- the configuration, with RoPE, context and quantisation,
+- the model's class and attention implementation,
+- the versions of the packages that compute, and the processor or GPU,
+- the page layout, and the weights.
 
 Weights count by all bytes of the files in the model's folder, or by the commit of a model from the hub. A
 sample of every weight in memory counts as well, because a program may change a model after loading it (merged
@@ -48,7 +51,7 @@ def identity_of(model: Any, spec: KVSpec, *, namespace: str, sampled: bool) -> I
     config = plain(model.config.to_dict())
     if kind := next(_by_length(config), None):
         raise UsageError(
-            f"TierStoreCache does not support RoPE of type {kind!r}: a token's keys depend on the prompt's length"
+            f"TierStoreCache does not support RoPE of type {kind!r}: keys depend on the prompt's length"
         )
     folder = Path(str(model.config._name_or_path or ""))
     commit = getattr(model.config, "_commit_hash", None)
@@ -84,9 +87,7 @@ def identity_of(model: Any, spec: KVSpec, *, namespace: str, sampled: bool) -> I
 def weights_mark(model: Any) -> int:
     """Return a number that changes when a parameter is replaced or changed in place. (Not when a program
     changes it through ``.data``.)"""
-    return hash(
-        tuple((id(each), 0 if each.is_inference() else each._version) for each in model.parameters())
-    )
+    return hash(tuple((id(each), 0 if each.is_inference() else each._version) for each in model.parameters()))
 
 
 def _by_length(value: Any) -> Iterator[str]:

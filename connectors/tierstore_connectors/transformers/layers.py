@@ -1,10 +1,10 @@
 """The layers of a transformers cache: what they hold, as layer groups, and copies between them and pages.
 
-What a layer holds is measured by one forward pass of two tokens instead of being derived from the
-configuration, whose fields differ between families. Layers that hold the same form one group:
+One forward pass of two tokens shows the layers' tensors. The configuration's fields differ between families.
+Layers with like tensors form one group:
 
-- :class:`VectorGroup`: keys and values of tokens, of all tokens or of a window. If a key is wider than a value
-  (latents), a page has one vector per token with both.
+- :class:`VectorGroup`: keys and values of tokens, of all tokens or of a window. If keys and values differ in
+  width (latents), a page has one vector per token with both.
 - :class:`StateGroup`: recurrent and convolution states, which replace themselves with every token.
 
 Attention chunks are treated as windows, because transformers keeps a chunk's length of tokens for them.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache as once
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -40,7 +40,7 @@ _DTYPES: Mapping[torch.dtype, str] = {
 _PROBE_TOKENS = 2  # one token is a decode step for some models, which expects a state
 
 
-class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+class WindowLayer(DynamicSlidingWindowLayer):
     """A window layer that also keeps the last tokens that fell out of the window. Pages need whole chunks,
     and a window begins anywhere in a chunk."""
 
@@ -82,7 +82,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._each(lambda tensor: tensor[indices, ...])
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-        """Set the layer as if it had seen ``tokens`` tokens, of which these are the last."""
+        """Set the layer as if it had seen ``tokens`` tokens. The keys and values are those of the last."""
         kept = min(tokens, self.sliding_window - 1)
         self.update(keys[..., keys.shape[-2] - kept :, :], values[..., values.shape[-2] - kept :, :])
         self.cumulative_length = tokens
@@ -131,7 +131,7 @@ class VectorGroup:
                 start = columns.start - (end - tensor.shape[-2])
                 new = tensor[row, :, start : start + len(columns)]
                 if whole:
-                    full = new[:, : whole * chunk].unflatten(1, (whole, chunk))
+                    full = new[:, : whole * chunk].reshape(self.heads, whole, chunk, new.shape[-1])
                     part[:whole, at].copy_(full.transpose(0, 1))
                 if tail := len(columns) - whole * chunk:
                     part[whole, at, :, :tail].copy_(new[:, whole * chunk :])
@@ -244,7 +244,7 @@ class CacheLayout:
             if (key := _key(layer)) is not None:
                 kinds.setdefault(key, []).append(at)
         # Groups of all tokens come first.
-        keys = sorted(kinds, key=lambda key: (key.window is not None or key.states is not None))
+        keys = sorted(kinds, key=lambda key: key.window is not None or key.states is not None)
         dtypes = {key.dtype for key in keys if key.states is None}
         if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
             raise UsageError(f"the model's layers must have KV of one float dtype, got {_names(dtypes)}")
@@ -286,7 +286,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class _Key:
-    """What layers of one group have in common."""
+    """The properties by which layers form groups."""
 
     heads: int = 0
     widths: tuple[int, int] = (0, 0)
@@ -306,8 +306,8 @@ class _Key:
         return LayerGroup(LayerKind.MLA_LATENT, layers, self.heads, keys + values)
 
 
-@once
-def cache_argument(kind: type[Any]) -> str:
+@lru_cache(maxsize=64)
+def cache_argument(kind: Any) -> str:
     """Return the name that a model's class gives to the cache: ``cache`` from transformers 5.24 on,
     ``past_key_values`` before."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
@@ -322,7 +322,7 @@ def _probe(model: Any) -> list[Layer]:
             raise UsageError(f"TierStoreCache does not support layers of class {type(layer).__name__}")
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model(input_ids=ids, use_cache=True, **{cache_argument(type(model)): probe})
+        model(input_ids=ids, use_cache=True, **{cache_argument(model.__class__): probe})
     return list(probe.layers)
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,8 +70,8 @@ class CacheOptions:
 class ModelStore:
     """The open store of one model. Close it once for each :meth:`open`."""
 
-    _opened: weakref.WeakKeyDictionary[Any, dict[object, ModelStore]] = weakref.WeakKeyDictionary()
-    _opening = threading.Lock()
+    _opened: ClassVar[weakref.WeakKeyDictionary[Any, dict[object, ModelStore]]] = weakref.WeakKeyDictionary()
+    _opening: ClassVar = threading.Lock()
 
     def __init__(self, model: Any, place: str, options: CacheOptions) -> None:
         self.options = options
@@ -190,7 +190,9 @@ class ModelStore:
             if fits := waiting + pages.nbytes <= _WAITING_BYTES or not waiting:
                 self._saving_bytes += pages.nbytes
         if not fits:
-            self.errors.warn("saves", "pages are computed faster than the store takes them: some are not stored")
+            self.errors.warn(
+                "saves", "pages are computed faster than the store takes them: some are not stored"
+            )
             self.counters.add("not_saved_pages", len(pages))
             return
         try:
