@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,24 @@ def test_own_engine(tmp_path):
     assert all(each < 40 for each in computed[1:])
     assert verdict == "the same answers"
     assert (tmp_path / "kv").is_dir()
+
+
+def test_transformers_generate(tmp_path):
+    from tests.engine.conftest import reference_model, train_tokenizer
+
+    folder = tmp_path / "model"
+    reference_model("llama3").save_pretrained(folder)
+    train_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (first, second), (third, fourth) = (
+        run("transformers_generate.py", folder, "kv", cwd=tmp_path) for _ in range(2)
+    )
+    tokens = [int(line.split()[1]) for line in (first, second)]
+    loaded = [int(line.split("loaded ")[1].split(":")[0]) for line in (first, second, third, fourth)]
+    assert loaded[0] == 0
+    assert loaded[1] > tokens[1] - 90
+    assert loaded[2] >= tokens[0] // 64 * 64
+    assert [line.split(": ", 1)[1] for line in (third, fourth)] == [
+        line.split(": ", 1)[1] for line in (first, second)
+    ]

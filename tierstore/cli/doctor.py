@@ -33,6 +33,9 @@ def command(
     sglang: Annotated[
         bool, typer.Option("--sglang", help="Also check SGLang, its storage backend and the daemon")
     ] = False,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Also check transformers and its cache over a store")
+    ] = False,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Also check the shared store at mooncake://…", show_default=False),
@@ -55,17 +58,18 @@ def command(
     """Check this machine, and say what to change.
 
     The checks cover Python and its packages, limits, the GPU, and whether --host-bytes fit the memory of this
-    machine or container. DIR adds its file system. --vllm and
-    --sglang add the engine in this environment and its daemon. Each line is ok, warn (works, but could be
-    better) or fail (will not work). The exit code is 1 if a check fails.
+    machine or container. DIR adds its file system. --vllm, --sglang and --transformers add the engine in this
+    environment, and its daemon. Each line is ok, warn (works, but could be better) or fail (will not work).
+    The exit code is 1 if a check fails.
     """
     from tierstore.cli.checks import Status, all_checks
     from tierstore.cli.checks import cluster as cluster_checks
     from tierstore.cli.checks import sglang as sglang_checks
+    from tierstore.cli.checks import transformers as transformers_checks
     from tierstore.cli.checks import vllm as vllm_checks
 
-    if connect is not None and not (vllm or sglang):
-        raise UsageError("--connect goes with --vllm or --sglang")
+    if connect is not None and not (vllm or sglang or transformers):
+        raise UsageError("--connect goes with --vllm, --sglang or --transformers")
     if kv_transfer_config is not None and not vllm:
         raise UsageError("--kv-transfer-config goes with --vllm")
     if extra_config is not None and not sglang:
@@ -78,6 +82,9 @@ def command(
     if sglang:
         with show.waiting("looking at SGLang"):
             found += sglang_checks.checks(connect, extra_config)
+    if transformers:
+        with show.waiting("trying transformers"):
+            found += transformers_checks.checks(connect)
     if cluster is not None:
         found += cluster_checks.checks(cluster)
     failed = any(check.status is Status.FAIL for check in found)
