@@ -108,7 +108,7 @@ def test_a_prompt_in_chunks(name, make_cache):
         assert same(ask(model, ids, cache, prefill_chunk_size=32), expected)
         assert cache.flush(60)
     if name == "llama3":
-        assert loaded(cache) >= 96
+        assert loaded(cache) >= 90  # the last token of each part is computed
 
 
 @pytest.mark.parametrize("name", KINDS)

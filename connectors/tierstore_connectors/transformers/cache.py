@@ -118,7 +118,7 @@ class TierStoreCache(DynamicCache):
         self._pads = []
         self._bypass = False
         self._busy = False
-        self._saves_next = False
+        self._prompt_end = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -177,7 +177,6 @@ class TierStoreCache(DynamicCache):
             tokens = torch.cat([known[:, :past], tokens], 1)
         columns = tokens.shape[1]
         self._inspect({**arguments, "input_ids": ids}, columns - ids.shape[1])
-        self._saves_next = True
         # The last token of a prompt is computed, and so are candidates behind it.
         limit = (columns if prompt is None else min(columns, prompt)) - 1
         if follows:
@@ -186,6 +185,7 @@ class TierStoreCache(DynamicCache):
             past = self._load(tokens, limit)
         if not self._bypass and not follows:
             past = self._compute_to_save_points(model, ids, arguments, limit)
+        self._prompt_end = limit + 1
         return columns - past
 
     def forward_begins(self, arguments: Mapping[str, Any]) -> None:
@@ -207,9 +207,9 @@ class TierStoreCache(DynamicCache):
     def forward_ends(self) -> None:
         """Save the prompt after its first forward pass."""
         self._busy = False
-        if self._saves_next:
-            self._saves_next = False
+        if self._prompt_end:
             self._save(exact=False)
+            self._prompt_end = 0
 
     # -- tracking --------------------------------------------------------------------------------------
 
@@ -397,10 +397,9 @@ class TierStoreCache(DynamicCache):
             inputs = type(model).prepare_inputs_for_generation(
                 model, ids[:, :end], **{**arguments, **sliced, "next_sequence_length": end - past}
             )
-            self._saves_next = True
+            self._prompt_end = end
             model(**inputs)
             past = end
-        self._saves_next = True
         return past
 
     @guarded(lambda self, *_, **__: None)
@@ -425,11 +424,12 @@ class TierStoreCache(DynamicCache):
         end = length if exact and layout.states else length - length % chunk
         if not end:
             return
+        # The same prompt again needs its windows at a whole chunk before its last token.
+        prompt = min(self._prompt_end or columns, columns) - pad
         for group in layout.vectors:
             first, number = self._saved[row], group.group.number
             if group.window is not None:
-                # The same prompt again needs its windows at a whole chunk before its last token.
-                needed = group.group.chunks((length - 1) // chunk * chunk)
+                needed = group.group.chunks(max(prompt - 1, 0) // chunk * chunk)
                 known = max(group.first_column(self.layers, columns), self._known.get(number, 0))
                 first = max(first, needed.start, -(-(known - pad) // chunk))
             if first * chunk < end:

@@ -7,14 +7,15 @@ whose cache is a TierStoreCache of this very model:
 - ``prepare_inputs_for_generation``: the first call of a prompt loads the prompt's prefix.
 - before and after each forward pass: the tokens are noted, and saved at a prompt's end.
 
-The hooks are functions without state, so a copy of a model has them and uses its own caches.
+The hooks have no state, so a copy of a model has them and uses its own caches.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,42 @@ if TYPE_CHECKING:
 
 def install(model: Any) -> None:
     """Give ``model`` the hooks. Repeating it changes nothing."""
-    if getattr(vars(model).get("generate"), "__func__", None) is _generate:
+    generate, prepare = _methods(model.__class__)
+    if getattr(vars(model).get("generate"), "__func__", None) is generate:
         return
-    model.generate = types.MethodType(_generate, model)
-    model.prepare_inputs_for_generation = types.MethodType(_prepare, model)
+    model.generate = types.MethodType(generate, model)
+    model.prepare_inputs_for_generation = types.MethodType(prepare, model)
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, with_kwargs=True)
+
+
+@lru_cache(maxsize=64)
+def _methods(kind: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``generate`` and ``prepare_inputs_for_generation`` for models of a class. transformers reads the
+    signature of the latter."""
+
+    @functools.wraps(kind.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _own(self, kwargs)
+        if cache is None:
+            return kind.generate(self, *args, **kwargs)
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        cache.generation_begins(ids, kwargs.get("attention_mask"))
+        try:
+            return kind.generate(self, *args, **kwargs)
+        finally:
+            cache.generation_ends()
+
+    @functools.wraps(kind.prepare_inputs_for_generation)
+    def prepare(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _own(self, kwargs)
+        if cache is not None and not args and kwargs.get("is_first_iteration"):
+            kwargs["next_sequence_length"] = cache.prompt_begins(
+                self, input_ids, kwargs.pop("next_sequence_length", None), kwargs
+            )
+        return kind.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
+
+    return generate, prepare
 
 
 def _own(model: Any, arguments: Mapping[str, Any]) -> TierStoreCache | None:
@@ -40,28 +71,6 @@ def _own(model: Any, arguments: Mapping[str, Any]) -> TierStoreCache | None:
     if found is None:
         found = arguments.get("past_key_values")
     return found if isinstance(found, caches.TierStoreCache) and found.serves(model) else None
-
-
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    cache = _own(self, kwargs)
-    if cache is None:
-        return type(self).generate(self, *args, **kwargs)
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    cache.generation_begins(ids, kwargs.get("attention_mask"))
-    try:
-        return type(self).generate(self, *args, **kwargs)
-    finally:
-        cache.generation_ends()
-
-
-def _prepare(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    original = type(self).prepare_inputs_for_generation
-    cache = _own(self, kwargs)
-    if cache is not None and not args and kwargs.get("is_first_iteration"):
-        kwargs["next_sequence_length"] = cache.prompt_begins(
-            self, input_ids, kwargs.pop("next_sequence_length", None), kwargs
-        )
-    return original(self, input_ids, *args, **kwargs)
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
