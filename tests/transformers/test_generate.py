@@ -220,3 +220,34 @@ def test_a_copy_of_a_model_does_not_use_its_caches(llama, make_cache):
     ask(other, ids, mine)
     assert mine.flush(60)
     assert mine.counters()["saved_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_copy_of_a_cache(name, make_cache):
+    model = reference_model(name)
+    begin = prompt(70)
+    cache = make_cache(model)
+    ask(model, begin, cache)
+    other = copy.deepcopy(cache)
+    longer = torch.cat([begin, prompt(20, 3)], 1)
+    answers = [torch.cat([ask(model, begin).sequences, prompt(20, seed)], 1) for seed in (4, 5)]
+    assert same(ask(model, answers[0], cache), ask(model, answers[0]))
+    assert same(ask(model, answers[1], other), ask(model, answers[1]))
+    other.close()
+    assert same(ask(model, longer, cache), ask(model, longer))
+
+
+def test_tokens_that_were_taken_back_are_not_saved(llama, make_cache):
+    """Chunks that were saved with them are saved again with those that replaced them."""
+    ids, other = prompt(100), torch.cat([prompt(70), prompt(40, 3)], 1)
+    cache = make_cache(llama)
+    with torch.inference_mode():
+        cache.load(ids)
+        llama(ids, cache=cache)
+        cache.save()
+        cache.crop(-(100 - 70))
+        llama(other[:, 70:], cache=cache)
+        cache.save()
+    assert cache.flush(60)
+    found = make_cache(llama)
+    assert found.load(torch.cat([other, prompt(3)], 1)) == 96

@@ -16,6 +16,7 @@ in two forward passes there.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ class TierStoreCache(DynamicCache):
     """
 
     layers: list[Layer]
-    _tokens: torch.Tensor | None  # of all columns. None if they are not known
+    _tokens: torch.Tensor | None  # None if the tokens of the columns are not known
     _pads: list[int]
     _saved: list[int]  # whole chunks of each row that were saved or loaded
     _known: dict[int, int]  # by layer group: the first column with known content
@@ -78,6 +79,7 @@ class TierStoreCache(DynamicCache):
         super().__init__(config=model.config)
         self._model = weakref.ref(model)
         self._prompt_columns: int | None = None
+        self._losses = self._store.losses
         self.reset()
         hooks.install(model)
 
@@ -119,6 +121,20 @@ class TierStoreCache(DynamicCache):
         self._bypass = False
         self._busy = False
         self._prompt_end = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        chunk, columns = self._store.options.chunk_tokens, self._columns
+        whole = [max(columns - pad, 0) // chunk for pad in self._pads]
+        self._saved = [min(pair) for pair in zip(self._saved, whole, strict=False)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TierStoreCache:
+        copied = copy.copy(self)
+        for name in ("layers", "_pads", "_saved", "_known", "_branches"):
+            setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
+        self._store.share()
+        copied._close = weakref.finalize(copied, self._store.close)
+        return copied
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -168,7 +184,7 @@ class TierStoreCache(DynamicCache):
         prompt = self._prompt_columns
         if past and prompt is not None and known is not None and len(known) != len(ids):
             self.reset()  # another number of beams
-            past = 0
+            past, following = 0, None
         if past and (known is None or known.shape[1] < past):
             return following  # filled by other means: only the caller knows what is in it
         # Whether these are only the tokens that follow the cache's, such as a part of a long prompt.
@@ -181,8 +197,9 @@ class TierStoreCache(DynamicCache):
         limit = (columns if prompt is None else min(columns, prompt)) - 1
         if follows:
             limit = columns - 1
-        if not self._bypass:
-            past = self._load(tokens, limit)
+        if self._bypass:
+            return following
+        past = self._load(tokens, limit)
         if not self._bypass and not follows:
             past = self._compute_to_save_points(model, ids, arguments, limit)
         self._prompt_end = limit + 1
@@ -257,6 +274,7 @@ class TierStoreCache(DynamicCache):
             ids[:, :past].cpu().repeat_interleave(several, 0), known[:, :past]
         )
 
+    @guarded(lambda self, *_: self._note_bypass("arguments that cannot be read"))
     def _inspect(self, arguments: Mapping[str, Any], past: int) -> None:
         """Note the pads of a call whose ids are those of the columns from ``past`` on. If anything besides
         tokens decides the KV of the call, load and save nothing."""
@@ -412,6 +430,8 @@ class TierStoreCache(DynamicCache):
         if model is None or self._store.changed(model):
             self._note_bypass("weights that changed after the cache was made")
             return
+        if self._losses != self._store.losses:  # pages behind a lost one would not be found
+            self._losses, self._saved = self._store.losses, [0] * len(self._pads)
         rows = self._rows(tokens[:, :columns])
         for at in {row: at for at, row in enumerate(rows)}.values():
             self._save_row(at, tokens[at, self._pads[at] : columns], exact=exact)

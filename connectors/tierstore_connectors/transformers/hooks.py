@@ -46,7 +46,8 @@ def _methods(kind: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         cache = _own(self, kwargs)
         if cache is None:
             return kind.generate(self, *args, **kwargs)
-        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        given = args[0] if args else kwargs.get("inputs")
+        ids = kwargs.get("input_ids") if given is None else given
         cache.generation_begins(ids, kwargs.get("attention_mask"))
         try:
             return kind.generate(self, *args, **kwargs)

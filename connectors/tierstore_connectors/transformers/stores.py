@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,6 +79,8 @@ class ModelStore:
         self.counters = ConnectorCounters()
         self.layout = CacheLayout(model, options.chunk_tokens)
         self.users = 0
+        self.losses = 0
+        """The number of saves that have not stored everything."""
         self._breaker = Breaker()
         self._lock = threading.Lock()
         self._saving: set[Transfer[int]] = set()
@@ -99,6 +101,11 @@ class ModelStore:
                 found = stores[where, options] = cls(model, where, options)
             found.users += 1
             return found
+
+    def share(self) -> None:
+        """Count one more user, who closes the store as well."""
+        with self._opening:
+            self.users += 1
 
     def close(self) -> None:
         """Close the store when its last user closes it. Wait up to 5 s for running saves."""
@@ -193,7 +200,8 @@ class ModelStore:
             self.errors.warn(
                 "saves", "pages are computed faster than the store takes them: some are not stored"
             )
-            self.counters.add("not_saved_pages", len(pages))
+            self.counters.add("not_saved_tokens", len(pages) * self.options.chunk_tokens)
+            self.losses += 1
             return
         try:
             saving = self._store.save(
@@ -203,19 +211,23 @@ class ModelStore:
             self.errors.caught("saving a prompt", error)
             with self._lock:
                 self._saving_bytes -= pages.nbytes
+            self.losses += 1
             return
-        with self._lock:
-            self._saving.add(saving)
-        saving.on_end(self._saved(saving, pages.nbytes))
+        expected = len(tokens) - first * self.options.chunk_tokens
 
-    def _saved(self, saving: Transfer[int], nbytes: int) -> Callable[[], None]:
         def ended() -> None:
+            stored = saving.wait()
             with self._lock:
                 self._saving.discard(saving)
-                self._saving_bytes -= nbytes
-            self.counters.add("saved_tokens", saving.wait())
+                self._saving_bytes -= pages.nbytes
+                self.losses += stored < expected
+            self.counters.add("saved_tokens", stored)
+            if stored < expected:
+                self.counters.add("not_saved_tokens", expected - stored)
 
-        return ended
+        with self._lock:
+            self._saving.add(saving)
+        saving.on_end(ended)
 
     def totals(self) -> Mapping[str, float]:
         """Return the counters since the store was opened, with ``errors``."""
