@@ -13,7 +13,7 @@ from tests.engine.conftest import reference_model
 from tests.transformers import full_disk
 from tests.transformers.asking import ask, loaded, prompt, same
 
-FEW, MANY = 6, 500
+FEW, MANY = 3, 500
 ROUNDS = [FEW, pytest.param(MANY, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 KINDS = ["llama3", "gemma3", "qwen3-next"]
 
@@ -43,7 +43,7 @@ def test_a_daemon_that_is_killed(rounds, make_cache, make_daemon):
         asked = Asked(reference_model(name))
         cache = make_cache(asked.model, daemon.url, lookup_s=0.2)
         chance = random.Random(rounds)
-        for number in range(rounds // len(KINDS) + 1):
+        for number in range(-(-rounds // len(KINDS))):
             after = chance.randrange(1, 5)
 
             def kill(*_, after=[after]):  # noqa: B006  # counts down
@@ -97,7 +97,7 @@ def test_a_daemon_that_is_full(rounds, make_cache, make_daemon):
     for name in KINDS:
         asked = Asked(reference_model(name))
         cache = make_cache(asked.model, daemon.url)
-        for number in range(rounds // len(KINDS) + 1):
+        for number in range(-(-rounds // len(KINDS))):
             asked.check(number, cache)
             cache.reset()
 
@@ -137,7 +137,7 @@ def test_a_daemon_that_is_absent_and_comes(make_cache, make_daemon):
 
 def test_errors_in_the_store_are_misses(llama, make_cache, monkeypatch, caplog):
     """Each of the store's methods raises. (No fixture checks this cache's errors: they are wanted.)"""
-    asked = Asked(llama, prompts=2)
+    asked = Asked(llama)
     cache = make_cache(llama)
     asked.check(0, cache)
     assert cache.flush(60)
@@ -148,10 +148,9 @@ def test_errors_in_the_store_are_misses(llama, make_cache, monkeypatch, caplog):
 
         with monkeypatch.context() as patched:
             patched.setattr(type(cache._store._store), name, broken)
-            for number in (0, 1, 0):
+            for number in (5, 6, 7) if name == "save" else (0, 1, 0):
                 asked.check(number, cache)
                 cache.reset()
-        assert [line for line in caplog.messages if place in line]
         assert len([line for line in caplog.messages if place in line]) == 1
     cache.errors.counts.clear()
     cache.reset()
