@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from tests.engine.conftest import ARCHITECTURES, GROUPED, VARIANTS, reference_model
+from tests.engine.conftest import ARCHITECTURES, GROUPED, LLAMA_LIKE, VARIANTS, reference_model
+from tests.portions import chosen
 from tests.transformers.asking import CHUNK, MAX_LOGIT_DIFF, ask, loaded, prompt, same
 
 TOKENS = 100  # more than two windows, and more than two attention chunks
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *GROUPED])
+REFUSED = {"phi4-mini"}  # longrope: keys depend on the prompt's length
+LIKE_LLAMA = [name for name in LLAMA_LIKE if name not in REFUSED]
+FAMILIES = chosen([*ARCHITECTURES, *GROUPED, *LIKE_LLAMA], *ARCHITECTURES, *GROUPED, "falcon", "cohere2")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_conversation_and_a_restart(name, make_cache):
     model = reference_model(name)
     first = prompt(TOKENS)
@@ -61,8 +69,6 @@ def test_prompts_that_diverge(name, make_cache):
 
 
 def test_the_bits_of_bfloat16(make_cache):
-    import copy
-
     model = copy.deepcopy(reference_model("gemma3")).to(torch.bfloat16)
     ids = prompt(TOKENS)
     cache = make_cache(model)

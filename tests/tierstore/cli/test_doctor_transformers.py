@@ -11,7 +11,9 @@ from tests.tierstore.cli.test_operations import run
 from tierstore.cli.checks import Status, engine, transformers
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed here")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed here"
+)
 def test_the_cache_is_tried():
     code, out, err = run("doctor", "--transformers", "--json")
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
