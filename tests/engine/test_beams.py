@@ -11,6 +11,7 @@ import torch
 
 from tests.engine.stored import Stored
 from tests.portions import chosen, diagonal
+from tests.tiny_models import VOCAB, reference_model
 from tierstore_engine.beams import BeamParams, BeamSearch
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
@@ -18,7 +19,7 @@ from tierstore_engine.errors import RequestError
 from tierstore_engine.outputs import TokenLogprob
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import VOCAB, Oracle, reference_model
+from .conftest import Oracle
 
 EngineOf = Callable[..., Engine]
 NEW = 24

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, VARIANTS, rewrite_json
 from tierstore.spec import LayerGroup, LayerKind, layer_groups
 from tierstore_engine.build import load_model, open_model
 from tierstore_engine.checkpoint import read_config
@@ -22,8 +23,6 @@ from tierstore_engine.errors import ModelError, UnknownModelError
 from tierstore_engine.presets import preset
 from tierstore_engine.server import run as server
 from tierstore_engine.weights import random_weights, slots, weights_bytes
-
-from .conftest import ARCHITECTURES, GROUPED, LLAMA_LIKE, VARIANTS, rewrite_json
 
 WEIGHTS = "model.safetensors"
 

@@ -17,6 +17,7 @@ import torch
 from tests.engine.kernels.device import DEVICE, kernel_launcher
 from tests.engine.kernels.executor import SCHEDULES, missing_tools
 from tests.portions import chosen, diagonal
+from tests.tiny_models import reference_model
 from tierstore.spec import KVSpec, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore
@@ -38,7 +39,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.weights import slots
 
-from .conftest import Oracle, reference_model
+from .conftest import Oracle
 
 CHUNK = 16
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, keep_logits=True)

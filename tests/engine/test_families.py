@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from tests.portions import SOAK
+from tests.tiny_models import GROUPED, LLAMA_LIKE, VARIANTS, VOCAB, reference_model
 from tierstore.groups import GroupRule, Past
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import NO_PAGE, Span
 from tierstore_engine.build import LoadedModel, make_runner
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
-
-from .conftest import GROUPED, LLAMA_LIKE, VARIANTS, VOCAB, reference_model
 
 CHUNK = 16
 TOKENS = 230  # more than four windows, and more than four attention chunks

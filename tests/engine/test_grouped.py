@@ -15,6 +15,7 @@ import torch
 
 import tierstore
 from tests.portions import chosen, diagonal, portion
+from tests.tiny_models import GROUPED, VOCAB, reference_model
 from tierstore.errors import UsageError
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore_connectors.base import Connector
@@ -25,7 +26,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import EngineSettings
 
-from .conftest import GROUPED, NEW_TOKENS, STORED_CHUNK, VOCAB, Oracle, reference_model
+from .conftest import NEW_TOKENS, STORED_CHUNK, Oracle
 from .test_oracle import GREEDY, MAX_LOGIT_DIFF, assert_same, finish
 
 CHECKPOINT = 4 * STORED_CHUNK

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.portions import diagonal
+from tests.tiny_models import ARCHITECTURES, reference_model
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, RequestId
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import ARCHITECTURES, NEW_TOKENS, Oracle, reference_model
+from .conftest import NEW_TOKENS, Oracle
 
 MAX_LOGIT_DIFF = 2e-4
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, keep_logits=True)

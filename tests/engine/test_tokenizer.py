@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from tests.tiny_models import VOCAB, train_tokenizer
 from tierstore_engine.errors import ModelError
 from tierstore_engine.tokenizer import BOS_BYTE_ID, EOS_BYTE_ID, ByteTokenizer, HFTokenizer, Tokenizer
-
-from .conftest import VOCAB, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_own_engine(tmp_path):
 
 
 def test_transformers_generate(tmp_path):
-    from tests.engine.conftest import reference_model, train_tokenizer
+    from tests.tiny_models import reference_model, train_tokenizer
 
     folder = tmp_path / "model"
     reference_model("llama3").save_pretrained(folder)

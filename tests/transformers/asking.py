@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.conftest import VOCAB
+from tests.tiny_models import VOCAB
 
 CHUNK = 16
 MAX_LOGIT_DIFF = 1e-4

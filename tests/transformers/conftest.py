@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.engine.conftest import reference_model
+from tests.tiny_models import reference_model
 from tests.transformers.asking import CHUNK
 from tierstore_connectors.transformers import TierStoreCache
 from tierstore_tools.vllm.daemon import ServeProcess

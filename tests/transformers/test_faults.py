@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tests.engine.conftest import reference_model
+from tests.tiny_models import reference_model
 from tests.transformers import full_disk
 from tests.transformers.asking import ask, loaded, prompt, same
 

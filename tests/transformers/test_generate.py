@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from tests.engine.conftest import reference_model
+from tests.tiny_models import reference_model
 from tests.transformers.asking import CHUNK, ask, loaded, padded, prompt, same
 
 KINDS = ["llama3", "gemma3", "qwen3-next"]

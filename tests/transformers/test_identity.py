@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.conftest import reference_model, rewrite_json
+from tests.tiny_models import reference_model, rewrite_json
 from tests.transformers.asking import ask, loaded, prompt, same
 from tierstore.errors import UsageError
 from tierstore_connectors.transformers import TierStoreCache

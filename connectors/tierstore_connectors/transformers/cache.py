@@ -44,7 +44,7 @@ _CHECKED = frozenset(
 )
 
 
-class TierStoreCache(DynamicCache):
+class TierStoreCache(DynamicCache, hooks.HookedCache):
     """A transformers cache whose prefix comes from a tierstore, and goes there.
 
     ::
@@ -155,31 +155,27 @@ class TierStoreCache(DynamicCache):
     # -- called by the model's hooks -------------------------------------------------------------------
 
     def serves(self, model: Any) -> bool:
-        """Return whether the cache was made for ``model``."""
         return self._model() is model
 
     def generation_begins(self, input_ids: Any, attention_mask: Any) -> None:
-        """Note the length of the prompts: transformers may cut them, or append candidates to them. Start
-        again if the cache holds anything but a beginning of these prompts."""
         self._prompt_columns = None
+        if self._busy:
+            self.reset()
         if isinstance(input_ids, torch.Tensor) and input_ids.ndim == 2:
             masked = attention_mask if isinstance(attention_mask, torch.Tensor) else input_ids
             # A longer mask says that the ids are only those that follow the cache's.
             self._prompt_columns = None if masked.shape[-1] != input_ids.shape[1] else input_ids.shape[1]
             whole = self._prompt_columns is not None and self._tokens is not None
-            if self._busy or (whole and not self._continues(input_ids, attention_mask)):
+            if whole and not self._continues(input_ids, attention_mask):
                 self.reset()
 
     def generation_ends(self) -> None:
-        """Save what ``generate`` has computed."""
         self._prompt_columns = None
         self._save(exact=True)
 
     def prompt_begins(
         self, model: Any, ids: torch.Tensor, following: int | None, arguments: Mapping[str, Any]
     ) -> int | None:
-        """Load the prefix of a prompt. Return how many of its last tokens are still to be computed, None for
-        all. ``following`` is transformers' own number, for the cache as it was."""
         past, known, tokens = self._columns, self._tokens, ids.cpu()
         prompt = self._prompt_columns
         if past and prompt is not None and known is not None and len(known) != len(ids):
@@ -206,7 +202,6 @@ class TierStoreCache(DynamicCache):
         return columns - past
 
     def forward_begins(self, arguments: Mapping[str, Any]) -> None:
-        """Note the tokens of a forward pass."""
         past, ids = self._columns, arguments.get("input_ids")
         if self._busy:
             self._note_bypass("an interrupted forward pass")
@@ -222,7 +217,6 @@ class TierStoreCache(DynamicCache):
             self._tokens = ids.cpu()
 
     def forward_ends(self) -> None:
-        """Save the prompt after its first forward pass."""
         self._busy = False
         if self._prompt_end:
             self._save(exact=False)

@@ -15,14 +15,42 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tierstore_connectors.transformers import cache as caches
 
-if TYPE_CHECKING:
-    from tierstore_connectors.transformers.cache import TierStoreCache
+class HookedCache(ABC):
+    """A cache that the hooks of a model call."""
+
+    @abstractmethod
+    def serves(self, model: Any) -> bool:
+        """Return whether the cache was made for ``model``."""
+
+    @abstractmethod
+    def generation_begins(self, input_ids: Any, attention_mask: Any) -> None:
+        """Note the length of the prompts, because transformers may cut them, or append candidates to them.
+        Start again if the cache holds anything but a beginning of these prompts."""
+
+    @abstractmethod
+    def generation_ends(self) -> None:
+        """Save what ``generate`` has computed."""
+
+    @abstractmethod
+    def prompt_begins(
+        self, model: Any, ids: Any, following: int | None, arguments: Mapping[str, Any]
+    ) -> int | None:
+        """Load the prefix of a prompt. Return how many of its last tokens are still to be computed, None for
+        all. ``following`` is transformers' own number, for the cache as it was."""
+
+    @abstractmethod
+    def forward_begins(self, arguments: Mapping[str, Any]) -> None:
+        """Note the tokens of a forward pass."""
+
+    @abstractmethod
+    def forward_ends(self) -> None:
+        """Save the prompt after its first forward pass."""
 
 
 def install(model: Any) -> None:
@@ -66,12 +94,12 @@ def _methods(kind: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return generate, prepare
 
 
-def _own(model: Any, arguments: Mapping[str, Any]) -> TierStoreCache | None:
+def _own(model: Any, arguments: Mapping[str, Any]) -> HookedCache | None:
     """Return the cache of a call if it is one of ``model``."""
     found = arguments.get("cache")
     if found is None:
         found = arguments.get("past_key_values")
-    return found if isinstance(found, caches.TierStoreCache) and found.serves(model) else None
+    return found if isinstance(found, HookedCache) and found.serves(model) else None
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
