@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.operator import Keys, ServerKey
 from tierstore.units import parse_size
 
 _URL = typer.Option("--url", metavar="URL", help="llama-server, on this host")
@@ -48,8 +47,14 @@ def command(
     max_body_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest request body; larger ones get 413")
     ] = "64MiB",
-    keys: Keys = None,
-    server_key: ServerKey = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Your .secret file, for tcp://", show_default=False),
+    ] = None,
+    server_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The daemon's .key file, for tcp://", show_default=False),
+    ] = None,
 ) -> None:
     """Serve a llama-server with prompts from the store, until SIGTERM.
 
