@@ -20,6 +20,7 @@ from tierstore_proxy.llama.slots import KnownSlot, common_prefix
 from tierstore_proxy.upstream import Upstream
 
 _LOOK_AGAIN_S = 1.0
+_REFUSED_AGAIN_S = 30.0  # finding out that a model is not supported computes a token
 _FINDERS = 4
 _MOST_WAITING_SAVES = 4
 
@@ -100,16 +101,17 @@ class SlotCache:
     async def _watch(self) -> None:
         """Identify llama-server whenever it has been started."""
         while True:
-            if self.served is None:
-                await self._identify()
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            supported = self.served is not None or await self._identify()
+            await asyncio.sleep(_LOOK_AGAIN_S if supported else _REFUSED_AGAIN_S)
 
-    async def _identify(self) -> None:
+    async def _identify(self) -> bool:
+        """Identify llama-server. Return False if it is not supported."""
         try:
             served = await identify(self._server, self._settings, self._headers)
         except UsageError as error:
             self.problem = str(error)
             self.errors.warn("identify", f"nothing is restored or saved: {error}")
+            return False
         except Exception as error:  # noqa: BLE001  # it is starting, or busy: it is asked again
             self.problem = f"llama-server is not ready: {error or type(error).__name__}"
             _log.debug("llama-server is not ready: %r", error)
@@ -117,6 +119,7 @@ class SlotCache:
             self._served, self.problem = served, ""
             identity = served.blocks.identity.digest.hex()[:8]
             _log.info("%d slots; pages have identity %s", len(served.book.slots), identity)
+        return True
 
     # -- before a request ----------------------------------------------------------------------------
 
