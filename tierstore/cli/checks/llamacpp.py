@@ -10,11 +10,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from urllib.parse import urlsplit
 
-from tierstore.cli.checks.check import Check, fail, ok, warn
-from tierstore.cli.checks.daemon import checks as daemon_checks
+from tierstore.cli.checks.check import Check, fail, installed, ok, warn
+from tierstore.cli.checks.engine import checks as daemon_checks
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 from tierstore.extras import install
@@ -59,9 +58,8 @@ def _packages() -> Check:
 
 def _binding() -> Check:
     name = "llama-cpp-python"
-    try:
-        version = metadata.version("llama_cpp_python")
-    except metadata.PackageNotFoundError:
+    version = installed("llama_cpp_python")
+    if version is None:
         return ok(name, "not installed here; only TierStoreLlamaCache needs it")
     if version != TRIED_BINDING:
         return warn(name, version, f"tested with {TRIED_BINDING}: test it first")
