@@ -46,7 +46,6 @@ class SlotCache:
 
     def __init__(self, settings: LlamaSettings, upstream: Upstream, metrics: LlamaMetrics) -> None:
         self.errors = ErrorLog(_log)
-        self.problem = "llama-server has not been asked yet"  # why nothing is restored; empty if it is
         self._settings = settings
         self._server = LlamaServer(upstream)
         self._metrics = metrics
@@ -96,7 +95,6 @@ class SlotCache:
         if self._served is not None:
             self._served.blocks.close()
             self._served = None
-            self.problem = "llama-server has ended"
 
     async def _watch(self) -> None:
         """Identify llama-server whenever it has been started."""
@@ -109,14 +107,12 @@ class SlotCache:
         try:
             served = await identify(self._server, self._settings, self._headers)
         except UsageError as error:
-            self.problem = str(error)
             self.errors.warn("identify", f"nothing is restored or saved: {error}")
             return False
         except Exception as error:  # noqa: BLE001  # it is starting, or busy: it is asked again
-            self.problem = f"llama-server is not ready: {error or type(error).__name__}"
             _log.debug("llama-server is not ready: %r", error)
         else:
-            self._served, self.problem = served, ""
+            self._served = served
             identity = served.blocks.identity.digest.hex()[:8]
             _log.info("%d slots; pages have identity %s", len(served.book.slots), identity)
         return True
