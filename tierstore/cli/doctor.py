@@ -36,6 +36,9 @@ def command(
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Also check transformers and its cache over a store")
     ] = False,
+    llamacpp: Annotated[
+        bool, typer.Option("--llamacpp", help="Also check llama-server, its proxy and the daemon")
+    ] = False,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Also check the shared store at mooncake://…", show_default=False),
@@ -53,23 +56,32 @@ def command(
             show_default=False,
         ),
     ] = None,
+    llama_server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="llama-server to check [default: http://127.0.0.1:8080]", show_default=False
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
 ) -> None:
     """Check this machine, and say what to change.
 
     The checks cover Python and its packages, limits, the GPU, and whether --host-bytes fit the memory of this
     machine or container. DIR adds its file system. --vllm, --sglang and --transformers add the engine in this
-    environment, and its daemon. Each line is ok, warn (works, but could be better) or fail (will not work).
-    The exit code is 1 if a check fails.
+    environment and its daemon, --llamacpp a running llama-server. Each line is ok, warn (works, but could be
+    better) or fail (will not work). The exit code is 1 if a check fails.
     """
     from tierstore.cli.checks import Status, all_checks
     from tierstore.cli.checks import cluster as cluster_checks
+    from tierstore.cli.checks import llamacpp as llamacpp_checks
     from tierstore.cli.checks import sglang as sglang_checks
     from tierstore.cli.checks import transformers as transformers_checks
     from tierstore.cli.checks import vllm as vllm_checks
 
-    if connect is not None and not (vllm or sglang or transformers):
-        raise UsageError("--connect goes with --vllm, --sglang or --transformers")
+    if connect is not None and not (vllm or sglang or transformers or llamacpp):
+        raise UsageError("--connect goes with --vllm, --sglang, --transformers or --llamacpp")
+    if llama_server is not None and not llamacpp:
+        raise UsageError("--llama-server goes with --llamacpp")
     if kv_transfer_config is not None and not vllm:
         raise UsageError("--kv-transfer-config goes with --vllm")
     if extra_config is not None and not sglang:
@@ -85,6 +97,9 @@ def command(
     if transformers:
         with show.waiting("trying transformers"):
             found += transformers_checks.checks(connect)
+    if llamacpp:
+        with show.waiting("looking at llama-server"):
+            found += llamacpp_checks.checks(connect, llama_server)
     if cluster is not None:
         found += cluster_checks.checks(cluster)
     failed = any(check.status is Status.FAIL for check in found)

@@ -29,7 +29,7 @@ import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -48,6 +48,7 @@ from tierstore_engine.server.http import (
 )
 from tierstore_proxy.choice import rank_decode, rank_prefill, worth_handing_over
 from tierstore_proxy.metrics import Outcome, ProxyMetrics
+from tierstore_proxy.passing import pass_through, while_connected
 from tierstore_proxy.prompts import Api, Asked, RoutedPrompt, token_ids
 from tierstore_proxy.residency import DaemonLookups, KnownResidency, PromptLookups, Selector, read_bounded
 from tierstore_proxy.settings import ProxySettings
@@ -56,11 +57,6 @@ from tierstore_proxy.upstream import Upstream, UpstreamError, watch, within
 _REQUEST_ID = "x-request-id"
 # Client headers that an engine may need. All others stay between the client and the proxy.
 _UPWARDS = ("accept", "authorization", "traceparent", "tracestate", "x-session-id")
-# Engine headers that concern only the proxy's connection, or that the proxy sends itself.
-_NOT_DOWNWARDS = {
-    *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer"),
-    *("transfer-encoding", "upgrade", "date", "server", _REQUEST_ID),
-}
 _MOST_PREFILL_BYTES = 4 << 20  # for a prefill's answer, which has one token and its parameters
 _MOST_TOKENIZED_BYTES = 64 << 20
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -213,28 +209,8 @@ class Proxy:
             self.metrics.request_s.observe(exchange.seconds)
 
     async def _bound(self, exchange: Exchange, work: Awaitable[object]) -> None:
-        """Await ``work`` while the client is connected, at most for the time limit of a request. Raises
-        :class:`ApiError` (504) and :class:`ClientDisconnect`."""
-        working = asyncio.ensure_future(work)
-        listening = asyncio.ensure_future(exchange.hang_up())
-        try:
-            await asyncio.wait(
-                (working, listening),
-                timeout=self.settings.request_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if working.done() or exchange.ended:  # a client with the whole answer may leave
-                await working
-            elif listening.done():
-                raise ClientDisconnect
-            else:
-                raise ApiError(
-                    504, f"the request took longer than the limit of {self.settings.request_s:g} s"
-                )
-        finally:
-            for task in (working, listening):
-                task.cancel()
-            await asyncio.gather(working, listening, return_exceptions=True)
+        """Await ``work`` while the client is connected, at most for the time limit of a request."""
+        await while_connected(exchange, work, limit_s=self.settings.request_s)
 
     async def _answer(self, exchange: Exchange, asked: Asked) -> None:
         headers = _upwards(exchange.request)
@@ -376,18 +352,14 @@ class Proxy:
         raise ApiError(status, f"no decode engine answers: {'; '.join(problems)}", retry_after_s=1)
 
     async def _pass_through(self, exchange: Exchange, answer: httpx.Response, request_id: str) -> None:
-        """Pass an answer through. Raises :class:`UpstreamError` if it ends too early, or does not end; the
-        client's connection is then closed in the middle of the answer."""
-        await exchange.start(answer.status_code, _downwards(answer, request_id))
-        total, most = 0, self.settings.max_answer_bytes
-        async for part in answer.aiter_raw():
-            if not total:
-                self.metrics.first_byte_s.observe(exchange.seconds)
-            total += len(part)
-            if total > most:
-                raise UpstreamError(f"{answer.url} answers with more than {most} bytes", sent=True)
-            await exchange.part(part, more=True)
-        await exchange.part(b"", more=False)
+        """Pass an answer through. Raises :class:`UpstreamError` if it ends too early, or does not end."""
+        await pass_through(
+            exchange,
+            answer,
+            headers=[(_REQUEST_ID.encode(), request_id.encode())],
+            most_bytes=self.settings.max_answer_bytes,
+            begun=lambda: self.metrics.first_byte_s.observe(exchange.seconds),
+        )
 
 
 def _passes(status: int) -> bool:
@@ -406,16 +378,6 @@ def _upwards(request: Request) -> dict[str, str]:
         "accept-encoding": "identity",
         "user-agent": "tierstore-proxy",
     }
-
-
-def _downwards(answer: httpx.Response, request_id: str) -> list[tuple[bytes, bytes]]:
-    """Return the headers for a client."""
-    dropped = _NOT_DOWNWARDS | {
-        name.strip() for name in answer.headers.get("connection", "").lower().split(",")
-    }
-    lowered = [(name.lower(), value) for name, value in answer.headers.raw]
-    kept = [(name, value) for name, value in lowered if name.decode("latin-1") not in dropped]
-    return [*kept, (_REQUEST_ID.encode(), request_id.encode())]
 
 
 def _api_error(error: Exception) -> ApiError:

@@ -66,12 +66,12 @@ class ProxySettings:
         if not self.decode:
             raise UsageError("no decode engine: give --decode URL, once for each")
         for name in ("prefill", "decode"):
-            urls = tuple(_url(name, url) for url in getattr(self, name))
+            urls = tuple(checked_url(name, url) for url in getattr(self, name))
             if len(set(urls)) < len(urls):
                 raise UsageError(f"two of the {name} engines have the same URL")
             object.__setattr__(self, name, urls)
         if self.selector:
-            object.__setattr__(self, "selector", _url("selector", self.selector))
+            object.__setattr__(self, "selector", checked_url("selector", self.selector))
             if self.daemon:
                 raise UsageError("give either --daemon or --selector: a selector already follows the daemons")
         curve = CurveKeys.read(*self.key_files)
@@ -101,11 +101,7 @@ class ProxySettings:
     @property
     def address(self) -> tuple[str, int]:
         """Return host and port."""
-        host, _, port = self.listen.rpartition(":")
-        host = host.strip("[]")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise UsageError(f"listen must be HOST:PORT (port 0 for any free port), got {self.listen!r}")
-        return host, int(port)
+        return host_and_port(self.listen)
 
     @property
     def key_files(self) -> tuple[Path | None, Path | None]:
@@ -140,7 +136,16 @@ def _read(file: Path) -> dict[str, object]:
         raise UsageError(f"{file} is not TOML: {error}") from error
 
 
-def _url(name: str, text: str) -> str:
+def host_and_port(listen: str) -> tuple[str, int]:
+    """Return the parts of an address to listen at. Raises :class:`UsageError`."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"listen must be HOST:PORT (port 0 for any free port), got {listen!r}")
+    return host, int(port)
+
+
+def checked_url(name: str, text: str) -> str:
     """Return a URL without a trailing slash. Raises :class:`UsageError`."""
     try:
         parts = urlsplit(text)

@@ -26,10 +26,12 @@ def _end_on_sigterm(*, server: bool) -> None:
 
 
 def tierstore() -> None:
-    """Run ``tierstore``."""
-    _end_on_sigterm(server=sys.argv[1:2] == ["serve"])
-    from tierstore.cli import main
+    """Run ``tierstore``. Its command ``llama`` is a proxy, which the store's own package does not know."""
+    _end_on_sigterm(server=sys.argv[1:2] in (["serve"], ["llama"]))
+    from tierstore.cli import app, main
+    from tierstore_proxy.llama import cli as llama
 
+    app.command("llama")(llama.command)
     main()
 
 
