@@ -27,7 +27,7 @@ TRACE = Path(__file__).parents[1] / "data" / "mooncake" / "conversation_2000.jso
 
 def bench(*arguments):
     command = [sys.executable, "-m", "tierstore_tools.cli", "scenarios", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
 
 def test_all_scenarios_against_real_servers(tmp_path):

@@ -30,9 +30,9 @@ def command(
         ),
     ] = "auto",
 ) -> None:
-    """Run an engine over a daemon: tierstore run -- vllm serve MODEL.
+    """Run an engine over a daemon.
 
-    The command replaces this process, with TIERSTORE set to --store in its environment. vLLM and SGLang must
+    Example: tierstore run -- vllm serve MODEL. The command replaces this process, with TIERSTORE set to --store in its environment. vLLM and SGLang must
     be in the same environment as tierstore, because they load its plug-in. Other programs ignore the
     variable.
     """

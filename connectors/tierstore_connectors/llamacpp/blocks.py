@@ -28,7 +28,7 @@ from tierstore_connectors.common.guard import Breaker
 from tierstore_connectors.llamacpp.state import (
     FILE_VERSION,
     Bytes,
-    CacheLayout,
+    CellLayout,
     CacheRows,
     LlamaSequence,
     StateLayout,
@@ -163,7 +163,7 @@ class LlamaBlocks:
         return FoundPrefix(held, LlamaSequence(tokens[:length], caches))
 
     def _rows(
-        self, layout: CacheLayout, pages: Bytes, first_chunk: int, length: int, *, windowed: bool
+        self, layout: CellLayout, pages: Bytes, first_chunk: int, length: int, *, windowed: bool
     ) -> CacheRows:
         chunk = self.settings.chunk_tokens
         first = first_chunk * chunk

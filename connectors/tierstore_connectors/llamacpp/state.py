@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class CacheLayout:
+class CellLayout:
     """The layout of one cache: its streams, and the rows of its layers. ``values`` is empty for latents."""
 
     streams: int
@@ -82,7 +82,7 @@ class CacheLayout:
 class StateLayout:
     """The layout of a state: one cache, or one for full attention and one for sliding windows."""
 
-    caches: tuple[CacheLayout, ...]
+    caches: tuple[CellLayout, ...]
 
     def describe(self) -> str:
         return " + ".join(cache.describe() for cache in self.caches)
@@ -93,7 +93,7 @@ class CacheRows:
     """The rows of consecutive tokens, from position ``first`` on: one array of (tokens, bytes) for each row
     of ``layout``."""
 
-    layout: CacheLayout
+    layout: CellLayout
     first: int
     rows: tuple[Bytes, ...]
 
@@ -240,7 +240,7 @@ def _cells(reader: _StateReader, count: int, streams: int) -> CacheRows:
     if reader.left:  # latents have no V
         read = _columns if transposed else _plain
         values = [read(reader, count) for _ in range(layers)]
-    layout = CacheLayout(streams, transposed, tuple(row for row, _ in keys), tuple(row for row, _ in values))
+    layout = CellLayout(streams, transposed, tuple(row for row, _ in keys), tuple(row for row, _ in values))
     rows = (data if in_order is None else data[in_order] for _, data in (*keys, *values))
     return CacheRows(layout, first, tuple(rows))
 

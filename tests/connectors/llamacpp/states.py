@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierstore_connectors.llamacpp.state import CacheLayout, CacheRows, LlamaSequence, Row, write_file
+from tierstore_connectors.llamacpp.state import CellLayout, CacheRows, LlamaSequence, Row, write_file
 
 WINDOW = 64
 
@@ -12,7 +12,7 @@ WINDOW = 64
 def layout(layers=3, *, nbytes=24, transposed=False, streams=1):
     keys = tuple(Row(1, nbytes) for _ in range(layers))
     values = tuple(Row(1, nbytes, 2 if transposed else 0) for _ in range(layers))
-    return CacheLayout(streams, transposed, keys, values)
+    return CellLayout(streams, transposed, keys, values)
 
 
 def rows(kind, first, stop, seed=0):

@@ -90,7 +90,7 @@ class LlamaProxy:
             if moves_cells(path, request.query_params, body):
                 self.cache.taint()
         if asked is None:
-            if request.method == "POST" and "complet" in path:
+            if request.method == "POST" and "completion" in path:
                 self.metrics.went(LlamaOutcome.UNSUITED)
             await self._passed(exchange, body, headers, None)
             return

@@ -75,5 +75,7 @@ def test_what_was_acknowledged_survives_kills(path, kills):
     for seed in range(kills):
         run_and_kill(path, seed, page_table, delay_s=chance.uniform(0, 0.2))
         verify(path, page_table)
-    assert page_table.durable
-    assert page_table.removed
+    while not page_table.durable or not page_table.removed:  # the machine is busy: the writers came to little
+        seed += 1
+        run_and_kill(path, seed, page_table, delay_s=chance.uniform(0.2, 2))
+        verify(path, page_table)
