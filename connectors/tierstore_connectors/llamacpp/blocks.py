@@ -28,8 +28,8 @@ from tierstore_connectors.common.guard import Breaker
 from tierstore_connectors.llamacpp.state import (
     FILE_VERSION,
     Bytes,
-    CellLayout,
     CacheRows,
+    CellLayout,
     LlamaSequence,
     StateLayout,
     Tokens,

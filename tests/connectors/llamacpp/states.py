@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierstore_connectors.llamacpp.state import CellLayout, CacheRows, LlamaSequence, Row, write_file
+from tierstore_connectors.llamacpp.state import CacheRows, CellLayout, LlamaSequence, Row, write_file
 
 WINDOW = 64
 
