@@ -32,9 +32,9 @@ def command(
 ) -> None:
     """Run an engine over a daemon.
 
-    Example: tierstore run -- vllm serve MODEL. The command replaces this process, with TIERSTORE set to --store in its environment. vLLM and SGLang must
-    be in the same environment as tierstore, because they load its plug-in. Other programs ignore the
-    variable.
+    Example: tierstore run -- vllm serve MODEL. The command replaces this process, with TIERSTORE set to
+    --store in its environment. vLLM and SGLang must be in the same environment as tierstore, because they
+    load its plug-in. Other programs ignore the variable.
     """
     from tierstore.daemon.background import VARIABLE, checked_choice
 
