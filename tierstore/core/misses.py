@@ -30,7 +30,7 @@ from tierstore.core.clients import Client, Refusal
 from tierstore.core.departures import Cause, Departure
 from tierstore.core.find import find
 from tierstore.core.hits import HitSearch, HitView
-from tierstore.core.prompts import ChainView, FoundPages, PromptView
+from tierstore.core.prompts import ChainView, FoundPages, NamedView, PromptView
 from tierstore.core.state import StoreState
 from tierstore.errors import SpecError
 from tierstore.explanation import CONTEXT_TOKENS, Miss, MissedRequest, MissReason
@@ -87,8 +87,11 @@ class Misses:
     def explain(self, search: HitSearch, tokens: int) -> list[Miss]:
         """Return why the tokens of a concluded search are missed behind a hit of ``tokens``. Looks at the
         disk, so it must run without the lock."""
-        with self._state.lock:
-            misses = self._known_misses(search, tokens)
+        if (group := search.view.caller_named) is not None:
+            misses = self._page_misses(search.view, group, tokens)
+        else:
+            with self._state.lock:
+                misses = self._known_misses(search, tokens)
         misses += self._elsewhere(search, _end(misses, tokens))
         with self._state.lock:
             return self._completed(search, tokens, misses)
@@ -231,7 +234,7 @@ class Misses:
         """Return why the tokens behind a hit are missed, as far as their pages are known."""
         view = search.view
         if (group := view.caller_named) is not None:
-            return self._page_misses(view, group, tokens)
+            return self._first_page_misses(view, group, tokens)
         misses: list[Miss] = []
         if tokens < search.branch:
             misses += self._group_misses(view, tokens, search.branch)
@@ -253,12 +256,31 @@ class Misses:
     # -- pages that the caller has named -----------------------------------------------------------------
 
     def _page_misses(self, view: HitView, group: NamedGroup, hit: int) -> list[Miss]:
-        """Return why named pages behind a hit are missed, up to the last page with a known reason."""
+        """Return why named pages behind a hit are missed, up to the last page with a known reason. A request
+        may have very many pages, so the lock is taken for a batch at a time."""
+        misses: list[Miss] = []
+        for ends in _batches(view, hit):
+            with self._state.lock:
+                self._examine_pages(view, group, ends, misses)
+            self._state.yield_lock()
+        return _without_new(misses)
+
+    def _first_page_misses(self, view: HitView, group: NamedGroup, hit: int) -> list[Miss]:
+        """Return the same from one batch. The pages behind the batch get the reason of its last page."""
+        misses: list[Miss] = []
+        for ends in islice(_batches(view, hit), 1):
+            self._examine_pages(view, group, ends, misses)
+            rest = view.num_tokens - view.num_tokens % view.chunk_tokens - ends[-1]
+            misses[-1] = replace(misses[-1], tokens=misses[-1].tokens + rest)
+        return _without_new(misses)
+
+    def _examine_pages(
+        self, view: HitView, group: NamedGroup, ends: Sequence[int], misses: list[Miss]
+    ) -> None:
+        """Append why the named pages that end there are missed. Needs the lock."""
         chunk_tokens = view.chunk_tokens
-        ends = range(hit + chunk_tokens, view.num_tokens + 1, chunk_tokens)
         pages, here = view.pages(group, ends), frozenset(group.here)
         identity = group.registration.identity.digest
-        misses: list[Miss] = []
         for end, key, page in zip(
             ends, pages.keys, pages.tree_pages(self._state, range(len(ends))), strict=True
         ):
@@ -274,9 +296,6 @@ class Misses:
                     else Miss(MissReason.NEVER_SAVED, first, chunk_tokens)
                 )
             _append(misses, miss)
-        if misses and misses[-1].reason is MissReason.NEVER_SAVED:
-            misses.pop()
-        return misses
 
     # -- a layer group that lacks pages ----------------------------------------------------------------
 
@@ -533,22 +552,43 @@ class Misses:
         if not spec.hashed or spec.chunk_tokens != view.chunk_tokens:
             return 0
         registration = Registration(identity, spec.page_bytes, spec.chunk_tokens)
-        ends = range(first + view.chunk_tokens, view.num_tokens + 1, view.chunk_tokens)
-        pages = view.pages(replace(group, registration=registration), ends)
+        group = replace(group, registration=registration)
+        for ends in _batches(view, first):
+            try:
+                missing = self._first_missing(view.pages(group, ends))
+            except Refusal:  # another page size
+                return 0
+            if missing is not None:
+                return ends[missing] - view.chunk_tokens
+        return view.num_tokens - view.num_tokens % view.chunk_tokens
+
+    def _first_missing(self, pages: NamedView) -> int | None:
+        """Return the position of the first page that is not held, here or on disk; None if all are."""
         state = self._state
-        try:
+        with state.lock:
+            state.require_open()
+            found = pages.find(state, pages.num_tokens)
+        if found.look_on_disk:
+            hold = pages.disk_look(state, pages.num_tokens)()
             with state.lock:
-                state.require_open()
-                found = pages.find(state, pages.num_tokens)
-            if found.look_on_disk:
-                hold = pages.disk_look(state, pages.num_tokens)()
-                with state.lock:
+                try:
                     found = pages.find(state, pages.num_tokens)
+                finally:
                     state.leases.release(hold)
-        except Refusal:  # another page size
-            return 0
-        missing = pages.missing(found, pages.num_tokens)
-        return first + (missing[0] if missing else len(ends)) * view.chunk_tokens
+        return next(iter(pages.missing(found, pages.num_tokens)), None)
+
+
+def _batches(view: HitView, first: int) -> Iterator[range]:
+    """Yield the ends of a request's whole pages from token ``first`` on, those of one hold of the lock at a
+    time."""
+    ends = range(first + view.chunk_tokens, view.num_tokens + 1, view.chunk_tokens)
+    for start in range(0, len(ends), _ONE_BY_ONE):
+        yield ends[start : start + _ONE_BY_ONE]
+
+
+def _without_new(misses: list[Miss]) -> list[Miss]:
+    """Return the misses without a last one that was never saved: another identity may hold its pages."""
+    return misses[:-1] if misses and misses[-1].reason is MissReason.NEVER_SAVED else misses
 
 
 def _append(misses: list[Miss], miss: Miss) -> None:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import Hint, Identity, KVSpec
+from tierstore.core.departures import Departures
+from tierstore.core.state import StoreState
 from tierstore.errors import UsageError
 from tierstore.explanation import MissReason as R
 from tierstore.keys import PageKey, Prompt
@@ -101,6 +103,34 @@ def test_pages_under_another_identity(make_store, disk):
     assert spans(store, [0, 1, 2, 3, 4]) == (1, [(R.OTHER_IDENTITY, 2), (R.NEVER_SAVED, 2)])
     [other, _] = store.explain(pages([0, 1, 2, 3, 4])).misses
     assert other.fields == ("revision",)
+
+
+def test_many_pages_are_examined_in_batches(monkeypatch):
+    """One request must not keep other clients from the lock for seconds."""
+    examined = [0]
+    find, yield_lock = Departures.of, StoreState.yield_lock
+
+    def counted(*args):
+        examined[-1] += 1
+        return find(*args)
+
+    def yielded():
+        examined.append(0)
+        yield_lock()
+
+    with open_store(None, SPEC, identity=OWN, host_bytes=1024 * PAGE_BYTES) as store:
+        save(store, [0, 600, 1299])
+        store.evict("host")
+        save(store, range(1300, 1900), replace(OWN, revision="2"))
+        monkeypatch.setattr(Departures, "of", counted)
+        monkeypatch.setattr(StoreState, "yield_lock", staticmethod(yielded))
+        evicted, new = (R.EVICTED, 1), R.NEVER_SAVED
+        assert spans(store, range(1950)) == (
+            0,
+            [evicted, (new, 599), evicted, (new, 698), evicted, (R.OTHER_IDENTITY, 600), (new, 50)],
+        )
+    assert sum(examined) == 1950
+    assert max(examined) <= 512
 
 
 def test_pages_with_keys_that_are_no_names_are_refused(make_store):
