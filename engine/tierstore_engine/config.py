@@ -325,7 +325,7 @@ class ModelConfig:
             raise ModelError(f"model dtype {self.dtype!r} is not supported (use one of {', '.join(DTYPES)})")
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
-        if self.head_dim % 2:
+        if self.head_dim < 2 or self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if (self.recurrent is None) == (LayerKind.RECURRENT_STATE in self.kinds):
             raise ModelError("a model needs delta or mamba exactly if it has layers with a recurrent state")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,6 +13,51 @@ from tierstore_engine.errors import ModelError
 
 Raw: TypeAlias = Mapping[str, Any]
 """A ``config.json``, or its text part."""
+
+
+_FIELDS = {
+    "a positive number": "factor layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon "
+    "partial_rotary_factor rms_norm_eps rope_local_base_freq rope_theta rotary_emb_base rotary_pct",
+    "a number": "alpha attention_factor attention_multiplier beta_fast beta_slow embedding_multiplier "
+    "high_freq_factor logit_scale logits_scaling low_freq_factor mscale mscale_all_dim residual_multiplier",
+    "a whole number of at least 0": "ffn_hidden_size head_dim max_window_layers no_rope_layer_interval "
+    "num_key_value_heads num_kv_heads num_ln_in_parallel_attn original_max_position_embeddings "
+    "sliding_window",
+    "true or false": "alibi attention_bias attention_out_bias bias mlp_bias multi_query "
+    "new_decoder_architecture parallel_attn qk_layernorm qkv_bias tie_word_embeddings truncate use_bias "
+    "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
+    "an object": "full_attention rope_parameters rope_scaling sliding_attention",
+    "a list": "layer_types long_factor no_rope_layers short_factor",
+}
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "a positive number": lambda value: _is_number(value) and 0 < value < math.inf,
+    "a number": lambda value: _is_number(value) and -math.inf < value < math.inf,
+    "a whole number of at least 0": lambda value: _is_number(value) and isinstance(value, int) and value >= 0,
+    "true or false": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, Mapping),
+    "a list": lambda value: isinstance(value, list),
+}
+_WANTED = {name: wanted for wanted, names in _FIELDS.items() for name in names.split()}
+_NOT_NULL = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_values(raw: Raw) -> None:
+    """Check the values of the fields that readers convert, also of those in a RoPE. Most may be null.
+
+    Raises :class:`ModelError` with the field, what it must be, and its value.
+    """
+    for name, value in raw.items():
+        wanted = _WANTED.get(name)
+        if wanted is None or (value is None and name not in _NOT_NULL):
+            continue
+        if not _FITS[wanted](value):
+            raise ModelError(f"config.json: {name} must be {wanted}, got {value!r}")
+        if isinstance(value, Mapping):
+            check_values(value)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -72,7 +117,7 @@ def read_rope(raw: Raw, scaling: Raw, head_dim: int | None = None) -> RopeConfig
     if part != 1.0 and head_dim is None:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     rotary_dim = int((head_dim or 0) * part) if part != 1.0 else 0
-    if rotary_dim % 2 or not 0 < part <= 1:
+    if rotary_dim % 2 or not 0 < part <= 1 or (part != 1.0 and not rotary_dim):
         raise ModelError(f"config.json: partial_rotary_factor {part} turns no even part of {head_dim}")
     rope = RopeConfig(theta=theta, kind=kind, rotary_dim=rotary_dim)
     original = scaling.get("original_max_position_embeddings") or raw.get("max_position_embeddings")

@@ -27,6 +27,7 @@ from tierstore_engine.config import (
 from tierstore_engine.config_fields import (
     Raw,
     check_kinds,
+    check_values,
     common_fields,
     every_other,
     mixed_layers,
@@ -48,11 +49,18 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
     architecture = _architecture(raw)
     check_quantisation(raw, "config.json")
     if raw.get("text_config"):
+        if not isinstance(raw["text_config"], Mapping):
+            raise ModelError(f"config.json: text_config must be an object, got {raw['text_config']!r}")
         raw = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **raw["text_config"]}
+    check_values(raw)
     try:
         config = _READERS[architecture](raw)
     except SpecError as error:
         raise ModelError(str(error)) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"config.json: the value of a field is of a wrong kind: {error}") from error
     return replace(config, dtype=dtype) if dtype else config
 
 
@@ -513,8 +521,10 @@ def _with_qwen_experts(config: ModelConfig, raw: Raw) -> ModelConfig:
 
 def _architecture(raw: Raw) -> str:
     names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(f"config.json: architectures must be a list, got {names!r}")
     for name in names:
-        if name in _READERS:
+        if str(name) in _READERS:
             return str(name)
     what = ", ".join(map(str, names)) or "no architecture at all"
     raise ModelError(f"config.json names {what}; supported are {', '.join(ARCHITECTURES)}")
