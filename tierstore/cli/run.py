@@ -44,4 +44,7 @@ def command(
     if found is None:
         raise TierStoreError(f"there is no program {program[0]!r}: check its name and PATH")
     os.environ[VARIABLE] = checked_choice(store)
-    os.execv(found, program)
+    try:
+        os.execv(found, program)
+    except OSError as error:
+        raise TierStoreError(f"cannot run {found}: {error.strerror}") from error

@@ -132,6 +132,15 @@ def test_run_gives_a_command_the_variable():
         assert process.returncode == 0
 
 
+def test_run_names_a_program_that_the_system_cannot_start(tmp_path):
+    program = tmp_path / "script"
+    program.write_text("no first line with an interpreter\n")
+    program.chmod(0o700)
+    process = start("tierstore", "run", "--", str(program), stderr=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=60)[1] == f"tierstore: cannot run {program}: Exec format error\n"
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
