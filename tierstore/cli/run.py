@@ -30,7 +30,7 @@ def command(
         ),
     ] = "auto",
 ) -> None:
-    """Run an engine over a daemon.
+    """Run an engine with the cache of a daemon.
 
     Example: tierstore run -- vllm serve MODEL. The command replaces this process, with TIERSTORE set to
     --store in its environment. vLLM and SGLang must be in the same environment as tierstore, because they
