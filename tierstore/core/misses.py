@@ -281,9 +281,8 @@ class Misses:
         chunk_tokens = view.chunk_tokens
         pages, here = view.pages(group, ends), frozenset(group.here)
         identity = group.registration.identity.digest
-        for end, key, page in zip(
-            ends, pages.keys, pages.tree_pages(self._state, range(len(ends))), strict=True
-        ):
+        in_tree = pages.tree_pages(self._state, range(len(ends)))
+        for end, key, page in zip(ends, pages.keys, in_tree, strict=True):
             first = end - chunk_tokens
             if end in here and misses:
                 miss = replace(misses[-1], first=first, tokens=chunk_tokens)  # behind a missing page
@@ -434,9 +433,8 @@ class Misses:
         age_s = float(max(self._state.departures.now_s() - at_s, 0))
         label = tier.label if tier is not None else ""
         if cause in _NOT_WRITTEN:
-            return Miss(
-                MissReason.NOT_WRITTEN, first, tokens, tier=label, age_s=age_s, why=_NOT_WRITTEN[cause]
-            )
+            why = _NOT_WRITTEN[cause]
+            return Miss(MissReason.NOT_WRITTEN, first, tokens, tier=label, age_s=age_s, why=why)
         evicted = cause is Cause.EVICTED
         policy = self._policy if evicted else "request" if cause is Cause.BY_REQUEST else ""
         more = self._state.departures.left_since(at_s) if evicted else 0
