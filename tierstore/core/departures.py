@@ -1,7 +1,7 @@
 """The memory of pages that have left all tiers, and of pages that were computed and not kept.
 
 An entry is 12 bytes in a table of fixed size: a fingerprint of the page with the cause, and the time. Entries
-lie in rows of four. A new entry takes the place of the oldest one in its row, so the table forgets in about
+lie in rows of eight. A new entry takes the place of the oldest one in its row, so the table forgets in about
 the order in which pages left. It holds one entry for each 64 KiB of the tiers, at least 16,384 and at most 4
 million (48 MiB): with 10 million pages, the table knows the 4 million that left last. The memory is only used
 as far as entries are written.
@@ -28,7 +28,7 @@ from tierstore.index import Tier
 _LEAST_ENTRIES = 1 << 14
 _MOST_ENTRIES = 1 << 22
 _BYTES_PER_ENTRY = 64 << 10  # capacity of all tiers
-_ROW = 4
+_ROW = 8
 _MOST_VOLUMES = 1 << 12
 _CAUSE_BITS = 6
 _TIER_BITS = 2
