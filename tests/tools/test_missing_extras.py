@@ -17,22 +17,16 @@ EXTRAS = ("torch", "safetensors", "tokenizers", "matplotlib", "psutil", "transfo
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(",")))
-from importlib import import_module
-module = import_module(sys.argv.pop(1))
-module.main()
+import tierstore_start
+getattr(tierstore_start, sys.argv.pop(1))()
 """
 
 
 def run(program, *arguments, missing=EXTRAS, cwd=None):
     """(exit code, stdout, stderr) of a program where ``missing`` cannot be imported."""
-    module = {
-        "tierstore": "tierstore.cli",
-        "tierstore-engine": "tierstore_engine.cli",
-        "tierstore-bench": "tierstore_tools.cli",
-        "tierstore-proxy": "tierstore_proxy.cli",
-    }[program]
+    entry = program.removeprefix("tierstore-")
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, ",".join(missing), module, *map(str, arguments)],
+        [sys.executable, "-c", WITHOUT, ",".join(missing), entry, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -48,6 +42,7 @@ def run(program, *arguments, missing=EXTRAS, cwd=None):
         ("tierstore-engine", ["generate", "--model", "tiny", "--prompt", "x"], EXTRAS, "engine"),
         ("tierstore-engine", ["generate", "--model", "tiny", "--prompt", "x"], ["tokenizers"], "engine"),
         ("tierstore", ["pack", "keygen", "me"], ["cryptography"], "packs"),
+        ("tierstore", ["llama"], ["httpx"], "proxy"),
         ("tierstore-proxy", ["--decode", "http://127.0.0.1:1"], ["httpx"], "proxy"),
         ("tierstore-bench", ["longctx", "--tokens", "100"], EXTRAS, "engine"),
         ("tierstore-bench", ["longctx", "--plot", "a.png"], ["matplotlib"], "bench"),

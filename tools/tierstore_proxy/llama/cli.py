@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tierstore.command_line import one_line_errors
 from tierstore.units import parse_size
 
 _URL = typer.Option("--url", metavar="URL", help="llama-server, on this host")
@@ -64,8 +65,10 @@ def command(
     """
     from tierstore.daemon.settings import default_listen
     from tierstore_connectors.llamacpp.blocks import BlockSettings
-    from tierstore_proxy.llama.app import run
-    from tierstore_proxy.llama.settings import LlamaSettings
+
+    with one_line_errors("tierstore", extra="proxy"):
+        from tierstore_proxy.llama.app import run
+        from tierstore_proxy.llama.settings import LlamaSettings
 
     blocks = BlockSettings(
         store or default_listen(),
