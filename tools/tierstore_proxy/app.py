@@ -48,7 +48,7 @@ from tierstore_engine.server.http import (
 )
 from tierstore_proxy.choice import rank_decode, rank_prefill, worth_handing_over
 from tierstore_proxy.metrics import Outcome, ProxyMetrics
-from tierstore_proxy.passing import pass_through, while_connected
+from tierstore_proxy.passing import api_error, pass_through, while_connected
 from tierstore_proxy.prompts import Api, Asked, RoutedPrompt, token_ids
 from tierstore_proxy.residency import DaemonLookups, KnownResidency, PromptLookups, Selector, read_bounded
 from tierstore_proxy.settings import ProxySettings
@@ -112,7 +112,7 @@ class Proxy:
 
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> MeteredRoute:
             key = None if public else settings.api_key
-            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
+            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=api_error)
 
         self.app = Starlette(
             routes=[
@@ -378,16 +378,6 @@ def _upwards(request: Request) -> dict[str, str]:
         "accept-encoding": "identity",
         "user-agent": "tierstore-proxy",
     }
-
-
-def _api_error(error: Exception) -> ApiError:
-    match error:
-        case ApiError():
-            return error
-        case UpstreamError():
-            return ApiError(502, str(error))
-    _log.error("a request failed", exc_info=error)
-    return ApiError(500, "internal proxy error: see the proxy's log")
 
 
 def run(settings: ProxySettings, *, err: TextIO | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 import httpx
@@ -20,7 +21,19 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that concern one connection only."""
 
+_log = logging.getLogger(__name__)
 _REPLACED = frozenset({"date", "server"})  # the proxy's own server sends these
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return the answer to a request that failed. Unforeseen errors are logged."""
+    match error:
+        case ApiError():
+            return error
+        case UpstreamError():
+            return ApiError(502, str(error))
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "internal proxy error: see the proxy's log")
 
 
 async def while_connected(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 def digest(values: Sequence[object]) -> str:
     """Return one digest of all of these values."""
     return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:32]
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those ``packages`` that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def host_device() -> str:

@@ -15,7 +15,6 @@ adapters, training, ``torchao``). Without files or a commit, all bytes in memory
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.contents import contents, default_cache, model_files
-from tierstore_connectors.common.facts import COMMIT, digest, host_device, plain
+from tierstore_connectors.common.facts import COMMIT, digest, host_device, installed_versions, plain
 
 _COMPUTES = (
     "torch",
@@ -74,7 +73,7 @@ def identity_of(model: Any, spec: KVSpec, *, namespace: str, sampled: bool) -> I
                 config,
                 str(getattr(model.config, "_attn_implementation", None)),
                 str(getattr(model.config, "_experts_implementation", None)),
-                _versions(),
+                installed_versions(_COMPUTES),
                 _device(model),
                 torch.get_float32_matmul_precision(),
             ]
@@ -111,17 +110,6 @@ def _in_memory(model: Any, *, whole: bool) -> str:
             flat = flat[:: max(flat.numel() // _SAMPLES, 1)]
         found.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the installed packages that compute."""
-    found = {}
-    for name in _COMPUTES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _device(model: Any) -> str:

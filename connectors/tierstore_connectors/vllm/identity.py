@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import inspect
 import re
 import types
@@ -47,7 +46,7 @@ import msgspec
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.contents import Contents, contents, default_cache, model_files
-from tierstore_connectors.common.facts import COMMIT, WEIGHTS, plain
+from tierstore_connectors.common.facts import COMMIT, WEIGHTS, installed_versions, plain
 from tierstore_connectors.vllm.fields import HARMLESS, counted_variables, length_counts
 from tierstore_connectors.vllm.layout import PageLayout, UnsupportedError
 
@@ -77,24 +76,13 @@ def model_digest(
     parts: dict[str, Any] = {
         "config": described(config),
         "seed": config.model_config.seed if dummy else None,  # dummy weights are made from it
-        "versions": {"vllm": version, **_versions()},
+        "versions": {"vllm": version, **installed_versions(_COMPUTES)},
         "backends": backends,
         "device": device,
         "environment": counted_variables(environment),
         "namespace": namespace,
     }
     return hashlib.sha256(msgspec.json.encode(sorted(parts.items()))).hexdigest()[:32]
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the installed packages that compute."""
-    found = {}
-    for name in _COMPUTES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def described(value: Any) -> Any:

@@ -18,14 +18,13 @@ from starlette.routing import Route
 
 from tierstore.descriptors import raise_limit
 from tierstore_engine.server.admission import Admission
-from tierstore_engine.server.errors import ApiError
 from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, listening_at, serve_app
 from tierstore_proxy.llama.cache import SlotCache, SlotUse
 from tierstore_proxy.llama.metrics import LlamaMetrics, LlamaOutcome
 from tierstore_proxy.llama.requests import LlamaRequest, moves_cells
 from tierstore_proxy.llama.settings import LlamaSettings
-from tierstore_proxy.passing import HOP_BY_HOP, pass_through, while_connected
-from tierstore_proxy.upstream import Upstream, UpstreamError
+from tierstore_proxy.passing import HOP_BY_HOP, api_error, pass_through, while_connected
+from tierstore_proxy.upstream import Upstream
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _NOT_UPWARDS = HOP_BY_HOP | {"host", "content-length", "expect"}
@@ -48,7 +47,7 @@ class LlamaProxy:
 
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> MeteredRoute:
             key = None if public else settings.api_key
-            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
+            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=api_error)
 
         self.app = Starlette(
             routes=[
@@ -118,16 +117,6 @@ def _upwards(request: Request) -> dict[str, str]:
         for name, value in request.headers.items()
         if name not in _NOT_UPWARDS and name not in named
     }
-
-
-def _api_error(error: Exception) -> ApiError:
-    match error:
-        case ApiError():
-            return error
-        case UpstreamError():
-            return ApiError(502, str(error))
-    _log.error("a request failed", exc_info=error)
-    return ApiError(500, "internal proxy error: see the proxy's log")
 
 
 def run(settings: LlamaSettings, *, err: TextIO | None = None) -> None:
