@@ -83,9 +83,7 @@ def common_fields(raw: Raw, *, partial: bool = False) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_positions": positive(raw, "max_position_embeddings"),
         "dtype": kv_dtype(raw),
-        "rope": read_rope(
-            raw, raw.get("rope_parameters") or raw.get("rope_scaling") or {}, head_dim if partial else None
-        ),
+        "rope": read_rope(raw, rope_fields(raw), head_dim if partial else None),
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "mlp_bias": bool(raw.get("mlp_bias", False)),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
@@ -109,10 +107,21 @@ def read_activation(raw: Raw) -> str:
     return known[activation]
 
 
+def rope_fields(raw: Raw) -> Raw:
+    """Return the fields of the RoPE, as either version of transformers writes them."""
+    fields: Raw = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return fields
+
+
+def rope_kind(rope: Raw) -> str:
+    """Return the type of a RoPE."""
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def read_rope(raw: Raw, scaling: Raw, head_dim: int | None = None) -> RopeConfig:
     """Read the RoPE. ``head_dim`` is given if only a part of a head may be rotated."""
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = rope_kind(scaling)
     part = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
     if part != 1.0 and head_dim is None:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -33,6 +33,7 @@ from tierstore_engine.config_fields import (
     mixed_layers,
     number_of,
     read_rope,
+    rope_fields,
     windows_of,
     yarn_growth,
 )
@@ -274,7 +275,7 @@ def _deepseek(raw: Raw, experts: ExpertsConfig, *, interleaved: bool) -> ModelCo
     )
     width = latent.nope_dim + latent.rope_dim
     plain = _llama({**raw, "head_dim": width, "num_key_value_heads": None})
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = rope_fields(raw)
     stretched = plain.rope.kind != "default" and scaling.get("mscale_all_dim")
     grown = yarn_growth(plain.rope.factor, float(scaling["mscale_all_dim"])) if stretched else 1.0
     first = int(raw.get("first_k_dense_replace") or 0)

@@ -20,6 +20,8 @@ from tierstore_engine.config_fields import (
     every_other,
     mixed_layers,
     read_rope,
+    rope_fields,
+    rope_kind,
     windows_of,
 )
 from tierstore_engine.errors import ModelError
@@ -41,9 +43,9 @@ def _with_layer_norm(raw: Raw, field: str, default: float, **changes: Any) -> di
 
 def _phi3(raw: Raw) -> ModelConfig:
     """Read Phi-3 and Phi-4."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = rope_fields(raw)
     names = TensorNames(fused_qkv="rows", joined=True, renamed=_JOINED_MLP)
-    if (rope.get("rope_type") or rope.get("type") or "default") not in ("longrope", "su", "yarn"):
+    if rope_kind(rope) not in ("longrope", "su", "yarn"):
         return _plain(raw, windows=windows_of(raw), names=names)
     if any(float(each) != 1.0 for each in rope.get("short_factor") or ()):
         raise ModelError("config.json: short_factor other than 1 is not supported with rope type longrope")
@@ -222,15 +224,7 @@ def _falcon(raw: Raw) -> ModelConfig:
 
 
 def _ministral(raw: Raw) -> ModelConfig:
-    return _plain(raw, windows=windows_of(raw)) if _alike(raw) else _mixed(raw)
-
-
-def _mixed(raw: Raw) -> ModelConfig:
     return replace(_plain(raw), **mixed_layers(raw, tuple(layer_kinds(raw)), "sliding_window"))
-
-
-def _alike(raw: Raw) -> bool:
-    return len(set(layer_kinds(raw))) == 1
 
 
 def _exaone4(raw: Raw) -> ModelConfig:
@@ -252,9 +246,9 @@ def _ernie(raw: Raw) -> ModelConfig:
 
 
 def _hunyuan(raw: Raw) -> ModelConfig:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind, alpha = rope.get("rope_type") or rope.get("type"), rope.get("alpha")
-    if kind == "dynamic" and alpha:  # stretches the base once, for all lengths
+    rope = rope_fields(raw)
+    alpha = rope.get("alpha")
+    if rope_kind(rope) == "dynamic" and alpha:  # stretches the base once, for all lengths
         head_dim = int(
             raw.get("head_dim") or positive(raw, "hidden_size") // positive(raw, "num_attention_heads")
         )

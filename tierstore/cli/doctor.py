@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,18 +89,16 @@ def command(
         raise UsageError("--extra-config goes with --sglang")
 
     found = all_checks(directory, parse_size(host_bytes))
-    if vllm:
-        with show.waiting("looking at vLLM"):
-            found += vllm_checks.checks(connect, kv_transfer_config)
-    if sglang:
-        with show.waiting("looking at SGLang"):
-            found += sglang_checks.checks(connect, extra_config)
-    if transformers:
-        with show.waiting("trying transformers"):
-            found += transformers_checks.checks(connect)
-    if llamacpp:
-        with show.waiting("looking at llama-server"):
-            found += llamacpp_checks.checks(connect, llama_server)
+    engines = (
+        (vllm, "looking at vLLM", partial(vllm_checks.checks, connect, kv_transfer_config)),
+        (sglang, "looking at SGLang", partial(sglang_checks.checks, connect, extra_config)),
+        (transformers, "trying transformers", partial(transformers_checks.checks, connect)),
+        (llamacpp, "looking at llama-server", partial(llamacpp_checks.checks, connect, llama_server)),
+    )
+    for asked, doing, checks in engines:
+        if asked:
+            with show.waiting(doing):
+                found += checks()
     if cluster is not None:
         found += cluster_checks.checks(cluster)
     failed = any(check.status is Status.FAIL for check in found)

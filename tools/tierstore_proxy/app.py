@@ -15,8 +15,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import socket
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -33,7 +31,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tierstore.descriptors import raise_limit
 from tierstore_engine.server.admission import Admission
 from tierstore_engine.server.errors import ApiError
 from tierstore_engine.server.http import (
@@ -42,15 +39,14 @@ from tierstore_engine.server.http import (
     Handler,
     MeteredRoute,
     has_key,
-    listening_at,
     not_routed,
-    serve_app,
 )
 from tierstore_proxy.choice import rank_decode, rank_prefill, worth_handing_over
 from tierstore_proxy.metrics import Outcome, ProxyMetrics
 from tierstore_proxy.passing import api_error, pass_through, while_connected
 from tierstore_proxy.prompts import Api, Asked, RoutedPrompt, token_ids
 from tierstore_proxy.residency import DaemonLookups, KnownResidency, PromptLookups, Selector, read_bounded
+from tierstore_proxy.serving import serve_proxy
 from tierstore_proxy.settings import ProxySettings
 from tierstore_proxy.upstream import Upstream, UpstreamError, watch, within
 
@@ -59,7 +55,6 @@ _REQUEST_ID = "x-request-id"
 _UPWARDS = ("accept", "authorization", "traceparent", "tracestate", "x-session-id")
 _MOST_PREFILL_BYTES = 4 << 20  # for a prefill's answer, which has one token and its parameters
 _MOST_TOKENIZED_BYTES = 64 << 20
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _NOT_TOKENIZED_S = 60.0  # after this an engine without /tokenize is asked again
 
 _log = logging.getLogger(__name__)
@@ -382,24 +377,6 @@ def _upwards(request: Request) -> dict[str, str]:
 
 def run(settings: ProxySettings, *, err: TextIO | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.UsageError` with a one-line message."""
-    err = err or sys.stderr
-    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
-    raise_limit()
-    with listening_at(*settings.address) as listening:
-        asyncio.run(_serve(settings, listening, err))
-
-
-async def _serve(settings: ProxySettings, listening: Sequence[socket.socket], err: TextIO) -> None:
-    proxy = Proxy(settings)
-    proxy.start()
-    try:
-        await serve_app(
-            proxy.app,
-            listening,
-            drain=proxy.drain,
-            announce="tierstore-proxy at",
-            err=err,
-            descriptors=2,  # the client's connection, and one to the engine
-        )
-    finally:
-        await proxy.close()
+    serve_proxy(
+        lambda: Proxy(settings), settings.address, name="tierstore-proxy", level=logging.WARNING, err=err
+    )

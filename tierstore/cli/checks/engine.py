@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tierstore.cli.checks.check import Check, fail, ok, warn
+from tierstore.cli.checks.check import Check, fail, numbers, ok, warn
 from tierstore.errors import StoreUnavailableError
 from tierstore.units import GIB, KIB, format_size
 
@@ -52,6 +52,31 @@ def _arena(stats: DaemonStats) -> Check:
         advice = "all loads and saves go through it: start the daemon with --host-bytes 8GiB or more"
         return warn("daemon's arena", found, advice, capacity_bytes=capacity)
     return ok("daemon's arena", found, capacity_bytes=capacity)
+
+
+def version_check(
+    engine: str,
+    version: str | None,
+    oldest: tuple[int, ...],
+    newest: tuple[int, ...],
+    *,
+    absent: str,
+    old: str,
+    new: str,
+) -> Check:
+    """Check an engine's version. The advice is ``absent`` if it is not installed, ``old`` below the oldest
+    supported version, and ``new`` above the newest tested one."""
+    if version is None:
+        return fail(engine, "not installed here", absent)
+    found = numbers(version, len(oldest))
+    if found < oldest:
+        return fail(engine, version, old)
+    return warn(engine, version, new) if found > newest else ok(engine, version)
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """Return a version as people write it."""
+    return ".".join(map(str, version))
 
 
 def probe(

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tierstore.arguments import json_object
-from tierstore.cli.checks.check import Check, fail, installed, numbers, ok, warn
+from tierstore.cli.checks.check import Check, fail, installed, ok, warn
 from tierstore.cli.checks.engine import checks as daemon_checks
-from tierstore.cli.checks.engine import probe
+from tierstore.cli.checks.engine import dotted, probe, version_check
 from tierstore.daemon.settings import default_listen
 
 OLDEST, TRIED = (0, 5, 20), (0, 5, 23)
@@ -61,15 +61,15 @@ def proposed(url: str | None) -> dict[str, Any]:
 
 
 def _version(version: str | None) -> Check:
-    if version is None:
-        advice = "install tierstore in the environment (or image) of SGLang, and run this there"
-        return fail("sglang", "not installed here", advice)
-    oldest, tried = (".".join(map(str, each)) for each in (OLDEST, TRIED))
-    if numbers(version) < OLDEST:
-        return fail("sglang", version, f"its page names ignore cache salts: use {oldest} or newer")
-    if numbers(version) > TRIED:
-        return warn("sglang", version, f"newer than the last tested version ({tried}): test it first")
-    return ok("sglang", version)
+    return version_check(
+        "sglang",
+        version,
+        OLDEST,
+        TRIED,
+        absent="install tierstore in the environment (or image) of SGLang, and run this there",
+        old=f"its page names ignore cache salts: use {dotted(OLDEST)} or newer",
+        new=f"newer than the last tested version ({dotted(TRIED)}): test it first",
+    )
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[Check]:

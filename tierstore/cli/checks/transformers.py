@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierstore.cli.checks.check import Check, fail, installed, numbers, ok, warn
+from tierstore.cli.checks.check import Check, installed
 from tierstore.cli.checks.engine import checks as daemon_checks
-from tierstore.cli.checks.engine import probe
+from tierstore.cli.checks.engine import dotted, probe, version_check
 
 OLDEST, TRIED = (5, 24, 0), (5, 24, 0)
 
@@ -48,11 +48,12 @@ def checks(url: str | None) -> Iterator[Check]:
 
 
 def _version(version: str | None) -> Check:
-    if version is None:
-        return fail("transformers", "not installed here", "pip install transformers torch, or run this there")
-    oldest, tried = (".".join(map(str, each)) for each in (OLDEST, TRIED))
-    if numbers(version) < OLDEST:
-        return fail("transformers", version, f"TierStoreCache needs {oldest} or newer")
-    if numbers(version) > TRIED:
-        return warn("transformers", version, f"newer than the last tested version ({tried}): test it first")
-    return ok("transformers", version)
+    return version_check(
+        "transformers",
+        version,
+        OLDEST,
+        TRIED,
+        absent="pip install transformers torch, or run this there",
+        old=f"TierStoreCache needs {dotted(OLDEST)} or newer",
+        new=f"newer than the last tested version ({dotted(TRIED)}): test it first",
+    )

@@ -12,7 +12,7 @@ from typing import Any
 from tierstore.arguments import json_object
 from tierstore.cli.checks.check import Check, fail, installed, numbers, ok, warn
 from tierstore.cli.checks.engine import checks as daemon_checks
-from tierstore.cli.checks.engine import probe
+from tierstore.cli.checks.engine import dotted, probe, version_check
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 
@@ -85,17 +85,16 @@ def _parsed(flags: str) -> dict[str, Any]:
 
 
 def _version(version: str | None) -> Check:
-    if version is None:
-        advice = "install tierstore in the environment (or image) of vLLM, and run this there"
-        return fail("vllm", "not installed here", advice)
-    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-    if numbers(version, 2) < OLDEST:
-        return fail("vllm", version, f"its connector interface is different: use {oldest} to {newest}")
-    if numbers(version, 2) > NEWEST:
-        return warn(
-            "vllm", version, f"newer than the supported versions ({oldest} to {newest}): test it first"
-        )
-    return ok("vllm", version)
+    supported = f"{dotted(OLDEST)} to {dotted(NEWEST)}"
+    return version_check(
+        "vllm",
+        version,
+        OLDEST,
+        NEWEST,
+        absent="install tierstore in the environment (or image) of vLLM, and run this there",
+        old=f"its connector interface is different: use {supported}",
+        new=f"newer than the supported versions ({supported}): test it first",
+    )
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[Check]:

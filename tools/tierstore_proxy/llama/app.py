@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import sys
-from collections.abc import Sequence
 from typing import TextIO
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -16,19 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tierstore.descriptors import raise_limit
 from tierstore_engine.server.admission import Admission
-from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, listening_at, serve_app
+from tierstore_engine.server.http import Exchange, Handler, MeteredRoute
 from tierstore_proxy.llama.cache import SlotCache, SlotUse
 from tierstore_proxy.llama.metrics import LlamaMetrics, LlamaOutcome
 from tierstore_proxy.llama.requests import LlamaRequest, moves_cells
 from tierstore_proxy.llama.settings import LlamaSettings
 from tierstore_proxy.passing import HOP_BY_HOP, api_error, pass_through, while_connected
+from tierstore_proxy.serving import serve_proxy
 from tierstore_proxy.upstream import Upstream
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _NOT_UPWARDS = HOP_BY_HOP | {"host", "content-length", "expect"}
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _log = logging.getLogger(__name__)
 
@@ -121,25 +117,7 @@ def _upwards(request: Request) -> dict[str, str]:
 
 def run(settings: LlamaSettings, *, err: TextIO | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.UsageError` with a one-line message."""
-    err = err or sys.stderr
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=err)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    raise_limit()
-    with listening_at(*settings.address) as listening:
-        asyncio.run(_serve(settings, listening, err))
-
-
-async def _serve(settings: LlamaSettings, listening: Sequence[socket.socket], err: TextIO) -> None:
-    proxy = LlamaProxy(settings)
-    proxy.start()
-    try:
-        await serve_app(
-            proxy.app,
-            listening,
-            drain=proxy.drain,
-            announce="tierstore llama at",
-            err=err,
-            descriptors=2,  # the client's connection, and one to llama-server
-        )
-    finally:
-        await proxy.close()
+    serve_proxy(
+        lambda: LlamaProxy(settings), settings.address, name="tierstore llama", level=logging.INFO, err=err
+    )
