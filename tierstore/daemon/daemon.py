@@ -276,11 +276,11 @@ class Daemon:
             await self._cluster.stop()
         if self.server is not None:
             await self.server.close()
+        for publisher in self._events:
+            await publisher.stop()
         drained = True
         if self.core is not None:
             drained = await self._drain(self.core, drain_s)
-        for publisher in self._events:
-            publisher.close()
         await asyncio.sleep(0)  # lets the loop close connections
         for lock in self._locks.values():
             lock.release()

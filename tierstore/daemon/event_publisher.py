@@ -24,6 +24,7 @@ Events contain prompts in clear text, so they leave this machine only with expli
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -64,6 +65,7 @@ _HEARTBEAT_MS = 2000
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOPPED_S = 5.0
 _SEND_S = 5.0  # time limit for a follower that does not read its answer
+_LINGER_MS = 1000  # the same, when the daemon ends
 _NUMBERS_S = 1 << 20  # sequence numbers per second since 1970: no run uses them up
 _NUMBERS_BEFORE = 1 << 16  # numbers before a run's first, for the batches of snapshots
 _UNREAD_BATCHES = 100  # unread batches of a follower before it has to ask for further ones
@@ -99,7 +101,8 @@ class EventOptions:
 
 
 class EventPublisher:
-    """Reports a store's changes, on its own threads. :meth:`close` ends it.
+    """Reports a store's changes, on its own threads. :meth:`stop` or :meth:`close` ends it. Call one of them
+    before the store is closed, because the threads read its disk.
 
     The constructor raises :class:`UsageError` for an address on other machines without permission, and
     :class:`StoreUnavailableError` if it cannot listen at the address.
@@ -114,6 +117,7 @@ class EventPublisher:
         self._events = 0
         self._replays = 0
         self._snapshots = 0
+        self._unread = 0  # listings that the disk cut short
         self._anew_at = 0.0  # new followers wait until then
         self._closing = threading.Event()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -125,6 +129,7 @@ class EventPublisher:
             self._replay = self._opened(zmq.ROUTER, options.replay_url) if options.replay_url else None
         except BaseException:
             self._close_sockets()
+            self._close_doors()
             raise
         self._log = ChangeLog(self._wake, wants=options.wants)
         with state.lock:
@@ -151,27 +156,46 @@ class EventPublisher:
             lost_changes=self._log.lost,
             replays=self._replays,
             snapshots=self._snapshots,
+            unread_listings=self._unread,
         )
 
+    async def stop(self) -> None:
+        """Report the remaining changes, complete the answers to followers, and end."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._end)
+        except RuntimeError:  # no thread can be started, which is why the daemon ends
+            self._end()
+        for door in self._doors:  # the loop passes on what the threads have sent
+            await door.finish(_LINGER_MS / 1e3)
+        self.close()
+
     def close(self) -> None:
-        """Report the remaining changes, and end. Idempotent."""
-        if not self._closing.is_set():
-            self._closing.set()
-            self._wake()
-            for thread in self._threads:
-                thread.join(_STOPPED_S)
-            with self._state.lock:
-                self._state.residency.followers.remove(self._log)
-            if not any(thread.is_alive() for thread in self._threads):
-                self._close_sockets()  # only now, because threads may still be woken before
+        """End at once. Idempotent."""
+        self._end()
+        self._close_doors()
+
+    def _end(self) -> None:
+        """End the threads, and close their sockets. Must not be called by two threads at a time."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        for thread in self._threads:
+            thread.join(_STOPPED_S)
+        with self._state.lock:
+            self._state.residency.followers.remove(self._log)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._close_sockets()  # only now, because threads may still be woken before
 
     def _close_sockets(self) -> None:
+        self._context.destroy()
+        os.close(self._wakeup)
+
+    def _close_doors(self) -> None:
         for door in self._doors:
             door.close()
-        self._context.destroy(0)
         for lock in self._locks:
             lock.release()
-        os.close(self._wakeup)
 
     def _opened(self, kind: int, text: str, *, connect: bool = False) -> zmq.Socket[Any]:
         url = Url.parse(text)
@@ -189,6 +213,7 @@ class EventPublisher:
             # A peer that asks and does not read causes an error; otherwise ZMQ would drop messages silently.
             opened.router_mandatory = True
             opened.sndtimeo = int(_SEND_S * 1e3)
+            opened.linger = _LINGER_MS
         else:
             opened.xpub_verbose = True  # shows every new follower
         try:
@@ -237,7 +262,7 @@ class EventPublisher:
                     newcomers = False
                     self._tell_anew()
             self._tell()
-        except (zmq.ZMQError, OSError):
+        except zmq.ZMQError:
             _log.exception("KV events: publishing has failed and stops")
         finally:
             self._out.close()
@@ -293,16 +318,22 @@ class EventPublisher:
         """Report pages that are held already, and new changes between them."""
         for events in self._held(self._blocks, set(identities)):
             self._send_all(events)
-            if self._closing.is_set():
-                return
 
     def _held(self, blocks: EventBlocks, identities: set[bytes]) -> Iterator[Iterator[KvEvent]]:
+        """Yield the events for held pages. If the disk fails or the publisher closes, the rest is left out. A
+        router that knows too few pages chooses less well. One whose answer has no end waits for ever."""
+
         def wanted(identity: bytes, tokens: bytes) -> bool:
             return identity in identities and self._log.tells(identity, tokens)
 
-        for pages in held(self._state, self._disk, wanted):
-            yield blocks.events(pages)
-            self._closing.wait(_GATHER_S)  # there may be a million pages: other threads need time, too
+        try:
+            for pages in held(self._state, self._disk, wanted):
+                yield blocks.events(pages)
+                if self._closing.wait(_GATHER_S):  # a pause: there may be a million pages
+                    return
+        except OSError as error:
+            self._unread += 1
+            _log.warning("KV events: cannot list the pages on disk: %s", error)
 
     def _send_all(self, events: Iterable[KvEvent]) -> None:
         for batch in _batches(events):
@@ -328,6 +359,9 @@ class EventPublisher:
             while not self._closing.is_set():
                 if replay.poll(100):
                     self._answer_one(replay)
+            for _ in range(_MOST_FOLLOWERS):  # those that have asked already
+                if replay.poll(0):
+                    self._answer_one(replay)
         except zmq.ZMQError:
             _log.exception("KV events: answering requests has failed and stops")
         finally:
@@ -349,8 +383,6 @@ class EventPublisher:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             _log.warning("KV events: a follower does not read the batches that it asked for")
-        except OSError as error:
-            _log.warning("KV events: cannot report the pages on disk: %s", error)
 
     def _missed(self, first: int) -> Iterator[tuple[int, bytes]]:
         again = self._sent.since(first, self._encoded([]))

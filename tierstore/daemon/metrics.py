@@ -86,6 +86,7 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         ("lost_changes", "Changes that were not reported in time"),
         ("replays", "Requests of followers for missed batches"),
         ("snapshots", "Requests for batches that were not kept any more"),
+        ("unread_listings", "Reports of held pages that a disk error cut short"),
     ):
         told = {each.model: getattr(each, name) for each in stats.events}
         label = f"kv_{name}" if name == "events" else f"kv_event_{name}"

@@ -167,6 +167,7 @@ class EventStats:
     lost_changes: int  # not reported in time: followers had to start again
     replays: int  # requested by followers
     snapshots: int  # replays for batches that were not kept any more
+    unread_listings: int  # reports of held pages that a disk error cut short
 
 
 @dataclass(frozen=True, slots=True)

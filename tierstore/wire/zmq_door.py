@@ -21,6 +21,7 @@ from tierstore.wire.listener import Listener, ListenerPlace, Places, shut_down
 
 _GREETING_BYTES = 64  # ZMTP 3
 _LONG = 0x02  # flag of a frame whose length has 8 bytes
+_LOOK_S = 0.005
 _FRAMES = 2  # the handshake's command, and the first frame behind it
 
 
@@ -38,6 +39,14 @@ class ZmqDoor:
         self._sides: set[_Side] = set()
         self.places = Places(most)
         self._listener = Listener(listening, self.places, self._enter)
+
+    async def finish(self, wait_s: float) -> None:
+        """Stop accepting, and pass on the last bytes of the socket, which has been closed. Takes ``wait_s``
+        seconds at most."""
+        self._listener.close()
+        deadline = self._loop.time() + wait_s
+        while self._sides and self._loop.time() < deadline:
+            await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Stop accepting and close all connections. The loop closes them in its next round."""

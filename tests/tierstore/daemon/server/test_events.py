@@ -292,6 +292,49 @@ def test_numbers_go_on_from_life_to_life(running, follow):
         again.stop()
 
 
+def test_a_disk_that_fails_ends_neither_an_answer_nor_the_reports(running, follow, monkeypatch):
+    def fail(serial, count):
+        raise OSError(5, "Input/output error")
+
+    save(running, np.arange(64))
+    monkeypatch.setattr(running.daemon.core.disk, "records_from", fail)
+    follower = follow(running)
+    follower.catch_up()  # the answer has an end
+    assert follower.held["CPU"] == held_by(running)["CPU"]
+    before = running.stats().events[0].unread_listings
+    assert before >= 1  # of the answer, and of the publisher, if it had not listed the pages before
+    other = Identity.of(SPEC, model="m", revision="2")  # a new identity makes the publisher list its pages
+    save(running, np.arange(64), other)
+    running.wait_for(lambda stats: stats.events[0].unread_listings > before)
+    save(running, np.arange(64, 80), other)
+    follower.listen(lambda: len(follower.held["CPU"]) == 9)  # the publisher goes on
+
+
+def test_a_daemon_that_ends_answers_first(running, follow, monkeypatch):
+    save(running, np.arange(64))
+    disk, publisher = running.daemon.core.disk, running.daemon._events[0]
+    asked, closed = threading.Event(), []
+    records_from = disk.records_from
+
+    def read_late(serial, count):
+        asked.set()
+        assert publisher._closing.wait(10)
+        closed.append(disk._closed)
+        return records_from(serial, count)
+
+    monkeypatch.setattr(disk, "records_from", read_late)
+    follower = follow(running)
+    asking = threading.Thread(target=follower.catch_up)
+    asking.start()
+    assert asked.wait(10)
+    running.stop()
+    asking.join(20)
+    assert not asking.is_alive(), "the answer has no end"
+    assert closed
+    assert not any(closed), "the publisher read a disk that was closed"
+    assert follower.held["CPU"]
+
+
 def test_while_nothing_happens_a_heartbeat_goes_out(running, follow, monkeypatch):
     follower = follow(running)
     follower.catch_up()
