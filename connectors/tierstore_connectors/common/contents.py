@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import stat
 import tempfile
@@ -24,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+
+from tierstore.errors import UsageError
+from tierstore_connectors.common.facts import WEIGHTS
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # per file, evenly spaced
 _SAMPLED_FROM = 1 << 20
@@ -102,6 +106,58 @@ def model_files(folder: Path) -> dict[str, Path]:
 
     visit(folder, "")
     return found
+
+
+def contents_of(place: Path, *, sampled: bool = False, log: logging.Logger) -> str:
+    """Return the digest of all bytes of a file, or of all files in a folder. Its path does not count. Raises
+    :class:`UsageError` if it cannot be read."""
+    try:
+        found = contents(files_of(place), remembered=default_cache(), sampled=sampled)
+    except OSError as error:
+        raise UsageError(f"cannot read {place}, which is part of the pages' identity: {error}") from error
+    if found.hashed_bytes:
+        log.info("tierstore: %s: %s", place, found)
+    return found.digest
+
+
+def files_of(place: Path) -> dict[str, Path]:
+    """Return a single file, or every file of a model's folder. Raises :class:`UsageError`."""
+    try:
+        return model_files(place) if place.is_dir() else {"": place}
+    except OSError as error:
+        raise UsageError(f"cannot read {place}, which is part of the pages' identity: {error}") from error
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether this is a folder with files of weights."""
+    return folder.is_dir() and any(Path(name).suffix in WEIGHTS for name in files_of(folder))
+
+
+def with_contents(value: object, *, sampled: bool = False, log: logging.Logger) -> object:
+    """Return an argument's value as JSON in a fixed order. Paths of existing files are replaced by the files'
+    contents. Raises :class:`UsageError` for a file that cannot be read."""
+    if isinstance(value, Mapping):
+        return [
+            [str(key), with_contents(each, sampled=sampled, log=log)]
+            for key, each in sorted(value.items(), key=str)
+        ]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(each) for each in value)
+    if isinstance(value, (list, tuple)):
+        return [with_contents(each, sampled=sampled, log=log) for each in value]
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    text = str(value)
+    return {"contents": contents_of(Path(text), sampled=sampled, log=log)} if _is_there(text) else text
+
+
+def _is_there(text: str) -> bool:
+    """Return whether this is the name of a file or a folder."""
+    try:
+        place = Path(text)
+        return bool(text) and (place.is_file() or place.is_dir())
+    except (OSError, ValueError):  # the name is too long or contains a zero byte
+        return False
 
 
 def default_cache() -> Path | None:

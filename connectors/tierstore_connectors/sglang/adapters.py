@@ -25,7 +25,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.schedule_batch import Req
 
 from tierstore.errors import UsageError
-from tierstore_connectors.sglang.identity import contents_of
+from tierstore_connectors.common.contents import contents_of
 
 _log = logging.getLogger("sglang.tierstore")
 
@@ -101,7 +101,7 @@ def digest_of_adapter(path: str) -> str | None:
     try:
         if not folder.is_dir():
             folder = Path(snapshot_download(path, local_files_only=True))
-        return contents_of(folder)
+        return contents_of(folder, log=_log)
     except (OSError, ValueError, UsageError) as error:
         _log.warning("tierstore: pages of the adapter %s are not found after a restart: %s", path, error)
         return None

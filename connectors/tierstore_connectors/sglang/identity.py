@@ -24,8 +24,8 @@ from typing import Any
 from tierstore.errors import UsageError
 from tierstore.keys import NAME_BYTES, Identity, Prompt
 from tierstore.spec import KVSpec
-from tierstore_connectors.common.contents import contents, default_cache, model_files
-from tierstore_connectors.common.facts import COMMIT, WEIGHTS, digest
+from tierstore_connectors.common.contents import contents_of, has_weights, with_contents
+from tierstore_connectors.common.facts import COMMIT, digest
 
 _log = logging.getLogger("sglang.tierstore")
 
@@ -173,7 +173,9 @@ def model_digest(version: str, arguments: Mapping[str, Any], namespace: str, *, 
 
     Raises :class:`UsageError` if an argument names a file that cannot be read.
     """
-    values = {name: _plain(value, sampled) for name, value in counting(arguments).items()}
+    values = {
+        name: with_contents(value, sampled=sampled, log=_log) for name, value in counting(arguments).items()
+    }
     return digest([version, sorted(values.items()), namespace])
 
 
@@ -183,69 +185,21 @@ def weights_revision(arguments: Mapping[str, Any], namespace: str, *, sampled: b
     require_known_weights(arguments, namespace)
     place, revision = str(arguments.get("model_path", "")), str(arguments.get("revision") or "")
     folder = Path(place)
-    if _has_weights(folder):
-        return contents_of(folder, sampled=sampled)
-    own = contents_of(folder, sampled=sampled) if folder.is_dir() else place
+    if has_weights(folder):
+        return contents_of(folder, sampled=sampled, log=_log)
+    own = contents_of(folder, sampled=sampled, log=_log) if folder.is_dir() else place
     return f"{own} {revision}"
 
 
 def require_known_weights(arguments: Mapping[str, Any], namespace: str = "") -> None:
     """Raise :class:`UsageError` if :func:`weights_revision` cannot identify the weights. Reads no file."""
     place, revision = str(arguments.get("model_path", "")), str(arguments.get("revision") or "")
-    if not (COMMIT.fullmatch(revision) or namespace or _has_weights(Path(place))):
+    if not (COMMIT.fullmatch(revision) or namespace or has_weights(Path(place))):
         raise UsageError(
             f"the weights of {place} cannot be identified (no local weight files, revision is no commit): "
             'give a commit as revision, or hicache-storage-backend-extra-config a "namespace" that changes '
             "with them"
         )
-
-
-def _has_weights(folder: Path) -> bool:
-    return folder.is_dir() and any(Path(name).suffix in WEIGHTS for name in files_of(folder))
-
-
-def contents_of(place: Path, *, sampled: bool = False) -> str:
-    """Return the digest of all bytes of a file, or of all files in a folder. Its path does not count. Raises
-    :class:`UsageError` if it cannot be read."""
-    try:
-        found = contents(files_of(place), remembered=default_cache(), sampled=sampled)
-    except OSError as error:
-        raise UsageError(f"cannot read {place}, which is part of the pages' identity: {error}") from error
-    if found.hashed_bytes:
-        _log.info("tierstore: %s: %s", place, found)
-    return found.digest
-
-
-def files_of(place: Path) -> dict[str, Path]:
-    """Return a single file, or every file of a model's folder. Raises :class:`UsageError`."""
-    try:
-        return model_files(place) if place.is_dir() else {"": place}
-    except OSError as error:
-        raise UsageError(f"cannot read {place}, which is part of the pages' identity: {error}") from error
-
-
-def _plain(value: Any, sampled: bool) -> object:
-    """Return ``value`` as JSON in a fixed order. Paths of existing files are replaced by the files'
-    contents."""
-    if isinstance(value, Mapping):
-        return [[str(key), _plain(each, sampled)] for key, each in sorted(value.items(), key=str)]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(each) for each in value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(each, sampled) for each in value]
-    if isinstance(value, (bool, int, float, type(None))):
-        return value
-    text = str(value)
-    return {"contents": contents_of(Path(text), sampled=sampled)} if _is_there(text) else text
-
-
-def _is_there(text: str) -> bool:
-    """Return whether this is the name of a file or a folder."""
-    try:
-        place = Path(text)
-        return bool(text) and (place.is_file() or place.is_dir())
-    except (OSError, ValueError):  # the name is too long or contains a zero byte
-        return False
 
 
 def pool_identity(

@@ -372,7 +372,7 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
                 if wanted <= 0:
                     continue
                 tokens = torch.frombuffer(bytearray(row[1]), dtype=torch.int64)[:wanted]
-                hit = self._store.find(tokens, counted=not turn)
+                hit = self._store.find(tokens.numpy(), counted=not turn)
                 if hit is None:
                     return 0
                 hits[row] = hit
@@ -449,11 +449,11 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
             if first * chunk < end:
                 span = range(pad + first * chunk, pad + end)
                 pages = group.read(self.layers, row, span, columns)
-                self._store.save(tokens[:end], pages, first=first, group=number)
+                self._store.save(tokens[:end].numpy(), pages, first=first, group=number)
         for states in layout.states:
             if end == length:
                 pages = states.read(self.layers, row)
-                self._store.save(tokens, pages, first=(end - 1) // chunk, group=states.group.number)
+                self._store.save(tokens.numpy(), pages, first=(end - 1) // chunk, group=states.group.number)
 
 
 def _pads(mask: Any, rows: int, columns: int) -> list[int] | None:
