@@ -16,6 +16,11 @@ WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"}
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text: a list of names without quotes."""
+    return frozenset(text.split())
+
+
 def digest(values: Sequence[object]) -> str:
     """Return one digest of all of these values."""
     return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:32]

@@ -25,18 +25,14 @@ from tierstore.errors import UsageError
 from tierstore.keys import NAME_BYTES, Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.contents import contents_of, has_weights, with_contents
-from tierstore_connectors.common.facts import COMMIT, digest
+from tierstore_connectors.common.facts import COMMIT, digest, words
 
 _log = logging.getLogger("sglang.tierstore")
 
 
-def _fields(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
 HARMLESS: frozenset[str] = frozenset().union(
     # Where the process runs and listens, who may use it, and how it is observed.
-    _fields("""
+    words("""
         base_gpu_id gpu_id_step watchdog_timeout soft_watchdog_timeout sleep_on_idle use_ray numa_node
         gc_threshold custom_sigquit_handler nccl_port dist_timeout dist_init_addr gated_launch_port nnodes
         node_rank load_balance_method enable_p2p_check enable_dp_attention_local_control_broadcast
@@ -60,7 +56,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         expert_balancedness_report_mode elastic_ep_scale_timeout
     """),
     # How requests are scheduled, and how much room there is for them.
-    _fields("""
+    words("""
         mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
         prefill_decode_interval prefill_decode_interval_min_bs enable_dynamic_chunking max_prefill_tokens
         prefill_max_requests schedule_policy enable_priority_scheduling disable_priority_preemption
@@ -86,7 +82,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder mooncake_ib_device
     """),
     # Caches: the layout of a host pool is in the identity of its pages, and so is the namespace.
-    _fields("""
+    words("""
         radix_eviction_policy radix_eviction_policy_config disable_radix_cache enable_session_radix_cache
         radix_cache_backend enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size
         hicache_host_memory_fraction hicache_write_policy hicache_io_backend hicache_mem_layout
@@ -97,7 +93,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         mm_global_cache_backend mm_preprocess_cache_size_mb
     """),
     # From text to tokens and from logits to text: pages are named by tokens.
-    _fields("""
+    words("""
         enable_response_store tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num
         detokenizer_worker_num skip_tokenizer_init chat_template trust_request_chat_template
         hf_chat_template_name completion_template enable_cache_report return_input_ids return_output_ids
@@ -119,7 +115,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         mm_feature_transport enable_broadcast_mm_inputs_process
     """),
     # How the weights' bytes arrive, and files written beside them. The bytes themselves count.
-    _fields("""
+    words("""
         download_dir weight_loader_disable_mmap weight_loader_prefetch_checkpoints
         weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
         remote_instance_weight_loader_send_weights_group_ports engine_info_bootstrap_port
@@ -127,7 +123,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         weight_cache_timeout
     """),
     # Adapters are part of the pages' names, by their contents.
-    _fields("""
+    words("""
         lora_paths enable_lora_overlap_loading max_loaded_loras max_loras_per_batch lora_eviction_policy
         lora_drain_wait_threshold
     """),

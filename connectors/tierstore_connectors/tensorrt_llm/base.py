@@ -1,0 +1,16 @@
+"""TensorRT-LLM's base classes, which have moved within TensorRT-LLM."""
+
+from __future__ import annotations
+
+try:
+    from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import (
+        KvCacheConnectorScheduler,
+        KvCacheConnectorWorker,
+    )
+except ModuleNotFoundError:
+    from tensorrt_llm._torch.pyexecutor.kv_cache_connector import (
+        KvCacheConnectorScheduler,
+        KvCacheConnectorWorker,
+    )
+
+__all__ = ["KvCacheConnectorScheduler", "KvCacheConnectorWorker"]

@@ -1,0 +1,173 @@
+"""The scheduler's half, on rank 0. It alone asks the store, and holds loaded bytes until their pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import Hit
+from tierstore_connectors.common.guard import ErrorLog, guarded
+from tierstore_connectors.tensorrt_llm.base import KvCacheConnectorScheduler
+from tierstore_connectors.tensorrt_llm.identity import refusal
+from tierstore_connectors.tensorrt_llm.orders import LoadOrder, PassOrders, SaveOrder
+from tierstore_connectors.tensorrt_llm.pages import EnginePages
+
+_log = logging.getLogger("tierstore_connectors.tensorrt_llm")
+MOST_STAGED_BYTES = 4 << 30  # loaded pages that wait for the next pass, of all requests
+MOST_BROADCAST_BYTES = 1 << 30  # the same with several ranks, which receive them in one message
+
+
+@dataclass(slots=True)
+class _SavedRequest:
+    """A request whose pages are saved: its tokens and blocks as the engine has reported them, and how many
+    leading pages are saved."""
+
+    pages: int
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedLoad:
+    """Loaded blocks of a request, from block ``first`` of its prompt on, for each rank."""
+
+    first: int
+    data: Sequence[npt.NDArray[np.uint8]]
+
+
+class TierStoreScheduler(KvCacheConnectorScheduler):
+    """TensorRT-LLM's ``connector_scheduler_class``; see the package. All methods are called from the
+    executor's one thread. Raises :class:`~tierstore.errors.UsageError` for an engine that is not
+    supported."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self.errors = ErrorLog(_log)
+        self._pages = EnginePages.of(llm_args)
+        self._saved: dict[int, _SavedRequest] = {}  # by request
+        self._staged: dict[int, _StagedLoad] = {}  # by request, until its blocks are known
+        self._staged_bytes = 0  # since the last pass
+        self._loads: list[LoadOrder] = []
+
+    @guarded(lambda self, request, num_computed_tokens: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens behind the computed ones are loaded, into memory of this process, and
+        False: they are in their blocks before the next pass."""
+        pages, number = self._pages, int(request.request_id)
+        self._staged.pop(number, None)
+        again = self._saved.pop(number, None)
+        if pages.store is None or not pages.store.connected:
+            return 0, False
+        if (reason := refusal(request)) is not None:
+            self.errors.warn("requests", f"requests with {reason} are neither loaded nor saved")
+            return 0, False
+        tokens = np.asarray(request.get_tokens(0)[: request.prompt_len], np.uint32)
+        hits = self._find(tokens)
+        held = min((hit.tokens for hit in hits), default=0) // pages.page_tokens
+        if again is None or not again.tokens:
+            # A request that starts again is not saved: the engine's report may miss its new blocks.
+            self._saved[number] = _SavedRequest(held)
+        matched = self._load(number, hits, num_computed_tokens, held)
+        return matched, False
+
+    def _find(self, tokens: npt.NDArray[np.uint32]) -> list[Hit]:
+        """Return the hits of all ranks, or none. At least one token must be left to compute."""
+        store, hits = self._pages.store, list[Hit]()
+        assert store is not None
+        for rank in range(len(self._pages.identities)):
+            hit = store.find(self._pages.prompt(tokens, rank), max_tokens=len(tokens) - 1, counted=not rank)
+            if hit is None:
+                for each in hits:
+                    each.release()
+                return []
+            hits.append(hit)
+        return hits
+
+    def _load(self, number: int, hits: Sequence[Hit], computed: int, held: int) -> int:
+        """Load the pages behind the first ``computed`` tokens, and release the hits. Return the number of
+        loaded tokens."""
+        pages, store = self._pages, self._pages.store
+        assert store is not None
+        first_page, inside = computed // pages.page_tokens, computed % pages.block_tokens
+        page_bytes = hits[0].parts[0].page_bytes if hits else 1
+        most = MOST_STAGED_BYTES if len(hits) == 1 else MOST_BROADCAST_BYTES
+        room = (most - self._staged_bytes) // (page_bytes * max(len(hits), 1))
+        count = min(held - first_page, room)
+        if count <= 0 or inside:  # a block that the engine has copied in part is left to the engine
+            for hit in hits:
+                hit.release()
+            return 0
+        loaded = [store.load_pages(hit, first_page, count) for hit in hits]
+        arrived = min(len(each) for each in loaded)
+        first_block = computed // pages.block_tokens
+        skipped = first_block - first_page * pages.page_blocks
+        data = [each[:arrived].numpy().reshape(arrived * pages.page_blocks, -1)[skipped:] for each in loaded]
+        if not len(data[0]):
+            return 0
+        self._staged[number] = _StagedLoad(first_block, data)
+        self._staged_bytes += arrived * page_bytes * len(hits)
+        store.counters.add("loaded_tokens", len(data[0]) * pages.block_tokens)
+        return len(data[0]) * pages.block_tokens
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        """Take the blocks of a request. Raises :class:`RuntimeError` if loaded tokens have no block: the
+        engine would compute with what is in other blocks."""
+        number = int(request.request_id)
+        if not self._is_text(request):
+            self._saved.pop(number, None)
+        staged = self._staged.pop(number, None)
+        if staged is None:
+            return
+        count = len(staged.data[0])
+        blocks = [int(each) for each in block_ids[staged.first : staged.first + count]]
+        if len(blocks) < count or min(blocks) < 0:
+            raise RuntimeError(f"TensorRT-LLM gave {blocks} as blocks for {count} loaded blocks")
+        self._loads.append(LoadOrder(blocks, staged.data))
+
+    @guarded(lambda self, request: False)
+    def _is_text(self, request: Any) -> bool:
+        """Return whether a request has no images and no adapter. (The request of the lookup is a copy
+        without these.)"""
+        return request.py_multimodal_data is None and request.py_lora_path is None
+
+    def build_connector_meta(self, scheduler_output: Any) -> PassOrders:
+        """Return the orders for the next pass. Raises :class:`RuntimeError` if it computes a request whose
+        loaded tokens have no blocks."""
+        scheduled = [*scheduler_output.new_requests, *scheduler_output.cached_requests]
+        if lost := [each.request_id for each in scheduled if each.request_id in self._staged]:
+            raise RuntimeError(f"TensorRT-LLM gave no blocks for the loaded tokens of requests {lost}")
+        loads, self._loads = self._loads, []
+        self._staged_bytes = 0
+        return PassOrders(loads, self._saves(scheduled))
+
+    @guarded(lambda self, scheduled: [])
+    def _saves(self, scheduled: Sequence[Any]) -> list[SaveOrder]:
+        """Return orders for the pages that the pass completes."""
+        pages, orders = self._pages, []
+        for data in scheduled:
+            request = self._saved.get(data.request_id)
+            if request is None:
+                continue
+            request.tokens.extend(data.new_tokens)
+            request.blocks.extend(data.new_block_ids)
+            # In the first pass after a load this is fewer than are computed. The next pass makes up for it.
+            end = min(data.computed_position + data.num_scheduled_tokens, len(request.tokens))
+            last = min(end // pages.page_tokens, len(request.blocks) // pages.page_blocks)
+            if last > request.pages:
+                tokens = np.asarray(request.tokens[: last * pages.page_tokens], np.uint32)
+                blocks = request.blocks[request.pages * pages.page_blocks : last * pages.page_blocks]
+                orders.append(SaveOrder(tokens, request.pages, blocks))
+                request.pages = last
+        return orders
+
+    @guarded(lambda self, request, cache_block_ids: False)
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        """Forget a request. Return False: the engine may reuse its blocks."""
+        self._saved.pop(int(request.request_id), None)
+        self._staged.pop(int(request.request_id), None)
+        return False
