@@ -1,5 +1,6 @@
 """The user's settings. TensorRT-LLM passes none to a connector, so they are in two variables of the
-environment: ``TIERSTORE``, as for other engines, and ``TIERSTORE_TENSORRT_LLM`` with a JSON object."""
+environment: ``TIERSTORE``, as for other engines, and ``TENSORRT_LLM_TIERSTORE`` with a JSON object. (Names
+that begin with ``TIERSTORE_`` are the daemon's settings.)"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tierstore.errors import UsageError
 from tierstore.spec import DEFAULT_CHUNK_TOKENS
 from tierstore_connectors.common.options import checked_options
 
-SETTINGS_VARIABLE = "TIERSTORE_TENSORRT_LLM"
+SETTINGS_VARIABLE = "TENSORRT_LLM_TIERSTORE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class EnginePages:
         self.page_tokens = self.page_blocks * self.block_tokens
         self.rank = int(mpi_rank())
         self.identities: Sequence[Identity] = ()
+        self.page_bytes = 0  # until the pool is registered
         self.store: GuardedStore | None = None
         """None until the pool is registered."""
 
@@ -64,10 +65,10 @@ class EnginePages:
             sampled=settings.hash_weights == "sample",
         )
         own = self.identities[self.rank]
-        page_bytes = pool[0].numel() * pool.element_size() * self.page_blocks
+        self.page_bytes = pool[0].numel() * pool.element_size() * self.page_blocks
         store = tierstore.connect(
             daemon_url(),
-            tierstore.KVSpec.opaque(page_bytes, chunk_tokens=self.page_tokens),
+            tierstore.KVSpec.opaque(self.page_bytes, chunk_tokens=self.page_tokens),
             identity=own,
             lookup_s=settings.lookup_s,
             keys=settings.keys,

@@ -94,9 +94,8 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         pages, store = self._pages, self._pages.store
         assert store is not None
         first_page, inside = computed // pages.page_tokens, computed % pages.block_tokens
-        page_bytes = hits[0].parts[0].page_bytes if hits else 1
-        most = MOST_STAGED_BYTES if len(hits) == 1 else MOST_BROADCAST_BYTES
-        room = (most - self._staged_bytes) // (page_bytes * max(len(hits), 1))
+        most = MOST_STAGED_BYTES if len(pages.identities) == 1 else MOST_BROADCAST_BYTES
+        room = (most - self._staged_bytes) // (pages.page_bytes * len(pages.identities))
         count = min(held - first_page, room)
         if count <= 0 or inside:  # a block that the engine has copied in part is left to the engine
             for hit in hits:
@@ -110,7 +109,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         if not len(data[0]):
             return 0
         self._staged[number] = _StagedLoad(first_block, data)
-        self._staged_bytes += arrived * page_bytes * len(hits)
+        self._staged_bytes += arrived * pages.page_bytes * len(hits)
         store.counters.add("loaded_tokens", len(data[0]) * pages.block_tokens)
         return len(data[0]) * pages.block_tokens
 
