@@ -22,6 +22,7 @@ def daemon(tmp_path, monkeypatch):
     """A daemon with a disk, which engines find by the variable."""
     process = ServeProcess(tmp_path, host_bytes=64 << 20).start()
     monkeypatch.setenv("TIERSTORE", process.url)
+    monkeypatch.setenv("TENSORRT_LLM_TIERSTORE", '{"lookup_s": 5, "load_s": 30}')  # also on a busy machine
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield process
     process.close()
