@@ -353,6 +353,19 @@ def test_settings(engine, monkeypatch):
             engine()
 
 
+def test_off_is_an_engine_without_a_store(engine, plain, monkeypatch):
+    tokens = prompt(210)
+    expected = plain(tokens)
+    saved(engine(), tokens)
+    monkeypatch.setenv("TIERSTORE", "off")
+    here = engine()
+    assert here.generate(tokens) == expected
+    assert here.hits == 0
+    monkeypatch.setenv("TIERSTORE", "on")
+    with pytest.raises(UsageError, match="must be auto, off or the address"):
+        engine()
+
+
 def test_an_engine_that_breaks_the_order_of_calls_stops(engine):
     """Loaded tokens without blocks would be wrong KV, so the connector raises."""
     tokens = prompt(210)

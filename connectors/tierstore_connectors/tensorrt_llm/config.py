@@ -4,13 +4,14 @@ that begin with ``TIERSTORE_`` are the daemon's settings.)"""
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
 from tierstore.arguments import json_object
-from tierstore.daemon.background import VARIABLE, chosen_store
+from tierstore.daemon.background import OFF, VARIABLE, chosen_store
 from tierstore.daemon.settings import default_listen
-from tierstore.errors import UsageError
+from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.spec import DEFAULT_CHUNK_TOKENS
 from tierstore_connectors.common.options import checked_options
 
@@ -52,8 +53,16 @@ class TensorrtLlmSettings:
         return found
 
 
-def daemon_url() -> str:
-    """Return the daemon's address, and start it for ``TIERSTORE=auto``. Raises
-    :class:`~tierstore.errors.TierStoreError` for a wrong value or a daemon that cannot be started."""
+def daemon_url(log: logging.Logger) -> str | None:
+    """Return the daemon's address, and start it for ``TIERSTORE=auto``. Return None for ``off``, and if it
+    cannot be started. Raises :class:`UsageError` for a wrong value."""
     value = os.environ.get(VARIABLE)
-    return default_listen() if value is None else chosen_store(value).url
+    if value is None:
+        return default_listen()
+    if value in ("", OFF):
+        return None
+    try:
+        return chosen_store(value).url
+    except StoreUnavailableError as error:
+        log.warning("tierstore: the engine runs without the cache: %s", error)
+        return None

@@ -42,7 +42,7 @@ class EnginePages:
         self.identities: Sequence[Identity] = ()
         self.page_bytes = 0  # until the pool is registered
         self.store: GuardedStore | None = None
-        """None until the pool is registered."""
+        """None until the pool is registered, and if there is to be no store."""
 
     @classmethod
     def of(cls, llm_args: Any) -> EnginePages:
@@ -55,8 +55,11 @@ class EnginePages:
             return found
 
     def open(self, pool: torch.Tensor) -> None:
-        """Open the store for blocks of this pool."""
+        """Open the store for blocks of this pool, if there is one."""
         settings = self.settings
+        url = daemon_url(_log)
+        if url is None:
+            return
         self.identities = identities_of(
             self._arguments,
             pool,
@@ -67,7 +70,7 @@ class EnginePages:
         own = self.identities[self.rank]
         self.page_bytes = pool[0].numel() * pool.element_size() * self.page_blocks
         store = tierstore.connect(
-            daemon_url(),
+            url,
             tierstore.KVSpec.opaque(self.page_bytes, chunk_tokens=self.page_tokens),
             identity=own,
             lookup_s=settings.lookup_s,

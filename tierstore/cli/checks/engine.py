@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.checks.check import Check, fail, numbers, ok, warn
-from tierstore.errors import StoreUnavailableError
+from tierstore.daemon.arena import is_listening
+from tierstore.daemon.background import AUTO, OFF, VARIABLE, checked_choice
+from tierstore.daemon.settings import default_listen
+from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.units import GIB, KIB, format_size
 
 if TYPE_CHECKING:
@@ -42,6 +48,37 @@ def checks(url: str) -> Iterator[Check]:
         yield warn("daemon's disk", "none", advice)
     else:
         yield ok("daemon's disk", format_size(disk.capacity_bytes), capacity_bytes=disk.capacity_bytes)
+
+
+def plug_in_checks(engine: str, group: str) -> Iterator[Check]:
+    """Check the plug-in of ``TIERSTORE`` for an engine that loads the entry points of ``group``, and the
+    variable: whether it is set, valid, and leads to a daemon."""
+    found = [each.value for each in metadata.entry_points(group=group, name="tierstore")]
+    if found:
+        yield ok("plug-in", f"{engine} finds {found[0]}")
+    else:
+        advice = f"pip install tierstore in the environment of {engine}: {VARIABLE} does nothing here"
+        yield warn("plug-in", f"no entry point in {group}", advice)
+    value = os.environ.get(VARIABLE, "")
+    if value in ("", OFF):
+        yield ok(VARIABLE, f"{value or 'not set'}: the plug-in does nothing")
+        return
+    try:
+        url = checked_choice(value)
+    except UsageError as error:
+        yield fail(VARIABLE, str(error), f"export {VARIABLE}=auto")
+        return
+    if url == AUTO:
+        url = default_listen()
+    reached = url.startswith("ipc://") and is_listening(Path(url.removeprefix("ipc://")))
+    if url.startswith("tcp://"):
+        yield warn(VARIABLE, url, "not checked over tcp, and the plug-in has no keys: use the flags")
+    elif reached:
+        yield ok(VARIABLE, f"{value}: a daemon listens at {url}")
+    elif value == AUTO:
+        yield ok(VARIABLE, f"auto: no daemon listens at {url}, the engine starts one")
+    else:
+        yield fail(VARIABLE, f"no daemon listens at {url}", f"tierstore serve --listen {url} --disk DIR")
 
 
 def _arena(stats: DaemonStats) -> Check:

@@ -11,7 +11,7 @@ from typing import Any
 from tierstore.arguments import json_object
 from tierstore.cli.checks.check import Check, fail, installed, ok, warn
 from tierstore.cli.checks.engine import checks as daemon_checks
-from tierstore.cli.checks.engine import dotted, probe, version_check
+from tierstore.cli.checks.engine import dotted, plug_in_checks, probe, version_check
 from tierstore.daemon.settings import default_listen
 
 OLDEST, TRIED = (0, 5, 20), (0, 5, 23)
@@ -45,6 +45,7 @@ def checks(url: str | None, extra: str | None) -> Iterator[Check]:
     yield from _config(config)
     good = f"{config.get('module_path')}:{config.get('class_name')} loads"
     yield probe("sglang backend", "SGLang", _PROBE, config, installed=version is not None, good=good)
+    yield from plug_in_checks("SGLang", "sglang.srt.plugins")
     yield from daemon_checks(url or config.get("store") or default_listen())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from tierstore.arguments import json_object
 from tierstore.cli.checks.check import Check, fail, installed, numbers, ok, warn
 from tierstore.cli.checks.engine import checks as daemon_checks
-from tierstore.cli.checks.engine import dotted, probe, version_check
+from tierstore.cli.checks.engine import dotted, plug_in_checks, probe, version_check
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 
@@ -58,6 +58,7 @@ def checks(url: str | None, flags: str | None) -> Iterator[Check]:
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         advice = "remove expandable_segments:True: vLLM refuses it together with a connector"
         yield warn("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"], advice)
+    yield from plug_in_checks("vLLM", "vllm.general_plugins")
     store = _ours(config).get("kv_connector_extra_config", {}).get("store")
     yield from daemon_checks(url or store or default_listen())
 
