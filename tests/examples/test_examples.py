@@ -1,4 +1,5 @@
-"""The programs in ``examples/``, run as a reader would run them. (The one for vLLM: ``tests/vllm``.)"""
+"""The programs in ``examples/``, run as a reader would run them. (Those for vLLM and llama.cpp:
+``tests/vllm`` and ``tests/llamacpp``.)"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_every_example_is_run_and_listed():
     for path in EXAMPLES.glob("*.py"):
         assert f"[{path.name}]({path.name})" in index
     here = Path(__file__).parents[1]
-    tests = "".join(path.read_text() for path in (Path(__file__), here / "vllm" / "test_example.py"))
+    others = [here / engine / "test_example.py" for engine in ("vllm", "llamacpp")]
+    tests = "".join(path.read_text() for path in (Path(__file__), *others))
     assert all(f'"{path.name}"' in tests for path in EXAMPLES.glob("*.py"))
 
 
