@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class BlockLoad:
     """Write to these blocks before the pass. ``data`` has, for each rank, one row of bytes per block."""
 
     blocks: Sequence[int]
@@ -19,7 +19,7 @@ class LoadOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOrder:
+class PageSave:
     """Save pages after the pass: page ``first`` of the prompt ``tokens`` and all that follow it. ``blocks``
     are those of these pages."""
 
@@ -32,5 +32,5 @@ class SaveOrder:
 class PassOrders:
     """The orders for one forward pass."""
 
-    loads: Sequence[LoadOrder] = ()
-    saves: Sequence[SaveOrder] = ()
+    loads: Sequence[BlockLoad] = ()
+    saves: Sequence[PageSave] = ()

@@ -14,7 +14,7 @@ from tierstore import Hit
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.tensorrt_llm.base import KvCacheConnectorScheduler
 from tierstore_connectors.tensorrt_llm.identity import refusal
-from tierstore_connectors.tensorrt_llm.orders import LoadOrder, PassOrders, SaveOrder
+from tierstore_connectors.tensorrt_llm.orders import BlockLoad, PageSave, PassOrders
 from tierstore_connectors.tensorrt_llm.pages import EnginePages
 
 _log = logging.getLogger("tierstore_connectors.tensorrt_llm")
@@ -52,7 +52,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         self._saved: dict[int, _SavedRequest] = {}  # by request
         self._staged: dict[int, _StagedLoad] = {}  # by request, until its blocks are known
         self._staged_bytes = 0  # since the last pass
-        self._loads: list[LoadOrder] = []
+        self._loads: list[BlockLoad] = []
 
     @guarded(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -126,7 +126,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         blocks = [int(each) for each in block_ids[staged.first : staged.first + count]]
         if len(blocks) < count or min(blocks) < 0:
             raise RuntimeError(f"TensorRT-LLM gave {blocks} as blocks for {count} loaded blocks")
-        self._loads.append(LoadOrder(blocks, staged.data))
+        self._loads.append(BlockLoad(blocks, staged.data))
 
     @guarded(lambda self, request: False)
     def _is_text(self, request: Any) -> bool:
@@ -145,7 +145,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         return PassOrders(loads, self._saves(scheduled))
 
     @guarded(lambda self, scheduled: [])
-    def _saves(self, scheduled: Sequence[Any]) -> list[SaveOrder]:
+    def _saves(self, scheduled: Sequence[Any]) -> list[PageSave]:
         """Return orders for the pages that the pass completes."""
         pages, orders = self._pages, []
         for data in scheduled:
@@ -160,7 +160,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
             if last > request.pages:
                 tokens = np.asarray(request.tokens[: last * pages.page_tokens], np.uint32)
                 blocks = request.blocks[request.pages * pages.page_blocks : last * pages.page_blocks]
-                orders.append(SaveOrder(tokens, request.pages, blocks))
+                orders.append(PageSave(tokens, request.pages, blocks))
                 request.pages = last
         return orders
 

@@ -10,7 +10,7 @@ import torch
 from tierstore.errors import UsageError
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.tensorrt_llm.base import KvCacheConnectorWorker
-from tierstore_connectors.tensorrt_llm.orders import PassOrders, SaveOrder
+from tierstore_connectors.tensorrt_llm.orders import PageSave, PassOrders
 from tierstore_connectors.tensorrt_llm.pages import EnginePages
 
 _log = logging.getLogger("tierstore_connectors.tensorrt_llm")
@@ -70,7 +70,7 @@ class TierStoreWorker(KvCacheConnectorWorker):
                 self._pages.prompt(save.tokens, self._pages.rank), self._copied(save), first=save.first
             )
 
-    def _copied(self, save: SaveOrder) -> torch.Tensor:
+    def _copied(self, save: PageSave) -> torch.Tensor:
         """Return the pages of an order. They are copied block by block, so no memory of the GPU is needed."""
         rows = torch.empty((len(save.blocks), self._blocks.shape[1]), dtype=torch.uint8)
         for row, block in zip(rows, save.blocks, strict=True):
