@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLoad:
+class BlockWrite:
     """Write to these blocks before the pass. ``data`` has, for each rank, one row of bytes per block."""
 
     blocks: Sequence[int]
@@ -32,5 +32,5 @@ class PageSave:
 class PassOrders:
     """The orders for one forward pass."""
 
-    loads: Sequence[BlockLoad] = ()
+    loads: Sequence[BlockWrite] = ()
     saves: Sequence[PageSave] = ()

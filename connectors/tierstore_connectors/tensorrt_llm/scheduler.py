@@ -14,7 +14,7 @@ from tierstore import Hit
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.tensorrt_llm.base import KvCacheConnectorScheduler
 from tierstore_connectors.tensorrt_llm.identity import refusal
-from tierstore_connectors.tensorrt_llm.orders import BlockLoad, PageSave, PassOrders
+from tierstore_connectors.tensorrt_llm.orders import BlockWrite, PageSave, PassOrders
 from tierstore_connectors.tensorrt_llm.pages import EnginePages
 
 _log = logging.getLogger("tierstore_connectors.tensorrt_llm")
@@ -52,7 +52,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         self._saved: dict[int, _SavedRequest] = {}  # by request
         self._staged: dict[int, _StagedLoad] = {}  # by request, until its blocks are known
         self._staged_bytes = 0  # since the last pass
-        self._loads: list[BlockLoad] = []
+        self._loads: list[BlockWrite] = []
 
     @guarded(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -126,7 +126,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         blocks = [int(each) for each in block_ids[staged.first : staged.first + count]]
         if len(blocks) < count or min(blocks) < 0:
             raise RuntimeError(f"TensorRT-LLM gave {blocks} as blocks for {count} loaded blocks")
-        self._loads.append(BlockLoad(blocks, staged.data))
+        self._loads.append(BlockWrite(blocks, staged.data))
 
     @guarded(lambda self, request: False)
     def _is_text(self, request: Any) -> bool:
