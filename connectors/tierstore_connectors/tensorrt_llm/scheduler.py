@@ -60,7 +60,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         False: they are in their blocks before the next pass."""
         pages, number = self._pages, int(request.request_id)
         self._staged.pop(number, None)
-        again = self._saved.pop(number, None)
+        self._saved.pop(number, None)
         if pages.store is None or not pages.store.connected:
             return 0, False
         if (reason := refusal(request)) is not None:
@@ -69,9 +69,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         tokens = np.asarray(request.get_tokens(0)[: request.prompt_len], np.uint32)
         hits = self._find(tokens)
         held = min((hit.tokens for hit in hits), default=0) // pages.page_tokens
-        if again is None or not again.tokens:
-            # A request that starts again is not saved: the engine's report may miss its new blocks.
-            self._saved[number] = _SavedRequest(held)
+        self._saved[number] = _SavedRequest(held)
         matched = self._load(number, hits, num_computed_tokens, held)
         return matched, False
 
@@ -137,18 +135,23 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
     def build_connector_meta(self, scheduler_output: Any) -> PassOrders:
         """Return the orders for the next pass. Raises :class:`RuntimeError` if it computes a request whose
         loaded tokens have no blocks."""
-        scheduled = [*scheduler_output.new_requests, *scheduler_output.cached_requests]
-        if lost := [each.request_id for each in scheduled if each.request_id in self._staged]:
+        new, known = scheduler_output.new_requests, scheduler_output.cached_requests
+        if lost := [each.request_id for each in (*new, *known) if each.request_id in self._staged]:
             raise RuntimeError(f"TensorRT-LLM gave no blocks for the loaded tokens of requests {lost}")
         loads, self._loads = self._loads, []
         self._staged_bytes = 0
-        return PassOrders(loads, self._saves(scheduled))
+        return PassOrders(loads, self._saves(new, known))
 
-    @guarded(lambda self, scheduled: [])
-    def _saves(self, scheduled: Sequence[Any]) -> list[PageSave]:
+    @guarded(lambda self, new, known: [])
+    def _saves(self, new: Sequence[Any], known: Sequence[Any]) -> list[PageSave]:
         """Return orders for the pages that the pass completes."""
+        for data in known:
+            request = self._saved.get(data.request_id)
+            if request is not None and not request.tokens:
+                # The request started again, and is reported without what was reported before.
+                del self._saved[data.request_id]
         pages, orders = self._pages, []
-        for data in scheduled:
+        for data in (*new, *known):
             request = self._saved.get(data.request_id)
             if request is None:
                 continue
