@@ -24,15 +24,13 @@ from importlib import import_module
 
 _REQUEST_BYTES = 1 << 20
 # Imported by programs when they run. Only newer versions of typer have adapters.
-_LATER = (
-    *(
-        "tierstore.backend",
-        "tierstore.client.backend",
-        "tierstore.daemon.daemon",
-        "tierstore.tiers.disk.fsck",
-    ),
-    "typer._adapters",
-)
+_STORE = ("tierstore.backend", "tierstore.client.backend", "tierstore.daemon.daemon", "typer._adapters")
+_ENGINE = (*_STORE, "tierstore_engine.build", "tierstore_engine.server.run", "tierstore_connectors.bundled")
+_LATER = {
+    "tierstore.cli": (*_STORE, "tierstore.tiers.disk.fsck"),
+    "tierstore_engine.cli": _ENGINE,
+    "tierstore_tools.cli": (*_ENGINE, "tierstore_tools.longctx.command", "matplotlib.pyplot"),
+}
 
 
 class Forked:
@@ -45,8 +43,14 @@ class Forked:
         assert process.wait(30) == 0
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], streams: Sequence[int] = (0, 1, 2)) -> None:
-        request = json.dumps([module, list(arguments), dict(os.environ), os.getcwd()])
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        streams: Sequence[int] = (0, 1, 2),
+        cwd: str | os.PathLike[str] = ".",
+    ) -> None:
+        request = json.dumps([module, list(arguments), dict(os.environ), os.path.abspath(cwd)])
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(_server(module), [request.encode()], [theirs.fileno(), *streams])
@@ -61,8 +65,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end and return the exit code."""
-        self._line.settimeout(timeout)
         try:
+            if self.returncode is None:
+                self._line.settimeout(timeout)
             return self._ended()
         except TimeoutError:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
@@ -88,11 +93,11 @@ class Forked:
         return self.returncode
 
 
-def run(module: str, *arguments: object) -> tuple[int, str, str]:
-    """Run ``python -m module``. Return its exit code, stdout and stderr."""
+def run(module: str, *arguments: object, cwd: str | os.PathLike[str] = ".") -> tuple[int, str, str]:
+    """Run ``python -m module`` in ``cwd``. Return its exit code, stdout and stderr."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
         streams = [nothing.fileno(), out.fileno(), err.fileno()]
-        code = Forked(module, [str(argument) for argument in arguments], streams).wait()
+        code = Forked(module, [str(argument) for argument in arguments], streams, cwd).wait()
         texts = []
         for stream in (out, err):
             stream.seek(0)
@@ -118,7 +123,7 @@ def _server(module: str) -> socket.socket:
 def _serve(module: str) -> None:
     """Fork twice for each request: a child that waits for the program, and the program. End when the socket
     is closed."""
-    for name in _LATER:
+    for name in _LATER.get(module, _STORE):
         with suppress(ModuleNotFoundError):
             import_module(name)
     with suppress(SystemExit), open(os.devnull, "w") as nothing, redirect_stdout(nothing):
@@ -148,6 +153,9 @@ def _serve(module: str) -> None:
         for number, descriptor in enumerate(descriptors[1:]):
             os.dup2(descriptor, number)
             os.close(descriptor)
+        # The server's own may think that they can seek.
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         _become(*json.loads(text))
         return
 

@@ -82,3 +82,7 @@ def calibrate(
     opened = open_model(options.model, device="cpu", dtype=options.dtype)
     tokens = calibration.check_calibration(opened, text, out)
     calibration.write_ranges(opened.config, calibration.measure_ranges(load_model(opened), tokens), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests import forked
 from tests.portions import SOAK, chosen
 from tierstore.errors import TierStoreError
 from tierstore.memory import Memory
@@ -23,17 +22,16 @@ CASES = ["store_off", "cold", "hbm", "host", "disk", "tail"]
 
 
 def bench(*arguments, cwd):
-    command = [sys.executable, "-m", "tierstore_tools.cli", "longctx", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    code, _, err = forked.run("tierstore_tools.cli", "longctx", *arguments, cwd=cwd)
+    assert code == 0, err
 
 
 def test_every_hit_equals_the_cold_run(tmp_path):
-    done = bench(
+    bench(
         *("--model", "tiny", "--tokens", "3000", "--prefill-chunk", "512", "--sweep", "500"),
         *("--json", "out.json", "--plot", "out.png"),
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "out.json").read_text())
     assert [row["case"] for row in document["rows"]] == CASES
     rows = {row["case"]: row for row in document["rows"]}
@@ -49,10 +47,7 @@ def test_every_hit_equals_the_cold_run(tmp_path):
 
 def test_a_prompt_that_ends_with_a_page(tmp_path):
     """Its last token, and so its last page, every run computes for itself."""
-    result = bench(
-        *("--model", "tiny", "--tokens", "1024", "--store", "new", "--json", "out.json"), cwd=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
+    bench(*("--model", "tiny", "--tokens", "1024", "--store", "new", "--json", "out.json"), cwd=tmp_path)
     assert list((tmp_path / "new").iterdir()) == []  # it was made, and nothing is left in it
     rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert all(row["identical"] for row in rows.values())
@@ -62,8 +57,7 @@ def test_a_prompt_that_ends_with_a_page(tmp_path):
 @SOAK  # the shallow models take a fifth of the time
 @pytest.mark.timeout(900)
 def test_a_deep_model_in_16_bits_is_held_to_what_rounding_explains(tmp_path):
-    done = bench(*("--model", "deep", "--tokens", "150", "--json", "out.json"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    bench(*("--model", "deep", "--tokens", "150", "--json", "out.json"), cwd=tmp_path)
     rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert all(row["identical"] for row in rows.values())
     assert all(row["max_logit_diff"] <= row["logit_bound"] for row in rows.values())

@@ -117,10 +117,10 @@ def test_sigterm_lets_requests_finish(
     )
     chunks = iter(stream)
     next(chunks)
-    live.popen.send_signal(signal.SIGTERM)
+    live.process.send_signal(signal.SIGTERM)
     wait_until(lambda: live.http.get("/health").json()["status"] == "draining")
     assert list(chunks)[-1].choices[0].finish_reason == "length"
-    assert live.popen.wait(WAIT_S) == 0
+    assert live.process.wait(WAIT_S) == 0
 
 
 ENGINE = ("--decode", "http://127.0.0.1:8001")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import forked
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_tools.cli import main
 from tierstore_tools.scenarios import load
@@ -26,26 +26,25 @@ TRACE = Path(__file__).parents[1] / "data" / "mooncake" / "conversation_2000.jso
 
 
 def bench(*arguments):
-    command = [sys.executable, "-m", "tierstore_tools.cli", "scenarios", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    return forked.run("tierstore_tools.cli", "scenarios", *arguments)
 
 
 def test_all_scenarios_against_real_servers(tmp_path):
     """The engine over a daemon, and the loop with static batches. One run: servers are slow to start."""
     sizes = "--tokens 256 --pool-tokens 1024 --requests 6 --answer 4 --rate 8 --seconds 1 --rounds 1"
-    done = bench(
+    code, out, err = bench(
         *("all", "--targets", "ours+store,vllm,transformers", "--model", "tiny-text", *sizes.split()),
         *("--slow-readers", 3, "--trace", TRACE, "--block-tokens", 16, "--request-s", 60),
         *("--host-bytes", "64MiB", "--disk-bytes", "256MiB"),
         *("--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, err
     document = json.loads((tmp_path / "out.json").read_text())
     for name in ("batch", "longctx", "online", "stream"):
         assert {row["target"] for row in document[name]} == {"ours+store", "transformers"}
-        assert name in done.stdout
+        assert name in out
     assert [each["name"] for each in document["left_out"]] == ["vllm"]
-    assert "left out: vllm: --vllm-python names no environment" in done.stdout
+    assert "left out: vllm: --vllm-python names no environment" in out
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert {row["same_answers"] for row in document["batch"] + document["longctx"]} == {1.0}
     # Static batches wait for the slow readers among them, on a busy machine beyond any limit.
@@ -204,9 +203,9 @@ def test_a_server_that_says_nothing_but_text_is_measured(nonsense):
 def test_nonsense_ends_the_run_in_a_line(nonsense):
     handler, url = nonsense
     handler.stream = "data: hello\n\n"
-    done = bench("batch", "--url", url)
-    assert done.returncode == 1
-    assert f"{url} does not complete a prompt" in done.stderr.splitlines()[-1]
+    code, _, err = bench("batch", "--url", url)
+    assert code == 1
+    assert f"{url} does not complete a prompt" in err.splitlines()[-1]
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(0, 9))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import httpx
 import openai
+
+from tests.forked import Forked
 
 from .live import WAIT_S
 
@@ -19,10 +20,11 @@ class ServerProcess:
     """A program that says on its first line where it serves, and a client for it."""
 
     def __init__(self, main: str, *options: str) -> None:
-        command = [sys.executable, "-c", f"from {main} import main; main()", *options]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.popen.stderr is not None
-        self.first = self.popen.stderr.readline()
+        said, its_stderr = os.pipe()
+        self.process = Forked(main, options, (0, 1, its_stderr))
+        os.close(its_stderr)
+        self.said = os.fdopen(said)
+        self.first = self.said.readline()
         [url] = re.findall(r"http://\S+", self.first)
         self.url = url.removesuffix("/v1")
         self.client = openai.OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT_S)
@@ -35,17 +37,16 @@ class ServerProcess:
 
     def end(self, number: int) -> tuple[int, str]:
         """Its exit code, and the rest of what it said."""
-        self.popen.send_signal(number)
-        said = self.popen.communicate(timeout=WAIT_S)[1]
-        return self.popen.returncode, said
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S), self.said.read()
 
     def close(self) -> None:
         """Kill it, if it has not ended."""
         self.client.close()
         self.http.close()
-        if self.popen.poll() is None:
-            self.popen.kill()
-        self.popen.communicate()
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        self.said.close()
 
 
 class Process(ServerProcess):

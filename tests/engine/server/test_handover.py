@@ -214,7 +214,7 @@ def test_the_engine_that_computes_is_killed_in_the_middle(
         begun = pool.submit(prefill.http.post, "/v1/completions", json={**body, "prompt": prompt})
         wait_until(lambda: daemon.stats().store.pages >= 1)
         waiting = Asked(decode, prompt, kv_transfer_params=promise(TOKENS // 64 * 64, until_s=1.0))
-        prefill.popen.kill()
+        prefill.process.kill()
         for each in (*others, begun):
             assert isinstance(each.exception(WAIT_S), (httpx.HTTPError, type(None)))
     answer = waiting.answer()

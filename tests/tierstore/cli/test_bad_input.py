@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 
 import pytest
 
 import tierstore
+from tests.forked import Forked
 from tests.small_store import SPEC, pages_of
 from tests.tierstore.cli.commands import PAGES, TOKENS, command, run
 from tierstore.keys import Identity
@@ -117,11 +119,11 @@ def store(tmp_path):
 
 def run_into_full(*arguments):
     """(exit code, stderr) with a stdout that takes nothing."""
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
-        )
-    return done.returncode, done.stderr
+    with open("/dev/full", "w") as full, tempfile.TemporaryFile("w+") as err:
+        streams = (0, full.fileno(), err.fileno())
+        code = Forked("tierstore.cli", [str(argument) for argument in arguments], streams).wait(60)
+        err.seek(0)
+        return code, err.read()
 
 
 FULL = (1, "tierstore: the system refuses: No space left on device\n")

@@ -16,6 +16,7 @@ import typer.main
 
 import tierstore
 from tests.small_store import SPEC, load_bytes, pages_of
+from tests.tierstore.cli.commands import run
 from tests.tierstore.tiers.disk.test_damage import overwrite
 from tierstore.cli.checks import Status, all_checks, packages
 from tierstore.keys import Identity
@@ -24,16 +25,9 @@ from tierstore.units import GIB
 PROMPTS = {"ann": list(range(160)), "bob": list(range(500, 564)), "": list(range(900, 970))}
 
 
-def run(*arguments):
-    """(exit code, stdout, stderr) of the command in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tierstore.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "140"},
-    )
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
 
 
 def open_store(path, tenant):
