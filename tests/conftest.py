@@ -34,10 +34,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def forked_daemons():
     """Hundreds of tests start a daemon, and few are about how one starts."""
-    from tests.forked import Forked
+    from tests.forked import spawn
     from tierstore.testing.processes import DaemonProcess
 
-    DaemonProcess.spawn = Forked
+    DaemonProcess.spawn = staticmethod(spawn)
 
 
 @pytest.fixture

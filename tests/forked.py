@@ -93,6 +93,11 @@ class Forked:
         return self.returncode
 
 
+def spawn(module: str, arguments: Sequence[str], output: int | None = None) -> Forked:
+    """Start ``python -m module``, as :meth:`tierstore.testing.processes.DaemonProcess.spawn` does."""
+    return Forked(module, arguments, (0, 1, 2) if output is None else (0, output, output))
+
+
 def run(module: str, *arguments: object, cwd: str | os.PathLike[str] = ".") -> tuple[int, str, str]:
     """Run ``python -m module`` in ``cwd``. Return its exit code, stdout and stderr."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:

@@ -35,6 +35,14 @@ def settle(*files):
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def settled(tmp_path_factory):
+    """A file of 300,000 bytes whose digest may be remembered."""
+    file = put(tmp_path_factory.mktemp("settled") / "a", b"a" * 300_000)
+    settle(file)
+    return file
+
+
 def test_one_byte_in_the_middle_makes_another_digest(tmp_path):
     data = bytearray(8 << 20)
     file = put(tmp_path / "model.safetensors", data)
@@ -83,9 +91,8 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, cache):
     "damage",
     ["text", "binary", "list", "version", "types", "link", "writable by others", "folder", "fifo", "large"],
 )
-def test_a_cache_file_that_cannot_be_trusted_is_ignored(tmp_path, cache, damage):
-    file = put(tmp_path / "a", b"a" * 300_000)
-    settle(file)
+def test_a_cache_file_that_cannot_be_trusted_is_ignored(tmp_path, cache, settled, damage):
+    file = settled
     truth = contents({"a": file}, remembered=cache)
     document = json.loads(cache.read_text())
     lie = json.dumps({**document, "digests": dict.fromkeys(document["digests"], "0" * 64)})

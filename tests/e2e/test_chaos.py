@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import chaos
+from tests.portions import chosen
 from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.units import MIB
@@ -32,8 +33,8 @@ HOST_PAGES = 96
 CLIENTS = 5
 RSS_BOUND = 8 * MIB  # of growth, see Campaign.steady: 2 MiB were seen in the long form
 WAIT_S = 60.0  # for what takes a second
-WARM_UP = 100  # things done
-STEADY = 150
+WARM_UP = 50  # things done
+STEADY = 50
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ def run(case: Case, seed: int, *, daemons: int, clients: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.parametrize("case", [ROOMY, TIGHT, ENCODED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", chosen([ROOMY, TIGHT, ENCODED], TIGHT, ENCODED), ids=lambda case: case.name)
 def test_killed_now_and_then(case):
     run(case, random.SystemRandom().getrandbits(32), daemons=1, clients=5)
 

@@ -28,7 +28,7 @@ def bench(*arguments, cwd):
 
 def test_every_hit_equals_the_cold_run(tmp_path):
     bench(
-        *("--model", "tiny", "--tokens", "3000", "--prefill-chunk", "512", "--sweep", "500"),
+        *("--model", "tiny", "--tokens", "1500", "--prefill-chunk", "256", "--sweep", "300"),
         *("--json", "out.json", "--plot", "out.png"),
         cwd=tmp_path,
     )
@@ -37,17 +37,17 @@ def test_every_hit_equals_the_cold_run(tmp_path):
     rows = {row["case"]: row for row in document["rows"]}
     assert all(row["identical"] for row in rows.values())
     assert rows["store_off"]["max_logit_diff"] == 0
-    assert [rows[case]["reused_tokens"] for case in CASES] == [0, 0, 2999, 2999, 2999, 3031]
+    assert [rows[case]["reused_tokens"] for case in CASES] == [0, 0, 1499, 1499, 1499, 1531]
     assert rows["disk"]["pages_identical"]
     assert rows["disk"]["moved_bytes"] == rows["host"]["moved_bytes"] > 0
-    assert document["sweep"][0]["prompt_tokens"] == 500
+    assert document["sweep"][0]["prompt_tokens"] == 300
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
 def test_a_prompt_that_ends_with_a_page(tmp_path):
     """Its last token, and so its last page, every run computes for itself."""
-    bench(*("--model", "tiny", "--tokens", "1024", "--store", "new", "--json", "out.json"), cwd=tmp_path)
+    bench(*("--model", "tiny", "--tokens", "256", "--store", "new", "--json", "out.json"), cwd=tmp_path)
     assert list((tmp_path / "new").iterdir()) == []  # it was made, and nothing is left in it
     rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert all(row["identical"] for row in rows.values())
@@ -66,29 +66,22 @@ def test_a_deep_model_in_16_bits_is_held_to_what_rounding_explains(tmp_path):
         assert rows[case]["pages_identical"]
 
 
-def test_chunks_of_another_size(tmp_path):
-    settings = LongContext("tiny", 1025, tmp_path, device="cpu", chunk_tokens=256, prefill_chunk=512)
-    command.run(settings, json=str(tmp_path / "out.json"), plot=None)
-    rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
-    assert rows["disk"]["moved_bytes"] == 4 * open_model("tiny").config.kv_spec(chunk_tokens=256).page_bytes
-    for case in ("hbm", "host", "disk"):
-        assert rows[case]["reused_tokens"] == 1024
-        assert rows[case]["pages_identical"]
-
-
+@pytest.mark.parametrize("chunk_tokens", chosen([64, 256], 256))
 @pytest.mark.parametrize("kv_dtype", chosen(["auto", "fp8_e4m3", "k8v4"], "k8v4"))
-def test_a_hit_that_ends_where_a_prefill_chunk_ended_gives_the_very_same_logits(tmp_path, kv_dtype):
+def test_a_hit_that_ends_where_a_prefill_chunk_ended_gives_the_very_same_logits(
+    tmp_path, kv_dtype, chunk_tokens
+):
     """1025 tokens: 1024 are reused, which is where the cold run's last chunk began."""
-    settings = LongContext("tiny", 1025, tmp_path, device="cpu", kv_dtype=kv_dtype, prefill_chunk=512)
+    sizes = {"kv_dtype": kv_dtype, "chunk_tokens": chunk_tokens}
+    settings = LongContext("tiny", 1025, tmp_path, device="cpu", prefill_chunk=512, **sizes)
     command.run(settings, json=str(tmp_path / "out.json"), plot=None)
     rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     for case in ("hbm", "host", "disk"):
         assert rows[case]["reused_tokens"] == 1024
         assert rows[case]["pages_identical"]
         assert rows[case]["max_logit_diff"] == 0
-    assert (
-        rows["disk"]["moved_bytes"] == 16 * open_model("tiny", kv_dtype=kv_dtype).config.kv_spec().page_bytes
-    )
+    spec = open_model("tiny", kv_dtype=kv_dtype).config.kv_spec(chunk_tokens=chunk_tokens)
+    assert rows["disk"]["moved_bytes"] == 1024 // chunk_tokens * spec.page_bytes
 
 
 def flip_a_bit(pool, page):
@@ -115,7 +108,7 @@ def test_one_flipped_bit_in_a_page_is_found(monkeypatch, tmp_path, dtype):
         return taken
 
     monkeypatch.setattr(cases, "page_digests", then_flip)
-    settings = LongContext("tiny", 1000, tmp_path, device="cpu", dtype=dtype)
+    settings = LongContext("tiny", 300, tmp_path, device="cpu", dtype=dtype)
     with pytest.raises(TierStoreError, match="differ from the cold run: hbm"):
         command.run(settings, json=str(tmp_path / "out.json"), plot=None)
     assert flipped

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.portions import SOAK
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_engine.build import open_model
 from tierstore_engine.cli import app
@@ -40,6 +41,7 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
+@SOAK  # 100 MB to download, and a minute to convert
 def test_the_model_answers_sensibly(tmp_path: Path) -> None:
     folder = tmp_path / "smollm2"
     try:

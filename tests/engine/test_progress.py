@@ -303,7 +303,7 @@ def connectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connectors]
         yield made
 
 
-@pytest.mark.parametrize("part", portion(6, 1))
+@pytest.mark.parametrize("part", portion(14, 1))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("store", LOADS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -74,9 +74,11 @@ class DaemonProcess:
         self.process: Process | None = None
 
     @staticmethod
-    def spawn(module: str, arguments: Sequence[str]) -> Process:
-        """Start ``python -m module``. Replace it to start all daemons in another way."""
-        return subprocess.Popen([sys.executable, "-m", module, *arguments])
+    def spawn(module: str, arguments: Sequence[str], output: int | None = None) -> Process:
+        """Start ``python -m module``. ``output`` is a descriptor for stdout and stderr, None for this
+        process's own. Replace it to start all daemons in another way."""
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, stdout=output, stderr=output)
 
     def start(self) -> DaemonProcess:
         """Start it without waiting until it serves."""

@@ -639,13 +639,18 @@ class StoreTests(VerbTests, TierTests):
     """The requirements for every store, for models with one layer group and with several. The module's
     docstring shows how to use it."""
 
+    @pytest.fixture
+    def sequences(self) -> int:
+        """How many sequences of verbs are tried. Override it for a longer or a shorter search."""
+        return 25
+
     def test_any_sequence_of_verbs_agrees_with_a_dictionary(
-        self, open_store: OpenStore, layout: Layout
+        self, open_store: OpenStore, layout: Layout, sequences: int
     ) -> None:
         run_state_machine_as_test(
             lambda: StoreMachine(open_store, layout),  # type: ignore[arg-type]  # any callable will do
             settings=settings(
-                max_examples=25,
+                max_examples=sequences,
                 stateful_step_count=25,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

@@ -18,6 +18,7 @@ from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor.toolchain import compiler
 from tests.engine.kernels.races import SHAPES
 from tests.engine.kernels.test_planted_bugs import planted
+from tests.portions import chosen
 from tierstore_connectors.vllm import pieces
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import (
@@ -82,7 +83,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("shapes", JOBS)
+@pytest.mark.parametrize("shapes", chosen(JOBS, "first"))
 def test_no_races(shapes: str) -> None:
     done = under_tsan(str(KERNEL_DIR), *JOBS[shapes])
     assert done.returncode == 0, done.stderr[-8000:]

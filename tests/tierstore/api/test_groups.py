@@ -109,7 +109,7 @@ def test_every_hit_is_right_for_its_last_token(open_store, spec, hbm):
     store = open_store(spec, hbm_pages=64 if hbm else 0)
     found = []
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         saved=st.lists(tokens_of, max_size=4),
         common=st.integers(0, 28),

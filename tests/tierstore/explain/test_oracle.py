@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from tests.portions import portion
+from tests.portions import chosen, portion
 from tierstore import Hint, Identity, Store
 from tierstore.explanation import MissReason as R
 from tierstore.policy import DEFAULT_POLICY
@@ -54,19 +54,29 @@ class Bench:
         return count if self.layout.single else count - count % CHUNK
 
 
-@pytest.fixture(params=LAYOUTS, ids=str)
-def layout(request):
-    return request.param
+EMBEDDED = {f"embedded, {layout}": ("embedded", layout) for layout in LAYOUTS}
+PLACES = {**EMBEDDED, **{f"daemon, {layout}": ("daemon", layout) for layout in LAYOUTS}}
 
 
-@pytest.fixture(params=portion(4, 20))
+@pytest.fixture(params=chosen(PLACES, *EMBEDDED, f"daemon, {LAYOUTS[0]}", f"daemon, {LAYOUTS[-1]}"))
+def place(request):
+    """Where the store is, and its layout."""
+    return PLACES[request.param]
+
+
+@pytest.fixture
+def layout(place):
+    return place[1]
+
+
+@pytest.fixture(params=portion(2, 20))
 def times(request):
     """How often a scenario is played."""
     return request.param
 
 
-@pytest.fixture(params=["embedded", "daemon"])
-def open_bench(request, layout, times, tmp_path, make_daemon):
+@pytest.fixture
+def open_bench(place, layout, times, tmp_path, make_daemon):
     """Open a bench: ``host_chunks`` chunks in host memory, and a disk unless ``disk_bytes`` is 0."""
     opened = []
 
@@ -74,7 +84,7 @@ def open_bench(request, layout, times, tmp_path, make_daemon):
         host_bytes = host_chunks * layout.chunk_bytes
         identity = identity or new_identity(layout.spec)
         path = tmp_path / "kv"
-        if request.param == "embedded":
+        if place[0] == "embedded":
             store = open_store(
                 path if disk_bytes else None,
                 layout.spec,

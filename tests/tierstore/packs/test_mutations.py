@@ -17,7 +17,7 @@ from tests.tierstore.packs import conftest as c
 from tierstore.packs import PackError, PackReader, Trust, format, import_pack
 from tierstore.testing.pages import pages_of
 
-MUTANTS = [1000, pytest.param(5000, marks=pytest.mark.soak)]  # with each hash, with a key and without
+MUTANTS = [250, pytest.param(5000, marks=pytest.mark.soak)]  # with each hash, with a key and without
 PAGES = {
     tuple(tokens[: 8 * (at + 1)]): page
     for tokens in (c.FIRST, c.SECOND[:56])

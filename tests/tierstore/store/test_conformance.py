@@ -9,16 +9,24 @@ import tempfile
 import pytest
 
 import tierstore
+from tests.portions import chosen, portion
 from tierstore.backend import Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address
 from tierstore.core.backend import LocalBackend, open_core
 from tierstore.testing.backend import BackendTests
+from tierstore.testing.layouts import LAYOUTS
 from tierstore.testing.processes import DaemonProcess
 from tierstore.testing.store import SPEC, StoreTests
 
 
-class TestEmbedded(StoreTests):
+class Portioned(StoreTests):
+    @pytest.fixture(params=portion(8, 200))
+    def sequences(self, request):
+        return request.param
+
+
+class TestEmbedded(Portioned):
     @pytest.fixture
     def open_store(self, tmp_path):
         opened = []
@@ -60,7 +68,7 @@ def daemon_like():
     shutil.rmtree(directory, ignore_errors=True)
 
 
-class Connected(StoreTests):
+class Connected(Portioned):
     def url(self, daemon):
         raise NotImplementedError
 
@@ -85,6 +93,13 @@ class TestOverIpc(Connected):
 
 
 class TestOverTcp(Connected):
+    """The same daemon and messages as over a socket: layouts between the simplest and the richest are for the
+    soak."""
+
+    @pytest.fixture(params=chosen(LAYOUTS, LAYOUTS[0], LAYOUTS[-1]), ids=str)
+    def layout(self, request):
+        return request.param
+
     def url(self, daemon):
         return daemon.tcp
 

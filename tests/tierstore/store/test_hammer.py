@@ -11,7 +11,7 @@ import pytest
 from tests.small_store import SPEC, leading_tokens, pages_of
 
 THREADS = 24
-TIMES = 500
+TIMES = 200
 PROMPTS = 40
 
 
@@ -127,7 +127,7 @@ class Hammer:
 
 
 @pytest.mark.parametrize("tiers", ["host", "host+disk", "hbm+host", "hbm+host+disk"])
-@pytest.mark.parametrize("times", [TIMES, pytest.param(30 * TIMES, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [TIMES, pytest.param(75 * TIMES, marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_no_wrong_byte_no_leak_no_overflow(open_store, tiers, times):
     store = open_store(

@@ -42,7 +42,7 @@ class ServeProcess(DaemonProcess):
         self._directory = Path(tempfile.mkdtemp(prefix="tierstore-vllm-", dir=parent))
         self.disk = self._directory / "disk" if disk else None
         self._log = self._directory / "log"
-        self._command = (*program, "serve") if program else ("-m", "tierstore.daemon")
+        self._program = program
         if disk:
             self.options += [f"--disk={self.disk}", f"--disk-bytes={disk_bytes}"]
 
@@ -65,12 +65,11 @@ class ServeProcess(DaemonProcess):
         """Start the daemon without waiting."""
         assert self.process is None, "the daemon is running"
         with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *self._command, *self.options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            if self._program:
+                command = [sys.executable, *self._program, "serve", *self.options]
+                self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            else:
+                self.process = self.spawn("tierstore.daemon", self.options, log.fileno())
 
     @property
     def log(self) -> str:

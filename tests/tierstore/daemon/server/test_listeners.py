@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 import tierstore
+from tests.portions import diagonal
 from tests.tierstore.daemon.server.client import page_bytes, part, prompt_of, sums_of
 from tierstore import KVSpec
 from tierstore.cli.operator import Operator
@@ -87,10 +88,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 LISTENERS = ["ipc", "ipc arena", "ipc events", "tcp", "tcp http", "tcp events"]
 
 
-@pytest.mark.parametrize(
-    "said", [b"", GREETING[:20], GREETING], ids=["silent", "half a greeting", "greeting"]
-)
-@pytest.mark.parametrize("where", LISTENERS)
+@pytest.mark.parametrize(*diagonal(where=LISTENERS, said=[b"", GREETING[:20], GREETING]))
 def test_a_flood_of_connections_keeps_nobody_out(daemon, where, said):
     held = []
     for _ in range(10 * DESCRIPTORS):
