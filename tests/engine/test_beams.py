@@ -78,8 +78,9 @@ def test_one_beam_is_greedy(oracle: Oracle, loaded: Callable[..., LoadedModel], 
     assert list(found.tokens) == oracle.tokens[:NEW]
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -0.5, 3.0])
+@pytest.mark.parametrize(
+    *diagonal(early_stopping=[True, False, "never"], length_penalty=[1.0, 0.0, -0.5, 3.0])
+)
 @pytest.mark.parametrize("start", chosen([0, 50, 100], 50))
 def test_with_ends(
     early_stopping: Any,
@@ -120,7 +121,7 @@ def test_beams_share_their_pages(
     assert seen[-1] == (0, 0)
 
 
-@pytest.mark.parametrize("others", [4, 5])
+@pytest.mark.parametrize("others", chosen([4, 5], 5))
 def test_beams_beside_others_that_need_pages(
     others: int, oracle: Oracle, loaded: Callable[..., LoadedModel], engine_of: EngineOf
 ) -> None:

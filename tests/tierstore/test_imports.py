@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -44,10 +45,17 @@ def modules_of(package: str) -> dict[str, Path]:
 MODULES = {name: path for package in PACKAGES for name, path in modules_of(package).items()}
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imported(name: str) -> set[str]:
     """The modules of these packages that one names anywhere: also within functions, and for types only."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in nodes(MODULES[name]):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             members = [f"{node.module}.{alias.name}" for alias in node.names]
             found.update(member if member in MODULES else node.module for member in members)
@@ -93,7 +101,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield each class outside of tests, and the module or script that it is in."""
     scripts = {path.name: path for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")}
     for module, path in {**MODULES, **scripts}.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 yield module, node
 
@@ -117,7 +125,7 @@ def test_no_test_imports_the_conftest_of_another_folder() -> None:
     found = []
     for path in tests.rglob("*.py"):
         own = ".".join(("tests", *path.relative_to(tests).parent.parts, "conftest"))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             name = node.module if isinstance(node, ast.ImportFrom) else None
             if name is not None and name.endswith(".conftest") and name != own:
                 found.append(f"{path.relative_to(tests)}: {name}")

@@ -53,7 +53,7 @@ def make_store(request, tmp_path, make_daemon):
             store = open_store(path, SPEC, identity=OWN, host_bytes=host_bytes, disk_bytes=8 << 20)
         else:
             daemon = make_daemon(host_bytes=host_bytes, disk=disk)
-            store = connect_store(daemon.url, SPEC, identity=OWN, lookup_s=10.0)
+            store = connect_store(daemon.url, SPEC, identity=OWN, lookup_s=60.0)
             assert store.wait_connected(30)
         opened.append(store)
         return store

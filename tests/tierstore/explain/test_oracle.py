@@ -96,7 +96,7 @@ def open_bench(place, layout, times, tmp_path, make_daemon):
         else:
             arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
             daemon = make_daemon(*arguments, host_bytes=host_bytes, disk=disk_bytes > 0)
-            store = connect_store(daemon.url, layout.spec, identity=identity, lookup_s=10.0)
+            store = connect_store(daemon.url, layout.spec, identity=identity, lookup_s=60.0)
             assert store.wait_connected(30)
         opened.append(store)
         return Bench(layout, store, random.Random(seed), times)
@@ -232,7 +232,7 @@ def test_a_session_has_ended(open_bench):
 def test_another_identity_holds_it(open_bench, layout, field, value):
     bench = open_bench(identity=Identity.of(layout.spec, model="same"))
     other = Identity.of(layout.spec, model="same", **{field: value})
-    saver = Store(bench.store.backend, layout.spec, identity=other, lookup_s=10.0)
+    saver = Store(bench.store.backend, layout.spec, identity=other, lookup_s=60.0)
     for _ in range(bench.times):
         tokens = bench.tokens()
         assert layout.save(saver, tokens) == len(tokens)

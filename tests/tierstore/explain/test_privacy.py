@@ -27,7 +27,7 @@ def stores(tmp_path):
     with open_store(
         tmp_path / "kv", SPEC, identity=identity("victim"), host_bytes=2 * _MIB, disk_bytes=32 * _MIB
     ) as victim:
-        yield victim, Store(victim.backend, SPEC, identity=identity("attacker"), lookup_s=10.0)
+        yield victim, Store(victim.backend, SPEC, identity=identity("attacker"), lookup_s=60.0)
 
 
 def held(victim, tokens):
@@ -80,7 +80,7 @@ def test_keys_of_the_victims_pages_help_nobody(stores):
 def test_another_identity_of_the_victim_is_not_named(stores):
     victim, attacker = stores
     tokens = list(range(4 * WIDTH))
-    other = Store(victim.backend, SPEC, identity=identity("victim", revision="secret"), lookup_s=10.0)
+    other = Store(victim.backend, SPEC, identity=identity("victim", revision="secret"), lookup_s=60.0)
     held(other, tokens)
     assert attacker.explain(tokens).misses[0].reason.value == "never_saved"
     own = victim.explain(tokens).misses[0]

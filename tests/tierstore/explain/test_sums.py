@@ -72,7 +72,7 @@ def test_random_runs_embedded(layout, seed, steps, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_random_runs_over_a_daemon(layout, steps, make_daemon):
     daemon = make_daemon(host_bytes=40 * layout.chunk_bytes)
-    with connect_store(daemon.url, layout.spec, identity=new_identity(layout.spec), lookup_s=10.0) as store:
+    with connect_store(daemon.url, layout.spec, identity=new_identity(layout.spec), lookup_s=60.0) as store:
         assert store.wait_connected(30)
         run(store, layout, random.Random(7), steps)
         with Operator(daemon.url) as operator:
