@@ -128,27 +128,32 @@ MORE = "Can I change the address now?"
 THOUGHT = "<think>\nThe list has one order with two lamps. I should ask the carrier.\n</think>\n\n"
 
 
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def system(number: int, text: str = "") -> dict[str, str]:
+    return message("system", INTRODUCTION.format(number=number) + text + RULES)
+
+
+def body(*messages: dict[str, str], model: str = CHATS) -> Body:
+    return {"model": model, "messages": list(messages)}
+
+
+def in_system(number: int, name: str, before: str, first: str, second: str) -> Drift:
+    """Return a case whose system prompts differ from the first character of two texts on."""
+    assert first[0] != second[0]
+    pair = (body(system(number, before + each), message("user", QUESTION)) for each in (first, second))
+    at = len(INTRODUCTION.format(number=number) + before)
+    return Drift(str(number), name, *pair, message=0, character=at)
+
+
+def turns(number: int, *more: dict[str, str]) -> tuple[dict[str, str], ...]:
+    return system(number), message("user", QUESTION), *more
+
+
 def cases() -> list[Drift]:
     """Return the cases. Each has a shop of its own, so no case finds the pages of another one."""
-
-    def message(role: str, content: str) -> dict[str, str]:
-        return {"role": role, "content": content}
-
-    def system(number: int, text: str = "") -> dict[str, str]:
-        return message("system", INTRODUCTION.format(number=number) + text + RULES)
-
-    def body(*messages: dict[str, str], model: str = CHATS) -> Body:
-        return {"model": model, "messages": list(messages)}
-
-    def in_system(number: int, name: str, before: str, first: str, second: str) -> Drift:
-        """Return a case whose system prompts differ from the first character of two texts on."""
-        assert first[0] != second[0]
-        pair = (body(system(number, before + each), message("user", QUESTION)) for each in (first, second))
-        at = len(INTRODUCTION.format(number=number) + before)
-        return Drift(str(number), name, *pair, message=0, character=at)
-
-    def turns(number: int, *more: dict[str, str]) -> tuple[dict[str, str], ...]:
-        return system(number), message("user", QUESTION), *more
 
     schema = '{"name": "track", "description": "Find a parcel", "parameters": {"type": "object", '
     order = '"order": {"type": "string"}'

@@ -22,7 +22,7 @@ SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=WIDTH, dtype="float32", chu
 CHUNK = SPEC.chunk_tokens
 
 
-class Engine:
+class OwnEngine:
     """Greedy decoding, one prompt at a time."""
 
     def __init__(self, store: str | None) -> None:
@@ -83,7 +83,7 @@ def main(store: str) -> None:
     document = b"The cache is asked for the longest prefix that it can give back. " * 6
     answers = []
     for life in ("first", "second"):
-        engine = Engine(store)
+        engine = OwnEngine(store)
         for question in (b"Which?", b"Why?", b"Which?"):
             before = engine.computed_tokens
             answers.append(engine.generate(document + question, 24))

@@ -7,15 +7,17 @@ This module is thin on purpose, because it cannot run without a GPU. The decisio
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
 import torch
 
 from tierstore.memory import Memory as HostMemory
-from tierstore.tiers.device import SourceOrder, Stream
+from tierstore.tiers.device import DeviceMemoryError, SourceOrder, Stream
 from tierstore.tiers.device_pool import DevicePool
+from tierstore.units import format_size
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges, choose, least_tokens
@@ -28,7 +30,6 @@ from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.shortage import shortage_explained
 from tierstore_engine.step import PartialStep, Runner, Step
 
 log = logging.getLogger(__name__)
@@ -239,3 +240,24 @@ def _gather(pool: DevicePool) -> KernelGather | None:
     facts = {**device_facts(pool.device), "fragment_bytes": nbytes, "fragments": fragments}
     gather.below_bytes = int(kept_choice("gather", facts, measure))
     return gather
+
+
+@contextmanager
+def shortage_explained(pool: DevicePool, settings: EngineSettings) -> Iterator[None]:
+    """Turn torch's out-of-memory error into a :class:`DeviceMemoryError` with the relevant numbers.
+
+    The pool took its part when the engine was made. Computing shares the rest with the weights and the
+    captured steps, so the remedy is a smaller pool or smaller steps. A failed step changes nothing for its
+    sequences, and the engine can continue with other requests.
+    """
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        memory = pool.runtime.memory()
+        raise DeviceMemoryError(
+            f"{pool.device} has no memory left to compute a step of up to {settings.batch_tokens} tokens: "
+            f"{format_size(memory.free)} of its {format_size(memory.total)} are free, and the page pool has "
+            f"{format_size(pool.large_pages.nbytes)}. Give it fewer pages, or a smaller "
+            f"prefill_chunk ({settings.prefill_chunk}) or max_sequences ({settings.max_sequences}), or take "
+            "prefill_backend kernels, which needs no gathered copy"
+        ) from error

@@ -9,8 +9,8 @@ from tests.engine.device import FakeDevice, missing
 from tierstore.spec import KVSpec
 from tierstore.tiers.device import DeviceMemoryError
 from tierstore.tiers.device_pool import DevicePool
+from tierstore_engine.device import shortage_explained
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.shortage import shortage_explained
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
 

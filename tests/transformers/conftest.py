@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from tests.serving import make_daemon
 from tests.tiny_models import reference_model
 from tests.transformers.asking import CHUNK
 from tierstore_connectors.transformers import TierStoreCache
-from tierstore_tools.vllm.daemon import ServeProcess
+
+__all__ = ["make_daemon"]
 
 
 @pytest.fixture
@@ -34,20 +36,6 @@ def make_cache(tmp_path: Path) -> Iterator[Callable[..., TierStoreCache]]:
         errors = dict(cache.errors.counts)
         cache.close()
         assert set(errors) <= {"bypass", "late lookups"}
-
-
-@pytest.fixture
-def make_daemon(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
-    """``make_daemon(host_bytes=…, …)``: a running daemon with a disk, gone at the end of the test."""
-    daemons: list[ServeProcess] = []
-
-    def make(**options: Any) -> ServeProcess:
-        daemons.append(ServeProcess(tmp_path, **options))
-        return daemons[-1].start()
-
-    yield make
-    for daemon in daemons:
-        daemon.close()
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving import make_daemon
 from tests.vllm import models
 from tierstore_tools.vllm import engine
-from tierstore_tools.vllm.daemon import ServeProcess
+
+__all__ = ["make_daemon"]
 
 _HERE = Path(__file__).parent
 _TEST_S = 1200  # an engine starts in 10 s on an idle machine of two cores, and in a minute on a busy one
@@ -33,20 +35,6 @@ def model(request, tmp_path_factory):
     kept = request.config.pluginmanager.hasplugin("cacheprovider")  # not with -p no:cacheprovider
     cache = request.config.cache.mkdir("vllm-models") if kept else tmp_path_factory.mktemp("vllm-models")
     return lambda kind: models.model(kind, cache)
-
-
-@pytest.fixture
-def make_daemon(tmp_path):
-    """``make_daemon(host_bytes=…, …)``: a running daemon with a disk, gone at the end of the test."""
-    daemons = []
-
-    def make(**options):
-        daemons.append(ServeProcess(tmp_path, **options))
-        return daemons[-1].start()
-
-    yield make
-    for daemon in daemons:
-        daemon.close()
 
 
 @pytest.fixture

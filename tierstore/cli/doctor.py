@@ -17,6 +17,12 @@ from tierstore.units import parse_size
 if TYPE_CHECKING:
     from tierstore.cli.checks import Check
 
+_VLLM = "vllm serve MODEL --kv-transfer-config"
+_SGLANG = (
+    "python -m sglang.launch_server --model-path MODEL --page-size 64 --enable-hierarchical-cache "
+    "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
+)
+
 
 def command(
     directory: Annotated[
@@ -113,15 +119,10 @@ def command(
         _print(found)
         if vllm:  # a separate line, to be copied
             show.line("")
-            show.line(f"vllm serve MODEL --kv-transfer-config '{dumps(vllm_checks.proposed(connect))}'")
+            show.line(f"{_VLLM} '{dumps(vllm_checks.proposed(connect))}'")
         if sglang:
             show.line("")
-            show.line(
-                "python -m sglang.launch_server --model-path MODEL --page-size 64 "
-                "--enable-hierarchical-cache --hicache-storage-backend dynamic "
-                "--hicache-storage-backend-extra-config "
-                f"'{dumps(sglang_checks.proposed(connect))}'"
-            )
+            show.line(f"{_SGLANG} '{dumps(sglang_checks.proposed(connect))}'")
     raise typer.Exit(1 if failed else 0)
 
 

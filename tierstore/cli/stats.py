@@ -19,6 +19,7 @@ from tierstore.units import format_size
 if TYPE_CHECKING:
     from tierstore.curve import CurveStats
     from tierstore.daemon.stats import DaemonStats, LatencyStats, ServiceStats
+    from tierstore.stats import StoreStats
 
 _MOST_SLOWEST = 4
 MISSED_COLUMNS = ("missed tokens by reason, last hour", "tokens", "of missed")
@@ -132,9 +133,6 @@ def _print_tenant(operator: Operator, view: Mapping[str, Any]) -> None:
 
 
 def _print(operator: Operator, stats: DaemonStats) -> None:
-    store, service = stats.store, stats.service
-    hits: Any = store.counters["hit_tokens"]
-    asked: Any = store.counters["lookup_tokens"]
     state = "ready" if stats.ready else "not ready"
     started = show.age(time.time() - stats.uptime_s)
     show.line(f"tierstore {stats.version} at {operator.url}: {state}, pid {stats.pid}, up {started}")
@@ -147,6 +145,30 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
         rate = format_size(stats.cluster.bytes_per_s)
         show.line(f"{stats.cluster.line}; pages {fetched} (lately {rate}/s), {published}, {damaged}")
     show.line("")
+    _print_tiers(stats.store)
+    show.line("")
+    _print_clients(operator, stats)
+    show.line("")
+    show.table(
+        ("requests", "number", "p50", "p99"),
+        [
+            (name, f"{sum(each.counts):,}", quantile(each, 0.5), quantile(each, 0.99))
+            for name, each in stats.service.latency.items()
+        ],
+    )
+    show.line(slowest(stats.service))
+    show.line("")
+    if stats.store.missed_rows:
+        show.table(MISSED_COLUMNS, stats.store.missed_rows)
+    else:
+        show.line(NOTHING_MISSED)
+    show.line("")
+    show.table(("counter", "since the start"), list(counted(stats)))
+
+
+def _print_tiers(store: StoreStats) -> None:
+    hits: Any = store.counters["hit_tokens"]
+    asked: Any = store.counters["lookup_tokens"]
     show.table(
         ("tier", "capacity", "used", "full", "pages", "leased", "hit tokens", "of asked"),
         [
@@ -164,7 +186,11 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
         ],
     )
     show.line(f"hit rate {show.percent(sum(hits.values()), asked)} of {asked:,} tokens asked for")
-    show.line("")
+
+
+def _print_clients(operator: Operator, stats: DaemonStats) -> None:
+    """Print what clients hold, and the tables of models, pins and clients that have a row."""
+    store, service = stats.store, stats.service
     show.line(
         f"clients {service.connections - 1:,}, leases {service.leases:,}, "
         f"reservations {service.reservations:,} ({format_size(service.reserved_bytes)}), "
@@ -197,22 +223,6 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
             [(c.client, c.tenant or "–", f"{c.leases:,}", format_size(c.reserved_bytes)) for c in clients],
             left=2,
         )
-    show.line("")
-    show.table(
-        ("requests", "number", "p50", "p99"),
-        [
-            (name, f"{sum(each.counts):,}", quantile(each, 0.5), quantile(each, 0.99))
-            for name, each in service.latency.items()
-        ],
-    )
-    show.line(slowest(service))
-    show.line("")
-    if store.missed_rows:
-        show.table(MISSED_COLUMNS, store.missed_rows)
-    else:
-        show.line(NOTHING_MISSED)
-    show.line("")
-    show.table(("counter", "since the start"), list(counted(stats)))
 
 
 def _print_curve(curve: CurveStats) -> None:

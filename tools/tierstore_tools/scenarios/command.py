@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -140,118 +140,79 @@ def _rounds(rows: Sequence[StreamRow]) -> list[list[StreamRow]]:
     return list(found.values())
 
 
-def _stream_line(rows: Sequence[StreamRow]) -> tuple[str, ...]:
-    p99 = [row.itl_p99_s for row in rows]
-    memory = [row.memory_bytes for row in rows if row.memory_bytes is not None]
-    return (
-        rows[0].target,
-        rows[0].beside,
-        report.seconds(statistics.median(row.itl_p50_s for row in rows)),
-        report.seconds(statistics.median(p99)),
-        report.seconds(min(p99)),
-        report.seconds(max(p99)),
-        report.seconds(statistics.median(row.jitter_s for row in rows)),
-        report.seconds(max(row.itl_max_s for row in rows)),
-        format_size(max(memory)) if memory else "–",
-        f"{sum(row.failed for row in rows)}",
-    )
+Column = Callable[[Any], str]
+"""Return the cell of a row."""
+
+_BATCH: dict[str, Column] = {
+    "target": lambda row: row.target,
+    "tokens/s": lambda row: f"{row.output_tokens_per_s:.0f}",
+    "prompt/s": lambda row: f"{row.prompt_tokens_per_s:,.0f}",
+    "held": lambda row: report.percent(row.hit_rate),
+    "KV reserved": lambda row: "–" if row.kv_peak_tokens is None else f"{row.kv_peak_tokens:,.0f}",
+    "used": lambda row: report.percent(row.kv_used),
+    "memory": lambda row: "–" if row.peak_memory_bytes is None else format_size(row.peak_memory_bytes),
+    "core-s": lambda row: "–" if row.core_s is None else f"{row.core_s:.1f}",
+    "same": lambda row: report.percent(row.same_answers),
+    "failed": lambda row: f"{row.failed}",
+}
+_LONGCTX: dict[str, Column] = {
+    "target": lambda row: row.target,
+    "case": lambda row: row.case,
+    "prompt": lambda row: f"{row.prompt_tokens:,}",
+    "held": lambda row: f"{row.cached_tokens:,}",
+    "found in": lambda row: row.found,
+    "TTFT": lambda row: report.seconds(row.ttft_s),
+    "slowest": lambda row: report.seconds(row.slowest_ttft_s),
+    "speed-up": lambda row: f"{row.speedup:.1f}×",
+    "same": lambda row: report.percent(row.same_answers),
+}
+_ONLINE: dict[str, Column] = {
+    "target": lambda row: row.target,
+    "arrivals": lambda row: f"{row.arrivals} {row.rate_per_s:g}/s",
+    "good/s": lambda row: f"{row.goodput_per_s:.2f}",
+    "good": lambda row: report.percent(row.slo_met),
+    "TTFT p50": lambda row: report.seconds(row.ttft_p50_s),
+    "TTFT p99": lambda row: report.seconds(row.ttft_p99_s),
+    "ITL p50": lambda row: report.seconds(row.itl_p50_s),
+    "ITL p99": lambda row: report.seconds(row.itl_p99_s),
+    "held": lambda row: report.percent(row.hit_rate),
+    "failed": lambda row: f"{row.failed}",
+}
+_STREAM: dict[str, Column] = {  # of the rounds of a target
+    "target": lambda rows: rows[0].target,
+    "beside": lambda rows: rows[0].beside,
+    "ITL p50": lambda rows: report.seconds(statistics.median(row.itl_p50_s for row in rows)),
+    "p99": lambda rows: report.seconds(statistics.median(row.itl_p99_s for row in rows)),
+    "from": lambda rows: report.seconds(min(row.itl_p99_s for row in rows)),
+    "to": lambda rows: report.seconds(max(row.itl_p99_s for row in rows)),
+    "jitter": lambda rows: report.seconds(statistics.median(row.jitter_s for row in rows)),
+    "longest": lambda rows: report.seconds(max(row.itl_max_s for row in rows)),
+    "memory": lambda rows: _most_memory(rows),
+    "failed": lambda rows: f"{sum(row.failed for row in rows)}",
+}
+
+
+def _most_memory(rows: Sequence[StreamRow]) -> str:
+    known = [row.memory_bytes for row in rows if row.memory_bytes is not None]
+    return format_size(max(known)) if known else "–"
 
 
 def _show(result: ScenarioResult, settings: Scenarios, *, to_stderr: bool) -> None:
+    def table(title: str, columns: Mapping[str, Column], rows: Sequence[Any]) -> None:
+        lines = [[cell(row) for cell in columns.values()] for row in rows]
+        report.table(title, list(columns), lines, to_stderr=to_stderr)
+
     if result.batch:
-        report.table(
-            f"batch: {settings.requests} requests about a few documents, all at once",
-            (
-                "target",
-                "tokens/s",
-                "prompt/s",
-                "held",
-                "KV reserved",
-                "used",
-                "memory",
-                "core-s",
-                "same",
-                "failed",
-            ),
-            [
-                (
-                    row.target,
-                    f"{row.output_tokens_per_s:.0f}",
-                    f"{row.prompt_tokens_per_s:,.0f}",
-                    report.percent(row.hit_rate),
-                    "–" if row.kv_peak_tokens is None else f"{row.kv_peak_tokens:,.0f}",
-                    report.percent(row.kv_used),
-                    "–" if row.peak_memory_bytes is None else format_size(row.peak_memory_bytes),
-                    "–" if row.core_s is None else f"{row.core_s:.1f}",
-                    report.percent(row.same_answers),
-                    f"{row.failed}",
-                )
-                for row in result.batch
-            ],
-            to_stderr=to_stderr,
-        )
+        table(f"batch: {settings.requests} requests about a few documents, all at once", _BATCH, result.batch)
     if result.longctx:
-        report.table(
-            "longctx: time to first token",
-            ("target", "case", "prompt", "held", "found in", "TTFT", "slowest", "speed-up", "same"),
-            [
-                (
-                    row.target,
-                    row.case,
-                    f"{row.prompt_tokens:,}",
-                    f"{row.cached_tokens:,}",
-                    row.found,
-                    report.seconds(row.ttft_s),
-                    report.seconds(row.slowest_ttft_s),
-                    f"{row.speedup:.1f}×",
-                    report.percent(row.same_answers),
-                )
-                for row in result.longctx
-            ],
-            to_stderr=to_stderr,
-        )
+        table("longctx: time to first token", _LONGCTX, result.longctx)
     if result.online:
-        slo = settings.slo
-        report.table(
-            f"online: a good request has its first token within {report.seconds(slo.ttft_s)} and a mean of "
-            f"{report.seconds(slo.itl_s)} between later tokens",
-            ("target", "arrivals", "good/s", "good", "TTFT p50", "p99", "ITL p50", "p99", "held", "failed"),
-            [
-                (
-                    row.target,
-                    f"{row.arrivals} {row.rate_per_s:g}/s",
-                    f"{row.goodput_per_s:.2f}",
-                    report.percent(row.slo_met),
-                    report.seconds(row.ttft_p50_s),
-                    report.seconds(row.ttft_p99_s),
-                    report.seconds(row.itl_p50_s),
-                    report.seconds(row.itl_p99_s),
-                    report.percent(row.hit_rate),
-                    f"{row.failed}",
-                )
-                for row in result.online
-            ],
-            to_stderr=to_stderr,
-        )
+        ttft, itl = report.seconds(settings.slo.ttft_s), report.seconds(settings.slo.itl_s)
+        good = f"a good request has its first token within {ttft} and a mean of {itl} between later tokens"
+        table(f"online: {good}", _ONLINE, result.online)
     if result.stream:
-        report.table(
-            f"stream: gaps between tokens of {result.stream[0].quick_readers} quick readers, medians of "
-            f"{settings.rounds} rounds",
-            (
-                "target",
-                "beside",
-                "ITL p50",
-                "p99",
-                "from",
-                "to",
-                "jitter",
-                "longest",
-                "memory",
-                "failed",
-            ),
-            [_stream_line(rows) for rows in _rounds(result.stream)],
-            to_stderr=to_stderr,
-        )
+        quick = f"gaps between tokens of {result.stream[0].quick_readers} quick readers"
+        table(f"stream: {quick}, medians of {settings.rounds} rounds", _STREAM, _rounds(result.stream))
     console = report.stderr if to_stderr else report.stdout
     for each in result.left_out:
         console.print(f"left out: {each.name}: {each.why}", markup=False, highlight=False)
