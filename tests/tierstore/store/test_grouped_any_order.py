@@ -117,7 +117,7 @@ def look(engine, tokens, limit, saved, *, load):
     engine.release(loaded)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chains, others, st.tuples(*[st.integers(0, LENGTH - 1)] * 3), steps)
 def test_any_order_of_things(tmp_path_factory, monkeypatch, chains, others, parts, steps):
     monkeypatch.setattr(groups, "_SCANNED", 1)  # as a long prompt is scanned: in several steps

@@ -27,7 +27,7 @@ def specs(*vectors: int) -> tuple[KVSpec, ...]:
 
 
 @given(st.lists(st.integers(1, 1 << 24), min_size=1, max_size=5))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_a_large_page_holds_a_page_of_every_group_and_small_ones_divide_it(sizes):
     pages = cut(sizes)
     for size, per_large in zip(sizes, pages.per_large, strict=True):

@@ -178,7 +178,7 @@ _ONLINE: dict[str, Column] = {
     "held": lambda row: report.percent(row.hit_rate),
     "failed": lambda row: f"{row.failed}",
 }
-_STREAM: dict[str, Column] = {  # of the rounds of a target
+_STREAM: dict[str, Column] = {  # a row here is all rounds of one target
     "target": lambda rows: rows[0].target,
     "beside": lambda rows: rows[0].beside,
     "ITL p50": lambda rows: report.seconds(statistics.median(row.itl_p50_s for row in rows)),
