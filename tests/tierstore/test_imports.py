@@ -66,7 +66,7 @@ def imported(name: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             members = [f"{node.module}.{alias.name}" for alias in node.names]
             found.update(member if member in MODULES else node.module for member in members)
-        else:
+        elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
     return (found & MODULES.keys()) - {name}
 
