@@ -1,4 +1,4 @@
-"""The bundled engine's connectors: one without a store, and one over a :class:`tierstore.Store`."""
+"""The bundled engine's connectors: one over a :class:`tierstore.Store`, and one that reuses nothing."""
 
 from __future__ import annotations
 
@@ -231,6 +231,7 @@ def open_connector(
     pool_pages: int | Sequence[int],
     most_bytes: int | None = None,
     store: str | None,
+    prefix_cache: bool = True,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_codec: str = NONE,
@@ -246,7 +247,8 @@ def open_connector(
     not resizable).
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
-    or None for no store. ``disk_codec`` is how an embedded store encodes pages on disk. ``model_name`` is the
+    or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
+    no page is reused, not even one in the pool; then ``store`` must be None. ``disk_codec`` is how an embedded store encodes pages on disk. ``model_name`` is the
     model's public name. ``role`` says whether the engine loads and saves pages that it shares with other
     engines through a daemon. Raises the errors of :func:`tierstore.open` and :func:`tierstore.connect`.
     """
@@ -259,6 +261,8 @@ def open_connector(
         raise UsageError(
             "kv_role is only for engines that share a daemon: give the daemon's address as the store"
         )
+    if store is not None and not prefix_cache:
+        raise UsageError("prefix_cache is off, so a store would never be used: leave one of the two out")
     counts = [pool_pages] if isinstance(pool_pages, int) else list(pool_pages)
     parts = spec.split()
     if len(counts) != len(parts):
@@ -271,9 +275,9 @@ def open_connector(
     else:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         pools = [open_pool(spec, counts[0], device=device, most=most)]
-    if store is None:
+    if not prefix_cache:
         return NoStore(pools, identity)
-    if "://" in store:
+    if store is not None and "://" in store:
         connected = tierstore.connect(
             store,
             spec,
@@ -291,7 +295,7 @@ def open_connector(
         spec,
         identity=identity,
         pools=pools,
-        host_bytes=host_bytes,
+        host_bytes=0 if store is None else host_bytes,
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
         model_name=model_name,

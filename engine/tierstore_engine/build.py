@@ -170,6 +170,7 @@ def build_engine(
     pool_pages: int | None,
     most_pool_bytes: int | None = None,
     store: str | None = None,
+    prefix_cache: bool = True,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_codec: str = NONE,
@@ -184,7 +185,8 @@ def build_engine(
     - ``pool_pages``: the pool's size. None, on a GPU only, takes the free memory.
     - ``most_pool_bytes``: the largest size for :meth:`Engine.resize_pool`. None means the first size on a
       CPU; on a GPU the pool then cannot be resized.
-    - ``store``: the store's directory or address, None for no store.
+    - ``store``: the store's directory or address. None keeps pages only in the pool.
+    - ``prefix_cache``: whether pages are reused at all.
     - ``model_name``: the model's public name.
     - ``role``: whether the engine loads and saves pages that it shares with other engines.
 
@@ -205,6 +207,7 @@ def build_engine(
         pool_pages=group_pages(spec, pages, settings),
         most_bytes=most_pool_bytes,
         store=store,
+        prefix_cache=prefix_cache,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
@@ -223,6 +226,7 @@ def build_draft_model(
     pool_pages: int,
     tokens: int,
     store: str | None = None,
+    prefix_cache: bool = True,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_codec: str = NONE,
@@ -247,6 +251,7 @@ def build_draft_model(
         draft.identity(spec),
         pool_pages=pool_pages,
         store=store if store is None or "://" in store else f"{store.rstrip('/')}-draft",
+        prefix_cache=prefix_cache,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,

@@ -47,8 +47,12 @@ class EngineOptions(ModelOptions):
     """An engine of a model, over a store. Sizes are in bytes."""
 
     store: Annotated[
-        str | None, typer.Option(help="Store directory, or address of a daemon [default: keep nothing]")
+        str | None,
+        typer.Option(help="Store directory, or address of a daemon [default: reuse pages of the pool only]"),
     ] = None
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Reuse no pages: compute every prompt as a whole")
+    ] = False
     host_bytes: Annotated[int, size_option("Capacity of the store's host tier")] = GIB
     disk_bytes: Annotated[int, size_option("Capacity of the store's disk tier")] = 10 * GIB
     disk_codec: Annotated[
@@ -83,6 +87,7 @@ class EngineOptions(ModelOptions):
         """Return where pages are kept, as arguments of :func:`~tierstore_engine.build.build_engine`."""
         return {
             "store": self.store,
+            "prefix_cache": not self.no_prefix_cache,
             "host_bytes": self.host_bytes,
             "disk_bytes": self.disk_bytes,
             "disk_codec": self.disk_codec,

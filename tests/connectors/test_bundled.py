@@ -94,6 +94,11 @@ def test_a_pool_is_missing():
         open_connector(GROUPS, Identity.of(GROUPS, model="m"), pool_pages=4, store=None)
 
 
+def test_a_store_that_would_never_be_used_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="prefix_cache is off"):
+        open_connector(SPEC, IDENTITY, pool_pages=4, store=str(tmp_path), prefix_cache=False)
+
+
 @pytest.mark.parametrize("spec", [GROUPS, STATES], ids=["windows", "states"])
 def test_a_model_of_several_layer_groups_goes_on_from_its_save_points(spec, tmp_path):
     connector = open_connector(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.stored import Stored
 from tests.portions import chosen
-from tierstore_engine.build import LoadedModel
+from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.outputs import FinishReason
 from tierstore_engine.sampling import SamplingParams
 
@@ -34,6 +34,16 @@ def test_from_hbm(oracle: Oracle, model: LoadedModel, stored_engine: Callable[..
     [again] = engine.generate([oracle.prompt], GREEDY)
     assert_same(again, oracle)
     assert again.metrics.reused_by_tier == {"hbm": len(oracle.prompt) - 1}
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_pages_of_the_pool_without_a_store(prefix_cache: bool, oracle: Oracle, model: LoadedModel) -> None:
+    engine = build_engine(model, pool_pages=64, store=None, prefix_cache=prefix_cache)
+    engine.generate([oracle.prompt], GREEDY)
+    [again] = engine.generate([oracle.prompt], GREEDY)
+    assert_same(again, oracle)
+    assert again.metrics.reused_by_tier == ({"hbm": len(oracle.prompt) - 1} if prefix_cache else {})
+    engine.close()
 
 
 def test_from_host(oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]) -> None:

@@ -56,11 +56,12 @@ def open_engine(
     throttle: Mapping[str, float],
 ) -> Engine:
     """Return an engine that has run once, so no measured run has the first call of a kernel. ``throttle``
-    limits tiers, in bytes per second."""
+    limits tiers, in bytes per second. Without a ``store`` the engine reuses nothing: each run is cold."""
     engine = build_engine(
         model,
         pool_pages=sizes.pool_pages,
         store=store,
+        prefix_cache=store is not None,
         host_bytes=sizes.host_bytes,
         disk_bytes=sizes.disk_bytes,
         chunk_tokens=chunk_tokens,
