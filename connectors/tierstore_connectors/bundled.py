@@ -248,9 +248,10 @@ def open_connector(
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
     or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
-    no page is reused, not even one in the pool; then ``store`` must be None. ``disk_codec`` is how an embedded store encodes pages on disk. ``model_name`` is the
-    model's public name. ``role`` says whether the engine loads and saves pages that it shares with other
-    engines through a daemon. Raises the errors of :func:`tierstore.open` and :func:`tierstore.connect`.
+    no page is reused, not even one in the pool; then ``store`` must be None. ``disk_codec`` is how an
+    embedded store encodes pages on disk. ``model_name`` is the model's public name. ``role`` says whether the
+    engine loads and saves pages that it shares with other engines through a daemon. Raises the errors of
+    :func:`tierstore.open` and :func:`tierstore.connect`.
     """
     if disk_codec != NONE and (store is None or "://" in store):
         raise UsageError(

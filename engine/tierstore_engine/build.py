@@ -53,6 +53,7 @@ from tierstore_engine.weights import (
     check_tensors,
     digest_weights,
     load_weights,
+    open_weights,
     random_weights,
     weights_bytes,
 )
@@ -60,12 +61,14 @@ from tierstore_engine.weights import (
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model without its weights. ``folder`` is its checkpoint, None for a preset."""
+    """A model without its weights. ``folder`` is its checkpoint, None for a preset. ``expand``: quantised
+    weights do not stay so."""
 
     config: ModelConfig
     tokenizer: Tokenizer
     folder: Path | None
     device: str
+    expand: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,15 @@ def open_model(
     dtype: str | None = None,
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
+    expand_weights: bool = False,
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder at that path (write ``./demo`` for a
     folder with a preset's name).
 
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
-    (:func:`~tierstore_engine.kv_scales.with_scales`).
+    (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory, on the CPU,
+    unless ``expand_weights``.
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -127,7 +132,20 @@ def open_model(
     config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
     tokenizer = HFTokenizer(folder)
     check_tensors(config, folder)
-    return OpenModel(config, tokenizer, folder, resolve_device(device, config.dtype))
+    opened = OpenModel(config, tokenizer, folder, resolve_device(device, config.dtype), expand_weights)
+    if opened.device != "cpu" and (kept := _kept(opened)):
+        raise UsageError(
+            f"{kept} weights stay quantised on the CPU only: give --expand-weights, or --device cpu"
+        )
+    return opened
+
+
+def _kept(opened: OpenModel) -> str | None:
+    """Return the method of quantised weights that stay so, None without any."""
+    if opened.folder is None or opened.expand:
+        return None
+    with open_weights(opened.folder) as stored:
+        return stored.quantised
 
 
 def open_model_of(options: EngineOptions) -> OpenModel:
@@ -138,6 +156,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
         kv_scales=options.kv_scales,
+        expand_weights=options.expand_weights,
     )
 
 
@@ -148,18 +167,26 @@ def load_model(
     dtype: str | None = None,
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
+    expand_weights: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
     """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
     of :func:`open_model`, and :class:`ModelError` for weights that do not match the configuration."""
     if isinstance(model, str):
-        model = open_model(model, device=device, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales)
+        model = open_model(
+            model,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+            expand_weights=expand_weights,
+        )
     source = model
-    _check_memory(source.config, source.device)
+    _check_memory(source)
     if source.folder is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
-        weights = load_weights(source.config, source.folder, device=source.device)
+        weights = load_weights(source.config, source.folder, device=source.device, expand=source.expand)
     digest = digest_weights(source.config, weights)
     return LoadedModel(source.config, source.tokenizer, weights, digest, source.device)
 
@@ -377,12 +404,15 @@ def _device_index(device: str) -> int:
     return torch.device(device).index or 0
 
 
-def _check_memory(config: ModelConfig, device: str) -> None:
-    wanted = weights_bytes(config)
+def _check_memory(source: OpenModel) -> None:
+    device, wanted, form = source.device, weights_bytes(source.config), source.config.dtype
+    if source.folder is not None and (kept := _kept(source)):
+        with open_weights(source.folder) as stored:
+            wanted, form = stored.nbytes, kept
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
     if wanted > memory:
         raise UsageError(
-            f"the model's weights take {format_size(wanted)} as {config.dtype}, more than the "
+            f"the model's weights take {format_size(wanted)} as {form}, more than the "
             f"{'memory of this machine' if device == 'cpu' else 'free memory of its GPU'}, "
             f"{format_size(memory)}"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +19,9 @@ from tierstore.spec import read_json
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.config_fields import token_ids
 from tierstore_engine.errors import ModelError
-from tierstore_engine.families import check_quantisation, config_from_hf, unread_tensors
+from tierstore_engine.families import check_quantisation, config_from_hf, unread_tensors, weight_scheme
+from tierstore_engine.quantised import PackedMatrix
+from tierstore_engine.weight_schemes import CODE_DTYPES
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -50,10 +54,11 @@ def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
         generation = _read_json(folder / GENERATION_FILE)
         if token_ids(generation.get("eos_token_id")):
             raw["eos_token_id"] = generation["eos_token_id"]
-    for name in QUANTISATION_FILES:
+    config = config_from_hf(raw, dtype=dtype)
+    for name in QUANTISATION_FILES if weight_scheme(raw) is None else ():
         if (folder / name).is_file():
             check_quantisation({"quantization_config": _quantisation(folder / name)}, name)
-    return config_from_hf(raw, dtype=dtype)
+    return config
 
 
 def _quantisation(file: Path) -> Mapping[str, Any]:
@@ -63,37 +68,111 @@ def _quantisation(file: Path) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else raw or {"quant_method": "quantised"}
 
 
-class Checkpoint:
-    """The tensors of a folder's safetensors files, whole or sharded. A context manager that opens files
-    lazily."""
+class StoredWeights(ABC):
+    """The tensors of a model's files, by name. A context manager. ``quantised`` is the method of quantised
+    weights, None without any."""
+
+    quantised: str | None
+
+    def __enter__(self) -> StoredWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Return the size of all tensors."""
+
+    @abstractmethod
+    def account_for(self, names: Set[str], *, unread: Set[str] = frozenset()) -> None:
+        """Check that the files have the weights ``names`` in readable forms, and no others except ``unread``
+        and known useless ones.
+
+        Raises :class:`ModelError` otherwise: weights that are ignored, or read without their scale, would
+        give wrong answers.
+        """
+
+    @abstractmethod
+    def read(self, name: str, shape: torch.Size | None = None) -> torch.Tensor:
+        """Return tensor ``name`` in host memory. Raises :class:`ModelError` if it is missing or not of
+        ``shape``."""
+
+    @abstractmethod
+    def packed(self, name: str, shape: torch.Size) -> PackedMatrix | None:
+        """Return weight ``name`` as it is quantised, None if it is not. All dimensions of ``shape`` but the
+        last make up its rows. Raises :class:`ModelError` if it is damaged or of another shape."""
+
+
+class Checkpoint(StoredWeights):
+    """The tensors of a folder's safetensors files, whole or sharded. Files are opened lazily."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = _tensor_files(folder)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
+        self._config = _read_json(folder / CONFIG_FILE)
+        self._scheme = weight_scheme(self._config)
+        self.quantised = None if self._scheme is None else self._scheme.method
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._open.clear()
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._files or self._stem(name) is not None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in set(self._files.values()))
+
+    def _stem(self, name: str) -> str | None:
+        """Return what the names of the tensors of weight ``name`` begin with, None if it is not quantised."""
+        if self._scheme is None:
+            return None
+        layout = self._scheme.layout
+        stem = layout.stem(name)
+        codes = stem + layout.codes
+        found = codes in self._files and (codes != name or self._dtype(codes) in CODE_DTYPES)
+        return stem if found else None
+
+    def _expanded(self, names: Set[str]) -> tuple[set[str], set[str], set[str]]:
+        """Return the tensors of the weights ``names`` that are as they are, those that quantised weights
+        need, and those that quantised weights may have."""
+        plain, needed, allowed = set(names), set[str](), set[str]()
+        for name in sorted(names):
+            stem = self._stem(name)
+            if stem is not None and self._scheme is not None:
+                layout = self._scheme.layout
+                plain.discard(name)
+                needed |= {stem + each for each in (layout.codes, *layout.needed)}
+                allowed |= {stem + each for each in (*layout.optional, *layout.unread)}
+        if self._scheme is not None and not needed:
+            raise ModelError(
+                f"{self._folder / CONFIG_FILE}: {self._scheme.method} weights are not read: no tensor has "
+                "their form"
+            )
+        return plain, needed, allowed
 
     def account_for(self, names: Set[str], *, unread: Set[str] = frozenset()) -> None:
-        """Check that the checkpoint has the tensors ``names`` in readable dtypes, and no others except
-        ``unread`` and known useless ones.
+        plain, needed, allowed = self._expanded(names)
+        self._account_for(plain, needed, unread | allowed)
 
-        Raises :class:`ModelError` otherwise: weights that are ignored, or read without their scale, would
-        give wrong answers.
-        """
-        useless = [re.compile(each) for each in unread_tensors(_read_json(self._folder / CONFIG_FILE))]
-        others = sorted(self._files.keys() - names - unread)
+    def _account_for(self, names: Set[str], codes: Set[str], unread: Set[str]) -> None:
+        """Check as :meth:`account_for`. ``codes`` are tensors that need not be in a float dtype."""
+        useless = [re.compile(each) for each in unread_tensors(self._config)]
+        others = sorted(self._files.keys() - names - codes - unread)
         others = [name for name in others if not any(each.fullmatch(name) for each in useless)]
         for name in sorted(names & self._files.keys()):
             dtype = self._dtype(name)
@@ -109,7 +188,7 @@ class Checkpoint:
                 "of the model that config.json describes: the weights are quantised, or this engine does not "
                 "compute all of them"
             )
-        for name in sorted(names - self._files.keys()):
+        for name in sorted((names | codes) - self._files.keys()):
             raise self._missing(name)
 
     def _dtype(self, name: str) -> str:
@@ -120,8 +199,6 @@ class Checkpoint:
             raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
 
     def read(self, name: str, shape: torch.Size | None = None) -> torch.Tensor:
-        """Return tensor ``name`` in host memory. Raises :class:`ModelError` if it is missing or not of
-        ``shape``."""
         file = self._files.get(name)
         if file is None:
             raise self._missing(name)
@@ -136,6 +213,29 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
         return tensor
+
+    def packed(self, name: str, shape: torch.Size) -> PackedMatrix | None:
+        scheme, stem = self._scheme, self._stem(name)
+        if scheme is None or stem is None:
+            return None
+        layout = scheme.layout
+        ends = [
+            layout.codes,
+            *layout.needed,
+            *(each for each in layout.optional if stem + each in self._files),
+        ]
+        tensors = {end: self.read(stem + end).clone() for end in ends}
+        wanted = (math.prod(shape[:-1]), shape[-1])
+        try:
+            found = layout.pack(scheme, tensors)
+            if found.shape != wanted:
+                raise ValueError(f"its shape is {list(found.shape)}, config.json asks for {list(wanted)}")
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self._files[stem + layout.codes]}: tensor {stem}{layout.codes} has no {scheme.method} "
+                f"weights: {str(error).splitlines()[0]}"
+            ) from error
+        return found
 
     def _missing(self, name: str) -> ModelError:
         return ModelError(f"{self._folder}: tensor {name} is missing from the checkpoint")

@@ -16,12 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from torch.nn.functional import linear, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import DeltaConfig, ModelConfig
 from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.quantised import linear
 from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add, sequences
 from tierstore_engine.weights import DeltaWeights
 

@@ -38,6 +38,7 @@ from tierstore_engine.config_fields import (
     yarn_growth,
 )
 from tierstore_engine.errors import ModelError
+from tierstore_engine.weight_schemes import WeightScheme, read_scheme
 
 
 def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
@@ -48,7 +49,8 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
     compute, and for missing or invalid fields.
     """
     architecture = _architecture(raw)
-    check_quantisation(raw, "config.json")
+    weight_scheme(raw)
+    check_quantisation({**raw, "quantization_config": None}, "config.json")
     if raw.get("text_config"):
         if not isinstance(raw["text_config"], Mapping):
             raise ModelError(f"config.json: text_config must be an object, got {raw['text_config']!r}")
@@ -63,6 +65,15 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
             raise
         raise ModelError(f"config.json: the value of a field is of a wrong kind: {error}") from error
     return replace(config, dtype=dtype) if dtype else config
+
+
+def weight_scheme(raw: Raw) -> WeightScheme | None:
+    """Return how the weights of a ``config.json`` are quantised, None if they are not. Raises
+    :class:`ModelError` for a scheme that is not read."""
+    given = raw.get("quantization_config")
+    if not given or (isinstance(given, Mapping) and _quantises_kv_only(given)):
+        return None
+    return read_scheme(given)
 
 
 def check_quantisation(raw: Raw, file: str) -> None:

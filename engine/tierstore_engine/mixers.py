@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch.nn.functional import linear
 
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
 from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.quantised import linear
 from tierstore_engine.rope import paired_by_halves, rotate
 from tierstore_engine.weights import AttentionWeights, LatentWeights
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch.nn.functional import gelu, linear, relu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.quantised import linear
 from tierstore_engine.weights import ExpertsWeights, MLPWeights
 
 _Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
-from torch.nn.functional import linear
 
 from tierstore_engine.attention.base import Attention
 from tierstore_engine.config import ModelConfig
@@ -20,6 +19,7 @@ from tierstore_engine.mamba2 import Mamba2, Mamba2States
 from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.quantised import embedded, linear
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.step import PartialStep, Step, StepInput
@@ -91,7 +91,7 @@ class Model:
         return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
 
     def _embedded(self, step: StepInput) -> torch.Tensor:
-        hidden = self._weights.embed[step.tokens]
+        hidden = embedded(step.tokens, self._weights.embed)
         if self.config.embed_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embed_scale, dtype=hidden.dtype)
         return hidden

@@ -22,6 +22,10 @@ class ModelOptions:
     dtype: Annotated[
         str | None, typer.Option(help="float32|bfloat16|float16 [default: the model's]", show_default=False)
     ] = None
+    expand_weights: Annotated[
+        bool,
+        typer.Option("--expand-weights", help="Expand quantised weights to the dtype when they are read"),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

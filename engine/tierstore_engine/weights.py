@@ -3,6 +3,9 @@
 Q, K and V are one matrix here, and so are the gate and up projections, and those of all experts: one large
 product costs less than several small ones. A :class:`Slot` is the place of one checkpoint tensor, a view into
 these. Loading, seeding and digesting all use the same list of slots.
+
+Weights that a checkpoint has quantised stay so (:class:`~tierstore_engine.quantised.QuantisedMatrix`), or are
+expanded when they are read.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import torch
 import xxhash
 
 from tierstore.spec import LayerKind
-from tierstore_engine.checkpoint import Checkpoint
+from tierstore_engine.checkpoint import Checkpoint, StoredWeights
 from tierstore_engine.config import DeltaConfig, ExpertsConfig, LatentConfig, Mamba2Config, ModelConfig
+from tierstore_engine.errors import ModelError
+from tierstore_engine.quantised import Matrix, PackedMatrix, QuantisedMatrix, dense_format
 
 _DIGEST_STEP_BYTES = 64 << 20
 
@@ -31,11 +36,11 @@ class AttentionWeights:
     """The weights of a layer with keys and values. With gated attention a head's rows of Q are followed by
     those of its gate."""
 
-    qkv: torch.Tensor
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    o: torch.Tensor
+    o: Matrix
     o_bias: torch.Tensor | None
     sinks: torch.Tensor | None
 
@@ -45,33 +50,33 @@ class LatentWeights:
     """The weights of a layer with latents. ``q`` takes the output of ``q_down``, if that exists. ``kv_up``
     has all heads' keys (without RoPE) and values, ``[heads, nope_dim + value_dim, rank]``."""
 
-    q_down: torch.Tensor | None
+    q_down: Matrix | None
     q_norm: torch.Tensor | None
-    q: torch.Tensor
-    kv_down: torch.Tensor
+    q: Matrix
+    kv_down: Matrix
     kv_norm: torch.Tensor
     kv_up: torch.Tensor
-    o: torch.Tensor
+    o: Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
     """The weights of a gated delta rule layer."""
 
-    qkvz: torch.Tensor
-    ba: torch.Tensor
+    qkvz: Matrix
+    ba: Matrix
     conv: torch.Tensor
     dt_bias: torch.Tensor
     a_log: torch.Tensor
     norm: torch.Tensor
-    o: torch.Tensor
+    o: Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
     """The weights of a Mamba-2 layer. The projection yields gates, the convolution's channels, and steps."""
 
-    projection: torch.Tensor
+    projection: Matrix
     projection_bias: torch.Tensor | None
     conv: torch.Tensor
     conv_bias: torch.Tensor | None
@@ -79,7 +84,7 @@ class Mamba2Weights:
     a_log: torch.Tensor
     skip: torch.Tensor
     norm: torch.Tensor
-    o: torch.Tensor
+    o: Matrix
     o_bias: torch.Tensor | None
 
     def terms(self) -> Mamba2Terms:
@@ -111,9 +116,9 @@ MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights | Mamb
 class MLPWeights:
     """The weights of an MLP: the rows of the gate, if it has one, then the rows that it multiplies."""
 
-    gate_up: torch.Tensor
+    gate_up: Matrix
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Matrix
     down_bias: torch.Tensor | None
 
 
@@ -124,9 +129,9 @@ class ExpertsWeights:
     router: torch.Tensor
     router_bias: torch.Tensor | None
     correction: torch.Tensor | None
-    gate_up: torch.Tensor
+    gate_up: Matrix
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Matrix
     down_bias: torch.Tensor | None
     shared: MLPWeights | None
     shared_gate: torch.Tensor | None
@@ -149,10 +154,10 @@ class LayerWeights:
 class ModelWeights:
     """All tensors. ``head`` is ``embed`` itself if the embeddings are tied."""
 
-    embed: torch.Tensor
+    embed: Matrix
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,52 +166,85 @@ class Slot:
 
     If a checkpoint tensor fills several slots, ``members`` are (first, stop, total): the tensor has the rows
     of ``total`` heads for each KV head, and the slot ``[kv_heads, stop - first, head_dim, …]`` some of them.
+
+    ``swapped``: a checkpoint has the matrices as ``[in, out]`` unless they are quantised. So has the slot,
+    unless they stay quantised.
     """
 
     name: str
-    tensor: torch.Tensor
+    tensor: Matrix
     inputs: int = 0
     members: tuple[int, int, int] | None = None
+    swapped: bool = False
 
-    def fill(self, checkpoint: Checkpoint, stored_name: str) -> None:
+    def fill(self, checkpoint: StoredWeights, stored_name: str) -> None:
         """Read the tensor from a checkpoint."""
-        if self.members is None:
-            self.tensor.copy_(checkpoint.read(stored_name, self.tensor.shape))
+        shape, target = torch.Size(self._stored_shape()), self.tensor
+        turned = torch.Size((*shape[:-2], shape[-1], shape[-2])) if self.swapped else shape
+        kept = isinstance(target, QuantisedMatrix)
+        packed = checkpoint.packed(stored_name, shape if kept else turned)
+        if isinstance(target, QuantisedMatrix):
+            target.put(
+                packed or _unquantised(checkpoint.read(stored_name, turned), target.dtype, self.swapped)
+            )
             return
-        first, stop, total = self.members
+        if packed is None:
+            stored = checkpoint.read(stored_name, shape)
+        else:
+            stored = packed.expanded().view(turned)
+            stored = stored.transpose(-1, -2) if self.swapped else stored
+        if self.members is not None:
+            first, stop, total = self.members
+            groups, _, width, *rest = target.shape
+            stored = stored.view(groups, total, width, *rest)[:, first:stop]
+        target.copy_(stored)
+
+    def _stored_shape(self) -> tuple[int, ...]:
+        if self.members is None:
+            return tuple(self.tensor.shape)
         groups, _, width, *rest = self.tensor.shape
-        stored = checkpoint.read(stored_name, torch.Size((groups * total * width, *rest)))
-        self.tensor.copy_(stored.view(groups, total, width, *rest)[:, first:stop])
+        return (groups * self.members[2] * width, *rest)
 
 
-def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeights:
-    """Return the weights of a checkpoint folder, in ``config.dtype``. This needs memory for the weights and
-    one tensor.
+def _unquantised(stored: torch.Tensor, dtype: torch.dtype, swapped: bool) -> PackedMatrix:
+    """Return a matrix of a quantised model that is not quantised itself."""
+    rows = (stored.transpose(1, 2) if swapped else stored).flatten(0, -2)
+    numbers = rows.to(dtype, copy=True).contiguous()
+    return PackedMatrix(dense_format(dtype), numbers.view(torch.uint8))
+
+
+def open_weights(source: Path) -> StoredWeights:
+    """Return the weights of a checkpoint folder."""
+    return Checkpoint(source)
+
+
+def load_weights(config: ModelConfig, source: Path, *, device: str, expand: bool = False) -> ModelWeights:
+    """Return the weights of a checkpoint, in ``config.dtype``. Quantised weights stay quantised unless
+    ``expand``. This needs memory for the weights and one tensor.
 
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
-    with Checkpoint(folder) as checkpoint:
+    with open_weights(source) as checkpoint:
         stored = _stored_names(config, checkpoint)
-        weights = _allocate(config, device)
+        weights = _allocate(config, device, keep=checkpoint.quantised is not None and not expand)
         for slot in slots(config, weights):
             slot.fill(checkpoint, stored(slot.name))
     return weights
 
 
-def check_tensors(config: ModelConfig, folder: Path) -> None:
-    """Check by name and dtype that a checkpoint folder holds exactly the model of ``config``. No weights are
-    read.
+def check_tensors(config: ModelConfig, source: Path) -> None:
+    """Check by name and dtype that a checkpoint holds exactly the model of ``config``. No weights are read.
 
     Raises :class:`ModelError` for a tensor that is missing, in an unreadable dtype, or not part of the model.
     """
-    with Checkpoint(folder) as checkpoint:
+    with open_weights(source) as checkpoint:
         stored = _stored_names(config, checkpoint)
         names = {stored(slot.name) for slot in slots(config, _allocate(config, "meta"))}
         tied = {stored("lm_head.weight")} if config.tied_embeddings else set()
         checkpoint.account_for(names, unread=tied)
 
 
-def _stored_names(config: ModelConfig, checkpoint: Checkpoint) -> Callable[[str], str]:
+def _stored_names(config: ModelConfig, checkpoint: StoredWeights) -> Callable[[str], str]:
     """Return a function from a tensor's name to its name in the checkpoint. Some families have names of their
     own. In models that also take images the text part has a prefix; Nemotron-H has a backbone."""
 
@@ -251,16 +289,30 @@ def digest_weights(config: ModelConfig, weights: ModelWeights) -> str:
     digest = xxhash.xxh3_128()
     for slot in slots(config, weights):
         digest.update(f"{slot.name}{list(slot.tensor.shape)}{slot.tensor.dtype}".encode())
-        flat = slot.tensor.reshape(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), _DIGEST_STEP_BYTES):
-            digest.update(flat[start : start + _DIGEST_STEP_BYTES].cpu().numpy().data)
+        for tensor in _bytes_of(slot.tensor, digest):
+            flat = tensor.reshape(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), _DIGEST_STEP_BYTES):
+                digest.update(flat[start : start + _DIGEST_STEP_BYTES].cpu().numpy().data)
     return digest.hexdigest()
 
 
+def _bytes_of(matrix: Matrix, digest: xxhash.xxh3_128) -> Iterator[torch.Tensor]:
+    """Yield what the numbers of a matrix are made of. ``digest`` takes the formats of quantised ones."""
+    if isinstance(matrix, torch.Tensor):
+        yield matrix
+        return
+    for _, _, _, packed in matrix.parts():
+        digest.update(f"{packed.format.name}{packed.block_rows}".encode())
+        yield from packed.tensors()
+
+
 def weights_bytes(config: ModelConfig) -> int:
-    """Return the memory that the weights take."""
-    weights = _allocate(config, "meta")
-    return sum(slot.tensor.nbytes for slot in slots(config, weights))
+    """Return the memory that the weights take if they are not quantised."""
+    sizes = []
+    for slot in slots(config, _allocate(config, "meta")):
+        assert isinstance(slot.tensor, torch.Tensor)
+        sizes.append(slot.tensor.nbytes)
+    return sum(sizes)
 
 
 def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
@@ -341,7 +393,7 @@ def _attention_slots(config: ModelConfig, weights: AttentionWeights) -> Iterator
     yield from _optional("self_attn.sinks", weights.sinks)
 
 
-def _projection_slots(config: ModelConfig, kind: str, qkv: torch.Tensor) -> Iterator[Slot]:
+def _projection_slots(config: ModelConfig, kind: str, qkv: Matrix) -> Iterator[Slot]:
     """Yield the slots of Q, K and V, or of their biases."""
     if config.names.fused_qkv == "rows":
         yield Slot(f"self_attn.qkv_proj.{kind}", qkv)
@@ -352,6 +404,7 @@ def _projection_slots(config: ModelConfig, kind: str, qkv: torch.Tensor) -> Iter
     for name, start, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
         part = qkv[start : start + rows]
         if config.names.fused_qkv == "heads":
+            assert isinstance(part, torch.Tensor), "refused by _allocate"
             first, count = members[name]
             part = part.view(config.kv_heads, count, width, *qkv.shape[1:])
             yield Slot(f"self_attn.qkv_proj.{kind}", part, members=(first, first + count, per_group + 2))
@@ -430,9 +483,9 @@ def _experts_slots(config: ModelConfig, weights: ExpertsWeights) -> Iterator[Slo
         yield Slot(f"{prefix}.output_linear.weight", weights.down)
     elif names.packed:
         hidden, width = weights.down.shape[1:]
-        yield Slot(f"{prefix}.experts.gate_up_proj", weights.gate_up.transpose(1, 2), hidden)
+        yield Slot(f"{prefix}.experts.gate_up_proj", _swapped(weights.gate_up), hidden, swapped=True)
         yield from _optional(f"{prefix}.experts.gate_up_proj_bias", weights.gate_up_bias)
-        yield Slot(f"{prefix}.experts.down_proj", weights.down.transpose(1, 2), width)
+        yield Slot(f"{prefix}.experts.down_proj", _swapped(weights.down), width, swapped=True)
         yield from _optional(f"{prefix}.experts.down_proj_bias", weights.down_bias)
     else:
         gate, up, down = names.expert
@@ -446,32 +499,46 @@ def _experts_slots(config: ModelConfig, weights: ExpertsWeights) -> Iterator[Slo
     yield from _optional(f"{prefix}.{names.shared}_gate.weight", weights.shared_gate)
 
 
-def _optional(name: str, tensor: torch.Tensor | None) -> Iterator[Slot]:
+def _swapped(matrix: Matrix) -> Matrix:
+    return matrix.transpose(1, 2) if isinstance(matrix, torch.Tensor) else matrix
+
+
+def _optional(name: str, tensor: Matrix | None) -> Iterator[Slot]:
     if tensor is not None:
         yield Slot(name, tensor)
 
 
-def _allocate(config: ModelConfig, device: str) -> ModelWeights:
-    make = _Maker(config, device)
-    embed = make.empty(config.vocab_size, config.hidden_size)
+def _allocate(config: ModelConfig, device: str, *, keep: bool = False) -> ModelWeights:
+    """Return weights to be filled. ``keep`` makes matrices that stay quantised."""
+    if keep and config.names.fused_qkv == "heads":
+        raise ModelError(
+            "quantised weights of an architecture that mixes the rows of Q, K and V are not kept: "
+            "give --expand-weights"
+        )
+    make = _Maker(config, device, keep=keep)
+    embed = make.matrix(config.vocab_size, config.hidden_size)
     return ModelWeights(
         embed=embed,
         layers=tuple(make.layer(index) for index in range(config.layers)),
         norm=make.norm(),
-        head=embed if config.tied_embeddings else make.empty(config.vocab_size, config.hidden_size),
+        head=embed if config.tied_embeddings else make.matrix(config.vocab_size, config.hidden_size),
     )
 
 
 class _Maker:
     """Allocate the tensors of a model, without filling them."""
 
-    def __init__(self, config: ModelConfig, device: str) -> None:
+    def __init__(self, config: ModelConfig, device: str, *, keep: bool) -> None:
         self._config = config
         self._device = device
+        self._keep = keep
         self._dtype: torch.dtype = getattr(torch, config.dtype)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def matrix(self, *shape: int) -> Matrix:
+        return QuantisedMatrix(*shape, dtype=self._dtype) if self._keep else self.empty(*shape)
 
     def norm(self) -> torch.Tensor:
         hidden = self._config.hidden_size
@@ -511,11 +578,11 @@ class _Maker:
         config, hidden = self._config, self._config.hidden_size
         rows = _query_rows(config) + 2 * config.kv_heads * config.head_dim
         return AttentionWeights(
-            qkv=self.empty(rows, hidden),
+            qkv=self.matrix(rows, hidden),
             qkv_bias=self.empty(rows) if config.qkv_bias else None,
             q_norm=self._head_norm(config.heads),
             k_norm=self._head_norm(config.kv_heads),
-            o=self.empty(hidden, config.heads * config.head_dim),
+            o=self.matrix(hidden, config.heads * config.head_dim),
             o_bias=self.empty(hidden) if config.o_bias else None,
             sinks=self.empty(config.heads) if config.sinks else None,
         )
@@ -532,31 +599,31 @@ class _Maker:
     def _latent(self, latent: LatentConfig) -> LatentWeights:
         heads, hidden, rank = self._config.heads, self._config.hidden_size, latent.query_rank
         return LatentWeights(
-            q_down=self.empty(rank, hidden) if rank else None,
+            q_down=self.matrix(rank, hidden) if rank else None,
             q_norm=self.empty(rank) if rank else None,
-            q=self.empty(heads * (latent.nope_dim + latent.rope_dim), rank or hidden),
-            kv_down=self.empty(latent.width, hidden),
+            q=self.matrix(heads * (latent.nope_dim + latent.rope_dim), rank or hidden),
+            kv_down=self.matrix(latent.width, hidden),
             kv_norm=self.empty(latent.rank),
             kv_up=self.empty(heads, latent.nope_dim + latent.value_dim, latent.rank),
-            o=self.empty(hidden, heads * latent.value_dim),
+            o=self.matrix(hidden, heads * latent.value_dim),
         )
 
     def _delta(self, delta: DeltaConfig) -> DeltaWeights:
         hidden, values = self._config.hidden_size, delta.value_heads * delta.value_dim
         return DeltaWeights(
-            qkvz=self.empty(delta.channels + values, hidden),
-            ba=self.empty(2 * delta.value_heads, hidden),
+            qkvz=self.matrix(delta.channels + values, hidden),
+            ba=self.matrix(2 * delta.value_heads, hidden),
             conv=self.empty(delta.channels, 1, delta.conv_width),
             dt_bias=self.empty(delta.value_heads),
             a_log=self.empty(delta.value_heads),
             norm=self.empty(delta.value_dim),
-            o=self.empty(hidden, values),
+            o=self.matrix(hidden, values),
         )
 
     def _mamba2(self, mamba: Mamba2Config) -> Mamba2Weights:
         hidden, rows = self._config.hidden_size, mamba.width + mamba.channels + mamba.heads
         return Mamba2Weights(
-            projection=self.empty(rows, hidden),
+            projection=self.matrix(rows, hidden),
             projection_bias=self.empty(rows) if mamba.biased else None,
             conv=self.empty(mamba.channels, 1, mamba.conv_width),
             conv_bias=self.empty(mamba.channels) if mamba.conv_bias else None,
@@ -564,7 +631,7 @@ class _Maker:
             a_log=self.empty(mamba.heads),
             skip=self.empty(mamba.heads),
             norm=self.empty(mamba.width),
-            o=self.empty(hidden, mamba.width),
+            o=self.matrix(hidden, mamba.width),
             o_bias=self.empty(hidden) if mamba.biased else None,
         )
 
@@ -574,9 +641,9 @@ class _Maker:
     def _mlp(self, width: int, biased: bool) -> MLPWeights:
         hidden, rows = self._config.hidden_size, self._gate_up_rows(width)
         return MLPWeights(
-            gate_up=self.empty(rows, hidden),
+            gate_up=self.matrix(rows, hidden),
             gate_up_bias=self.empty(rows) if biased else None,
-            down=self.empty(hidden, width),
+            down=self.matrix(hidden, width),
             down_bias=self.empty(hidden) if biased else None,
         )
 
@@ -588,9 +655,9 @@ class _Maker:
             router=self.empty(count, hidden),
             router_bias=self.empty(count) if experts.biased else None,
             correction=correction if experts.correction else None,
-            gate_up=self.empty(count, rows, hidden),
+            gate_up=self.matrix(count, rows, hidden),
             gate_up_bias=self.empty(count, rows) if experts.biased else None,
-            down=self.empty(count, hidden, width),
+            down=self.matrix(count, hidden, width),
             down_bias=self.empty(count, hidden) if experts.biased else None,
             shared=self._mlp(experts.shared_width, biased=False) if experts.shared_width else None,
             shared_gate=self.empty(1, hidden) if experts.shared_gate else None,
@@ -618,17 +685,18 @@ count."""
 
 def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator) -> None:
     """Fill a slot so that the greedy continuation depends on the whole context, as in a trained model."""
-    kind = ".".join(slot.name.split(".")[-2:])
+    kind, tensor = ".".join(slot.name.split(".")[-2:]), slot.tensor
+    assert isinstance(tensor, torch.Tensor)
     if kind.endswith("norm.weight"):
-        slot.tensor.fill_(0.0 if config.centred_norms and "linear_attn" not in slot.name else 1.0)
+        tensor.fill_(0.0 if config.centred_norms and "linear_attn" not in slot.name else 1.0)
     elif kind.endswith(".D"):
-        slot.tensor.fill_(1.0)
+        tensor.fill_(1.0)
     elif kind.endswith("A_log"):
-        slot.tensor.fill_(math.log(_STATE_DECAY))
+        tensor.fill_(math.log(_STATE_DECAY))
     elif kind.endswith(("bias", "sinks")):
-        slot.tensor.normal_(0.0, 0.1, generator=generator)
+        tensor.normal_(0.0, 0.1, generator=generator)
     elif kind == "embed_tokens.weight" and not config.tied_embeddings:
-        slot.tensor.normal_(0.0, 1.0, generator=generator)
+        tensor.normal_(0.0, 1.0, generator=generator)
     else:
-        deviation = _GAINS.get(kind, 1.0) * (slot.inputs or slot.tensor.shape[-1]) ** -0.5
-        slot.tensor.normal_(0.0, deviation, generator=generator)
+        deviation = _GAINS.get(kind, 1.0) * (slot.inputs or tensor.shape[-1]) ** -0.5
+        tensor.normal_(0.0, deviation, generator=generator)
