@@ -37,7 +37,8 @@ from tierstore_engine.delta import CpuDeltaStates
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
-from tierstore_engine.errors import UnknownModelError
+from tierstore_engine.errors import ModelError, UnknownModelError
+from tierstore_engine.gguf_file import config_from_gguf
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
@@ -61,13 +62,14 @@ from tierstore_engine.weights import (
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model without its weights. ``folder`` is its checkpoint, None for a preset. ``expand``: quantised
-    weights do not stay so."""
+    """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
+    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so."""
 
     config: ModelConfig
     tokenizer: Tokenizer
     folder: Path | None
     device: str
+    source: Path | None = None
     expand: bool = False
 
 
@@ -105,9 +107,11 @@ def open_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    tokenizer: str | None = None,
 ) -> OpenModel:
-    """Return the preset called ``model``, or the checkpoint folder at that path (write ``./demo`` for a
-    folder with a preset's name).
+    """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
+    ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of ``tokenizer.json`` and of
+    the chat template (None: where the weights are).
 
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
@@ -124,15 +128,22 @@ def open_model(
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
         return OpenModel(config, ByteTokenizer(), None, resolve_device(device, config.dtype))
-    folder = Path(model)
-    if not folder.is_dir():
+    source = Path(model)
+    if not source.exists():
         raise UnknownModelError(
-            f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
+            f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)}) nor a file"
         )
-    config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
-    tokenizer = HFTokenizer(folder)
-    check_tensors(config, folder)
-    opened = OpenModel(config, tokenizer, folder, resolve_device(device, config.dtype), expand_weights)
+    gguf = source.is_file()
+    read = config_from_gguf(source, dtype=dtype) if gguf else read_config(source, dtype=dtype)
+    config = with_scales(replace(read, kv=kv), kv_scales, source)
+    folder = Path(tokenizer) if tokenizer is not None else source.parent if gguf else source
+    if gguf and not (folder / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{folder} has no tokenizer.json: give --tokenizer, the folder of the model's tokenizer"
+        )
+    words = HFTokenizer(folder)
+    check_tensors(config, source)
+    opened = OpenModel(config, words, folder, resolve_device(device, config.dtype), source, expand_weights)
     if opened.device != "cpu" and (kept := _kept(opened)):
         raise UsageError(
             f"{kept} weights stay quantised on the CPU only: give --expand-weights, or --device cpu"
@@ -142,9 +153,9 @@ def open_model(
 
 def _kept(opened: OpenModel) -> str | None:
     """Return the method of quantised weights that stay so, None without any."""
-    if opened.folder is None or opened.expand:
+    if opened.source is None or opened.expand:
         return None
-    with open_weights(opened.folder) as stored:
+    with open_weights(opened.source) as stored:
         return stored.quantised
 
 
@@ -157,6 +168,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         kv_dtype=options.kv_dtype,
         kv_scales=options.kv_scales,
         expand_weights=options.expand_weights,
+        tokenizer=options.tokenizer,
     )
 
 
@@ -168,6 +180,7 @@ def load_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    tokenizer: str | None = None,
     seed: int = 0,
 ) -> LoadedModel:
     """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
@@ -180,13 +193,14 @@ def load_model(
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             expand_weights=expand_weights,
+            tokenizer=tokenizer,
         )
     source = model
     _check_memory(source)
-    if source.folder is None:
+    if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
-        weights = load_weights(source.config, source.folder, device=source.device, expand=source.expand)
+        weights = load_weights(source.config, source.source, device=source.device, expand=source.expand)
     digest = digest_weights(source.config, weights)
     return LoadedModel(source.config, source.tokenizer, weights, digest, source.device)
 
@@ -406,8 +420,8 @@ def _device_index(device: str) -> int:
 
 def _check_memory(source: OpenModel) -> None:
     device, wanted, form = source.device, weights_bytes(source.config), source.config.dtype
-    if source.folder is not None and (kept := _kept(source)):
-        with open_weights(source.folder) as stored:
+    if source.source is not None and (kept := _kept(source)):
+        with open_weights(source.source) as stored:
             wanted, form = stored.nbytes, kept
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
     if wanted > memory:

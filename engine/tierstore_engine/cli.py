@@ -80,7 +80,11 @@ def calibrate(
 
     text = prompt.text()
     opened = open_model(
-        options.model, device="cpu", dtype=options.dtype, expand_weights=options.expand_weights
+        options.model,
+        device="cpu",
+        dtype=options.dtype,
+        expand_weights=options.expand_weights,
+        tokenizer=options.tokenizer,
     )
     tokens = calibration.check_calibration(opened, text, out)
     calibration.write_ranges(opened.config, calibration.measure_ranges(load_model(opened), tokens), out)

@@ -18,9 +18,17 @@ from tierstore_engine.settings import EngineSettings
 class ModelOptions:
     """A model."""
 
-    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")]
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face folder, a GGUF file, or tiny|demo|qwen2.5-0.5b|llama-3-8b")
+    ]
     dtype: Annotated[
         str | None, typer.Option(help="float32|bfloat16|float16 [default: the model's]", show_default=False)
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder with tokenizer.json and the chat template [default: the model's]", show_default=False
+        ),
     ] = None
     expand_weights: Annotated[
         bool,

@@ -293,7 +293,8 @@ def _mxfp4_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> 
     """Read the matrices of all experts. A scale is a power of two."""
     codes, exponents = tensors["blocks"], tensors["scales"]
     codes = codes.reshape(-1, codes.shape[-2] * codes.shape[-1])
-    scales = torch.ldexp(torch.ones(()), exponents.int() - 127).to(torch.bfloat16)
+    # The exponent of bfloat16 has the same 8 bits; 0 is 2^-127 here, which is below its normal range.
+    scales = (exponents.to(torch.int16) << 7).masked_fill(exponents == 0, 1 << 6).view(torch.bfloat16)
     return _matrix(scheme, (FP4, codes), scales.reshape(len(codes), -1))
 
 

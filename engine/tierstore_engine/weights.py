@@ -24,6 +24,7 @@ from tierstore.spec import LayerKind
 from tierstore_engine.checkpoint import Checkpoint, StoredWeights
 from tierstore_engine.config import DeltaConfig, ExpertsConfig, LatentConfig, Mamba2Config, ModelConfig
 from tierstore_engine.errors import ModelError
+from tierstore_engine.gguf_file import GGUFWeights
 from tierstore_engine.quantised import Matrix, PackedMatrix, QuantisedMatrix, dense_format
 
 _DIGEST_STEP_BYTES = 64 << 20
@@ -214,8 +215,8 @@ def _unquantised(stored: torch.Tensor, dtype: torch.dtype, swapped: bool) -> Pac
 
 
 def open_weights(source: Path) -> StoredWeights:
-    """Return the weights of a checkpoint folder."""
-    return Checkpoint(source)
+    """Return the weights of a checkpoint folder or of a GGUF file."""
+    return GGUFWeights(source) if source.is_file() else Checkpoint(source)
 
 
 def load_weights(config: ModelConfig, source: Path, *, device: str, expand: bool = False) -> ModelWeights:

@@ -263,7 +263,7 @@ def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, got 'many'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' needs the field 'factor'"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 weights are not read: convert them"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq weights are not read: convert them"),
         (MIXTRAL | {"num_experts_per_tok": 5}, "a token cannot go to 5 of 4 experts"),
         (MIXTRAL | {"num_local_experts": None}, "num_local_experts must be a positive integer, got None"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import VOCAB, rewrite_json
-from tierstore.errors import TierStoreError
 from tierstore_engine.build import LoadedModel, load_model, open_model
 from tierstore_engine.errors import ModelError
 from tierstore_engine.quantised import QuantisedMatrix
@@ -23,6 +22,7 @@ from .test_families import CHUNK, Pages, Sequence_, close, compute
 
 WEIGHTS = "model.safetensors"
 TOKENS = 70
+Q = "model.layers.1.self_attn.q_proj."
 Tensors = dict[str, torch.Tensor]
 
 
@@ -122,6 +122,18 @@ def fp8(
     return quantise
 
 
+def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The matrices of experts, stored as ``[out, in]`` instead of ``[in, out]``."""
+    groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(3) / 6).log2().ceil()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    scaled = groups / exponents.exp2().unsqueeze(3)
+    codes = (scaled.unsqueeze(4) - numbers).abs().argmin(4).to(torch.uint8)
+    dense = (numbers[codes.long()] * exponents.exp2().unsqueeze(3)).flatten(2).transpose(1, 2)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}, dense
+
+
 @dataclass(frozen=True)
 class Case:
     """A scheme on a tiny model: what config.json says, and how a matrix is stored."""
@@ -162,11 +174,14 @@ CASES = {
         ct("pack-quantized", **{**INT4, "num_bits": 8}, symmetric=False), compressed(8, symmetric=False)
     ),
     "ct int8": Case(ct("int-quantized", num_bits=8, type="int", strategy="channel"), int8, "mixtral"),
+    "mxfp4": Case({"quant_method": "mxfp4"}, mxfp4, "gpt-oss"),
     "ct fp8": Case(ct("float-quantized", num_bits=8, type="float", strategy="channel"), fp8(None)),
 }
 
 
-def is_quantised(name: str, tensor: torch.Tensor) -> bool:
+def is_quantised(case: Case, name: str, tensor: torch.Tensor) -> bool:
+    if case.quantise is mxfp4:
+        return tensor.ndim == 3
     kept = ("embed", "lm_head", "norm", "gate.weight", "router", "conv1d", "in_proj_ba")
     return tensor.ndim == 2 and not any(each in name for each in kept)
 
@@ -178,9 +193,9 @@ def quantise_folder(case: Case, source: Path, folder: Path) -> Tensors:
     stored: Tensors = {}
     dense: Tensors = {}
     for name, tensor in load_file(source / WEIGHTS).items():
-        if is_quantised(name, tensor):
+        if is_quantised(case, name, tensor):
             tensors, dense[name] = case.quantise(tensor.float())
-            stem = name.removesuffix("weight")
+            stem = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
             stored |= {stem + end: each.contiguous() for end, each in tensors.items()}
         else:
             stored[name] = dense[name] = tensor
@@ -193,11 +208,12 @@ def reference(dense: Tensors, tokens: list[int], folder: Path) -> torch.Tensor:
     """What transformers computes with these numbers."""
     from transformers import AutoModelForCausalLM
 
-    plain = folder.parent / "dense"
+    plain = folder.parent / f"{folder.name}-dense"
     shutil.copytree(folder, plain)
     config = json.loads((plain / "config.json").read_text())
-    del config["quantization_config"]
+    config.pop("quantization_config", None)
     (plain / "config.json").write_text(json.dumps(config))
+    dense = {name: tensor.contiguous() for name, tensor in dense.items()}
     save_file(dense, plain / WEIGHTS, metadata={"format": "pt"})
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(plain, **options).eval()
@@ -225,3 +241,114 @@ def test_logits_are_those_of_the_numbers_that_the_codes_say(
     close(logits_of(expanded, tokens), right)
     assert isinstance(kept.weights.head, QuantisedMatrix)
     assert isinstance(expanded.weights.head, torch.Tensor)
+
+
+@pytest.fixture
+def folder(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
+    quantise_folder(CASES["gptq"], checkpoints("llama3"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+def test_other_codes_and_other_scales_are_other_models(folder: Path) -> None:
+    digests = {load_model(str(folder), device="cpu").digest}
+    for end in ("qweight", "scales", "qzeros"):
+
+        def nudge(tensors: Tensors, name: str = Q + end) -> None:
+            tensors[name].view(-1)[0] += 1
+
+        rewrite(folder, nudge)
+        digests.add(load_model(str(folder), device="cpu").digest)
+    assert len(digests) == 4
+
+
+def test_a_quantised_model_takes_less_memory(folder: Path) -> None:
+    """GPTQ's small groups take 5 bits for each number of the layers, instead of 32."""
+
+    def nbytes(layers: object) -> int:
+        matrices = [each.mixer.qkv for each in layers] + [each.mlp.down for each in layers]  # type: ignore[attr-defined]
+        if isinstance(matrices[0], torch.Tensor):
+            return sum(each.nbytes for each in matrices)
+        parts = [packed for each in matrices for *_, packed in each.parts()]
+        return sum(part.codes.nbytes + part.scales.nbytes + part.zeros.nbytes for part in parts)
+
+    kept = load_model(str(folder), device="cpu").weights.layers
+    expanded = load_model(str(folder), device="cpu", expand_weights=True).weights.layers
+    assert nbytes(kept) * 5 < nbytes(expanded)
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def cut(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: tensors[name][:-1]})
+
+
+def fill(name: str, value: int) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors[name].fill_(value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop(f"{Q}scales"), "scales is missing"),
+        (drop(f"{Q}qweight"), "g_idx .* is not part of the model"),
+        (cut(f"{Q}qweight"), "qweight has no gptq weights: .*"),
+        (cut(f"{Q}scales"), "qweight has no gptq weights: scales or zeros have shape"),
+        (cut(f"{Q}qzeros"), "qweight has no gptq weights: scales or zeros have shape"),
+        (cut(f"{Q}g_idx"), "qweight has no gptq weights: g_idx"),
+        (fill(f"{Q}g_idx", 2), "qweight has no gptq weights: g_idx"),
+        (fill(f"{Q}g_idx", -1), "qweight has no gptq weights: g_idx"),
+        (lambda tensors: tensors.update({f"{Q}weight": torch.ones(64, 64)}), "is not part of the model"),
+    ],
+)
+def test_damaged_weights_are_named(damage: Callable[[Tensors], object], message: str, folder: Path) -> None:
+    rewrite(folder, damage)
+    with pytest.raises(ModelError, match=message) as refused:
+        load_model(str(folder), device="cpu")
+    assert "\n" not in str(refused.value)
+    assert str(folder) in str(refused.value)
+
+
+REFUSED = {
+    "gptq with 3 bits": {**GPTQ, "bits": 3},
+    "gptq with parts of other bits": {**GPTQ, "bits": 4, "dynamic": {"x": {}}},
+    "gptq for Marlin": {**GPTQ, "bits": 4, "checkpoint_format": "marlin"},
+    "awq for another kernel": {"quant_method": "awq", "bits": 4, "version": "gemv"},
+    "fp8 e5m2": {**FP8, "fmt": "e5m2"},
+    "nvfp4": ct("nvfp4-pack-quantized", **INT4),
+    "rotated": {**ct("pack-quantized", **INT4), "transform_config": {"x": 1}},
+    "sparse": {**ct("pack-quantized", **INT4), "sparsity_config": {"format": "sparse-24-bitmask"}},
+    "of several kinds": {
+        **ct("pack-quantized", **INT4),
+        "config_groups": {
+            "a": group_of(**INT4)["group_0"],
+            "b": group_of(**{**INT4, "num_bits": 8})["group_0"],
+        },
+    },
+    "bitsandbytes": {"quant_method": "bitsandbytes"},
+    "a number": 4,
+    "groups that are numbers": ct("pack-quantized") | {"config_groups": {"a": 3}},
+    "kinds that are lists": {"quant_method": "gptq", "bits": [4]},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_schemes_are_refused(name: str, folder: Path) -> None:
+    rewrite_json(folder / "config.json", quantization_config=REFUSED[name])
+    with pytest.raises(ModelError, match=r"config\.json: .*weights.* are not read") as refused:
+        open_model(str(folder), device="cpu")
+    assert "\n" not in str(refused.value)
+
+
+def test_rows_of_mixed_heads_are_expanded_only(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    quantise_folder(CASES["ct fp8"], checkpoints("gpt-neox"), tmp_path / "model")
+    with pytest.raises(ModelError, match="give --expand-weights"):
+        load_model(str(tmp_path / "model"), device="cpu")
+    load_model(str(tmp_path / "model"), device="cpu", expand_weights=True)

@@ -94,7 +94,11 @@ def _open_draft(options: ServeOptions, pages: int | None) -> OpenModel | None:
     if pages is None:
         raise UsageError("a draft model needs memory beside the model's pages: give --hbm-bytes")
     return open_model(
-        options.draft, device=options.device, dtype=options.dtype, expand_weights=options.expand_weights
+        options.draft,
+        device=options.device,
+        dtype=options.dtype,
+        expand_weights=options.expand_weights,
+        tokenizer=options.tokenizer,
     )
 
 

@@ -1,0 +1,340 @@
+"""GGUF files, as llama.cpp writes them: the shape of the model, and its weights as they are packed there.
+
+The metadata becomes the fields of a ``config.json``, and :mod:`~tierstore_engine.families` reads these. Keys
+that are not known here are refused, since they could change what the model computes.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierstore_engine.checkpoint import StoredWeights
+from tierstore_engine.config import ModelConfig, RopeConfig, TensorNames
+from tierstore_engine.errors import ModelError
+from tierstore_engine.families import config_from_hf
+from tierstore_engine.quantised import GGUF_FORMATS, PackedMatrix
+from tierstore_engine.rope import inverse_frequencies
+
+_FREQUENCIES = "rope_freqs.weight"
+_LAYER_NAMES = (
+    ("model.embed_tokens", "token_embd"),
+    ("model.layers.", "blk."),
+    ("model.norm", "output_norm"),
+    ("lm_head", "output"),
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+    ("input_layernorm", "attn_norm"),
+)
+_LLAMA_NAMES = TensorNames(renamed=(*_LAYER_NAMES, ("post_attention_layernorm", "ffn_norm")))
+_GEMMA3_NAMES = TensorNames(
+    mlp_norm="pre_feedforward_layernorm",
+    renamed=(
+        *_LAYER_NAMES,
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+    ),
+)
+_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+_CHECKED = ("attention.value_length", "rope.dimension_count")  # equal to key_length
+_ROPE = ("rope.scaling.type", "rope.scaling.factor")
+_UNREAD = ("vocab_size",)  # the rows of the embeddings
+
+
+_KINDS = "BbHhIif?saQqd"  # of metadata, as struct names them, but s is a string and a an array
+_FORMS = dict(enumerate(["F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"]))
+_FORMS |= {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
+_FORMS |= {16: "IQ2_XXS", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor of a file: the name of its format, its shape, and its bytes, uint8 ``[rows, bytes]``. A format
+    that is not read has no bytes here."""
+
+    form: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class GGUFContents:
+    """What a file holds. ``fields`` lacks lists, such as the vocabulary."""
+
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+
+class _GGUFHeader:
+    """The part of a file before the tensors, read from front to back. Raises :class:`ValueError` for a value
+    that is not GGUF's, and :class:`struct.error` at the end of the file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.at = 0
+
+    def number(self, kind: str) -> Any:
+        """Return the next number of this kind, as struct names it."""
+        [value] = struct.unpack_from(f"<{kind}", self._data, self.at)
+        self.at += struct.calcsize(f"<{kind}")
+        return value
+
+    def text(self) -> str:
+        return self._bytes(self.number("Q")).decode()
+
+    def value(self) -> Any:
+        """Return the next value of metadata, None for a list."""
+        kind = self._kind()
+        if kind == "a":
+            self._skip_list()
+            return None
+        return self.text() if kind == "s" else self.number(kind)
+
+    def _kind(self) -> str:
+        kind = self.number("I")
+        if kind >= len(_KINDS):
+            raise ValueError(f"metadata has a value of the unknown kind {kind}")
+        return _KINDS[kind]
+
+    def _bytes(self, length: int) -> bytes:
+        if self.at + length > len(self._data):
+            raise ValueError("it ends within its metadata")
+        self.at += length
+        return self._data[self.at - length : self.at]
+
+    def _skip_list(self) -> None:
+        kind, length = self._kind(), self.number("Q")
+        if kind == "a":
+            raise ValueError("metadata has a list of lists")
+        if kind == "s":
+            for _ in range(length):
+                self._bytes(self.number("Q"))
+        else:
+            self._bytes(length * struct.calcsize(f"<{kind}"))
+
+
+def read_gguf(file: Path) -> GGUFContents:
+    """Return the contents of a file. Tensors are mapped, not read.
+
+    Raises :class:`ModelError` for a file that is damaged, incomplete or not GGUF.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        return _contents(data)
+    except struct.error as error:
+        raise ModelError(f"{file} is not a readable GGUF file: it ends within its metadata") from error
+    except (OSError, OverflowError, ValueError) as error:
+        raise ModelError(f"{file} is not a readable GGUF file: {error}") from error
+
+
+def _contents(data: mmap.mmap) -> GGUFContents:
+    header = _GGUFHeader(data)
+    if data[:4] != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    header.at = 4
+    version = header.number("I")
+    if version not in (2, 3):
+        raise ValueError(f"its version is {version}, and versions 2 and 3 are read")
+    tensors, fields = header.number("Q"), header.number("Q")
+    read = {header.text(): header.value() for _ in range(fields)}
+    placed = [_placed(header) for _ in range(tensors)]
+    align = read.get("general.alignment", 32)
+    if not isinstance(align, int) or align < 1:
+        raise ValueError(f"its alignment is {align!r}")
+    start = -(-header.at // align) * align
+    flat = np.frombuffer(data, np.uint8)
+    return GGUFContents(read, {name: _tensor(flat, start, name, *facts) for name, *facts in placed})
+
+
+def _placed(header: _GGUFHeader) -> tuple[str, tuple[int, ...], str, int]:
+    """Return the name of a tensor, its shape, its format, and the place of its bytes."""
+    name, dimensions = header.text(), header.number("I")
+    if not 1 <= dimensions <= 4:
+        raise ValueError(f"tensor {name} has {dimensions} dimensions")
+    shape = tuple(header.number("Q") for _ in range(dimensions))[::-1]
+    kind = header.number("I")
+    return name, shape, _FORMS.get(kind, f"of format {kind}"), header.number("Q")
+
+
+def _tensor(
+    flat: np.ndarray[Any, np.dtype[np.uint8]],
+    start: int,
+    name: str,
+    shape: tuple[int, ...],
+    form: str,
+    at: int,
+) -> GGUFTensor:
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    known = GGUF_FORMATS.get(form)
+    if known is None:
+        return GGUFTensor(form, shape, flat[:0])
+    if columns % known.block or not rows or not columns:
+        raise ValueError(f"tensor {name} has shape {list(shape)}, which {form} cannot pack")
+    nbytes = rows * columns // known.block * known.block_bytes
+    if start + at + nbytes > len(flat):
+        raise ValueError(f"it ends within tensor {name}")
+    return GGUFTensor(form, shape, flat[start + at : start + at + nbytes].reshape(rows, -1))
+
+
+def config_from_gguf(file: Path, *, dtype: str | None = None) -> ModelConfig:
+    """Return the model's shape. Without ``dtype`` it computes in float32, as llama.cpp does on a CPU.
+
+    Raises :class:`ModelError` for other architectures, and for metadata that is not known here.
+    """
+    contents = read_gguf(file)
+    architecture = str(contents.fields.get("general.architecture"))
+    if architecture not in ("llama", "gemma3"):
+        raise ModelError(f"{file}: architecture {architecture} is not read from GGUF (llama and gemma3 are)")
+    own = {
+        name.removeprefix(f"{architecture}."): value
+        for name, value in contents.fields.items()
+        if name.startswith(f"{architecture}.")
+    }
+    if unknown := sorted(own.keys() - _FIELDS.keys() - {*_CHECKED, *_ROPE, *_UNREAD}):
+        raise ModelError(f"{file}: {architecture}.{unknown[0]} is not read from GGUF")
+    raw = _fields(file, contents, own)
+    if architecture == "gemma3":
+        return _gemma3(file, raw, dtype)
+    raw["architectures"] = ["LlamaForCausalLM"]
+    config = _config(file, raw, dtype)
+    # The rows of Q and K are stored in an order in which neighbours are rotated together.
+    rope = replace(_with_frequencies(file, config, contents), interleaved=True)
+    return replace(config, rope=rope, names=_LLAMA_NAMES)
+
+
+def _config(file: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelConfig:
+    try:
+        return config_from_hf(raw, dtype=dtype)
+    except ModelError as error:
+        raise ModelError(f"{file}: {str(error).removeprefix('config.json: ')}") from error
+
+
+def _fields(file: Path, contents: GGUFContents, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ``config.json``."""
+    embeddings = contents.tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
+        raise ModelError(f"{file}: tensor token_embd.weight is missing")
+    raw = {"vocab_size": embeddings.shape[0], "dtype": "float32", "rope_theta": 10000.0}
+    raw |= {_FIELDS[name]: value for name, value in own.items() if name in _FIELDS}
+    raw["tie_word_embeddings"] = "output.weight" not in contents.tensors
+    ends = (contents.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    raw["eos_token_id"] = sorted({int(each) for each in ends if each is not None})
+    heads = raw.get("num_attention_heads")
+    if isinstance(heads, int) and heads > 0 and isinstance(raw.get("hidden_size"), int):
+        raw.setdefault("head_dim", raw["hidden_size"] // heads)
+    for name in _CHECKED:
+        if own.get(name, raw.get("head_dim")) != raw.get("head_dim"):
+            raise ModelError(f"{file}: {name} {own[name]!r} is not the length of keys, {raw['head_dim']!r}")
+    kind = own.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise ModelError(f"{file}: RoPE of type {kind!r} is not read from GGUF")
+    if kind == "linear":
+        raw["rope_scaling"] = {"rope_type": "linear", "factor": own.get("rope.scaling.factor")}
+    return raw
+
+
+def _with_frequencies(file: Path, config: ModelConfig, contents: GGUFContents) -> RopeConfig:
+    """Return the RoPE with the scaling of Llama 3, whose factors of frequencies are a tensor in GGUF. The
+    largest one is the scaling's ``factor``."""
+    tensor = contents.tensors.get(_FREQUENCIES)
+    if tensor is None:
+        return config.rope
+    factors = torch.from_numpy(tensor.data.copy()).view(torch.float32).flatten()
+    rope = replace(config.rope, kind="llama3", factor=float(factors.max()))
+    plain = inverse_frequencies(config.rope, config.head_dim)
+    if len(factors) != len(plain) or not torch.allclose(
+        plain / factors, inverse_frequencies(rope, config.head_dim)
+    ):
+        raise ModelError(f"{file}: {_FREQUENCIES} is not a scaling of Llama 3, and no other is read")
+    return rope
+
+
+def _gemma3(file: Path, raw: dict[str, Any], dtype: str | None) -> ModelConfig:
+    """Read Gemma 3. Its norms have 1 added in the file."""
+    largest = raw.get("num_hidden_layers") == 62  # the 27B divides queries by the root of another width
+    scalar = raw["hidden_size"] // raw["num_attention_heads"] if largest else raw.get("head_dim")
+    raw |= {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": scalar}
+    raw |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
+    return replace(_config(file, raw, dtype), centred_norms=False, names=_GEMMA3_NAMES)
+
+
+class GGUFWeights(StoredWeights):
+    """The tensors of a GGUF file."""
+
+    quantised = "GGUF"
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._tensors = read_gguf(file).tensors
+
+    def close(self) -> None:
+        """Do nothing: the file is mapped until the last tensor of it goes."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.data.nbytes for each in self._tensors.values())
+
+    def account_for(self, names: Set[str], *, unread: Set[str] = frozenset()) -> None:
+        for name in sorted(names - self._tensors.keys()):
+            raise ModelError(f"{self._file}: tensor {name} is missing")
+        for name in sorted(self._tensors.keys() - names - unread - {_FREQUENCIES}):
+            raise ModelError(f"{self._file}: tensor {name} is not part of a model of this architecture")
+        for name in sorted(names):
+            self._format(name)
+
+    def _format(self, name: str) -> str:
+        form = self._tensors[name].form
+        if form not in GGUF_FORMATS:
+            raise ModelError(
+                f"{self._file}: tensor {name} is {form}, which is not read ({', '.join(GGUF_FORMATS)} are)"
+            )
+        return form
+
+    def read(self, name: str, shape: torch.Size | None = None) -> torch.Tensor:
+        packed = self._matrix(name, shape)
+        return packed.expanded().view(self._tensors[name].shape)
+
+    def packed(self, name: str, shape: torch.Size) -> PackedMatrix | None:
+        return self._matrix(name, shape) if len(shape) > 1 else None
+
+    def _matrix(self, name: str, shape: torch.Size | None) -> PackedMatrix:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self._file}: tensor {name} is missing")
+        if shape is not None and tensor.shape != tuple(shape):
+            raise ModelError(
+                f"{self._file}: tensor {name} has shape {list(tensor.shape)}, but the metadata asks for "
+                f"{list(shape)}"
+            )
+        return PackedMatrix(GGUF_FORMATS[self._format(name)], torch.from_numpy(tensor.data.copy()))
