@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierstore.spec import positive
 from tierstore_engine.checkpoint import StoredWeights
 from tierstore_engine.config import ModelConfig, RopeConfig, TensorNames
 from tierstore_engine.errors import ModelError
@@ -86,7 +87,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFContents:
-    """What a file holds. ``fields`` lacks lists, such as the vocabulary."""
+    """The metadata and the tensors of a file. ``fields`` lacks lists, such as the vocabulary."""
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
@@ -171,7 +172,8 @@ def _contents(data: mmap.mmap) -> GGUFContents:
         raise ValueError(f"its alignment is {align!r}")
     start = -(-header.at // align) * align
     flat = np.frombuffer(data, np.uint8)
-    return GGUFContents(read, {name: _tensor(flat, start, name, *facts) for name, *facts in placed})
+    found = {name: _tensor(flat, start + at, name, shape, form) for name, shape, form, at in placed}
+    return GGUFContents(read, found)
 
 
 def _placed(header: _GGUFHeader) -> tuple[str, tuple[int, ...], str, int]:
@@ -185,13 +187,9 @@ def _placed(header: _GGUFHeader) -> tuple[str, tuple[int, ...], str, int]:
 
 
 def _tensor(
-    flat: np.ndarray[Any, np.dtype[np.uint8]],
-    start: int,
-    name: str,
-    shape: tuple[int, ...],
-    form: str,
-    at: int,
+    flat: np.ndarray[Any, np.dtype[np.uint8]], at: int, name: str, shape: tuple[int, ...], form: str
 ) -> GGUFTensor:
+    """Return the tensor whose bytes begin at ``at``."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     known = GGUF_FORMATS.get(form)
     if known is None:
@@ -199,9 +197,9 @@ def _tensor(
     if columns % known.block or not rows or not columns:
         raise ValueError(f"tensor {name} has shape {list(shape)}, which {form} cannot pack")
     nbytes = rows * columns // known.block * known.block_bytes
-    if start + at + nbytes > len(flat):
+    if at + nbytes > len(flat):
         raise ValueError(f"it ends within tensor {name}")
-    return GGUFTensor(form, shape, flat[start + at : start + at + nbytes].reshape(rows, -1))
+    return GGUFTensor(form, shape, flat[at : at + nbytes].reshape(rows, -1))
 
 
 def config_from_gguf(file: Path, *, dtype: str | None = None) -> ModelConfig:
@@ -242,7 +240,7 @@ def _fields(file: Path, contents: GGUFContents, own: Mapping[str, Any]) -> dict[
     embeddings = contents.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ModelError(f"{file}: tensor token_embd.weight is missing")
-    raw = {"vocab_size": embeddings.shape[0], "dtype": "float32", "rope_theta": 10000.0}
+    raw: dict[str, Any] = {"vocab_size": embeddings.shape[0], "dtype": "float32", "rope_theta": 10000.0}
     raw |= {_FIELDS[name]: value for name, value in own.items() if name in _FIELDS}
     raw["tie_word_embeddings"] = "output.weight" not in contents.tensors
     ends = (contents.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
@@ -279,8 +277,9 @@ def _with_frequencies(file: Path, config: ModelConfig, contents: GGUFContents) -
 
 def _gemma3(file: Path, raw: dict[str, Any], dtype: str | None) -> ModelConfig:
     """Read Gemma 3. Its norms have 1 added in the file."""
-    largest = raw.get("num_hidden_layers") == 62  # the 27B divides queries by the root of another width
-    scalar = raw["hidden_size"] // raw["num_attention_heads"] if largest else raw.get("head_dim")
+    scalar = raw.get("head_dim")
+    if raw.get("num_hidden_layers") == 62:  # the 27B divides queries by the root of another width
+        scalar = positive(raw, "hidden_size") // positive(raw, "num_attention_heads")
     raw |= {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": scalar}
     raw |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
     return replace(_config(file, raw, dtype), centred_norms=False, names=_GEMMA3_NAMES)

@@ -147,6 +147,22 @@ def test_the_command(tmp_path):
     assert "1 GiB" in table.output
 
 
+def test_weights_leave_room_for_sessions(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["llama-3-8b"])))
+    run = CliRunner().invoke
+    refused = run(app, ["size", str(tmp_path), "--device", "2GiB"])
+    assert "--device needs the folder of a model with weights" in str(refused.exception or refused.output)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
+    session = ["size", str(tmp_path), "--tokens", "8192", "--json"]
+    found = json.loads(run(app, [*session, "--device", "4GiB"]).output)
+    assert found["weights_bytes"] == 1 << 30
+    assert found["sessions_that_fit"]["hbm"] == (3 << 30) // found["session_bytes"]
+    assert "1 GiB" in run(app, session[:-1]).output
+    refused = run(app, [*session, "--device", "1GiB"])
+    assert "the weights take 1 GiB" in str(refused.exception or refused.output)
+
+
 def test_every_preset_has_a_size():
     for name, config in PRESETS.items():
         assert sum(each.session_bytes(1000) for each in group_sizes(config)) > 0, name

@@ -29,6 +29,13 @@ def command(
     ] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a page")] = DEFAULT_CHUNK_TOKENS,
     hbm: Annotated[str, typer.Option(help="Device memory for pages")] = "40GiB",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory for weights and pages: --hbm is what the weights of MODEL's folder leave",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Size of the host arena")] = "512GiB",
     disk: Annotated[str, typer.Option(help="Size of the disk tier")] = "4TiB",
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
@@ -42,7 +49,9 @@ def command(
     sizes = sizing.group_sizes(_config(model), dtype=dtype)
     needed = [each.session_bytes(tokens, chunk_tokens) for each in sizes]
     everything = [each.all_bytes(tokens, chunk_tokens) for each in sizes]
-    capacities = {"hbm": parse_size(hbm), "host": parse_size(host), "disk": parse_size(disk)}
+    weights = _weights_bytes(Path(model))
+    pages = parse_size(hbm) if device is None else _left_by(weights, parse_size(device), model)
+    capacities = {"hbm": pages, "host": parse_size(host), "disk": parse_size(disk)}
     fits = {tier: sizing.fitting(capacity, needed) for tier, capacity in capacities.items()}
     if json:
         groups = [
@@ -57,6 +66,8 @@ def command(
             for each, session in zip(sizes, needed, strict=True)
         ]
         document = {"model": model, "tokens": tokens, "groups": groups, "session_bytes": sum(needed)}
+        if weights:
+            document["weights_bytes"] = weights
         show.write_json({**document, "all_tokens_bytes": sum(everything), "sessions_that_fit": fits})
         return
     rows = [
@@ -78,6 +89,8 @@ def command(
         share = sum(needed) / sum(everything)
         show.line(f"keeping every token: {format_size(sum(everything))}; a session needs {share:.2f} of that")
     show.line(f"{batch:,} sessions: {format_size(batch * sum(needed))}")
+    if weights:
+        show.line(f"weights, as they are stored: {format_size(weights)}")
     show.line("")
     show.table(
         ("tier", "capacity", "sessions that fit", f"{batch:,} fit"),
@@ -86,6 +99,19 @@ def command(
             for tier, count in fits.items()
         ],
     )
+
+
+def _weights_bytes(folder: Path) -> int:
+    """Return the size of a folder's weights, 0 without any. Quantised weights take what their files take."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _left_by(weights: int, device: int, model: str) -> int:
+    if not weights:
+        raise UsageError(f"--device needs the folder of a model with weights (*.safetensors), got {model}")
+    if weights >= device:
+        raise UsageError(f"the weights take {format_size(weights)}, --device is {format_size(device)}")
+    return device - weights
 
 
 def _config(model: str) -> Mapping[str, Any]:
