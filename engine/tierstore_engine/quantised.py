@@ -36,8 +36,9 @@ class PackedMatrix:
     """Rows in a format. ``codes`` are uint8 ``[rows, bytes]``.
 
     ``scales`` and ``zeros`` are ``[row blocks, column groups]``, in any dtype: one row of them for each
-    ``block_rows`` rows. ``groups`` is the column group of each column, int64. All three are None if the bytes
-    say everything. ``zeros`` alone is None if the format's ``zero`` is that of all groups.
+    ``block_rows`` rows. A column group is ``group`` neighbours, unless ``groups`` has the group of each
+    column (int64). Scales are None if the bytes say everything, zeros if the format's ``zero`` is that of all
+    groups.
     """
 
     format: WeightFormat
@@ -45,6 +46,7 @@ class PackedMatrix:
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     groups: torch.Tensor | None = None
+    group: int = 1
     block_rows: int = 1
 
     @property
@@ -60,11 +62,14 @@ class PackedMatrix:
     def dense(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of these numbers (int64) as float32."""
         values = self.format.decode(self.codes[rows])
-        if self.scales is None or self.groups is None:
+        if self.scales is None:
             return values
         blocks = rows // self.block_rows
-        zero = self.format.zero if self.zeros is None else self._spread(self.zeros, blocks)
-        return (values - zero) * self._spread(self.scales, blocks)
+        if self.zeros is not None:
+            values.sub_(self._spread(self.zeros, blocks))
+        elif self.format.zero:
+            values.sub_(self.format.zero)
+        return values.mul_(self._spread(self.scales, blocks))
 
     def expanded(self) -> torch.Tensor:
         """Return all rows as float32."""
@@ -73,7 +78,9 @@ class PackedMatrix:
     def _spread(self, table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Return one number for each column."""
         chosen = table[blocks].float()
-        return chosen if table.shape[1] == 1 else chosen[:, self.groups]
+        if self.groups is not None:
+            return chosen[:, self.groups]
+        return chosen.unsqueeze(-1).expand(-1, -1, self.group).flatten(1)[:, : self.shape[1]]
 
 
 class QuantisedMatrix:
@@ -219,24 +226,25 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(block: torch.Tensor) -> torch.Tensor:
-    return (_halves(block[:, 2:]) - 8) * _f16(block[:, :2])
+    return _halves(block[:, 2:]).sub_(8).mul_(_f16(block[:, :2]))
 
 
 def _q4_1(block: torch.Tensor) -> torch.Tensor:
-    return _halves(block[:, 4:]) * _f16(block[:, :2]) + _f16(block[:, 2:4])
+    return _halves(block[:, 4:]).mul_(_f16(block[:, :2])).add_(_f16(block[:, 2:4]))
 
 
 def _q5_0(block: torch.Tensor) -> torch.Tensor:
-    return (_halves(block[:, 6:]) + _fifth_bits(block[:, 2:6]) - 16) * _f16(block[:, :2])
+    values = _halves(block[:, 6:]).add_(_fifth_bits(block[:, 2:6])).sub_(16)
+    return values.mul_(_f16(block[:, :2]))
 
 
 def _q5_1(block: torch.Tensor) -> torch.Tensor:
-    values = _halves(block[:, 8:]) + _fifth_bits(block[:, 4:8])
-    return values * _f16(block[:, :2]) + _f16(block[:, 2:4])
+    values = _halves(block[:, 8:]).add_(_fifth_bits(block[:, 4:8]))
+    return values.mul_(_f16(block[:, :2])).add_(_f16(block[:, 2:4]))
 
 
 def _q8_0(block: torch.Tensor) -> torch.Tensor:
-    return block[:, 2:].contiguous().view(torch.int8).float() * _f16(block[:, :2])
+    return block[:, 2:].contiguous().view(torch.int8).float().mul_(_f16(block[:, :2]))
 
 
 def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,7 +260,7 @@ def _scaled_k(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """Return ``values [blocks, 8, 32]`` with the scales and minima in a block's first 16 bytes."""
     scales, minima = _k_scales(block[:, 4:16])
     scales, minima = scales * _f16(block[:, :2]), minima * _f16(block[:, 2:4])
-    return (values * scales.unsqueeze(-1) - minima.unsqueeze(-1)).flatten(1)
+    return values.mul_(scales.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).flatten(1)
 
 
 def _q4_k(block: torch.Tensor) -> torch.Tensor:
@@ -268,7 +276,7 @@ def _q6_k(block: torch.Tensor) -> torch.Tensor:
     lower = _halves(block[:, :128].view(-1, 2, 64))
     upper = _bits(block[:, 128:192].view(-1, 2, 32), 2).flatten(-2).float() * 16
     scales = block[:, 192:208].contiguous().view(torch.int8).float() * _f16(block[:, 208:])
-    return ((lower + upper - 32).view(-1, 16, 16) * scales.unsqueeze(-1)).flatten(1)
+    return lower.add_(upper).sub_(32).view(-1, 16, 16).mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def _blocks(

@@ -212,17 +212,20 @@ def _matrix(
     if scales.ndim < 2:
         scales = scales.reshape(-1, 1)
         zeros = None if zeros is None else zeros.reshape(-1, 1)
-    if groups is None:
-        groups = torch.arange(columns) // (width if scales.shape[-1] > 1 else columns)
     wanted = (-(-rows // block_rows), -(-columns // width) if scales.shape[-1] > 1 else 1)
     for table in (scales, zeros):
         if table is not None and tuple(table.shape) != wanted:
             raise ValueError(f"scales or zeros have shape {list(table.shape)}, expected {list(wanted)}")
     if scales.shape[-1] == 1 and scales.numel() > 1 and width < columns:
         raise ValueError(f"one scale for a row, expected one for each {width} columns")
-    if len(groups) != columns or not 0 <= int(groups.min()) <= int(groups.max()) < wanted[1]:
+    alike = columns if scales.shape[-1] == 1 else width
+    if groups is not None and torch.equal(groups.long(), torch.arange(columns) // alike):
+        groups = None
+    inside = groups is None or bool(((groups >= 0) & (groups < wanted[1])).all())
+    if not inside or (groups is not None and len(groups) != columns):
         raise ValueError("g_idx names groups that have no scales")
-    return PackedMatrix(form, packed, scales, zeros, groups.long(), block_rows)
+    groups = None if groups is None else groups.long()
+    return PackedMatrix(form, packed, scales, zeros, groups, alike, block_rows)
 
 
 def _scaled(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> PackedMatrix:

@@ -303,7 +303,7 @@ def _bytes_of(matrix: Matrix, digest: xxhash.xxh3_128) -> Iterator[torch.Tensor]
         yield matrix
         return
     for _, _, _, packed in matrix.parts():
-        digest.update(f"{packed.format.name}{packed.block_rows}".encode())
+        digest.update(f"{packed.format.name}/{packed.group}/{packed.block_rows}".encode())
         yield from packed.tensors()
 
 
