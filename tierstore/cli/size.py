@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,22 +54,44 @@ def command(
     capacities = {"hbm": pages, "host": parse_size(host), "disk": parse_size(disk)}
     fits = {tier: sizing.fitting(capacity, needed) for tier, capacity in capacities.items()}
     if json:
-        groups = [
-            {
-                "kind": each.group.kind.value,
-                "layers": len(each.group.layers),
-                "window": each.group.window,
-                "token_bytes": each.token_bytes,
-                "state_bytes": each.state_bytes,
-                "session_bytes": session,
-            }
-            for each, session in zip(sizes, needed, strict=True)
-        ]
-        document = {"model": model, "tokens": tokens, "groups": groups, "session_bytes": sum(needed)}
-        if weights:
-            document["weights_bytes"] = weights
-        show.write_json({**document, "all_tokens_bytes": sum(everything), "sessions_that_fit": fits})
+        document = {"model": model, "tokens": tokens, "groups": _groups(sizes, needed)}
+        document |= {"session_bytes": sum(needed), "all_tokens_bytes": sum(everything)}
+        document |= {"weights_bytes": weights} if weights else {}
+        show.write_json({**document, "sessions_that_fit": fits})
         return
+    _show_groups(sizes, needed, tokens)
+    if sum(everything) > sum(needed):
+        share = sum(needed) / sum(everything)
+        show.line(f"keeping every token: {format_size(sum(everything))}; a session needs {share:.2f} of that")
+    show.line(f"{batch:,} sessions: {format_size(batch * sum(needed))}")
+    if weights:
+        show.line(f"weights, as they are stored: {format_size(weights)}")
+    show.line("")
+    show.table(
+        ("tier", "capacity", "sessions that fit", f"{batch:,} fit"),
+        [
+            (tier, format_size(capacities[tier]), f"{count:,}", "yes" if count >= batch else "no")
+            for tier, count in fits.items()
+        ],
+    )
+
+
+def _groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the layer groups for JSON."""
+    return [
+        {
+            "kind": each.group.kind.value,
+            "layers": len(each.group.layers),
+            "window": each.group.window,
+            "token_bytes": each.token_bytes,
+            "state_bytes": each.state_bytes,
+            "session_bytes": session,
+        }
+        for each, session in zip(sizes, needed, strict=True)
+    ]
+
+
+def _show_groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int], tokens: int) -> None:
     rows = [
         (
             each.group.label,
@@ -85,20 +107,6 @@ def command(
     state = format_size(total_state) if total_state else "–"
     rows.append(("all", "", format_size(per_token), state, format_size(sum(needed))))
     show.table(("layers that keep", "layers", "a token", "a state", f"a session of {tokens:,}"), rows)
-    if sum(everything) > sum(needed):
-        share = sum(needed) / sum(everything)
-        show.line(f"keeping every token: {format_size(sum(everything))}; a session needs {share:.2f} of that")
-    show.line(f"{batch:,} sessions: {format_size(batch * sum(needed))}")
-    if weights:
-        show.line(f"weights, as they are stored: {format_size(weights)}")
-    show.line("")
-    show.table(
-        ("tier", "capacity", "sessions that fit", f"{batch:,} fit"),
-        [
-            (tier, format_size(capacities[tier]), f"{count:,}", "yes" if count >= batch else "no")
-            for tier, count in fits.items()
-        ],
-    )
 
 
 def _weights_bytes(folder: Path) -> int:
