@@ -28,7 +28,7 @@ LLAMACPP      := llama_cpp_python-0.3.36
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_BIN  := $(CLUSTER_VENV)/bin
 LOWEST_VENV ?= .venv-lowest
-NATIVE := hatch_build.py tierstore/native/pages.c tierstore/native/codec.c
+NATIVE := hatch_build.py $(wildcard tierstore/native/*.c)
 
 .PHONY: bench peers quick test lint types docs suite lowest soak test-vllm test-vllm-cluster soak-vllm test-sglang test-llamacpp soak-llamacpp test-cluster gpu-check gpu-check-here clean
 
@@ -206,4 +206,4 @@ $(MOONCAKE_VENV)/stamp:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) $(MOONCAKE_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LLAMACPP_VENV) $(CLUSTER_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LMCACHE_VENV) $(MOONCAKE_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LLAMACPP_VENV) $(CLUSTER_VENV) tierstore/native/_*.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,7 +23,7 @@ class NativeHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root, "tierstore", "native")
-        for name in ("pages", "codec"):
+        for name in ("pages", "codec", "decode"):
             library = folder / f"_{name}.so"
             problem = _compile(folder / f"{name}.c", library)
             if problem is not None:

@@ -1,8 +1,9 @@
-"""The compiled parts ``pages.c`` and ``codec.c``, built if there was a C compiler when tierstore was
-installed.
+"""The compiled parts ``pages.c``, ``codec.c`` and ``decode.c``, built if there was a C compiler when
+tierstore was installed.
 
 They are optional. Without the first, :data:`LIBRARY` is None, and :mod:`tierstore.copying` uses Python's
-libraries instead, which is slower. The same holds for :data:`CODEC` and :mod:`tierstore.codec`.
+libraries instead, which is slower. The same holds for :data:`CODEC` and :mod:`tierstore.codec`, and for
+:data:`DECODE` and the bundled engine's decode steps on the CPU.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("_pages.so")
 CODEC_FILE = Path(__file__).with_name("_codec.so")
+DECODE_FILE = Path(__file__).with_name("_decode.so")
 # INTERFACE in the sources: a built file may be of another version.
 _INTERFACE = 4
 _CODEC_INTERFACE = 1
+_DECODE_INTERFACE = 1
 
 
 def load(file: Path) -> ctypes.CDLL | None:
@@ -59,6 +62,28 @@ def load_codec(file: Path) -> ctypes.CDLL | None:
     return library
 
 
+def load_decode(file: Path) -> ctypes.CDLL | None:
+    """Return ``decode.c`` as built in ``file``, or None if this version cannot use it."""
+    library = _opened(file, "tierstore_decode_interface", _DECODE_INTERFACE)
+    if library is None:
+        return None
+    pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_void_p,) * 3)
+    library.tierstore_attend.argtypes = (*pointers, ctypes.c_int)
+    library.tierstore_attend.restype = None
+    sizes = (ctypes.c_size_t, ctypes.c_size_t)
+    library.tierstore_multiply.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        *sizes,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+    )
+    library.tierstore_multiply.restype = None
+    return library
+
+
 def _opened(file: Path, name: str, interface: int) -> ctypes.CDLL | None:
     if sys.byteorder != "little":
         return None
@@ -72,5 +97,6 @@ def _opened(file: Path, name: str, interface: int) -> ctypes.CDLL | None:
 
 LIBRARY = load(FILE)
 CODEC = load_codec(CODEC_FILE)
+DECODE = load_decode(DECODE_FILE)
 LEAST_HASHED = 241  # bytes: it has XXH3 for long inputs only
 MOST_CHUNK = 4096  # bytes

@@ -1,4 +1,5 @@
 """Paged attention on the CPU: pages are gathered block by block into a small buffer and attended to there.
+Spans of a few tokens are attended to where their pages lie (:mod:`tierstore_engine.attention.in_place`).
 
 A span of new tokens sees two parts: the *past*, which every query sees completely, and *itself*, causally.
 Each part gives an output and the logarithm of its softmax denominator. Two such pairs merge exactly::
@@ -24,6 +25,7 @@ import torch
 from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.attention.in_place import InPlace
 from tierstore_engine.attention.pages import kv_pages
 from tierstore_engine.config import ModelConfig
 
@@ -62,6 +64,7 @@ class CpuAttention(Attention):
         # One page more than a block, because a block's first token may be inside a page.
         tokens = self._block + self._chunk
         self._pages = kv_pages(pool, config, gathered=tokens // self._chunk)
+        self._in_place = InPlace.over(pool, config)
         self._gathered = torch.empty((self._planes, self._kv_heads, tokens, self._width))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
@@ -74,19 +77,23 @@ class CpuAttention(Attention):
     def attend_with_lse(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty_like(queries)
-        lse = torch.empty(queries.shape[:2])
-        shape = (-1, self._kv_heads, self._heads // self._kv_heads, self._width)
-        groups = queries.float().reshape(shape)
+        wide = queries.float().contiguous()
+        out, lse = torch.empty_like(wide), torch.empty(queries.shape[:2])
+        if self._in_place is not None:
+            self._in_place.attend(layer, wide, batch, out, lse)
+        groups = wide.view(-1, self._kv_heads, self._heads // self._kv_heads, self._width)
         row = 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
+            if self._in_place is not None and self._in_place.takes(span.tokens):
+                row += span.tokens
+                continue
             for start, stop in self._parts(layer, span.start, span.stop):
                 rows = slice(row, row + stop - start)
                 part = self._attend_span(layer, groups[rows].permute(1, 2, 0, 3), table, start, stop)
                 out[rows] = part.out.permute(2, 0, 1, 3).reshape(stop - start, self._heads, self._width)
                 lse[rows] = part.lse.permute(2, 0, 1, 3).reshape(stop - start, self._heads)
                 row = rows.stop
-        return out, lse
+        return out.to(queries.dtype), lse
 
     def _parts(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of a span that are attended to at once: within a block, and within an attention

@@ -42,12 +42,12 @@ def _package(requirement: str) -> Check:
 
 
 def _compiled_part() -> Check:
-    missing = [
-        name for name, part in (("pages.c", native.LIBRARY), ("codec.c", native.CODEC)) if part is None
-    ]
+    parts = {"pages.c": native.LIBRARY, "codec.c": native.CODEC, "decode.c": native.DECODE}
+    missing = [name for name, part in parts.items() if part is None]
     if missing:
         advice = (
-            "copies are slower without it. Install a C compiler (gcc), then: pip install --force-reinstall "
+            "copies, codecs and the bundled engine are slower without it. Install a C compiler (gcc), "
+            "then: pip install --force-reinstall "
             "--no-deps tierstore (in a checkout: pip install --force-reinstall --no-deps -e .)"
         )
         return warn("compiled part", f"not built: {', '.join(missing)}", advice)

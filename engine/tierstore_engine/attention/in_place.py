@@ -1,0 +1,143 @@
+"""Attention of a few queries of a sequence over pages on the CPU, read where they lie.
+
+A decode step has one query for each sequence, or some more with a draft. Gathering the pages of each sequence
+and calling torch for each costs more than the attention itself. The compiled part
+(``tierstore/native/decode.c``) does a layer of all such sequences in one call. It computes in float32 and
+reads float32, bfloat16 and int8 pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tierstore import native
+from tierstore.spec import LayerKind
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.base import BatchLayout, Prepared
+from tierstore_engine.config import ModelConfig
+
+MOST_TOKENS = 16
+"""Longer spans read each page for many queries, which torch does faster."""
+
+_MOST_WIDTH = 1024  # numbers of a vector, as in the compiled part
+_THREADED_BYTES = 2 << 20  # of KV in a call: further threads take about 30 µs to start
+_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+_ROW = np.dtype([("number", "<i8"), ("table", "<u8"), ("first", "<i8"), ("stop", "<i8")])
+
+
+class _Layer(ctypes.Structure):
+    """``struct layer`` of the compiled part."""
+
+    _fields_ = (
+        ("pages", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_uint64),
+        ("start", ctypes.c_uint64 * 2),
+        ("scales", ctypes.c_uint64 * 2),
+        ("fixed", ctypes.c_void_p * 2),
+        ("format", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The queries of a batch that are attended to in place, and the tokens of KV that they see together."""
+
+    rows: np.ndarray[tuple[int], np.dtype[np.void]]
+    tokens: int
+    tables: tuple[torch.Tensor, ...]  # kept, because the rows have their addresses
+
+
+class InPlace:
+    """Attention in place over the pages of one layer group. Made by :meth:`over`."""
+
+    def __init__(self, library: ctypes.CDLL, pool: PagePool, config: ModelConfig, format_: int) -> None:
+        self._library = library
+        self._pool = pool
+        self._config = config
+        self._rows: Prepared[_Rows] = Prepared()
+        [self._group] = pool.spec.groups
+        self._token_bytes = pool.spec.page_bytes // pool.spec.chunk_tokens // len(self._group.layers)
+        self._fixed: list[torch.Tensor] = []  # kept, because the layers have their addresses
+        self._layers = {layer: self._layer(layer, format_) for layer in self._group.layers}
+
+    @classmethod
+    def over(cls, pool: PagePool, config: ModelConfig) -> InPlace | None:
+        """Return attention over the pages of ``pool``, or None if the compiled part is missing or does not
+        know their format."""
+        kinds = {config.kv.keys, config.kv.values} if config.kv.quantised else {config.dtype}
+        [group] = pool.spec.groups
+        if native.DECODE is None or len(kinds) > 1 or group.head_dim > _MOST_WIDTH:
+            return None
+        format_ = _FORMATS.get(kinds.pop())
+        return None if format_ is None else cls(native.DECODE, pool, config, format_)
+
+    def _layer(self, layer: int, format_: int) -> _Layer:
+        config, pool, spec = self._config, self._pool, self._pool.spec
+        planes = (0, self._group.planes - 1)  # latents are both keys and values
+        made = _Layer(
+            pages=pool.array.ctypes.data,
+            page_bytes=pool.array.strides[0],
+            start=tuple(spec.tile(layer, plane, 0).start for plane in planes),
+            format=format_,
+            chunk=spec.chunk_tokens,
+            heads=config.heads,
+            kv_heads=self._group.kv_heads,
+            width=self._group.head_dim,
+            scale=config.score_scale or config.head_dim**-0.5,
+            cap=config.score_cap or 0.0,
+        )
+        if config.kv.dynamic:
+            made.scales = tuple(spec.scales(layer, plane, 0).start for plane in planes)
+        elif config.kv.quantised:
+            fixed = [config.kv.static_scales(layer, plane).float().flatten().contiguous() for plane in planes]
+            self._fixed += fixed
+            made.fixed = tuple(each.data_ptr() for each in fixed)
+        return made
+
+    def takes(self, tokens: int) -> bool:
+        """Return whether a span of ``tokens`` new tokens is attended to in place."""
+        return tokens <= MOST_TOKENS
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Compute the rows of all spans that it :meth:`takes`. ``queries`` and ``out`` are float32
+        ``[tokens, heads, head_dim]``, ``lse`` is float32 ``[tokens, heads]``, all contiguous."""
+        rows = self._rows.of(batch, lambda: self._rows_of(layer, batch))
+        if not len(rows.rows):
+            return
+        threads = torch.get_num_threads() if rows.tokens * self._token_bytes > _THREADED_BYTES else 1
+        self._library.tierstore_attend(
+            ctypes.byref(self._layers[layer]),
+            rows.rows.ctypes.data,
+            len(rows.rows),
+            queries.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            threads,
+        )
+
+    def _rows_of(self, layer: int, batch: BatchLayout) -> _Rows:
+        window = self._config.window(layer)
+        chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION
+        rows, number = [], 0
+        for span, table in zip(batch.spans, batch.block_tables, strict=True):
+            if self.takes(span.tokens):
+                for at in range(span.start, span.stop):
+                    first = 0
+                    if window is not None:
+                        first = at - at % window if chunked else max(at - window + 1, 0)
+                    rows.append((number + at - span.start, table.data_ptr(), first, at + 1))
+            number += span.tokens
+        made = np.array(rows, _ROW)
+        return _Rows(made, int((made["stop"] - made["first"]).sum()), batch.block_tables)

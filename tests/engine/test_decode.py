@@ -1,0 +1,259 @@
+"""The compiled part of decode steps against the same in float64: products of few rows, attention in place."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tierstore import native
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention import make_attention
+from tierstore_engine.attention.base import Attention, BatchLayout, Span
+from tierstore_engine.attention.in_place import MOST_TOKENS
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.kv_format import KVFormat
+from tierstore_engine.products import MOST_ROWS, multiply
+
+CHUNK = 8
+PAGES = 48
+COMPILER = shutil.which("cc")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+EACH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+    """The library as processors without AVX2 run it."""
+    if COMPILER is None:
+        return None
+    built = tmp_path_factory.mktemp("native") / "_decode.so"
+    flags = ["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-DPORTABLE", "-shared", "-fPIC"]
+    source = native.DECODE_FILE.with_name("decode.c")
+    subprocess.run(["cc", *flags, "-o", str(built), str(source)], check=True)
+    library = native.load_decode(built)
+    assert library is not None
+    return library
+
+
+@pytest.fixture(params=["wide", pytest.param("portable", marks=needs_compiler), "torch"])
+def library(
+    request: pytest.FixtureRequest, portable: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Each way to compute: compiled for this processor and for any, and torch's."""
+    if request.param == "wide" and native.DECODE is None:
+        pytest.skip("tierstore was built without a C compiler")
+    monkeypatch.setattr(
+        native, "DECODE", {"wide": native.DECODE, "portable": portable, "torch": None}[request.param]
+    )
+    return str(request.param)
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- products --------------------------------------------------------------------------------------------
+
+
+@EACH
+@given(
+    rows=st.integers(1, MOST_ROWS + 2),
+    products=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    biased=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_products(
+    library: str, rows: int, products: int, columns: int, biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, columns), (products, columns), (products,))
+    )
+    out = multiply(x, weight, bias if biased else None)
+    exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
+    assert out.dtype is dtype
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 1e-2}
+    torch.testing.assert_close(out.double(), exact, **close)
+
+
+def test_a_rows_product_does_not_depend_on_the_others_or_the_threads(threads: None) -> None:
+    if native.DECODE is None:
+        pytest.skip("tierstore was built without a C compiler")
+    x, weight = torch.randn(MOST_ROWS, 300), torch.randn(2048, 300)  # large enough for several threads
+    whole = multiply(x, weight)
+    assert torch.equal(whole, torch.cat([multiply(row[None], weight) for row in x]))
+    torch.set_num_threads(1)
+    assert torch.equal(whole, multiply(x, weight))
+
+
+def test_a_part_of_a_matrix_with_gaps_between_its_rows() -> None:
+    x, weight = torch.randn(2, 30), torch.randn(20, 40)
+    torch.testing.assert_close(multiply(x, weight[:, :30]), x @ weight[:, :30].T)
+
+
+# -- attention -------------------------------------------------------------------------------------------
+
+
+def config_of(heads: int, kv_heads: int, head_dim: int, **fields: object) -> ModelConfig:
+    config = ModelConfig(
+        vocab_size=1,
+        hidden_size=1,
+        intermediate_size=1,
+        layers=2,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=1024,
+        dtype="float32",
+        windows=(None, None),
+    )
+    return replace(config, **fields)  # type: ignore[arg-type]
+
+
+class Written:
+    """Sequences of random keys and values in the pages of a pool, and attention over them."""
+
+    def __init__(self, config: ModelConfig, lengths: list[int], seed: int = 0) -> None:
+        self.config = config
+        self.generator = torch.Generator().manual_seed(seed)
+        self.pool = PagePool(config.kv_spec(chunk_tokens=CHUNK), PAGES)
+        self.pool.array[:] = (
+            0xFF  # not a number, in every format with floats: only written tokens may be read
+        )
+        free = torch.randperm(PAGES, generator=self.generator).tolist()
+        self.tables = [[free.pop() for _ in range(-(-length // CHUNK))] for length in lengths]
+        self.attention = make_attention(self.pool, config)
+        dtype = getattr(torch, config.dtype)
+        self.keys, self.values = [], []
+        for table, length in zip(self.tables, lengths, strict=True):
+            shape = (2, length, config.kv_heads, config.head_dim)
+            keys, values = torch.randn(shape, generator=self.generator).to(dtype)
+            layout = BatchLayout.of([Span((table,), 0, length)], chunk_tokens=CHUNK, device="cpu")
+            self.attention.write(1, keys, values, layout)
+            self.keys.append(keys)
+            self.values.append(values)
+
+    def attend(
+        self, news: list[int], attention: Attention | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attend with the last ``news`` tokens of each sequence. Return outputs and lse, and both exactly."""
+        spans, queries, outs, lses = [], [], [], []
+        for table, keys, values, new in zip(self.tables, self.keys, self.values, news, strict=True):
+            spans.append(Span((table,), len(keys) - new, len(keys)))
+            shape = (new, self.config.heads, self.config.head_dim)
+            queries.append(torch.randn(shape, generator=self.generator).to(keys.dtype))
+            out, lse = exact(self.config, queries[-1], keys, values)
+            outs.append(out)
+            lses.append(lse)
+        batch = BatchLayout.of(spans, chunk_tokens=CHUNK, device="cpu")
+        found = (attention or self.attention).attend_with_lse(1, torch.cat(queries), batch)
+        return *found, torch.cat(outs), torch.cat(lses)
+
+
+def exact(
+    config: ModelConfig, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups, window, length = config.heads // config.kv_heads, config.window(1), len(keys)
+    wide = [each.double().repeat_interleave(groups, 1) for each in (keys, values)]
+    scale = config.score_scale or config.head_dim**-0.5
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), wide[0]) * scale
+    if config.score_cap is not None:
+        scores = config.score_cap * torch.tanh(scores / config.score_cap)
+    positions = torch.arange(length - len(queries), length)[:, None]
+    others = torch.arange(length)[None, :]
+    hidden = others > positions
+    if window is not None:
+        hidden |= others <= positions - window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide[1])
+    return out, scores.logsumexp(-1).T
+
+
+shapes = st.sampled_from([(1, 1, 8), (2, 2, 8), (4, 2, 16), (6, 1, 4), (4, 2, 24), (9, 3, 64), (40, 1, 20)])
+sequences = st.lists(st.tuples(st.integers(1, 70), st.integers(1, MOST_TOKENS + 4)), min_size=1, max_size=4)
+
+
+@EACH
+@given(
+    shape=shapes,
+    sequences=sequences,
+    window=st.none() | st.integers(1, 40),
+    cap=st.none() | st.just(2.0),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
+def test_attention(
+    library: str,
+    shape: tuple[int, int, int],
+    sequences: list[tuple[int, int]],
+    window: int | None,
+    cap: float | None,
+    dtype: str,
+    seed: int,
+) -> None:
+    config = config_of(*shape, dtype=dtype, windows=(window, window), score_cap=cap)
+    written = Written(config, [length for length, _ in sequences], seed)
+    out, lse, exact_out, exact_lse = written.attend([min(new, length) for length, new in sequences])
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == "float32" else {"atol": 2e-2, "rtol": 1e-2}
+    torch.testing.assert_close(out.double(), exact_out, **close)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4], ids=["flat", "sharp", "one-hot"])
+def test_scores_of_any_size(library: str, spread: float) -> None:
+    written = Written(config_of(4, 2, 16, score_scale=spread), [61, 3])
+    out, lse, exact_out, exact_lse = written.attend([1, 2])
+    torch.testing.assert_close(out.double(), exact_out, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
+
+
+RANGES = (((3.0, 4.0),) * 2,) * 2
+
+
+@pytest.mark.parametrize("ranges", [(), RANGES], ids=["dynamic", "static"])
+def test_quantised_pages_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch, ranges: tuple) -> None:
+    """In place or gathered, the same codes and scales give the same result up to rounding."""
+    written = Written(config_of(4, 2, 16, kv=KVFormat("int8", "int8", ranges)), [61, 8, 17])
+    state = written.generator.get_state()
+    in_place = written.attend([1, 3, 1])
+    monkeypatch.setattr(native, "DECODE", None)
+    gathered = make_attention(written.pool, written.config)
+    written.generator.set_state(state)
+    by_torch = written.attend([1, 3, 1], gathered)
+    torch.testing.assert_close(in_place[0], by_torch[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(in_place[1], by_torch[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_rows_attention_does_not_depend_on_the_others_or_the_threads(threads: None) -> None:
+    written = Written(config_of(6, 3, 64), [70, 33, 8])
+    state = written.generator.get_state()
+    whole = written.attend([4, 1, 2])[0]
+    torch.set_num_threads(1)
+    written.generator.set_state(state)
+    assert torch.equal(whole, written.attend([4, 1, 2])[0])
+    single = Written(config_of(6, 3, 64), [70, 33, 8])
+    single.tables, single.keys, single.values = single.tables[:1], single.keys[:1], single.values[:1]
+    single.generator.set_state(state)
+    assert torch.equal(whole[:4], single.attend([4])[0])
+
+
+def test_a_file_of_another_version_is_not_used(tmp_path: Path) -> None:
+    other = tmp_path / "_decode.so"
+    other.write_bytes(b"not a library")
+    assert native.load_decode(other) is None

@@ -1,0 +1,474 @@
+/* What a decode step of the bundled engine computes on the CPU: products of a few rows with a matrix, and attention of
+ * a few queries over KV pages, which are read where they lie.
+ *
+ * A decode step has one token per sequence, so it reads every weight, key and value once and does little with each.
+ * The time is that of reading memory, if nothing is read twice or copied, and nothing is called for each sequence and
+ * layer. Python calls these functions with ctypes, which releases the GIL. Numbers are float32, bfloat16 or int8;
+ * sums are float32. The result of a row depends neither on the other rows of the step nor on the number of threads.
+ *
+ * Attention: a task is one row (a query token), one KV head and up to TILE of the query heads that share it. It walks the
+ * visible tokens in blocks of BLOCK, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867): a running
+ * maximum, the sum of the exponentials below it, and the weighted sum of values.
+ */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* PORTABLE: what other processors get, for tests on this one. */
+#if defined(__x86_64__) && !defined(PORTABLE)
+#define X86 1
+#else
+#define X86 0
+#endif
+
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+#endif
+
+/* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
+#define INTERFACE 1
+
+#define LANES 8
+#define BLOCK 32
+#define TILE 16
+#define MOST_WIDTH 1024
+#define MOST_THREADS 64
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+enum { FLOAT32, BFLOAT16, INT8 };
+
+/* One layer's KV in the pages of a pool. `start` and `scales` are offsets in a page, of K and of V (the same for
+ * latents): of the first head's vectors, and of their bfloat16 scales. A head has `chunk` vectors of `width`
+ * numbers in a row. `fixed` are one scale for each head, in place of those in pages; NULL without. */
+struct layer {
+    const char *pages;
+    uint64_t page_bytes, start[2], scales[2];
+    const float *fixed[2];
+    int32_t format, chunk, heads, kv_heads, width;
+    float scale, cap; /* cap: 0 for none */
+};
+
+/* A query's row in the batch, and the tokens that it sees, with the address of its block table. */
+struct row {
+    int64_t number, table, first, stop;
+};
+
+struct work {
+    const struct layer *layer;
+    const struct row *rows;
+    const float *queries;
+    float *out, *lse;
+    size_t tasks, tiles; /* tiles: of each KV head's query heads */
+    atomic_size_t next;
+};
+
+/* ---- numbers ------------------------------------------------------------------------------------------- */
+
+INLINE size_t number_bytes(int format) { return format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1; }
+
+INLINE float bfloat(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float number;
+    memcpy(&number, &wide, 4);
+    return number;
+}
+
+INLINE floats read(const char *from, size_t at, int format) {
+    floats wide;
+    if (format == FLOAT32) {
+        memcpy(&wide, from + 4 * at, sizeof wide);
+    } else if (format == BFLOAT16) {
+        halves narrow;
+        memcpy(&narrow, from + 2 * at, sizeof narrow);
+        words bits = __builtin_convertvector(narrow, words) << 16;
+        memcpy(&wide, &bits, sizeof wide);
+    } else {
+        bytes codes;
+        memcpy(&codes, from + at, sizeof codes);
+        wide = __builtin_convertvector(__builtin_convertvector(codes, ints), floats);
+    }
+    return wide;
+}
+
+INLINE float read_one(const char *from, size_t at, int format) {
+    float number;
+    uint16_t half;
+    if (format == INT8)
+        return (float)((const int8_t *)from)[at];
+    if (format == BFLOAT16) {
+        memcpy(&half, from + 2 * at, 2);
+        return bfloat(half);
+    }
+    memcpy(&number, from + 4 * at, 4);
+    return number;
+}
+
+INLINE floats load(const float *from) {
+    floats vector;
+    memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+INLINE void store(float *to, floats vector) { memcpy(to, &vector, sizeof vector); }
+
+INLINE float sum(floats x) {
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+INLINE floats choose(ints mask, floats yes, floats no) {
+    ints a, b;
+    floats chosen;
+    memcpy(&a, &yes, sizeof a);
+    memcpy(&b, &no, sizeof b);
+    a = (mask & a) | (~mask & b);
+    memcpy(&chosen, &a, sizeof chosen);
+    return chosen;
+}
+
+/* exp(x) for x of at most 0, within 2 units in the last place; 0 below -87. The polynomial is Cephes' expf. */
+INLINE floats exp_of(floats x) {
+    const floats zero = {0};
+    ints tiny = x < -87.0f;
+    x = choose(tiny, zero - 87.0f, x);
+    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* cut towards 0: rounds */
+    floats whole = __builtin_convertvector(power, floats);
+    floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    floats y = zero + 1.9875691500e-4f;
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    ints bits = (power + 127) << 23;
+    floats two;
+    memcpy(&two, &bits, sizeof two);
+    return choose(tiny, zero, y * two);
+}
+
+INLINE floats tanh_of(floats x) {
+    const floats zero = {0};
+    floats negative = choose(x < 0.0f, x, -x);
+    floats e = exp_of(negative + negative);
+    floats size = (1.0f - e) / (1.0f + e);
+    return choose(x < zero, -size, size);
+}
+
+/* ---- products with a matrix ---------------------------------------------------------------------------- */
+
+/* products[i][j] = x[i] · w[j], for four rows of `x` and two of `w`, with pointers to each. */
+INLINE void multiply_tile(const float *const x[4], const char *const w[2], size_t width, float products[4][2],
+                          int format) {
+    const size_t even = width / LANES * LANES;
+    floats s00 = {0}, s01 = {0}, s10 = {0}, s11 = {0}, s20 = {0}, s21 = {0}, s30 = {0}, s31 = {0};
+    for (size_t at = 0; at < even; at += LANES) {
+        const floats w0 = read(w[0], at, format), w1 = read(w[1], at, format);
+        const floats x0 = load(x[0] + at), x1 = load(x[1] + at), x2 = load(x[2] + at), x3 = load(x[3] + at);
+        s00 += x0 * w0, s01 += x0 * w1;
+        s10 += x1 * w0, s11 += x1 * w1;
+        s20 += x2 * w0, s21 += x2 * w1;
+        s30 += x3 * w0, s31 += x3 * w1;
+    }
+    products[0][0] = sum(s00), products[0][1] = sum(s01);
+    products[1][0] = sum(s10), products[1][1] = sum(s11);
+    products[2][0] = sum(s20), products[2][1] = sum(s21);
+    products[3][0] = sum(s30), products[3][1] = sum(s31);
+    for (size_t at = even; at < width; at++)
+        for (size_t j = 0; j < 2; j++)
+            for (size_t i = 0; i < 4; i++)
+                products[i][j] += x[i][at] * read_one(w[j], at, format);
+}
+
+/* The same for one row of `x` and eight of `w`: memory is read faster in more places at a time. */
+INLINE void multiply_one(const float *x, const char *const w[8], size_t width, float products[8], int format) {
+    const size_t even = width / LANES * LANES;
+    floats s[8] = {{0}};
+    for (size_t at = 0; at < even; at += LANES) {
+        const floats part = load(x + at);
+        for (size_t j = 0; j < 8; j++)
+            s[j] += part * read(w[j], at, format);
+    }
+    for (size_t j = 0; j < 8; j++) {
+        products[j] = sum(s[j]);
+        for (size_t at = even; at < width; at++)
+            products[j] += x[at] * read_one(w[j], at, format);
+    }
+}
+
+struct product {
+    const float *x;
+    const char *weight;
+    float *out;
+    size_t count, rows, width;
+    int format;
+    atomic_size_t next;
+};
+
+#define ROWS 32 /* of the matrix, in a task */
+
+INLINE void multiply_rows(const struct product *of, size_t first, int format) {
+    const size_t bytes = of->width * number_bytes(format);
+    const size_t stop = first + ROWS < of->rows ? first + ROWS : of->rows;
+    if (of->count == 1) {
+        for (size_t row = first; row < stop; row += 8) {
+            const char *w[8];
+            float products[8];
+            const size_t some = stop - row < 8 ? stop - row : 8;
+            for (size_t j = 0; j < 8; j++)
+                w[j] = of->weight + (row + (j < some ? j : some - 1)) * bytes;
+            multiply_one(of->x, w, of->width, products, format);
+            memcpy(of->out + row, products, some * sizeof(float));
+        }
+        return;
+    }
+    for (size_t row = first; row < stop; row += 2) {
+        const size_t second = row + 1 < stop ? row + 1 : row;
+        const char *const w[2] = {of->weight + row * bytes, of->weight + second * bytes};
+        for (size_t g = 0; g < of->count; g += 4) {
+            const float *x[4];
+            float products[4][2];
+            for (size_t i = 0; i < 4; i++)
+                x[i] = of->x + (g + i < of->count ? g + i : of->count - 1) * of->width;
+            multiply_tile(x, w, of->width, products, format);
+            for (size_t i = 0; i < 4 && g + i < of->count; i++) {
+                of->out[(g + i) * of->rows + row] = products[i][0];
+                of->out[(g + i) * of->rows + second] = products[i][second - row];
+            }
+        }
+    }
+}
+
+/* ---- attention over one block of tokens ------------------------------------------------------------------------------- */
+
+/* scores[g][t] = q[g] · k[t], for `count` queries of `stride` numbers and `tokens` keys. */
+INLINE void multiply(const float *queries, size_t count, size_t width, const char *keys, size_t tokens,
+                     float (*scores)[BLOCK], int format) {
+    const size_t even = width / LANES * LANES, row = width * number_bytes(format);
+    for (size_t g = 0; g < count; g += 4) {
+        const size_t last = count - 1;
+        const float *q[4];
+        for (size_t i = 0; i < 4; i++)
+            q[i] = queries + (g + i < last ? g + i : last) * width;
+        for (size_t t = 0; t < tokens; t++) {
+            const char *key = keys + t * row;
+            floats s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+            for (size_t w = 0; w < even; w += LANES) {
+                floats k = read(key, w, format);
+                s0 += load(q[0] + w) * k;
+                s1 += load(q[1] + w) * k;
+                s2 += load(q[2] + w) * k;
+                s3 += load(q[3] + w) * k;
+            }
+            float s[4] = {sum(s0), sum(s1), sum(s2), sum(s3)};
+            for (size_t w = even; w < width; w++) {
+                float k = read_one(key, w, format);
+                for (size_t i = 0; i < 4; i++)
+                    s[i] += q[i][w] * k;
+            }
+            for (size_t i = 0; i < 4 && g + i < count; i++)
+                scores[g + i][t] = s[i];
+        }
+    }
+}
+
+/* sums[g] += Σ shares[g][t] v[t] */
+INLINE void add_values(float (*sums)[MOST_WIDTH], size_t count, size_t width, const char *values, size_t tokens,
+                       float (*shares)[BLOCK], int format) {
+    const size_t even = width / LANES * LANES, row = width * number_bytes(format);
+    for (size_t g = 0; g < count; g += 4) {
+        const size_t last = count - 1;
+        size_t at[4];
+        for (size_t i = 0; i < 4; i++)
+            at[i] = g + i < last ? g + i : last;
+        for (size_t w = 0; w < even; w += LANES) {
+            floats a0 = load(sums[at[0]] + w), a1 = load(sums[at[1]] + w);
+            floats a2 = load(sums[at[2]] + w), a3 = load(sums[at[3]] + w);
+            for (size_t t = 0; t < tokens; t++) {
+                floats v = read(values + t * row, w, format);
+                a0 += shares[at[0]][t] * v;
+                a1 += shares[at[1]][t] * v;
+                a2 += shares[at[2]][t] * v;
+                a3 += shares[at[3]][t] * v;
+            }
+            store(sums[at[0]] + w, a0); /* a repeated query is stored again with the same numbers */
+            store(sums[at[1]] + w, a1);
+            store(sums[at[2]] + w, a2);
+            store(sums[at[3]] + w, a3);
+        }
+        for (size_t i = 0; i < 4 && g + i < count; i++)
+            for (size_t w = even; w < width; w++)
+                for (size_t t = 0; t < tokens; t++)
+                    sums[g + i][w] += shares[g + i][t] * read_one(values + t * row, w, format);
+    }
+}
+
+struct softmax {
+    float most[TILE], total[TILE];
+};
+
+/* The scores become shares of the softmax so far. The sums of values so far shrink if the maximum grows. */
+INLINE void weigh(struct softmax *soft, float (*scores)[BLOCK], float (*sums)[MOST_WIDTH], size_t count,
+                  size_t width, size_t tokens, const float *key_scales, const float *value_scales,
+                  const struct layer *layer) {
+    for (size_t g = 0; g < count; g++) {
+        float *s = scores[g], most = soft->most[g];
+        for (size_t t = 0; t < BLOCK; t += LANES) {
+            floats x = load(s + t) * load(key_scales + t);
+            if (layer->cap != 0.0f)
+                x = layer->cap * tanh_of(x / layer->cap);
+            store(s + t, x);
+        }
+        for (size_t t = 0; t < tokens; t++)
+            most = s[t] > most ? s[t] : most;
+        for (size_t t = tokens; t < BLOCK; t++)
+            s[t] = -INFINITY;
+        const floats shrink_of = {soft->most[g] - most};
+        const float shrink = exp_of(shrink_of)[0];
+        floats total = {0};
+        for (size_t t = 0; t < BLOCK; t += LANES) {
+            floats share = exp_of(load(s + t) - most);
+            total += share;
+            store(s + t, share * load(value_scales + t));
+        }
+        soft->total[g] = soft->total[g] * shrink + sum(total);
+        soft->most[g] = most;
+        if (shrink != 1.0f)
+            for (size_t w = 0; w < width; w++)
+                sums[g][w] *= shrink;
+    }
+}
+
+/* The scales of a block's keys or values, times `by`. */
+INLINE void scales_of(float *scales, const struct layer *layer, int plane, const char *page, size_t head, size_t from,
+                      size_t tokens, float by, int format) {
+    const float fixed = format == INT8 && layer->fixed[plane] != NULL ? layer->fixed[plane][head] : 1.0f;
+    for (size_t t = 0; t < BLOCK; t++)
+        scales[t] = fixed * by;
+    if (format != INT8 || layer->fixed[plane] != NULL)
+        return;
+    const char *held = page + layer->scales[plane] + 2 * (head * layer->chunk + from);
+    for (size_t t = 0; t < tokens; t++)
+        scales[t] = read_one(held, t, BFLOAT16) * by;
+}
+
+INLINE void attend(const struct work *work, size_t task, int format) {
+    const struct layer *layer = work->layer;
+    const size_t width = layer->width, chunk = layer->chunk, groups = layer->heads / layer->kv_heads;
+    const size_t tile = task % work->tiles, head = task / work->tiles % layer->kv_heads;
+    const struct row *row = &work->rows[task / work->tiles / layer->kv_heads];
+    const int64_t *table = (const int64_t *)(intptr_t)row->table;
+    const size_t count = groups - tile * TILE < TILE ? groups - tile * TILE : TILE;
+    const size_t query = row->number * layer->heads + head * groups + tile * TILE;
+    const float *queries = work->queries + query * width;
+    float sums[TILE][MOST_WIDTH], scores[TILE][BLOCK], key_scales[BLOCK], value_scales[BLOCK];
+    struct softmax soft;
+    for (size_t g = 0; g < count; g++) {
+        soft.most[g] = -INFINITY;
+        soft.total[g] = 0;
+        memset(sums[g], 0, width * sizeof(float));
+        memset(scores[g], 0, sizeof scores[g]);
+    }
+    for (size_t at = row->first, tokens; at < (size_t)row->stop; at += tokens) {
+        const size_t from = at % chunk, left = row->stop - at;
+        const char *page = layer->pages + table[at / chunk] * layer->page_bytes;
+        const size_t vector = (head * chunk + from) * width * number_bytes(format);
+        tokens = chunk - from < BLOCK ? chunk - from : BLOCK;
+        tokens = left < tokens ? left : tokens;
+        scales_of(key_scales, layer, 0, page, head, from, tokens, layer->scale, format);
+        scales_of(value_scales, layer, 1, page, head, from, tokens, 1.0f, format);
+        multiply(queries, count, width, page + layer->start[0] + vector, tokens, scores, format);
+        weigh(&soft, scores, sums, count, width, tokens, key_scales, value_scales, layer);
+        add_values(sums, count, width, page + layer->start[1] + vector, tokens, scores, format);
+    }
+    for (size_t g = 0; g < count; g++) {
+        for (size_t w = 0; w < width; w++)
+            work->out[(query + g) * width + w] = sums[g][w] / soft.total[g];
+        work->lse[query + g] = soft.most[g] + logf(soft.total[g]);
+    }
+}
+
+/* ---- all of them, for this processor --------------------------------------------------------------------- */
+
+#define FOR_EACH_TASK(name, of, call) \
+    static void name(struct of *work) { \
+        for (size_t task; (task = atomic_fetch_add(&work->next, 1)) < TASKS_##of(work);) \
+            call; \
+    }
+#define TASKS_work(work) (work)->tasks
+#define TASKS_product(work) ((work)->rows + ROWS - 1) / ROWS
+#define FOR_EACH_FORMAT(prefix, suffix) \
+    prefix FOR_EACH_TASK(attend_float32##suffix, work, attend(work, task, FLOAT32)) \
+    prefix FOR_EACH_TASK(attend_bfloat16##suffix, work, attend(work, task, BFLOAT16)) \
+    prefix FOR_EACH_TASK(attend_int8##suffix, work, attend(work, task, INT8)) \
+    prefix FOR_EACH_TASK(multiply_float32##suffix, product, multiply_rows(work, task * ROWS, FLOAT32)) \
+    prefix FOR_EACH_TASK(multiply_bfloat16##suffix, product, multiply_rows(work, task * ROWS, BFLOAT16))
+
+#define PLAIN
+FOR_EACH_FORMAT(PLAIN, )
+#if X86
+#define WIDE __attribute__((target("avx2,fma")))
+FOR_EACH_FORMAT(WIDE, _wide)
+#endif
+
+#if X86
+static int wide(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#define CHOSEN(name) (wide() ? name##_wide : name)
+#else
+#define CHOSEN(name) name
+#endif
+
+static void *attend_some(void *work_) {
+    struct work *work = work_;
+    const int format = work->layer->format;
+    (format == FLOAT32    ? CHOSEN(attend_float32)
+     : format == BFLOAT16 ? CHOSEN(attend_bfloat16)
+                          : CHOSEN(attend_int8))(work);
+    return NULL;
+}
+
+static void *multiply_some(void *work_) {
+    struct product *work = work_;
+    (work->format == FLOAT32 ? CHOSEN(multiply_float32) : CHOSEN(multiply_bfloat16))(work);
+    return NULL;
+}
+
+/* Runs `part` on this thread and up to `threads` - 1 others. If they cannot be started, the others do more. */
+static void run(void *(*part)(void *), void *work, size_t tasks, int threads) {
+    pthread_t others[MOST_THREADS];
+    int started = 0;
+    while (started < threads - 1 && started < MOST_THREADS && (size_t)started + 1 < tasks &&
+           pthread_create(&others[started], NULL, part, work) == 0)
+        started++;
+    part(work);
+    while (started > 0)
+        pthread_join(others[--started], NULL);
+}
+
+int tierstore_decode_interface(void) { return INTERFACE; }
+
+/* out[i][j] = x[i] · weight[j]: `count` rows of float32 and `rows` of `format` (not INT8), each of `width` numbers. */
+void tierstore_multiply(const float *x, size_t count, const void *weight, size_t rows, size_t width, int format,
+                        float *out, int threads) {
+    struct product work = {x, weight, out, count, rows, width, format, 0};
+    run(multiply_some, &work, TASKS_product(&work), threads);
+}
+
+/* Attention of the `count` rows in `rows` over one layer. `queries` and `out` are [batch rows, heads, width], `lse`
+ * (the logarithm of each softmax denominator) [batch rows, heads]; only the named rows are read and written. Every
+ * row sees at least one token, and has a page for each. `threads` includes the caller's. */
+void tierstore_attend(const struct layer *layer, const struct row *rows, size_t count, const float *queries,
+                      float *out, float *lse, int threads) {
+    const size_t tiles = (layer->heads / layer->kv_heads + TILE - 1) / TILE;
+    struct work work = {layer, rows, queries, out, lse, count * layer->kv_heads * tiles, tiles, 0};
+    run(attend_some, &work, work.tasks, threads);
+}
