@@ -223,6 +223,24 @@ def test_scores_of_any_size(library: str, spread: float) -> None:
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
 
 
+def test_layers_with_different_windows(library: str) -> None:
+    """A batch is prepared once for all layers that see the same, and again for the others."""
+    written = Written(config_of(4, 2, 16, windows=(5, None)), [61, 30])
+    spans = [Span((table,), 0, len(keys)) for table, keys in zip(written.tables, written.keys, strict=True)]
+    for span, keys, values in zip(spans, written.keys, written.values, strict=True):
+        layout = BatchLayout.of([span], chunk_tokens=CHUNK, device="cpu")
+        written.attention.write(0, keys, values, layout)
+    queries = torch.randn(2, 4, 16)
+    ends = [Span(span.tables, span.stop - 1, span.stop) for span in spans]
+    batch = BatchLayout.of(ends, chunk_tokens=CHUNK, device="cpu")
+    for layer, windows in ((0, (None, 5)), (1, (None, None)), (0, (None, 5))):
+        config = replace(written.config, windows=windows)
+        pairs = zip(queries, written.keys, written.values, strict=True)
+        expected = torch.cat([exact(config, query[None], keys, values)[0] for query, keys, values in pairs])
+        found = written.attention.attend(layer, queries, batch)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 RANGES = (((3.0, 4.0),) * 2,) * 2
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ _MOST_WIDTH = 1024  # numbers of a vector, as in the compiled part
 _THREADED_BYTES = 2 << 20  # of KV in a call: further threads take about 30 µs to start
 _FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _ROW = np.dtype([("number", "<i8"), ("table", "<u8"), ("first", "<i8"), ("stop", "<i8")])
+
+
+_Sight: TypeAlias = tuple[int | None, bool]
+"""What a token of a layer sees: the window or attention chunk in tokens, and whether it is a chunk."""
 
 
 class _Layer(ctypes.Structure):
@@ -64,7 +69,7 @@ class InPlace:
         self._library = library
         self._pool = pool
         self._config = config
-        self._rows: Prepared[_Rows] = Prepared()
+        self._rows: dict[_Sight, Prepared[_Rows]] = {}
         [self._group] = pool.spec.groups
         self._token_bytes = pool.spec.page_bytes // pool.spec.chunk_tokens // len(self._group.layers)
         self._fixed: list[torch.Tensor] = []  # kept, because the layers have their addresses
@@ -113,7 +118,8 @@ class InPlace:
     ) -> None:
         """Compute the rows of all spans that it :meth:`takes`. ``queries`` and ``out`` are float32
         ``[tokens, heads, head_dim]``, ``lse`` is float32 ``[tokens, heads]``, all contiguous."""
-        rows = self._rows.of(batch, lambda: self._rows_of(layer, batch))
+        sight = self._sight(layer)
+        rows = self._rows.setdefault(sight, Prepared()).of(batch, lambda: self._rows_of(sight, batch))
         if not len(rows.rows):
             return
         threads = torch.get_num_threads() if rows.tokens * self._token_bytes > _THREADED_BYTES else 1
@@ -127,9 +133,12 @@ class InPlace:
             threads,
         )
 
-    def _rows_of(self, layer: int, batch: BatchLayout) -> _Rows:
-        window = self._config.window(layer)
+    def _sight(self, layer: int) -> _Sight:
         chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION
+        return self._config.window(layer), chunked
+
+    def _rows_of(self, sight: _Sight, batch: BatchLayout) -> _Rows:
+        window, chunked = sight
         rows, number = [], 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
             if self.takes(span.tokens):
