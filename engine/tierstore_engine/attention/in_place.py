@@ -117,7 +117,8 @@ class InPlace:
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
         """Compute the rows of all spans that it :meth:`takes`. ``queries`` and ``out`` are float32
-        ``[tokens, heads, head_dim]``, ``lse`` is float32 ``[tokens, heads]``, all contiguous."""
+        ``[tokens, heads, head_dim]``, ``lse`` is float32 ``[tokens, heads]``, all contiguous. Raise
+        :class:`IndexError` if a token sees a chunk without a page."""
         sight = self._sight(layer)
         rows = self._rows.setdefault(sight, Prepared()).of(batch, lambda: self._rows_of(sight, batch))
         if not len(rows.rows):
@@ -139,6 +140,7 @@ class InPlace:
 
     def _rows_of(self, sight: _Sight, batch: BatchLayout) -> _Rows:
         window, chunked = sight
+        chunk, pages = self._pool.spec.chunk_tokens, self._pool.num_pages
         rows, number = [], 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
             if self.takes(span.tokens):
@@ -146,6 +148,9 @@ class InPlace:
                     first = 0
                     if window is not None:
                         first = at - at % window if chunked else max(at - window + 1, 0)
+                    seen = table[first // chunk : at // chunk + 1]
+                    if int(seen.min()) < 0 or int(seen.max()) >= pages:
+                        raise IndexError(f"token {at} sees a page that is not in the pool")
                     rows.append((number + at - span.start, table.data_ptr(), first, at + 1))
             number += span.tokens
         made = np.array(rows, _ROW)
