@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import torch
-from torch.nn import functional
+
+from tierstore_engine import products
 
 _TILE_NUMBERS = 1 << 15  # dequantised at a time by each thread: its temporaries stay in the core's cache
 
@@ -146,7 +147,7 @@ class QuantisedMatrix:
             for start in range(0, count, step):
                 rows = torch.arange(inner + start, inner + min(start + step, count), device=x.device)
                 tile = packed.dense(rows).to(x.dtype)
-                out[:, first + start : first + start + len(rows)] = functional.linear(x, tile)
+                out[:, first + start : first + start + len(rows)] = products.multiply(x, tile)
         return out
 
 
@@ -156,7 +157,7 @@ Matrix: TypeAlias = torch.Tensor | QuantisedMatrix
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x [tokens, columns]`` times the transposed ``weight [rows, columns]``, plus the bias."""
     if isinstance(weight, torch.Tensor):
-        return functional.linear(x, weight, bias)
+        return products.multiply(x, weight, bias)
     product = weight.multiply(x)
     return product if bias is None else product + bias
 
