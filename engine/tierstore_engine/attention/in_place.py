@@ -31,7 +31,7 @@ _ROW = np.dtype([("number", "<i8"), ("table", "<u8"), ("first", "<i8"), ("stop",
 
 
 _Sight: TypeAlias = tuple[int | None, bool]
-"""What a token of a layer sees: the window or attention chunk in tokens, and whether it is a chunk."""
+"""A layer's window or attention chunk in tokens, and whether it is a chunk."""
 
 
 class _Layer(ctypes.Structure):
