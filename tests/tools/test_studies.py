@@ -86,6 +86,13 @@ def test_every_codec_is_exact(measured, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_a_decode_step_with_and_without_the_compiled_part(measured):
+    arguments = ("--model", "tiny", "--past", "20", "--batches", "1,3", "--steps", "2", "--threads", "2")
+    document = measured("decode.py", *arguments)
+    assert [row["batch"] for row in document["rows"]] == [1, 3]
+    assert all(min(row.values()) > 0 for row in document["rows"])
+
+
 def test_the_curve_is_part_of_a_lookup(measured):
     (cost,) = measured("curve.py", "--tokens", "640", "--seconds", "0.2")["costs"]
     assert cost["tokens"] == 640
@@ -171,6 +178,7 @@ def test_the_output_of_the_linters_is_read(drift):
         ("codec.py", ["--model", "tiny", "--tokens", "10"], "from 64"),
         ("curve.py", ["--tokens", "5"], "at least a page"),
         ("routing.py", ["--routers", "best"], "got best"),
+        ("decode.py", ["--batches", "none"], "such as 1,4,16"),
         ("drift.py", ["--kvlint", "/no/such/kvlint"], "names no program"),
     ],
 )
