@@ -15,7 +15,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC"]
+_FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread"]
+_LIBRARIES = ["-lm"]
 
 
 class NativeHook(BuildHookInterface):
@@ -42,7 +43,8 @@ def _compile(source: Path, library: Path) -> str | None:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     built = library.with_suffix(f".{os.getpid()}")  # a process that uses the old file keeps it
     try:
-        subprocess.run([*compiler, *_FLAGS, "-o", built, source], check=True, capture_output=True, text=True)
+        command = [*compiler, *_FLAGS, "-o", str(built), str(source), *_LIBRARIES]
+        subprocess.run(command, check=True, capture_output=True, text=True)
         built.replace(library)
     except (OSError, subprocess.CalledProcessError) as error:
         built.unlink(missing_ok=True)
