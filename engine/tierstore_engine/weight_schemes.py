@@ -36,7 +36,7 @@ class WeightScheme:
     ``block_rows`` its rows. ``zero_shift`` is added to stored zeros."""
 
     method: str
-    layout: Layout
+    layout: TensorLayout
     bits: int = 8
     group: int | None = None
     block_rows: int = 1
@@ -44,7 +44,7 @@ class WeightScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """The tensors of a matrix, by the ends of their names. ``codes`` marks a quantised matrix. Tensors in
     ``unread`` are not needed, such as scales of activations."""
 
@@ -302,16 +302,16 @@ def _mxfp4_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 _ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point", "output_scale")
-_SCALED = Layout(
+_SCALED = TensorLayout(
     "weight", (), ("weight_scale", "weight_scale_inv", "weight_zero_point"), _ACTIVATIONS, _scaled
 )
-_GPTQ = Layout("qweight", ("qzeros", "scales"), ("g_idx",), (), _gptq_matrix)
-_AWQ = Layout("qweight", ("qzeros", "scales"), (), (), _awq_matrix)
-_PACKED = Layout(
+_GPTQ = TensorLayout("qweight", ("qzeros", "scales"), ("g_idx",), (), _gptq_matrix)
+_AWQ = TensorLayout("qweight", ("qzeros", "scales"), (), (), _awq_matrix)
+_PACKED = TensorLayout(
     "weight_packed",
     ("weight_scale", "weight_shape"),
     ("weight_zero_point", "weight_g_idx"),
     _ACTIVATIONS,
     _packed_matrix,
 )
-_MXFP4 = Layout("blocks", ("scales",), (), (), _mxfp4_matrix)
+_MXFP4 = TensorLayout("blocks", ("scales",), (), (), _mxfp4_matrix)
