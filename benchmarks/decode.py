@@ -33,7 +33,7 @@ COMPILED = native.DECODE
 
 
 @dataclass(frozen=True)
-class DecodeRow:
+class StepRow:
     """A batch. ``of_torch`` is the time of the compiled part over torch's, step by step."""
 
     batch: int
@@ -94,17 +94,17 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def measured(model: LoadedModel, batch: int, past: int, steps: int) -> DecodeRow:
-    ways = [Way(model, batch, past, compiled=compiled) for compiled in (True, False)]
+def measured(model: LoadedModel, batch: int, past: int, steps: int) -> StepRow:
+    ways = [DecodedBatch(model, batch, past, compiled=compiled) for compiled in (True, False)]
     taken = [[way.step() for way in ways] for _ in range(steps + 1)][1:]  # the first one warms up
     compiled_s, torch_s = zip(*taken, strict=True)
     ratios = [one / other for one, other in taken]
     medians = map(statistics.median, (compiled_s, torch_s, ratios))
-    return DecodeRow(batch, *medians)
+    return StepRow(batch, *medians)
 
 
-class Way:
-    """Sequences in pages of their own, computed with the compiled part or by torch alone."""
+class DecodedBatch:
+    """DecodedBatch in pages of their own, computed with the compiled part or by torch alone."""
 
     def __init__(self, model: LoadedModel, batch: int, past: int, *, compiled: bool) -> None:
         self._library = COMPILED if compiled else None
