@@ -339,6 +339,11 @@ class ModelConfig:
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer] if self.kinds else LayerKind.FULL_ATTENTION
 
+    @property
+    def attention_scale(self) -> float:
+        """Return the factor of scores before the softmax."""
+        return self.score_scale or self.head_dim**-0.5
+
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 

@@ -16,8 +16,13 @@ from tierstore import native
 MOST_ROWS = 16
 """With more rows, torch computes the product: it is no longer bound by memory."""
 
-_THREADED_BYTES = 1 << 20  # a smaller matrix is read before further threads have started (about 30 µs)
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+_THREADED_BYTES = 1 << 20  # fewer are read before further threads have started (about 30 µs)
+_FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
+
+
+def threads_for(nbytes: int) -> int:
+    """Return how many threads the compiled part takes to read ``nbytes``."""
+    return torch.get_num_threads() if nbytes > _THREADED_BYTES else 1
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,7 +36,6 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     assert native.DECODE is not None
     rows, wide = len(x), x.float().contiguous()
     out = torch.empty(rows, len(weight))
-    threads = torch.get_num_threads() if weight.nbytes > _THREADED_BYTES else 1
     native.DECODE.tierstore_multiply(
         wide.data_ptr(),
         rows,
@@ -39,7 +43,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
         *weight.shape,
         _FORMATS[weight.dtype],
         out.data_ptr(),
-        threads,
+        threads_for(weight.nbytes),
     )
     if bias is not None:
         out += bias

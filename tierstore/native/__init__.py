@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("_pages.so")
 CODEC_FILE = Path(__file__).with_name("_codec.so")
@@ -19,6 +20,9 @@ DECODE_FILE = Path(__file__).with_name("_decode.so")
 _INTERFACE = 4
 _CODEC_INTERFACE = 1
 _DECODE_INTERFACE = 1
+_P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+DECODE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+"""The numbers of decode.c's formats, by the names of dtypes."""
 
 
 def load(file: Path) -> ctypes.CDLL | None:
@@ -26,27 +30,10 @@ def load(file: Path) -> ctypes.CDLL | None:
     library = _opened(file, "tierstore_interface", _INTERFACE)
     if library is None:
         return None
-    library.tierstore_copy.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
-    library.tierstore_copy.restype = None
-    library.tierstore_copy_and_hash.argtypes = (*library.tierstore_copy.argtypes, ctypes.c_void_p)
-    library.tierstore_copy_and_hash.restype = None
-    library.tierstore_gather_and_hash.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    )
-    library.tierstore_gather_and_hash.restype = None
-    library.tierstore_chunk_keys.argtypes = (
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    )
-    library.tierstore_chunk_keys.restype = None
+    _declare(library.tierstore_copy, None, _P, _N, _N, _I)
+    _declare(library.tierstore_copy_and_hash, None, _P, _N, _N, _I, _P)
+    _declare(library.tierstore_gather_and_hash, None, _P, _N, _P, _N, _I, _P)
+    _declare(library.tierstore_chunk_keys, None, ctypes.c_char_p, ctypes.c_char_p, _N, _N, _P)
     return library
 
 
@@ -55,10 +42,8 @@ def load_codec(file: Path) -> ctypes.CDLL | None:
     library = _opened(file, "tierstore_codec_interface", _CODEC_INTERFACE)
     if library is None:
         return None
-    library.tierstore_encode.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t)
-    library.tierstore_encode.restype = ctypes.c_size_t
-    library.tierstore_decode.argtypes = library.tierstore_encode.argtypes
-    library.tierstore_decode.restype = ctypes.c_int
+    _declare(library.tierstore_encode, _N, _P, _N, _P, _N)
+    _declare(library.tierstore_decode, _I, _P, _N, _P, _N)
     return library
 
 
@@ -67,21 +52,13 @@ def load_decode(file: Path) -> ctypes.CDLL | None:
     library = _opened(file, "tierstore_decode_interface", _DECODE_INTERFACE)
     if library is None:
         return None
-    pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_void_p,) * 3)
-    library.tierstore_attend.argtypes = (*pointers, ctypes.c_int)
-    library.tierstore_attend.restype = None
-    sizes = (ctypes.c_size_t, ctypes.c_size_t)
-    library.tierstore_multiply.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-        *sizes,
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_int,
-    )
-    library.tierstore_multiply.restype = None
+    _declare(library.tierstore_attend, None, _P, _P, _N, _P, _P, _P, _I)
+    _declare(library.tierstore_multiply, None, _P, _N, _P, _N, _N, _I, _P, _I)
     return library
+
+
+def _declare(function: Any, result: Any, *arguments: Any) -> None:
+    function.restype, function.argtypes = result, arguments
 
 
 def _opened(file: Path, name: str, interface: int) -> ctypes.CDLL | None:

@@ -59,7 +59,7 @@ class CpuAttention(Attention):
         [group] = pool.spec.groups
         self._heads, self._kv_heads, self._width = config.heads, group.kv_heads, group.head_dim
         self._planes = group.planes
-        self._scale = config.score_scale or config.head_dim**-0.5
+        self._scale = config.attention_scale
         self._cap = config.score_cap
         # One page more than a block, because a block's first token may be inside a page.
         tokens = self._block + self._chunk

@@ -53,7 +53,7 @@ class CudaLatentAttention(Attention):
             width=config.latent.width,
             rank=config.latent.rank,
             page_tokens=spec.chunk_tokens,
-            score_scale=config.score_scale or config.head_dim**-0.5,
+            score_scale=config.attention_scale,
         )
         pool = pages.view(getattr(torch, config.dtype))
         self._layers = {

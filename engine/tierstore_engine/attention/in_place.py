@@ -20,13 +20,12 @@ from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Prepared
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.products import threads_for
 
 MOST_TOKENS = 16
 """Longer spans read each page for many queries, which torch does faster."""
 
 _MOST_WIDTH = 1024  # numbers of a vector, as in the compiled part
-_THREADED_BYTES = 2 << 20  # of KV in a call: further threads take about 30 µs to start
-_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _ROW = np.dtype([("number", "<i8"), ("table", "<u8"), ("first", "<i8"), ("stop", "<i8")])
 
 
@@ -83,7 +82,7 @@ class InPlace:
         [group] = pool.spec.groups
         if native.DECODE is None or len(kinds) > 1 or group.head_dim > _MOST_WIDTH:
             return None
-        format_ = _FORMATS.get(kinds.pop())
+        format_ = native.DECODE_FORMATS.get(kinds.pop())
         return None if format_ is None else cls(native.DECODE, pool, config, format_)
 
     def _layer(self, layer: int, format_: int) -> _Layer:
@@ -98,7 +97,7 @@ class InPlace:
             heads=config.heads,
             kv_heads=self._group.kv_heads,
             width=self._group.head_dim,
-            scale=config.score_scale or config.head_dim**-0.5,
+            scale=config.attention_scale,
             cap=config.score_cap or 0.0,
         )
         if config.kv.dynamic:
@@ -123,7 +122,6 @@ class InPlace:
         rows = self._rows.setdefault(sight, Prepared()).of(batch, lambda: self._rows_of(sight, batch))
         if not len(rows.rows):
             return
-        threads = torch.get_num_threads() if rows.tokens * self._token_bytes > _THREADED_BYTES else 1
         self._library.tierstore_attend(
             ctypes.byref(self._layers[layer]),
             rows.rows.ctypes.data,
@@ -131,7 +129,7 @@ class InPlace:
             queries.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
-            threads,
+            threads_for(rows.tokens * self._token_bytes),
         )
 
     def _sight(self, layer: int) -> _Sight:
@@ -144,14 +142,18 @@ class InPlace:
         rows, number = [], 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
             if self.takes(span.tokens):
-                for at in range(span.start, span.stop):
-                    first = 0
-                    if window is not None:
-                        first = at - at % window if chunked else max(at - window + 1, 0)
-                    seen = table[first // chunk : at // chunk + 1]
-                    if int(seen.min()) < 0 or int(seen.max()) >= pages:
-                        raise IndexError(f"token {at} sees a page that is not in the pool")
-                    rows.append((number + at - span.start, table.data_ptr(), first, at + 1))
+                positions = range(span.start, span.stop)
+                if window is None:
+                    firsts = [0] * span.tokens
+                elif chunked:
+                    firsts = [at - at % window for at in positions]
+                else:
+                    firsts = [max(at - window + 1, 0) for at in positions]
+                seen = table[firsts[0] // chunk : -(-span.stop // chunk)]
+                if int(seen.min()) < 0 or int(seen.max()) >= pages:
+                    raise IndexError(f"tokens {span.start} … {span.stop} see a page that is not in the pool")
+                places = zip(range(number, number + span.tokens), firsts, positions, strict=True)
+                rows += [(row, table.data_ptr(), first, at + 1) for row, first, at in places]
             number += span.tokens
         made = np.array(rows, _ROW)
         return _Rows(made, int((made["stop"] - made["first"]).sum()), batch.block_tables)
