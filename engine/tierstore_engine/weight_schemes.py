@@ -148,8 +148,7 @@ def _mxfp4(_: Raw) -> WeightScheme:
 
 def _compressed_tensors(raw: Raw) -> WeightScheme:
     name = "compressed-tensors"
-    for unknown in ("transform_config",):
-        _absent(raw, unknown, name)
+    _absent(raw, "transform_config", name)
     if (raw.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ModelError(f"{_WHERE}: {name} weights with sparsity are not read: convert them to bfloat16")
     groups = raw.get("config_groups")
