@@ -164,11 +164,9 @@ def open_model_of(options: EngineOptions) -> OpenModel:
     return open_model(
         options.model,
         device=options.device,
-        dtype=options.dtype,
         kv_dtype=options.kv_dtype,
         kv_scales=options.kv_scales,
-        expand_weights=options.expand_weights,
-        tokenizer=options.tokenizer,
+        **options.reading(),
     )
 
 
@@ -420,9 +418,10 @@ def _device_index(device: str) -> int:
 
 def _check_memory(source: OpenModel) -> None:
     device, wanted, form = source.device, weights_bytes(source.config), source.config.dtype
-    if source.source is not None and (kept := _kept(source)):
+    if source.source is not None and not source.expand:
         with open_weights(source.source) as stored:
-            wanted, form = stored.nbytes, kept
+            if stored.quantised:
+                wanted, form = stored.nbytes, stored.quantised
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
     if wanted > memory:
         raise UsageError(

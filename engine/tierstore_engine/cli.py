@@ -79,13 +79,7 @@ def calibrate(
     from tierstore_engine.build import load_model, open_model
 
     text = prompt.text()
-    opened = open_model(
-        options.model,
-        device="cpu",
-        dtype=options.dtype,
-        expand_weights=options.expand_weights,
-        tokenizer=options.tokenizer,
-    )
+    opened = open_model(options.model, device="cpu", **options.reading())
     tokens = calibration.check_calibration(opened, text, out)
     calibration.write_ranges(opened.config, calibration.measure_ranges(load_model(opened), tokens), out)
 

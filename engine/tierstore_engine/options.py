@@ -35,6 +35,11 @@ class ModelOptions:
         typer.Option("--expand-weights", help="Expand quantised weights to the dtype when they are read"),
     ] = False
 
+    def reading(self) -> dict[str, Any]:
+        """Return how weights and tokenizer are read, as arguments of
+        :func:`~tierstore_engine.build.open_model`."""
+        return {"dtype": self.dtype, "expand_weights": self.expand_weights, "tokenizer": self.tokenizer}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:

@@ -93,13 +93,7 @@ def _open_draft(options: ServeOptions, pages: int | None) -> OpenModel | None:
         return None
     if pages is None:
         raise UsageError("a draft model needs memory beside the model's pages: give --hbm-bytes")
-    return open_model(
-        options.draft,
-        device=options.device,
-        dtype=options.dtype,
-        expand_weights=options.expand_weights,
-        tokenizer=options.tokenizer,
-    )
+    return open_model(options.draft, device=options.device, **options.reading())
 
 
 def _drafter(
