@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tierstore.spec import positive
+from tierstore_connectors.llamacpp.gguf import GGUFHeader
 from tierstore_engine.checkpoint import StoredWeights
 from tierstore_engine.config import ModelConfig, RopeConfig, TensorNames
 from tierstore_engine.errors import ModelError
@@ -67,9 +68,6 @@ _FIELDS = {
 _CHECKED = ("attention.value_length", "rope.dimension_count")  # equal to key_length
 _ROPE = ("rope.scaling.type", "rope.scaling.factor")
 _UNREAD = ("vocab_size",)  # the rows of the embeddings
-
-
-_KINDS = "BbHhIif?saQqd"  # of metadata, as struct names them, but s is a string and a an array
 _FORMS = dict(enumerate(["F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"]))
 _FORMS |= {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
 _FORMS |= {16: "IQ2_XXS", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
@@ -93,54 +91,6 @@ class GGUFContents:
     tensors: Mapping[str, GGUFTensor]
 
 
-class _GGUFHeader:
-    """The part of a file before the tensors, read from front to back. Raises :class:`ValueError` for a value
-    that is not GGUF's, and :class:`struct.error` at the end of the file."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self.at = 0
-
-    def number(self, kind: str) -> Any:
-        """Return the next number of this kind, as struct names it."""
-        [value] = struct.unpack_from(f"<{kind}", self._data, self.at)
-        self.at += struct.calcsize(f"<{kind}")
-        return value
-
-    def text(self) -> str:
-        return self._bytes(self.number("Q")).decode()
-
-    def value(self) -> Any:
-        """Return the next value of metadata, None for a list."""
-        kind = self._kind()
-        if kind == "a":
-            self._skip_list()
-            return None
-        return self.text() if kind == "s" else self.number(kind)
-
-    def _kind(self) -> str:
-        kind = self.number("I")
-        if kind >= len(_KINDS):
-            raise ValueError(f"metadata has a value of the unknown kind {kind}")
-        return _KINDS[kind]
-
-    def _bytes(self, length: int) -> bytes:
-        if self.at + length > len(self._data):
-            raise ValueError("it ends within its metadata")
-        self.at += length
-        return self._data[self.at - length : self.at]
-
-    def _skip_list(self) -> None:
-        kind, length = self._kind(), self.number("Q")
-        if kind == "a":
-            raise ValueError("metadata has a list of lists")
-        if kind == "s":
-            for _ in range(length):
-                self._bytes(self.number("Q"))
-        else:
-            self._bytes(length * struct.calcsize(f"<{kind}"))
-
-
 def read_gguf(file: Path) -> GGUFContents:
     """Return the contents of a file. Tensors are mapped, not read.
 
@@ -157,16 +107,9 @@ def read_gguf(file: Path) -> GGUFContents:
 
 
 def _contents(data: mmap.mmap) -> GGUFContents:
-    header = _GGUFHeader(data)
-    if data[:4] != b"GGUF":
-        raise ValueError("it does not begin with GGUF")
-    header.at = 4
-    version = header.number("I")
-    if version not in (2, 3):
-        raise ValueError(f"its version is {version}, and versions 2 and 3 are read")
-    tensors, fields = header.number("Q"), header.number("Q")
-    read = {header.text(): header.value() for _ in range(fields)}
-    placed = [_placed(header) for _ in range(tensors)]
+    header = GGUFHeader(data)
+    read = dict(header.fields())
+    placed = [_placed(header) for _ in range(header.tensors)]
     align = read.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1:
         raise ValueError(f"its alignment is {align!r}")
@@ -176,7 +119,7 @@ def _contents(data: mmap.mmap) -> GGUFContents:
     return GGUFContents(read, found)
 
 
-def _placed(header: _GGUFHeader) -> tuple[str, tuple[int, ...], str, int]:
+def _placed(header: GGUFHeader) -> tuple[str, tuple[int, ...], str, int]:
     """Return the name of a tensor, its shape, its format, and the place of its bytes."""
     name, dimensions = header.text(), header.number("I")
     if not 1 <= dimensions <= 4:

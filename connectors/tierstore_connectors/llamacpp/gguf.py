@@ -1,69 +1,90 @@
-"""The metadata at the beginning of a GGUF file, as far as it is needed here."""
+"""The beginning of a GGUF file: its metadata, read from front to back."""
 
 from __future__ import annotations
 
+import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from tierstore.errors import UsageError
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST = 1 << 26  # the longest text or array that is read from a damaged file
-# The sizes of GGUF's types of numbers, by their number. Texts are 8, arrays 9.
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_WHOLE = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
-_TEXT, _ARRAY = 8, 9
+_KINDS = "BbHhIif?saQqd"  # of metadata, as struct names them, but s is a string and a an array
+
+
+class GGUFHeader:
+    """The part of a file before the bytes of its ``tensors``. ``errors`` is what happens to texts that are
+    not UTF-8, as in :meth:`bytes.decode`.
+
+    Raises :class:`ValueError` for what is not GGUF's, and :class:`struct.error` at the end of the file. Call
+    :meth:`fields` once, before the descriptions of the tensors are read with :meth:`number` and :meth:`text`.
+    """
+
+    def __init__(self, data: mmap.mmap, *, errors: str = "strict") -> None:
+        self._data = data
+        self._errors = errors
+        if data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        self.at = 4
+        version = self.number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"its version is {version}, and versions 2 and 3 are read")
+        self.tensors, self._fields = self.number("Q"), self.number("Q")
+
+    def fields(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values of the metadata. The value of a list is None."""
+        for _ in range(self._fields):
+            yield self.text(), self._value()
+
+    def number(self, kind: str) -> Any:
+        """Return the next number of this kind, as struct names it."""
+        [value] = struct.unpack_from(f"<{kind}", self._data, self.at)
+        self.at += struct.calcsize(f"<{kind}")
+        return value
+
+    def text(self) -> str:
+        return self._bytes(self.number("Q")).decode(errors=self._errors)
+
+    def _value(self) -> Any:
+        kind = self._kind()
+        if kind == "a":
+            self._skip_list()
+            return None
+        return self.text() if kind == "s" else self.number(kind)
+
+    def _kind(self) -> str:
+        kind = self.number("I")
+        if kind >= len(_KINDS):
+            raise ValueError(f"metadata has a value of the unknown kind {kind}")
+        return _KINDS[kind]
+
+    def _bytes(self, length: int) -> bytes:
+        if self.at + length > len(self._data):
+            raise ValueError("it ends within its metadata")
+        self.at += length
+        return self._data[self.at - length : self.at]
+
+    def _skip_list(self) -> None:
+        kind, length = self._kind(), self.number("Q")
+        if kind == "a":
+            raise ValueError("metadata has a list of lists")
+        if kind == "s":
+            for _ in range(length):
+                self._bytes(self.number("Q"))
+        else:
+            self._bytes(length * struct.calcsize(f"<{kind}"))
 
 
 def window_of(model: Path) -> int:
     """Return the length of a model's sliding window in tokens, 0 if the file names none. Raises
     :class:`UsageError` for a file that is not GGUF."""
     try:
-        with model.open("rb") as file:
-            return _window(file)
-    except (OSError, struct.error, UnicodeDecodeError) as error:
+        with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for name, value in GGUFHeader(data, errors="replace").fields():
+                if name.endswith(".attention.sliding_window") and type(value) is int:
+                    return value
+    except (OSError, OverflowError, ValueError, struct.error) as error:
         raise UsageError(f"{model} cannot be read as GGUF: {error}") from error
-
-
-def _window(file: BinaryIO) -> int:
-    magic, version = file.read(4), _number(file, "<I")
-    if magic != _MAGIC or version not in _VERSIONS:
-        raise UsageError(f"{file.name} is not a GGUF file of a known version: {magic!r} {version}")
-    _number(file, "<Q")  # of tensors
-    for _ in range(_number(file, "<Q")):
-        name, kind = _text(file), _number(file, "<I")
-        if name.endswith(".attention.sliding_window") and kind in _WHOLE:
-            return _number(file, _WHOLE[kind])
-        _skip(file, kind)
     return 0
-
-
-def _skip(file: BinaryIO, kind: int) -> None:
-    if kind == _TEXT:
-        _text(file)
-    elif kind == _ARRAY:
-        inner, count = _number(file, "<I"), _number(file, "<Q")
-        if inner in _SIZES and count <= _MOST:
-            file.seek(_SIZES[inner] * count, 1)
-        elif inner == _TEXT and count <= _MOST:
-            for _ in range(count):
-                _text(file)
-        else:
-            raise UsageError(f"{file.name} has an array of unknown type {inner}")
-    elif kind in _SIZES:
-        file.seek(_SIZES[kind], 1)
-    else:
-        raise UsageError(f"{file.name} has a value of unknown type {kind}")
-
-
-def _text(file: BinaryIO) -> str:
-    length = _number(file, "<Q")
-    if length > _MOST:
-        raise UsageError(f"{file.name} has a text of {length} bytes")
-    return file.read(length).decode(errors="replace")
-
-
-def _number(file: BinaryIO, kind: str) -> int:
-    return int(struct.unpack(kind, file.read(struct.calcsize(kind)))[0])
