@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.engine.test_attention import config_of as plain_config
 from tierstore import native
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention import make_attention
@@ -111,19 +112,7 @@ def test_a_part_of_a_matrix_with_gaps_between_its_rows() -> None:
 
 
 def config_of(heads: int, kv_heads: int, head_dim: int, **fields: object) -> ModelConfig:
-    config = ModelConfig(
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        layers=2,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_positions=1024,
-        dtype="float32",
-        windows=(None, None),
-    )
-    return replace(config, **fields)  # type: ignore[arg-type]
+    return replace(plain_config(heads, kv_heads, head_dim), **fields)  # type: ignore[arg-type]
 
 
 class Written:
