@@ -118,14 +118,14 @@ def config_of(heads: int, kv_heads: int, head_dim: int, **fields: object) -> Mod
 class Written:
     """Sequences of random keys and values in the pages of a pool, and attention over them."""
 
-    def __init__(self, config: ModelConfig, lengths: list[int], seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, lengths: list[int], seed: int = 0, *, pages: int = PAGES) -> None:
         self.config = config
         self.generator = torch.Generator().manual_seed(seed)
-        self.pool = PagePool(config.kv_spec(chunk_tokens=CHUNK), PAGES)
+        self.pool = PagePool(config.kv_spec(chunk_tokens=CHUNK), pages)
         self.pool.array[:] = (
             0xFF  # not a number, in every format with floats: only written tokens may be read
         )
-        free = torch.randperm(PAGES, generator=self.generator).tolist()
+        free = torch.randperm(pages, generator=self.generator).tolist()
         self.tables = [[free.pop() for _ in range(-(-length // CHUNK))] for length in lengths]
         self.attention = make_attention(self.pool, config)
         dtype = getattr(torch, config.dtype)
@@ -228,6 +228,19 @@ def test_layers_with_different_windows(library: str) -> None:
         expected = torch.cat([exact(config, query[None], keys, values)[0] for query, keys, values in pairs])
         found = written.attention.attend(layer, queries, batch)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_past_loses_no_digits(library: str) -> None:
+    """One float32 sum over all of these tokens would be wrong by 60 units in the last place."""
+    tokens = 40_000
+    config = config_of(2, 1, 16, score_scale=1e-3)
+    written = Written(config, [tokens], pages=tokens // CHUNK)
+    written.values[0] = written.values[0] * 0.1 + 1  # all of one sign: rounding does not cancel
+    layout = BatchLayout.of([Span((written.tables[0],), 0, tokens)], chunk_tokens=CHUNK, device="cpu")
+    written.attention.write(1, written.keys[0], written.values[0], layout)
+    out, lse, exact_out, exact_lse = written.attend([1])
+    torch.testing.assert_close(out.double(), exact_out, atol=0, rtol=2e-6)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=0, rtol=1e-6)
 
 
 RANGES = (((3.0, 4.0),) * 2,) * 2

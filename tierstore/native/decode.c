@@ -8,7 +8,8 @@
  *
  * Attention: a task is one row (a query token), one KV head and up to TILE of the query heads that share it. It walks the
  * visible tokens in blocks of BLOCK, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867): a running
- * maximum, the sum of the exponentials below it, and the weighted sum of values.
+ * maximum, the sum of the exponentials below it, and the weighted sum of values. After SEGMENT tokens a new sum begins,
+ * and the old ones are merged: adding 100,000 numbers to one float32 would lose two digits.
  */
 
 #include <math.h>
@@ -34,6 +35,7 @@
 
 #define LANES 8
 #define BLOCK 32
+#define SEGMENT 1024
 #define TILE 16
 #define MOST_WIDTH 1024
 #define MOST_THREADS 64
@@ -313,13 +315,37 @@ INLINE void add_values(float (*sums)[MOST_WIDTH], size_t count, size_t width, co
 }
 
 struct softmax {
-    float most[TILE], total[TILE];
+    float most[TILE], total[TILE], sums[TILE][MOST_WIDTH];
 };
 
+INLINE void begin(struct softmax *soft, size_t count, size_t width) {
+    for (size_t g = 0; g < count; g++) {
+        soft->most[g] = -INFINITY;
+        soft->total[g] = 0;
+        memset(soft->sums[g], 0, width * sizeof(float));
+    }
+}
+
+INLINE float exp_one(float x) {
+    const floats xs = {x};
+    return exp_of(xs)[0];
+}
+
+/* Adds `other` to `soft`. */
+INLINE void merge(struct softmax *soft, const struct softmax *other, size_t count, size_t width) {
+    for (size_t g = 0; g < count; g++) {
+        const float most = soft->most[g] > other->most[g] ? soft->most[g] : other->most[g];
+        const float own = exp_one(soft->most[g] - most), theirs = exp_one(other->most[g] - most);
+        for (size_t w = 0; w < width; w++)
+            soft->sums[g][w] = soft->sums[g][w] * own + other->sums[g][w] * theirs;
+        soft->total[g] = soft->total[g] * own + other->total[g] * theirs;
+        soft->most[g] = most;
+    }
+}
+
 /* The scores become shares of the softmax so far. The sums of values so far shrink if the maximum grows. */
-INLINE void weigh(struct softmax *soft, float (*scores)[BLOCK], float (*sums)[MOST_WIDTH], size_t count,
-                  size_t width, size_t tokens, const float *key_scales, const float *value_scales,
-                  const struct layer *layer) {
+INLINE void weigh(struct softmax *soft, float (*scores)[BLOCK], size_t count, size_t width, size_t tokens,
+                  const float *key_scales, const float *value_scales, const struct layer *layer) {
     for (size_t g = 0; g < count; g++) {
         float *s = scores[g], most = soft->most[g];
         for (size_t t = 0; t < BLOCK; t += LANES) {
@@ -332,8 +358,7 @@ INLINE void weigh(struct softmax *soft, float (*scores)[BLOCK], float (*sums)[MO
             most = s[t] > most ? s[t] : most;
         for (size_t t = tokens; t < BLOCK; t++)
             s[t] = -INFINITY;
-        const floats shrink_of = {soft->most[g] - most};
-        const float shrink = exp_of(shrink_of)[0];
+        const float shrink = exp_one(soft->most[g] - most);
         floats total = {0};
         for (size_t t = 0; t < BLOCK; t += LANES) {
             floats share = exp_of(load(s + t) - most);
@@ -344,7 +369,7 @@ INLINE void weigh(struct softmax *soft, float (*scores)[BLOCK], float (*sums)[MO
         soft->most[g] = most;
         if (shrink != 1.0f)
             for (size_t w = 0; w < width; w++)
-                sums[g][w] *= shrink;
+                soft->sums[g][w] *= shrink;
     }
 }
 
@@ -370,14 +395,10 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     const size_t count = groups - tile * TILE < TILE ? groups - tile * TILE : TILE;
     const size_t query = row->number * layer->heads + head * groups + tile * TILE;
     const float *queries = work->queries + query * width;
-    float sums[TILE][MOST_WIDTH], scores[TILE][BLOCK], key_scales[BLOCK], value_scales[BLOCK];
-    struct softmax soft;
-    for (size_t g = 0; g < count; g++) {
-        soft.most[g] = -INFINITY;
-        soft.total[g] = 0;
-        memset(sums[g], 0, width * sizeof(float));
-        memset(scores[g], 0, sizeof scores[g]);
-    }
+    float scores[TILE][BLOCK] = {{0}}, key_scales[BLOCK], value_scales[BLOCK];
+    struct softmax soft, whole;
+    begin(&soft, count, width);
+    begin(&whole, count, width);
     for (size_t at = row->first, tokens; at < (size_t)row->stop; at += tokens) {
         const size_t from = at % chunk, left = row->stop - at;
         const char *page = layer->pages + table[at / chunk] * layer->page_bytes;
@@ -387,13 +408,19 @@ INLINE void attend(const struct work *work, size_t task, int format) {
         scales_of(key_scales, layer, 0, page, head, from, tokens, layer->scale, format);
         scales_of(value_scales, layer, 1, page, head, from, tokens, 1.0f, format);
         multiply(queries, count, width, page + layer->start[0] + vector, tokens, scores, format);
-        weigh(&soft, scores, sums, count, width, tokens, key_scales, value_scales, layer);
-        add_values(sums, count, width, page + layer->start[1] + vector, tokens, scores, format);
+        weigh(&soft, scores, count, width, tokens, key_scales, value_scales, layer);
+        add_values(soft.sums, count, width, page + layer->start[1] + vector, tokens, scores, format);
+        if ((at + tokens) / SEGMENT != at / SEGMENT) {
+            merge(&whole, &soft, count, width);
+            begin(&soft, count, width);
+        }
     }
+    if (soft.total[0] != 0) /* not at the very end of a segment */
+        merge(&whole, &soft, count, width);
     for (size_t g = 0; g < count; g++) {
         for (size_t w = 0; w < width; w++)
-            work->out[(query + g) * width + w] = sums[g][w] / soft.total[g];
-        work->lse[query + g] = soft.most[g] + logf(soft.total[g]);
+            work->out[(query + g) * width + w] = whole.sums[g][w] / whole.total[g];
+        work->lse[query + g] = whole.most[g] + logf(whole.total[g]);
     }
 }
 
