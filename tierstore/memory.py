@@ -35,8 +35,9 @@ class Memory:
     Views from :meth:`view` keep the mapping alive. ``close()`` only releases this object's hold.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool, reserve: bool = False) -> None:
-        """``reserve``: more may be mapped than the system has memory for."""
+    def __init__(self, nbytes: int, *, shared: bool, reserve: bool = False, huge_pages: bool = True) -> None:
+        """``reserve``: more may be mapped than the system has memory for. Without ``huge_pages``, only
+        touched system pages take memory."""
         nbytes = round_up(nbytes, ALIGNMENT)
         fd = None
         try:
@@ -54,7 +55,7 @@ class Memory:
                 mapped = mmap.mmap(-1, nbytes, flags=flags | (_MAP_NORESERVE if reserve else 0))
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(f"cannot map {format_size(nbytes)} of memory: {error}") from error
-        self._take(mapped, nbytes, fd)
+        self._take(mapped, nbytes, fd, huge_pages=huge_pages)
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> Memory:
@@ -73,13 +74,13 @@ class Memory:
         memory._take(mapped, nbytes, fd)
         return memory
 
-    def _take(self, mapped: mmap.mmap, nbytes: int, fd: int | None) -> None:
+    def _take(self, mapped: mmap.mmap, nbytes: int, fd: int | None, *, huge_pages: bool = True) -> None:
         self.nbytes = nbytes
         self.fd = fd
         self._map = mapped
         self._view = memoryview(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
+        _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
 
     @property
     def pages(self) -> mmap.mmap:

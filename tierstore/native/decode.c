@@ -31,7 +31,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 1
+#define INTERFACE 2
 
 #define LANES 8
 #define BLOCK 32
@@ -69,8 +69,9 @@ struct work {
     const struct layer *layer;
     const struct row *rows;
     const float *queries;
-    float *out, *lse;
-    size_t tasks, tiles; /* tiles: of each KV head's query heads */
+    float *out, *lse, *states; /* states: see tierstore_attend; NULL without */
+    size_t tasks, tiles;       /* tiles: of each KV head's query heads */
+    int last;
     atomic_size_t next;
 };
 
@@ -326,6 +327,21 @@ INLINE void begin(struct softmax *soft, size_t count, size_t width) {
     }
 }
 
+/* Copies the numbers of a softmax to or from `kept`, with `width` + 2 floats for each query. */
+INLINE void keep(const struct softmax *soft, float *kept, size_t stride, size_t count, size_t width) {
+    for (size_t g = 0; g < count; g++, kept += stride) {
+        kept[0] = soft->most[g], kept[1] = soft->total[g];
+        memcpy(kept + 2, soft->sums[g], width * sizeof(float));
+    }
+}
+
+INLINE void resume(struct softmax *soft, const float *kept, size_t stride, size_t count, size_t width) {
+    for (size_t g = 0; g < count; g++, kept += stride) {
+        soft->most[g] = kept[0], soft->total[g] = kept[1];
+        memcpy(soft->sums[g], kept + 2, width * sizeof(float));
+    }
+}
+
 INLINE float exp_one(float x) {
     const floats xs = {x};
     return exp_of(xs)[0];
@@ -397,8 +413,15 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     const float *queries = work->queries + query * width;
     float scores[TILE][BLOCK] = {{0}}, key_scales[BLOCK], value_scales[BLOCK];
     struct softmax soft, whole;
-    begin(&soft, count, width);
-    begin(&whole, count, width);
+    const size_t half = width + 2, place = task / work->tiles / layer->kv_heads * layer->heads + query % layer->heads;
+    float *state = work->states == NULL ? NULL : work->states + place * 2 * half;
+    if (state == NULL) {
+        begin(&soft, count, width);
+        begin(&whole, count, width);
+    } else {
+        resume(&whole, state, 2 * half, count, width);
+        resume(&soft, state + half, 2 * half, count, width);
+    }
     for (size_t at = row->first, tokens; at < (size_t)row->stop; at += tokens) {
         const size_t from = at % chunk, left = row->stop - at;
         const char *page = layer->pages + table[at / chunk] * layer->page_bytes;
@@ -414,6 +437,11 @@ INLINE void attend(const struct work *work, size_t task, int format) {
             merge(&whole, &soft, count, width);
             begin(&soft, count, width);
         }
+    }
+    if (!work->last) {
+        keep(&whole, state, 2 * half, count, width);
+        keep(&soft, state + half, 2 * half, count, width);
+        return;
     }
     if (soft.total[0] != 0) /* not at the very end of a segment */
         merge(&whole, &soft, count, width);
@@ -492,10 +520,16 @@ void tierstore_multiply(const float *x, size_t count, const void *weight, size_t
 
 /* Attention of the `count` rows in `rows` over one layer. `queries` and `out` are [batch rows, heads, width], `lse`
  * (the logarithm of each softmax denominator) [batch rows, heads]; only the named rows are read and written. Every
- * row sees at least one token, and has a page for each. `threads` includes the caller's. */
+ * row sees at least one token, and has a page for each. `threads` includes the caller's.
+ *
+ * With `states`, several calls together see all tokens of the same rows: each a part of them, in order, which may be
+ * empty. `states` is [count, heads, 2, width + 2], and holds two softmaxes for each query between the calls: that of
+ * whole segments, and that since. At first their maxima are -inf and the rest is 0. The `last` call writes `out` and `lse`.
+ * The result has the same bits as that of one call. */
 void tierstore_attend(const struct layer *layer, const struct row *rows, size_t count, const float *queries,
-                      float *out, float *lse, int threads) {
+                      float *out, float *lse, float *states, int last, int threads) {
     const size_t tiles = (layer->heads / layer->kv_heads + TILE - 1) / TILE;
-    struct work work = {layer, rows, queries, out, lse, count * layer->kv_heads * tiles, tiles, 0};
+    const size_t tasks = count * layer->kv_heads * tiles;
+    struct work work = {layer, rows, queries, out, lse, states, tasks, tiles, last, 0};
     run(attend_some, &work, work.tasks, threads);
 }
