@@ -217,6 +217,10 @@ class Connector(ABC):
         """Release pages: one call for each time that the engine came to own a page."""
 
     @abstractmethod
+    def lose(self, pages: Sequence[int], *, group: int = 0) -> None:
+        """Serve pages no more whose content is lost. The caller still releases those that it owns."""
+
+    @abstractmethod
     def evict(self, count: int, *, group: int = 0) -> int:
         """Evict up to ``count`` cached pages from HBM; colder copies stay. Return how many were evicted."""
 

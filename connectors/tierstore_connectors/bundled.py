@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import tierstore
 from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool, open_pools
@@ -23,6 +24,9 @@ from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 from tierstore_connectors.base import Connector, ConnectorHit
 from tierstore_connectors.common.handover import BOTH, Role
+
+if TYPE_CHECKING:
+    from tierstore.tiers.overflow import Overflow
 
 _CONNECT_S = 2.0  # how long opening waits for a daemon
 
@@ -99,6 +103,9 @@ class NoStore(Connector):
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         self.pools[group].free(pages)
 
+    def lose(self, pages: Sequence[int], *, group: int = 0) -> None:
+        """Do nothing: no page is found again."""
+
     def evict(self, count: int, *, group: int = 0) -> int:
         return 0
 
@@ -117,7 +124,8 @@ class NoStore(Connector):
         return None
 
     def close(self) -> None:
-        """Do nothing: the pool's memory is freed with its last view."""
+        for pool in self.pools:
+            pool.close()
 
 
 class StoreConnector(Connector):
@@ -200,6 +208,9 @@ class StoreConnector(Connector):
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         self.store.release_hbm(pages, group=group)
 
+    def lose(self, pages: Sequence[int], *, group: int = 0) -> None:
+        self.store.lose_hbm(pages, group=group)
+
     def evict(self, count: int, *, group: int = 0) -> int:
         return self.store.evict("hbm", count, group=group)
 
@@ -217,6 +228,8 @@ class StoreConnector(Connector):
 
     def close(self) -> None:
         self.store.close()
+        for pool in self.pools:
+            pool.close()
 
 
 def _of_store(hit: ConnectorHit) -> StoreHit:
@@ -230,6 +243,7 @@ def open_connector(
     *,
     pool_pages: int | Sequence[int],
     most_bytes: int | None = None,
+    overflow: Overflow | None = None,
     store: str | None,
     prefix_cache: bool = True,
     host_bytes: int = DEFAULT_HOST_BYTES,
@@ -244,7 +258,8 @@ def open_connector(
     ``pool_pages`` is the pool's size in pages. A spec with several layer groups takes one number per group;
     the pools share one memory, which holds this many pages of each group at once. ``most_bytes`` is the
     largest size that the pool may be resized to (None: on a CPU its first size; a pool on another device is
-    not resizable).
+    not resizable). With ``overflow``, the first group's pool has these pages in memory and further ones in
+    the overflow file (:mod:`tierstore.tiers.overflow`), on a CPU only.
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
     or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
@@ -270,12 +285,7 @@ def open_connector(
         raise UsageError(
             f"pool_pages needs one number for each of {len(parts)} layer groups, got {len(counts)}"
         )
-    pools: Sequence[PagePool]
-    if len(parts) > 1:
-        pools = open_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
-    else:
-        most = None if most_bytes is None else most_bytes // spec.page_bytes
-        pools = [open_pool(spec, counts[0], device=device, most=most)]
+    pools = _open_pools(spec, counts, most_bytes, overflow, device)
     if not prefix_cache:
         return NoStore(pools, identity)
     if store is not None and "://" in store:
@@ -302,3 +312,25 @@ def open_connector(
         model_name=model_name,
     )
     return StoreConnector(opened)
+
+
+def _open_pools(
+    spec: KVSpec, counts: Sequence[int], most_bytes: int | None, overflow: Overflow | None, device: str
+) -> Sequence[PagePool]:
+    parts = spec.split()
+    if overflow is None:
+        if len(parts) > 1:
+            return open_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
+        most = None if most_bytes is None else most_bytes // spec.page_bytes
+        return [open_pool(spec, counts[0], device=device, most=most)]
+    if device != "cpu":
+        raise UsageError("an overflow file works on a CPU only: leave it out, or use device cpu")
+    if most_bytes is not None:
+        raise UsageError("a pool with an overflow file cannot be resized: leave one of the two out")
+    from tierstore.tiers.overflow import OverflowPool
+
+    pages = counts[0] + overflow.pages(parts[0])
+    first = OverflowPool(parts[0], pages, resident_pages=counts[0], directory=overflow.directory)
+    rest = replace(spec, groups=spec.groups[1:]) if len(parts) > 1 else None
+    others = open_pools(rest, bytes_for(parts[1:], counts[1:])) if rest is not None else ()
+    return (first, *others)

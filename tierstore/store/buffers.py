@@ -84,22 +84,16 @@ def _bytes_of(position: int, buffer: memoryview | bytearray | bytes) -> memoryvi
 
 
 class HbmPages:
-    """The engine's pool as a source: position ``i`` is the pool page ``hbm_pages[i]``. If the processor
-    cannot read the pool, the pool copies the pages, and their copies are hashed."""
+    """The engine's pool as a source: position ``i`` is the pool page ``hbm_pages[i]``."""
 
     def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
         self.hbm_pages = list(hbm_pages)
         self._pool = pool
         self._computed = pool.computed()  # taken now: later computation need not be waited for
 
-    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int]:
-        if self._pool.overlaps:
-            copies = [(self.hbm_pages[position], address) for position, address in pages]
-            self._pool.read_pages(copies, after=self._computed)
-            return copying.hash_all([address for _, address in pages], page_bytes)
-        address_of = self._pool.page_address
-        sources = ((address, address_of(self.hbm_pages[position])) for position, address in pages)
-        return copying.copy_and_hash(sources, page_bytes)
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
+        copies = [(self.hbm_pages[position], address) for position, address in pages]
+        return self._pool.read_and_hash(copies, after=self._computed)
 
     def frames(
         self, positions: Sequence[int], page_bytes: int

@@ -270,16 +270,18 @@ class HbmTier:
     def make_room(self, count: int, group: int) -> None:
         """Make other pools return large pages while one of them has more idle bytes than ``group``, or while
         ``group`` has fewer than ``count`` pages to offer."""
-        if len(self.pools) == 1:
-            return
-        pool = self.pools[group]
-        others = [other for other in range(len(self.pools)) if other != group]
-        while pool.free_pages < count:
+        pool, others = self.pools[group], self._sharing(group)
+        while others and pool.free_pages < count:
             enough = pool.free_pages + self._idle_pages(group) >= count
             if enough and max(map(self._idle_bytes, others)) <= self._idle_bytes(group):
                 break
             if not self._empty_any(others):
                 break
+
+    def _sharing(self, group: int) -> list[int]:
+        """Return the other pools in the same memory."""
+        memory = self.pools[group].large_pages
+        return [at for at, pool in enumerate(self.pools) if at != group and pool.large_pages is memory]
 
     def _idle_pages(self, group: int) -> int:
         """Return how many cached pages of a pool could be evicted, one after the other."""
@@ -309,11 +311,10 @@ class HbmTier:
         and whole large pages of the other pools."""
         own = self.pool(group)
         available = own.free_pages + self._idle_pages(group)
-        for other, pool in enumerate(self.pools):
-            if other != group:
-                idle, books = self._idle_pages(other), pool.books
-                whole = books.taken if idle == pool.used_pages else idle // books.per_large
-                available += whole * own.books.per_large
+        for other in self._sharing(group):
+            idle, pool = self._idle_pages(other), self.pools[other]
+            whole = pool.books.taken if idle == pool.used_pages else idle // pool.books.per_large
+            available += whole * own.books.per_large
         return available
 
     def has_room(self, counts: Sequence[int]) -> bool:
@@ -377,17 +378,36 @@ class HbmTier:
         return [place for place, copy in copies if copy is not None and not copy.leases]
 
     def drop(self, page: Page) -> None:
-        """Evict a cached page that may leave."""
-        hbm_page = self.index.drop_copy(page, Tier.HBM)
-        del self.published[page.pool][hbm_page]
-        self.pools[page.pool].free([hbm_page])
+        """Evict a cached page that may leave, and damaged pages that it kept."""
+        leaving: Page | None = page
+        while leaving is not None:
+            above = leaving.parent
+            hbm_page = self.index.drop_copy(leaving, Tier.HBM)
+            del self.published[leaving.pool][hbm_page]
+            self.pools[leaving.pool].free([hbm_page])
+            leaving = above if above is not None and self._damaged_and_idle(above) else None
 
     def _leave(self, page: Page, tier: Tier) -> None:
         self.drop(page)
         self.counters.evicted_pages[tier.label] += 1
 
+    def lose(self, hbm_pages: Iterable[int], group: int) -> None:
+        """Stop to serve pages whose content is lost. Each is dropped when nothing holds it any more. Takes
+        the lock."""
+        with self.lock:
+            for hbm_page in hbm_pages:
+                page = self.published[group].get(hbm_page)
+                if page is not None:
+                    self.index.set_damaged(page, Tier.HBM)
+                    self._drop_damaged(page, Tier.HBM)
+
     def _drop_damaged(self, page: Page, tier: Tier) -> None:
-        raise AssertionError("pages in HBM are not checked, and never found damaged")
+        if self._damaged_and_idle(page):
+            self.drop(page)
+
+    def _damaged_and_idle(self, page: Page) -> bool:
+        copy = page.copies[Tier.HBM]
+        return copy is not None and copy.damaged and not copy.leases and not copy.children
 
     def release(self, hbm_pages: Iterable[int], group: int) -> None:
         """Release pages of an engine: published ones stay cached, private ones become free."""
@@ -466,7 +486,9 @@ class HbmTier:
         if not self.pools:
             return {}
         first = self.pools[0]
-        total = first.capacity * first.spec.page_bytes if len(self.pools) == 1 else first.large_pages.nbytes
+        memories = {id(pool.large_pages): pool.large_pages.nbytes for pool in self.pools}
+        one = len(self.pools) == 1
+        total = first.capacity * first.spec.page_bytes if one else sum(memories.values())
         used = sum(pool.used_pages * pool.spec.page_bytes for pool in self.pools)
         pages, leased = self.index.copies[Tier.HBM], self.index.leases[Tier.HBM]
         return {Tier.HBM.label: TierStats(total, used, pages, leased)}

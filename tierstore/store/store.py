@@ -435,6 +435,11 @@ class Store:
         with self._hbm.lock:
             self._hbm.release(hbm_pages, group)
 
+    def lose_hbm(self, hbm_pages: Iterable[int], *, group: int = 0) -> None:
+        """Stop to serve pages whose content is lost. They stay allocated until nothing holds them."""
+        hbm_pages = checked_hbm_pages(self._pool(group), list(hbm_pages))
+        self._hbm.lose(hbm_pages, group)
+
     def available_hbm(self, *, group: int = 0) -> int:
         """Return how many pages ``allocate_hbm`` could return: free pages, evictable cached pages, and whole
         large pages of the other groups."""
@@ -572,7 +577,8 @@ def checked_pools(spec: KVSpec, pools: PagePool | Sequence[PagePool] | None) -> 
     for pool, part in zip(pools, spec.split(), strict=True):
         if replace(pool.spec, hashed=part.hashed) != part:
             raise UsageError("the page pool was made for another KV spec than the store's")
-    if any(pool.large_pages is not pools[0].large_pages for pool in pools):
+    shared = [pool for pool in pools if not pool.own_memory]
+    if any(pool.large_pages is not shared[0].large_pages for pool in shared):
         raise UsageError(
             "the pools of a model's layer groups must share one memory: make them with open_pools"
         )

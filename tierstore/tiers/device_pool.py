@@ -31,6 +31,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tierstore import copying
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
 from tierstore.tiers.device import (
@@ -198,6 +199,12 @@ class DevicePool(PagePool):
             device.wait(stream, filling.last)  # rule 4
         self._copy(stream, [address for _, address in pairs], self._addresses(pages), SourceOrder.STREAM)
         device.synchronize(device.record(stream))  # rule 2
+
+    def read_and_hash(
+        self, copies: Sequence[tuple[int, int]], *, after: Event | None = None
+    ) -> Sequence[int | None]:
+        self.read_pages(copies, after=after)
+        return copying.hash_all([address for _, address in copies], self.spec.page_bytes)
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         self.start_writing(list(copies)).wait()

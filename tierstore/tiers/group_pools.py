@@ -93,20 +93,27 @@ def room_for(
     >>> room_for(pools, [1, 0], [0, 0], lambda group: 0), room_for(pools, [1, 1], [0, 0], lambda group: 0)
     (True, False)
     """
-    missing, spare = 0, []
+    missing: dict[int, int] = {}  # large pages, by the pools' memory
+    free = {id(pool.large_pages): pool.large_pages.free for pool in pools}
+    spare = []
     for pool, count, leaving in zip(pools, counts, idle, strict=True):
-        books = pool.books
+        books, memory = pool.books, id(pool.large_pages)
         own = books.free_pages - books.large_pages.free * books.per_large + leaving
-        missing += -(-max(count - own, 0) // books.per_large)
+        missing[memory] = missing.get(memory, 0) - (-max(count - own, 0) // books.per_large)
         spare.append(max(own - count, 0) // books.per_large)
-    free = pools[0].large_pages.free
-    if missing <= free:
-        return True
-    return missing <= free + sum(min(most, idle_large(group)) for group, most in enumerate(spare) if most)
+    for group, most in enumerate(spare):
+        memory = id(pools[group].large_pages)
+        if most and missing[memory] > free[memory]:
+            free[memory] += min(most, idle_large(group))
+    return all(missing[memory] <= free[memory] for memory in missing)
 
 
 def fits(pools: Sequence[PagePool], counts: Sequence[int], *, large_pages: int | None = None) -> bool:
-    """Return whether ``counts`` pages of each of a model's pools fit at a time, if nothing else is held, in a
-    memory of the target size (or of ``large_pages`` large pages)."""
-    large = sum(-(-count // pool.books.per_large) for pool, count in zip(pools, counts, strict=True))
-    return large <= (pools[0].large_pages.target if large_pages is None else large_pages)
+    """Return whether ``counts`` pages of each of a model's pools fit at a time, if nothing else is held, in
+    memories of the target sizes (or in one of ``large_pages`` large pages)."""
+    large: dict[int, int] = {}
+    for pool, count in zip(pools, counts, strict=True):
+        memory = id(pool.large_pages)
+        large[memory] = large.get(memory, 0) - (-count // pool.books.per_large)
+    targets = {id(pool.large_pages): pool.large_pages.target for pool in pools}
+    return all(count <= (large_pages or targets[memory]) for memory, count in large.items())

@@ -93,20 +93,25 @@ def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> C
 
 class HostRegion:
     """Memory of this process for the pools of a model: ``present`` large pages of ``large_bytes`` bytes,
-    which may grow to ``most``, in one mapping."""
+    which may grow to ``most``, in one mapping. If it is not ``touched``, a page takes memory when it is
+    written."""
 
     device = "cpu"
 
-    def __init__(self, large_bytes: int, present: int, *, most: int | None = None) -> None:
+    def __init__(
+        self, large_bytes: int, present: int, *, most: int | None = None, touched: bool = True
+    ) -> None:
         count = max(present, most or 0)
-        self._memory = Memory(count * large_bytes, shared=False, reserve=count > present)
-        self._memory.populate(nbytes=present * large_bytes)
-        self.address = self._memory.address
-        self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(self._memory))
+        reserve = count > present or not touched
+        self.memory = Memory(count * large_bytes, shared=False, reserve=reserve, huge_pages=touched)
+        if touched:
+            self.memory.populate(nbytes=present * large_bytes)
+        self.address = self.memory.address
+        self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(self.memory))
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
         """Return the memory as uint8 ``[count, nbytes]``, with rows ``stride`` bytes apart."""
-        rows = np.frombuffer(self._memory.view(0, count * stride), np.uint8)
+        rows = np.frombuffer(self.memory.view(0, count * stride), np.uint8)
         return rows.reshape(count, stride)[:, :nbytes]
 
 
@@ -136,6 +141,8 @@ class PagePool:
     """
 
     overlaps = False
+    own_memory = False
+    """Whether it never shares its memory with the pools of other layer groups."""
     array: Any
     """A numpy array on a CPU. On other devices, an object that the device's libraries accept."""
 
@@ -226,6 +233,9 @@ class PagePool:
         """Free pages. Work that was started on them may still be running."""
         self.books.free(pages)
 
+    def close(self) -> None:
+        """Release what the pool has besides memory. It must not be used any more."""
+
     # -- copies that are done when the call returns --------------------------------------------------
 
     def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
@@ -234,6 +244,14 @@ class PagePool:
         copying.copy_all(
             ((address, self.page_address(page)) for page, address in copies), self.spec.page_bytes
         )
+
+    def read_and_hash(
+        self, copies: Sequence[tuple[int, int]], *, after: Event | None = None
+    ) -> Sequence[int | None]:
+        """Copy as :meth:`read_pages` does. Return the XXH3-64 of each page as it was copied; None for a page
+        that could not be read."""
+        addresses = ((address, self.page_address(page)) for page, address in copies)
+        return copying.copy_and_hash(addresses, self.spec.page_bytes)
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy from host memory into pages: (page, address) pairs."""

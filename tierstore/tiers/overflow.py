@@ -1,0 +1,626 @@
+"""A pool on the CPU with more pages than memory: the other pages lie in an overflow file.
+
+Every page has an address, as in any pool. Only ``resident_pages`` of them have memory at a time. A page that
+is complete and has to make room is written to the file, and its memory goes back to the system::
+
+    pages          0      1      2      3      4      5        page i: bytes i × stride of the pool's
+    addresses content     memory  file  memory  none   file  memory      none: allocated or free, not written
+    yet
+
+    the file    [ layer 0: page 0, 1, 2, … ][ layer 1: page 0, 1, 2, … ] …      opened with O_DIRECT, no name
+
+The engine computes layer by layer, and needs a layer of every page of a sequence at a time. So the file has
+the layers one after the other: neighbouring pages of a layer are read with one request. :class:`PageStream`
+reads the pages of a step in that order, ahead of the computation, into a few staging buffers.
+
+The file belongs to this process: it has no name, and is gone after kill -9. Its size is allocated when it is
+opened, so a full volume is an error at the start and not in the middle of a sequence. Each layer of each page
+has a checksum in memory. A page that the disk does not return as it was written is *lost*
+(:class:`LostPagesError`).
+
+Memory is given and taken only in :meth:`OverflowPool.prepare`, between two steps of the engine. The other
+methods may run on other threads during a step, so they never take memory from a page: without room they write
+to the file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import copying
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.memory import ALIGNMENT, Memory
+from tierstore.spec import KVSpec, LayerKind
+from tierstore.tiers.device import Event
+from tierstore.tiers.disk.io import FileIO, QueuedIO, QueuedRead
+from tierstore.tiers.hbm import COMPLETED, HostRegion, PagePool, PendingCopy, check_pages
+from tierstore.tiers.large_pages import PoolSize, WholePages
+from tierstore.units import MIB, format_size, round_up
+
+Numbers = npt.NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
+
+_NONE, _MEMORY, _FILE, _LOST = range(4)  # where a page's content is
+_STAGING_BYTES = 24 * MIB  # of one staging buffer
+_STAGING = 3  # buffers: two are being read while one is used
+_BOUNCE_BYTES = 32 * MIB
+_LEAST_STAGED = 64  # pages in a staging buffer
+_READ_BYTES = 1 * MIB  # of one request
+_WRITERS = 4
+_IDLE_STEPS = 8  # a page that was not used for this long makes room for pages in use
+ANSWER_S = 30.0
+"""Longest wait for a read. A disk that takes longer counts as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Where the pages that do not fit the memory of a pool lie: a file of at most ``nbytes`` in
+    ``directory``."""
+
+    directory: Path
+    nbytes: int
+
+    def pages(self, spec: KVSpec) -> int:
+        """Return how many pages of ``spec`` the file holds. Raises :class:`UsageError` for none."""
+        [group] = spec.groups
+        if group.kind not in (LayerKind.FULL_ATTENTION, LayerKind.MLA_LATENT):
+            raise UsageError(
+                f"an overflow file needs layers that read every token, and this model has only "
+                f"{group.kind.value}, which needs little memory"
+            )
+        pages = self.nbytes // (len(group.layers) * round_up(spec.layer(group.layers[0]).nbytes, ALIGNMENT))
+        if pages < 1:
+            raise UsageError(f"an overflow file of {format_size(self.nbytes)} has no room for a page")
+        return pages
+
+
+class LostPagesError(TierStoreError):
+    """The overflow file did not return these pages as they were written."""
+
+    def __init__(self, pages: Iterable[int], why: str) -> None:
+        self.pages = frozenset(pages)
+        super().__init__(f"{len(self.pages)} pages are lost: {why}")
+
+
+class OverflowFailedError(TierStoreError):
+    """The overflow file takes no more pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverflowStats:
+    """A snapshot of an overflow file. Counters start with the pool."""
+
+    file_bytes: int
+    pages: int  # whose content is only in the file
+    read_bytes: int
+    written_bytes: int
+    lost_pages: int
+    failed: bool  # whether the file takes no more pages
+
+
+class OverflowFile:
+    """The file of ``pages`` pages: for each layer of ``spec``, in order, the part of every page. Thread-safe
+    for separate pages."""
+
+    def __init__(self, spec: KVSpec, pages: int, directory: Path, io: FileIO) -> None:
+        """Create the file in ``directory``. Raises :class:`UsageError` if that is impossible or the volume is
+        too small."""
+        [group] = spec.groups
+        starts = [spec.layer(layer) for layer in group.layers]
+        self.starts = [each.start for each in starts]
+        self.slice_bytes = starts[0].nbytes
+        self.stride = round_up(self.slice_bytes, ALIGNMENT)
+        self.nbytes = len(starts) * pages * self.stride
+        self._pages = pages
+        self._io = io
+        self._sums = np.zeros((len(starts), pages), np.uint64)
+        self._fd = self._create(directory)
+        self.read_bytes = self.written_bytes = 0
+        self._counting = threading.Lock()
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="tierstore-overflow-write")
+
+    def _create(self, directory: Path) -> int:
+        path = directory / f".tierstore-overflow-{os.getpid()}-{id(self):x}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                fd = self._io.open(path, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a file system without O_DIRECT
+                    raise
+                with contextlib.suppress(FileNotFoundError):
+                    self._io.unlink(path)
+                fd = self._io.open(path, flags)
+            self._io.unlink(path)
+        except OSError as error:
+            raise UsageError(f"cannot create an overflow file in {directory}: {error.strerror}") from error
+        try:
+            self._io.allocate(fd, 0, self.nbytes)
+        except OSError as error:
+            self._io.close(fd)
+            raise UsageError(
+                f"no room for an overflow file of {format_size(self.nbytes)} in {directory} "
+                f"({error.strerror}). Give another directory or a smaller size"
+            ) from error
+        return fd
+
+    def write(self, pages: Numbers, memory: Memory, sources: Numbers) -> None:
+        """Write ``pages`` (ascending) from the addresses of whole pages ``sources``. ``memory`` has room for
+        them. Raises :class:`OSError`; then some of these pages have no valid copy in the file."""
+        count = len(pages)
+        writes = []
+        for layer, start in enumerate(self.starts):
+            first = layer * count * self.stride
+            rows = memory.address + first + np.arange(count) * self.stride
+            pairs = zip(rows.tolist(), (sources + start).tolist(), strict=True)
+            self._sums[layer, pages] = copying.copy_and_hash(pairs, self.slice_bytes)
+            for at, run in runs(pages):
+                view = memory.view(first + at * self.stride, run * self.stride)
+                writes.append((view, self._offset(layer, int(pages[at]))))
+        list(self._writers.map(self._write_one, writes))
+        self._count(written=len(writes) and count * len(self.starts) * self.stride)
+
+    def _write_one(self, write: tuple[memoryview, int]) -> None:
+        view, offset = write
+        while view:
+            done = self._io.pwritev(self._fd, [view], offset)
+            if done <= 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            view, offset = view[done:], offset + done
+
+    def read(self, layer: int, pages: Numbers, memory: Memory, at: int = 0) -> Numbers:
+        """Read one layer of ``pages`` into ``memory`` from byte ``at`` on, :attr:`stride` bytes for each.
+        Return the positions of those that differ from what was written, or could not be read."""
+        reads: list[QueuedRead] = []
+        spans: list[tuple[int, int]] = []
+        most = max(_READ_BYTES // self.stride, 1)
+        for first, run in runs(pages):
+            for begin in range(first, first + run, most):
+                count = min(most, first + run - begin)
+                view = memory.view(at + begin * self.stride, count * self.stride)
+                reads.append(QueuedRead(self._fd, view, self._offset(layer, int(pages[begin]))))
+                spans.append((begin, count))
+        good = np.zeros(len(pages), bool)
+
+        def landed(number: int, result: int) -> None:
+            begin, count = spans[number]
+            good[begin : begin + count] = result == count * self.stride
+
+        try:
+            self._io.read_many(reads, landed)
+        except OSError:  # the kernel has no queue for this file
+            for number, read in enumerate(reads):
+                if not good[spans[number][0]]:
+                    landed(number, self._read_one(read))
+        self._count(read=len(pages) * self.stride)
+        addresses = memory.address + at + np.arange(len(pages)) * self.stride
+        sums = np.array(copying.hash_all(addresses.tolist(), self.slice_bytes), np.uint64)
+        good &= sums == self._sums[layer, pages]
+        return np.flatnonzero(~good)
+
+    def _read_one(self, read: QueuedRead) -> int:
+        """Return the number of bytes read; 0 if that failed."""
+        try:
+            return self._io.preadv(read.fd, [read.view], read.offset)
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        """Close the file, which frees its blocks."""
+        self._writers.shutdown()
+        self._io.close(self._fd)
+
+    def _offset(self, layer: int, page: int) -> int:
+        return (layer * self._pages + page) * self.stride
+
+    def _count(self, *, read: int = 0, written: int = 0) -> None:
+        with self._counting:
+            self.read_bytes += read
+            self.written_bytes += written
+
+
+class OverflowPool(PagePool):
+    """A pool of ``num_pages`` pages in this process's addresses. At most ``resident_pages`` of them have
+    memory. ``spec`` has one layer group.
+
+    The file is closed with :meth:`close`, or with the last reference to the pool.
+
+    >>> import tempfile
+    >>> spec = KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float32")
+    >>> pool = OverflowPool(spec, 4, resident_pages=2, directory=Path(tempfile.mkdtemp()))
+    >>> pages = pool.allocate(3)
+    >>> for page in pages:
+    ...     pool.prepare([page], pages)
+    ...     pool.array[page] = page + 1
+    >>> [pool.is_resident(page) for page in pages]
+    [False, True, True]
+    >>> pool.prepare([0], pages)
+    >>> int(pool.array[0, 0]), pool.is_resident(1)
+    (1, False)
+    """
+
+    own_memory = True
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_pages: int,
+        *,
+        resident_pages: int,
+        directory: Path,
+        io: FileIO | None = None,
+        answer_s: float = ANSWER_S,
+        staging_bytes: int = _STAGING_BYTES,
+    ) -> None:
+        """Raises :class:`UsageError` for a pool without pages, and if the file cannot be made."""
+        check_pages(spec, min(num_pages, resident_pages))
+        self.resident_pages = min(resident_pages, num_pages)
+        self.answer_s = answer_s
+        self.file = OverflowFile(spec, num_pages, directory, io or QueuedIO())
+        region = HostRegion(round_up(spec.page_bytes, ALIGNMENT), num_pages, touched=False)
+        self._memory = region.memory
+        self._place(spec, region, WholePages(region.large_pages))
+        # Guarded by the lock.
+        self._lock = threading.RLock()
+        self._content = np.full(num_pages, _NONE, np.uint8)
+        self._backed = np.zeros(num_pages, bool)  # whether a page has memory
+        self._kept = np.zeros(num_pages, bool)  # whether the file has a copy of a page in memory
+        self._used_at = np.zeros(num_pages, np.int64)  # the last step that used a page
+        self._step = 0
+        self._lost = 0
+        self.failed: str | None = None  # why the file takes no more pages
+        whole = len(self.file.starts) * self.file.stride
+        self._bounce_pages = max(_BOUNCE_BYTES // whole, 1)
+        self._bounce = Memory(self._bounce_pages * whole, shared=False)
+        self.staged_pages = max(staging_bytes // self.file.stride, _LEAST_STAGED)
+        self._staging = deque(
+            Memory(self.staged_pages * self.file.stride, shared=False) for _ in range(_STAGING)
+        )
+        self._closing = weakref.finalize(self, self.file.close)
+        self._readers = ThreadPoolExecutor(_STAGING - 1, thread_name_prefix="tierstore-overflow-read")
+
+    @property
+    def target(self) -> int:
+        return self.resident_pages if self.failed else super().target
+
+    @property
+    def stats(self) -> OverflowStats:
+        with self._lock:
+            pages = int((self._content == _FILE).sum())
+            return OverflowStats(
+                self.file.nbytes,
+                pages,
+                self.file.read_bytes,
+                self.file.written_bytes,
+                self._lost,
+                self.failed is not None,
+            )
+
+    def resize(self, nbytes: int) -> PoolSize:
+        raise UsageError("a pool with an overflow file cannot be resized")
+
+    def is_resident(self, page: int) -> bool:
+        return bool(self._content[page] == _MEMORY)
+
+    def in_file(self, pages: Numbers) -> npt.NDArray[np.bool_]:
+        """Return which of these pages have their content only in the file."""
+        there: npt.NDArray[np.bool_] = self._content[pages] == _FILE
+        return there
+
+    def free(self, pages: Sequence[int]) -> None:
+        with self._lock:
+            self._content[pages] = _NONE  # the memory stays for the next pages, as long as it is not needed
+            self._kept[pages] = False
+            super().free(pages)
+
+    # -- between two steps -----------------------------------------------------------------------------
+
+    def prepare(self, written: Sequence[int] | Numbers, used: Sequence[int] | Numbers) -> None:
+        """Give memory to the pages that the next step writes, and to those of its other pages (``used``) for
+        which there is room.
+
+        Raises :class:`LostPagesError` if pages are lost that the step needs, and :class:`OverflowFailedError`
+        if the pages that have to make room cannot be written.
+        """
+        wanted = np.unique(np.asarray(written, np.int64))
+        needed = np.union1d(wanted, np.asarray(used, np.int64))
+        with self._lock:
+            self._step += 1
+            self._used_at[needed] = self._step
+            lost = needed[self._content[needed] == _LOST]
+            if len(lost):
+                raise LostPagesError(lost.tolist(), "the overflow file has failed")
+            missing = wanted[~self._backed[wanted]]
+            if len(wanted) > self.resident_pages:
+                raise OverflowFailedError(
+                    f"a step writes {len(wanted)} pages, but only {self.resident_pages} may be in memory"
+                )
+            self._make_room(len(missing), keep=wanted)
+            self._back(missing)
+            self._bring(wanted[self._content[wanted] == _FILE])
+            self._content[wanted] = _MEMORY
+            self._kept[wanted] = False  # they are about to change
+            outside = needed[self._content[needed] == _FILE]
+            if len(outside):
+                self._promote(outside)
+
+    def _promote(self, pages: Numbers) -> None:
+        """Bring pages in use into memory, as far as there is room beside other pages in use."""
+        room = self.resident_pages - int(self._backed.sum())
+        spare = self._backed & ((self._content == _NONE) | (self._used_at < self._step - _IDLE_STEPS))
+        chosen = pages[: room + int(spare.sum())]
+        with contextlib.suppress(OverflowFailedError):  # they stay in the file
+            self._make_room(len(chosen), keep=np.flatnonzero(self._backed & ~spare))
+            self._back(chosen)
+            self._bring(chosen)
+
+    def _make_room(self, count: int, *, keep: Numbers) -> None:
+        """Take memory from pages other than ``keep`` until ``count`` pages can have some: first from pages
+        without content, and then from those that were not used for longest."""
+        excess = count - (self.resident_pages - int(self._backed.sum()))
+        if excess <= 0:
+            return
+        may_leave = self._backed.copy()
+        may_leave[keep] = False
+        candidates = np.flatnonzero(may_leave)
+        order = np.where(self._content[candidates] == _MEMORY, self._used_at[candidates], -1)
+        leaving = np.sort(candidates[np.argsort(order, kind="stable")[:excess]])
+        if len(leaving) < excess:
+            raise OverflowFailedError("the pages of one step do not fit the memory")
+        full = leaving[self._content[leaving] == _MEMORY]
+        try:
+            self._write_out(full[~self._kept[full]])
+            self._content[full] = _FILE
+        except OverflowFailedError:
+            if (self._used_at[full] == self._step).any():
+                raise
+            self.lose(full.tolist())  # pages of other steps are computed again
+        self._discard(leaving)
+
+    def _write_out(self, pages: Numbers, sources: Numbers | None = None) -> None:
+        """Write pages to the file, from ``sources`` or their own memory."""
+        if self.failed and len(pages):
+            raise OverflowFailedError(self.failed)
+        if sources is None:
+            sources = self._start + pages * self.stride
+        for first in range(0, len(pages), self._bounce_pages):
+            some = slice(first, first + self._bounce_pages)
+            try:
+                self.file.write(pages[some], self._bounce, sources[some])
+            except OSError as error:
+                self._fail(f"the overflow file takes no more pages: {error.strerror}")
+                raise OverflowFailedError(str(self.failed)) from error
+
+    def _fail(self, why: str) -> None:
+        if self.failed is None:
+            self.failed = why
+            _log.warning("%s: sequences that need more than %d pages end", why, self.resident_pages)
+
+    def _bring(self, pages: Numbers) -> None:
+        """Read pages from the file into their memory. Raises :class:`LostPagesError`."""
+        if not len(pages):
+            return
+        lost = self._read_into(pages, self._start + pages * self.stride)
+        bad = set(lost)
+        good = np.array([page for page in pages.tolist() if page not in bad], np.int64)
+        self._content[good] = _MEMORY
+        self._kept[good] = True
+        if lost:
+            self.lose(lost)
+            raise LostPagesError(lost, "the overflow file did not return what was written")
+
+    def _read_into(self, pages: Numbers, targets: Numbers) -> list[int]:
+        """Read whole pages from the file to addresses. Return the lost ones."""
+        lost: set[int] = set()
+        for first in range(0, len(pages), self._bounce_pages):
+            some, addresses = (
+                pages[first : first + self._bounce_pages],
+                targets[first : first + self._bounce_pages],
+            )
+            for layer, start in enumerate(self.file.starts):
+                bad = self.file.read(layer, some, self._bounce)
+                lost.update(some[bad].tolist())
+                rows = self._bounce.address + np.arange(len(some)) * self.file.stride
+                copies = zip((addresses + start).tolist(), rows.tolist(), strict=True)
+                copying.copy_all(copies, self.file.slice_bytes)
+        return sorted(lost)
+
+    def lose(self, pages: Iterable[int]) -> None:
+        """Note that the content of these pages is lost. They are lost until they are freed."""
+        with self._lock:
+            lost = np.fromiter(pages, np.int64)
+            self._lost += int((self._content[lost] != _LOST).sum())
+            self._content[lost] = _LOST
+
+    def answers_not(self) -> None:
+        """Note that the disk did not answer a read in time: nothing is read from it or written to it any
+        more."""
+        with self._lock:
+            self._fail(f"the overflow file's disk did not answer within {self.answer_s:g} s")
+            self.lose(np.flatnonzero(self._content == _FILE).tolist())
+
+    def _back(self, pages: Numbers) -> None:
+        self._backed[pages] = True  # the kernel gives the memory with the first write
+
+    def _discard(self, pages: Numbers) -> None:
+        self._backed[pages] = False
+        for first, run in runs(pages):
+            start = int(pages[first]) * self.stride
+            self._memory.discard(start, start + run * self.stride)
+
+    # -- on any thread ---------------------------------------------------------------------------------
+
+    def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
+        """Copy pages to host memory. Raises :class:`LostPagesError`."""
+        lost = self._read(list(copies))
+        if lost:
+            raise LostPagesError(lost, "the overflow file did not return what was written")
+
+    def read_and_hash(
+        self, copies: Sequence[tuple[int, int]], *, after: Event | None = None
+    ) -> Sequence[int | None]:
+        lost = self._read(copies)
+        sums = copying.hash_all([address for _, address in copies], self.spec.page_bytes)
+        return [None if page in lost else each for (page, _), each in zip(copies, sums, strict=True)]
+
+    def _read(self, copies: Sequence[tuple[int, int]]) -> set[int]:
+        """Copy pages to addresses. Return the lost ones."""
+        with self._lock:
+            content = self._content[[page for page, _ in copies]].tolist()
+            here = [copy for copy, where in zip(copies, content, strict=True) if where == _MEMORY]
+            there = sorted(copy for copy, where in zip(copies, content, strict=True) if where == _FILE)
+            lost = {page for (page, _), where in zip(copies, content, strict=True) if where in (_LOST, _NONE)}
+            super().read_pages(here)
+            if there:
+                pages, targets = np.array(there, np.int64).T
+                lost.update(self._read_into(pages, targets))
+        return lost
+
+    def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy from host memory into pages, in memory as far as there is room. A page that cannot be written
+        to the file is lost."""
+        with self._lock:
+            pairs = list(copies)
+            room = self.resident_pages - int(self._backed.sum())
+            here, there = [], []
+            for page, address in pairs:
+                if self._backed[page] or room > 0:
+                    room -= not self._backed[page]
+                    self._backed[page] = True
+                    here.append((page, address))
+                else:
+                    there.append((page, address))
+            super().write_pages(here)
+            held = np.array([page for page, _ in here], np.int64)
+            self._content[held] = _MEMORY
+            self._kept[held] = False
+            if there:
+                pages, sources = np.array(sorted(there), np.int64).T
+                try:
+                    self._write_out(pages, sources)
+                    self._content[pages] = _FILE
+                except OverflowFailedError:
+                    self.lose(pages.tolist())
+
+    def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy within the pool. The copy of a lost page is lost."""
+        with self._lock:
+            for to, of in copies:
+                if self._content[of] == _MEMORY:
+                    self.write_pages([(to, self.page_address(of))])
+                    continue
+                memory = Memory(self.spec.page_bytes, shared=False, huge_pages=False)
+                if self._read([(of, memory.address)]):
+                    self.lose([to])
+                else:
+                    self.write_pages([(to, memory.address)])
+
+    def start_writing(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
+        self.write_pages(copies)
+        return COMPLETED
+
+    def close(self) -> None:
+        """Wait for reads, and free the file's blocks. The pool must not be used any more."""
+        self._readers.shutdown()
+        self._closing()
+
+    def staging_array(self, address: int) -> npt.NDArray[np.uint8]:
+        """Return the staging buffer at ``address``."""
+        [memory] = [each for each in self._staging if each.address == address]
+        return np.frombuffer(memory.view(0, self.staged_pages * self.file.stride), np.uint8)
+
+    # -- reading ahead ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def streaming(self, batches: Sequence[Numbers]) -> Iterator[PageStream]:
+        """Return a stream of these batches of pages, of at most :attr:`staged_pages` each."""
+        stream = PageStream(self, batches, self._staging, self._readers)
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+class PageStream:
+    """The layers of batches of pages, in order: layer 0 of all batches, then layer 1, and so on. They are
+    read ahead into the staging buffers. Used by one thread."""
+
+    def __init__(
+        self,
+        pool: OverflowPool,
+        batches: Sequence[Numbers],
+        staging: Iterable[Memory],
+        readers: ThreadPoolExecutor,
+    ) -> None:
+        self._pool = pool
+        self._readers = readers
+        self._wanted: Iterator[tuple[int, Numbers]] = (
+            (layer, pages) for layer in range(len(pool.file.starts)) for pages in batches
+        )
+        self._coming: deque[tuple[Numbers, Memory, Future[Numbers]]] = deque()
+        self._held: Memory | None = None  # the buffer that the caller reads
+        for memory in staging:
+            self._read_next(memory)
+
+    def take(self) -> int:
+        """Return the address of the next batch's layer: the parts of its pages are one after the other,
+        ``file.stride`` bytes apart. They stay there until the next call. Raises :class:`LostPagesError`."""
+        if self._held is not None:
+            self._read_next(self._held)
+        pages, memory, reading = self._coming.popleft()
+        self._held = memory
+        try:
+            bad = reading.result(self._pool.answer_s)
+        except FutureTimeoutError:
+            self._pool.answers_not()
+            raise LostPagesError(pages.tolist(), str(self._pool.failed)) from None
+        if len(bad):
+            lost = pages[bad].tolist()
+            self._pool.lose(lost)
+            raise LostPagesError(lost, "the overflow file did not return what was written")
+        return memory.address
+
+    def close(self) -> None:
+        """Wait until nothing is read any more, unless the disk has stopped answering."""
+        self._wanted = iter(())
+        for _, _, reading in self._coming:
+            if not reading.cancel() and self._pool.failed is None:
+                with contextlib.suppress(FutureTimeoutError):
+                    reading.exception(self._pool.answer_s)
+
+    def _read_next(self, memory: Memory) -> None:
+        wanted = next(self._wanted, None)
+        if wanted is not None:
+            layer, pages = wanted
+            self._coming.append((pages, memory, self._readers.submit(self._read, layer, pages, memory)))
+
+    def _read(self, layer: int, pages: Numbers, memory: Memory) -> Numbers:
+        bad = self._pool.file.read(layer, pages, memory)
+        return self._pool.file.read(layer, pages, memory) if len(bad) else bad  # a second try
+
+
+def runs(pages: Numbers) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers in ``pages``: (position of the first, count).
+
+    >>> runs(np.array([3, 4, 5, 9, 8]))
+    [(0, 3), (3, 1), (4, 1)]
+    """
+    if not len(pages):
+        return []
+    firsts = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
+    return list(zip(firsts.tolist(), np.diff(firsts, append=len(pages)).tolist(), strict=True))
