@@ -26,6 +26,7 @@ from tierstore.tiers.device import Device
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.group_pools import bytes_for
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.overflow import Overflow
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
@@ -208,6 +209,7 @@ def build_engine(
     *,
     pool_pages: int | None,
     most_pool_bytes: int | None = None,
+    overflow: Overflow | None = None,
     store: str | None = None,
     prefix_cache: bool = True,
     host_bytes: int = DEFAULT_HOST_BYTES,
@@ -224,6 +226,7 @@ def build_engine(
     - ``pool_pages``: the pool's size. None, on a GPU only, takes the free memory.
     - ``most_pool_bytes``: the largest size for :meth:`Engine.resize_pool`. None means the first size on a
       CPU; on a GPU the pool then cannot be resized.
+    - ``overflow``: where pages lie that do not fit the pool, on a CPU. The others are in memory.
     - ``store``: the store's directory or address. None keeps pages only in the pool.
     - ``prefix_cache``: whether pages are reused at all.
     - ``model_name``: the model's public name.
@@ -240,11 +243,14 @@ def build_engine(
         torch.cuda.empty_cache()
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
+    if overflow is not None:
+        check_resident(spec, pages, settings)
     connector = open_connector(
         spec,
         model.identity(spec),
         pool_pages=group_pages(spec, pages, settings),
         most_bytes=most_pool_bytes,
+        overflow=overflow,
         store=store,
         prefix_cache=prefix_cache,
         host_bytes=host_bytes,
@@ -360,6 +366,17 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None
         raise UsageError(
             f"a page pool of {format_size(wanted)} ({pool_pages} pages of {format_size(spec.page_bytes)}) "
             f"does not fit this machine's memory of {format_size(memory)}"
+        )
+
+
+def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
+    """Raise :class:`UsageError` if the pages that one step may write do not fit ``pages`` pages of memory."""
+    sequences = settings.max_sequences
+    most = pages_for_tokens(spec, settings.batch_tokens - sequences) + 2 * sequences
+    if most > pages:
+        raise UsageError(
+            f"a step may write {most} pages, and {pages} fit the pool's memory: give it more "
+            f"({format_size(most * spec.split()[0].page_bytes)}), or lower max_sequences or prefill_chunk"
         )
 
 

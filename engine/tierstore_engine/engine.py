@@ -21,6 +21,7 @@ from tierstore.groups import Past
 from tierstore.planner import Prefill, PrefillEstimate
 from tierstore.retention import checkpoint_tokens
 from tierstore.tiers.large_pages import PoolSize
+from tierstore.tiers.overflow import LostPagesError, OverflowFailedError, OverflowPool
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import Work, build_step, finishing
@@ -51,6 +52,7 @@ PromptInput: TypeAlias = str | Ints[int]
 """Text, or token ids that are used as they are (nothing is prepended)."""
 
 _STALLED_S = 60.0
+_MOST_LOSSES = 3  # a request whose pages the overflow file loses more often ends with an error
 
 
 class EngineStalledError(TierStoreError):
@@ -390,6 +392,7 @@ class Engine:
     def stats(self) -> EngineStats:
         waiting_for = self._scheduler.wait_reasons()
         waiting_for[WaitReason.FORK] = self._roster.following
+        pool = self.connector.pool
         return EngineStats(
             steps=self._steps,
             computed_tokens=self._computed_tokens,
@@ -401,9 +404,10 @@ class Engine:
             admitted=len(self._scheduler.admitted),
             shared_pages=self._keeper.shared_pages,
             available_pages=self.connector.available(),
-            total_pages=self.connector.pool.capacity,
+            total_pages=pool.capacity,
             late_requests=self._late_requests,
             longest_overtaken_s=self._scheduler.longest_overtaken_s,
+            overflow=pool.stats if isinstance(pool, OverflowPool) else None,
         )
 
     def close(self) -> None:
@@ -430,7 +434,40 @@ class Engine:
         self._prefills.began(work)
         for item in work:
             item.sequence.in_step = True
-        return self._computed(work, self.model.compute(build_step(work, self.connector.pools)))
+        try:
+            logits = self.model.compute(build_step(work, self.connector.pools))
+        except (LostPagesError, OverflowFailedError) as error:
+            return self._interrupted([item.sequence for item in work], error)
+        return self._computed(work, logits)
+
+    def _interrupted(
+        self, sequences: list[Sequence], error: LostPagesError | OverflowFailedError
+    ) -> list[StepOutput]:
+        """End a step that the overflow file has interrupted.
+
+        A sequence with lost pages starts again, or ends if that was too often. Without room, the largest
+        sequence ends. Sequences with a recurrent state start again too, because the step may have changed it.
+        """
+        self._prefills.forget()
+        stateful = any(rule.past is Past.STATE for rule in self.connector.rules)
+        if isinstance(error, LostPagesError):
+            self.connector.lose(sorted(error.pages))
+            affected = [each for each in sequences if not error.pages.isdisjoint(each.tables[0].pages)]
+            for sequence in affected:
+                sequence.losses += 1
+            failed = [sequence for sequence in affected if sequence.losses > _MOST_LOSSES]
+        else:
+            affected = failed = [max(sequences, key=lambda sequence: sequence.tables[0].held)]
+        for sequence in sequences:
+            if sequence not in failed and (sequence in affected or stateful):
+                self._scheduler.restart(sequence, save=sequence not in affected)
+        return [self._failed(sequence, str(error)) for sequence in failed]
+
+    def _failed(self, sequence: Sequence, why: str) -> StepOutput:
+        """End a request with an error. None of its pages are saved."""
+        sequence.error = why
+        sequence.no_save = True
+        return self._retire(sequence, sequence.finish(FinishReason.ERROR), ())
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
         """Compute the next layers of a sequence whose pages are arriving: those that have arrived, or all of

@@ -50,13 +50,14 @@ def run(
         stop=tuple(options.stop or ()),
         ignore_eos=options.ignore_eos,
     )
-    settings, opened = options.settings(), open_model_of(options)
+    settings, opened, overflow = options.settings(), open_model_of(options), options.overflow_file()
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(prompt)
     engine = build_engine(
         load_model(opened),
         pool_pages=_pool_pages(options, opened, spec, settings, tokens),
+        overflow=overflow,
         settings=settings,
         model_name=options.model,
         **options.keeping(),
@@ -157,9 +158,12 @@ def _pool_pages(
         return needed
     pages = pages_within(spec, options.hbm_bytes, settings)
     check_pool(spec, pages, model.device, nbytes=options.hbm_bytes)
-    if pages < needed:
+    overflow = options.overflow_file()
+    beyond = overflow.pages(spec.split()[0]) if overflow is not None else 0
+    if pages + beyond < needed:
         raise RequestError(
             f"the prompt's {len(tokens)} tokens and up to {options.max_new_tokens} new ones need "
             f"{needed} pages ({format_size(nbytes)}), but --hbm-bytes holds {pages}"
+            + (f" and --overflow-bytes {beyond}" if overflow is not None else "")
         )
     return pages

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from tierstore.command_line import size_option
 from tierstore.errors import UsageError
 from tierstore.units import GIB
 from tierstore_engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from tierstore.tiers.overflow import Overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,14 @@ class EngineOptions(ModelOptions):
             "65,536 tokens on a CPU]"
         ),
     ] = None
+    overflow: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="On a CPU: keep pages that do not fit --hbm-bytes in a file in DIR (docs/beyond-memory.md)",
+        ),
+    ] = None
+    overflow_bytes: Annotated[int, size_option("Size of the file in --overflow")] = 16 * GIB
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a page (see docs/sizing.md)")] = 64
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024
     plan: Annotated[
@@ -99,6 +110,17 @@ class EngineOptions(ModelOptions):
 
     def settings(self) -> EngineSettings:
         return EngineSettings(prefill_chunk=self.prefill_chunk, plan=self.plan)
+
+    def overflow_file(self) -> Overflow | None:
+        """Return where pages lie that do not fit the pool's memory. Raises :class:`UsageError` for a pool
+        that has no size."""
+        if self.overflow is None:
+            return None
+        if self.hbm_bytes is None:
+            raise UsageError("--overflow needs --hbm-bytes: the memory that pages may take")
+        from tierstore.tiers.overflow import Overflow
+
+        return Overflow(self.overflow, self.overflow_bytes)
 
     def keeping(self) -> dict[str, Any]:
         """Return where pages are kept, as arguments of :func:`~tierstore_engine.build.build_engine`."""
@@ -125,6 +147,9 @@ class GenerateOptions(EngineOptions):
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence")] = False
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False
+
+    def settings(self) -> EngineSettings:
+        return replace(super().settings(), max_sequences=1)
 
 
 @dataclass(frozen=True, kw_only=True)

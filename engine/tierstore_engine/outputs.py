@@ -10,6 +10,8 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.tiers.overflow import OverflowStats
+
 RequestId = NewType("RequestId", int)
 
 
@@ -17,6 +19,7 @@ class FinishReason(str, enum.Enum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_new_tokens, or the model's last position
     CANCELLED = "cancelled"
+    ERROR = "error"  # see Completion.error
 
 
 class WaitReason(str, enum.Enum):
@@ -98,8 +101,8 @@ class Completion:
 
     ``tokens`` has all generated ids, including those of a stop string that ``text`` leaves out. ``logits`` is
     float32 ``[generated, vocab_size]`` if it was asked for. ``logprobs`` has one entry per token.
-    ``submitted_tokens`` of the prompt, in whole chunks, are in the store or being saved.
-    """
+    ``submitted_tokens`` of the prompt, in whole chunks, are in the store or being saved. ``error`` says why
+    the request could not be served to its end."""
 
     request_id: RequestId
     text: str
@@ -109,6 +112,7 @@ class Completion:
     logprobs: tuple[StepLogprobs, ...] = ()
     logits: npt.NDArray[np.float32] | None = None
     submitted_tokens: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,7 @@ class EngineStats:
     total_pages: int
     late_requests: int
     longest_overtaken_s: float
+    overflow: OverflowStats | None = None  # None without an overflow file
 
     @property
     def waiting(self) -> int:

@@ -194,6 +194,19 @@ _DEEP = ModelConfig(
     dtype="bfloat16",
 )
 
+# The KV of an 8B model in 8 layers, with small weights: it shows what long contexts cost.
+_WIDE = ModelConfig(
+    vocab_size=BYTE_VOCAB_SIZE,
+    hidden_size=512,
+    intermediate_size=512,
+    layers=8,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    max_positions=1 << 21,
+    dtype="bfloat16",
+)
+
 _QWEN25_05B = ModelConfig(
     vocab_size=151936,
     hidden_size=896,
@@ -242,6 +255,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     "tiny-nemotron-h": _TINY_NEMOTRON_H,
     "demo": _DEMO,
     "deep": _DEEP,
+    "wide": _WIDE,
     "qwen2.5-0.5b": _QWEN25_05B,
     "llama-3-8b": _LLAMA3_8B,
 }

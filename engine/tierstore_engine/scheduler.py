@@ -156,6 +156,13 @@ class Scheduler:
             self._only = None
         sequence.state = SequenceState.FINISHED
 
+    def restart(self, sequence: Sequence, *, save: bool) -> None:
+        """Let an admitted sequence start again: its pages are released, after they were saved unless ``save``
+        is False."""
+        self._keeper.leave(sequence, save=save)
+        self._requeue(sequence)
+        self._preempted.discard(sequence.request_id)
+
     def room_grew(self) -> None:
         """Check again whether waiting requests have room, because a request has ended or the pool has
         grown."""

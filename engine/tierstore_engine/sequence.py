@@ -170,6 +170,8 @@ class Sequence:
         self.in_step = False  # whether its pages may hold KV of an unfinished step
         self.tally = Tally(added)
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None  # why it could not be served to its end
+        self.losses = 0  # how often pages of it were lost
         self._most_computed = 0
         self._stop_ids = stop_ids
         self._random = random.Random(params.seed)
@@ -328,6 +330,7 @@ class Sequence:
             logprobs=tuple(self._logprobs),
             logits=torch.stack(self._logits).numpy() if self._logits else None,
             submitted_tokens=min(self.submitted_tokens, self.prompt_tokens),
+            error=self.error,
         )
 
     def _note(self, choice: Choice) -> None:

@@ -184,7 +184,8 @@ def test_static_scales_cut_off_and_keep_the_bound_below(name: str, seed: int) ->
     k, v = 2 * torch.randn(2, 3 * CHUNK, 2, 16, generator=torch.Generator().manual_seed(seed))
     write(attention, k, v, [4, 2, 7], 0)
     out = torch.empty(2, 2, 3 * CHUNK, 16)
-    kv_pages(pool, config, gathered=3).gather(1, torch.tensor([4, 2, 7]), out)
+    pages = kv_pages(torch.from_numpy(pool.array), pool.spec, config, gathered=3)
+    pages.gather(1, torch.tensor([4, 2, 7]), out)
     code = CODES[name]
     for plane, written in enumerate((k, v)):
         for head, largest in enumerate(RANGES[1][plane]):

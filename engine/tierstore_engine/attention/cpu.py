@@ -24,7 +24,9 @@ import torch
 
 from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.overflow import Numbers, OverflowPool
 from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.attention.beyond import BeyondMemory
 from tierstore_engine.attention.in_place import InPlace
 from tierstore_engine.attention.pages import kv_pages
 from tierstore_engine.config import ModelConfig
@@ -63,11 +65,15 @@ class CpuAttention(Attention):
         self._cap = config.score_cap
         # One page more than a block, because a block's first token may be inside a page.
         tokens = self._block + self._chunk
-        self._pages = kv_pages(pool, config, gathered=tokens // self._chunk)
+        memory = torch.from_numpy(pool.array)
+        self._pages = kv_pages(memory, pool.spec, config, gathered=tokens // self._chunk)
+        self._beyond = BeyondMemory(pool, config) if isinstance(pool, OverflowPool) else None
+        self._prepared: BatchLayout | None = None  # for which memory was given to the pages that it writes
         self._in_place = InPlace.over(pool, config)
         self._gathered = torch.empty((self._planes, self._kv_heads, tokens, self._width))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
+        self._prepare(batch)
         for plane, new in enumerate((keys,) if values is None else (keys, values)):
             self._pages.put(layer, plane, batch.pages, batch.offsets, new)
 
@@ -79,8 +85,12 @@ class CpuAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = queries.float().contiguous()
         out, lse = torch.empty_like(wide), torch.empty(queries.shape[:2])
+        self._prepare(batch)
         if self._in_place is not None:
-            self._in_place.attend(layer, wide, batch, out, lse)
+            if self._beyond is not None and self._beyond.active:
+                self._in_place.attend_beyond(layer, wide, out, lse)
+            else:
+                self._in_place.attend(layer, wide, batch, out, lse)
         groups = wide.view(-1, self._kv_heads, self._heads // self._kv_heads, self._width)
         row = 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
@@ -94,6 +104,29 @@ class CpuAttention(Attention):
                 lse[rows] = part.lse.permute(2, 0, 1, 3).reshape(stop - start, self._heads)
                 row = rows.stop
         return out.to(queries.dtype), lse
+
+    def _prepare(self, batch: BatchLayout) -> None:
+        """Once for each batch: give memory to the pages that it writes, and start to read those that have
+        none. Raises the errors of :meth:`OverflowPool.prepare
+        <tierstore.tiers.overflow.OverflowPool.prepare>`."""
+        if self._beyond is None or self._prepared is batch:
+            return
+        self._prepared = None
+        tables = self._beyond.prepare(batch)
+        if any(self._beyond.pool.in_file(table).any() for table in tables):
+            batches = self._in_place.plan(batch, tables, self._beyond) if self._in_place is not None else []
+            for span, table in zip(batch.spans, tables, strict=True):
+                if self._in_place is None or not self._in_place.takes(span.tokens):
+                    batches += self._past_batches(self._beyond, table, span.start, span.stop)
+            self._beyond.read(batches)
+        self._prepared = batch
+
+    def _past_batches(self, beyond: BeyondMemory, table: Numbers, start: int, stop: int) -> Iterator[Numbers]:
+        """Yield the pages that a longer span reads, in the order of :meth:`_attend_span`."""
+        for first, _ in _cut(start, stop, self._block):
+            for begin, end in _cut(0, first, self._block):
+                pages = table[begin // self._chunk : -(-end // self._chunk)]
+                yield from (pages[positions] for positions in beyond.batches(pages))
 
     def _parts(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of a span that are attended to at once: within a block, and within an attention
@@ -180,7 +213,11 @@ class CpuAttention(Attention):
         are both. The next call overwrites them."""
         first = start // self._chunk
         pages = table[first : -(-stop // self._chunk)]
-        self._pages.gather(layer, pages, self._gathered[:, :, : len(pages) * self._chunk])
+        out = self._gathered[:, :, : len(pages) * self._chunk]
+        if self._beyond is not None and self._beyond.active:
+            self._beyond.gather(layer, pages, out, self._pages)
+        else:
+            self._pages.gather(layer, pages, out)
         begin = first * self._chunk
         planes = self._gathered[:, :, start - begin : stop - begin].unsqueeze(2)
         return planes[0], planes[-1]

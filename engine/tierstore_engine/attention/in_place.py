@@ -9,6 +9,7 @@ reads float32, bfloat16 and int8 pages.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,7 +19,9 @@ import torch
 from tierstore import native
 from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.overflow import Numbers
 from tierstore_engine.attention.base import BatchLayout, Prepared
+from tierstore_engine.attention.beyond import BeyondMemory, Window
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.products import threads_for
 
@@ -61,6 +64,17 @@ class _Rows:
     tables: tuple[torch.Tensor, ...]  # kept, because the rows have their addresses
 
 
+@dataclass(frozen=True, slots=True)
+class _Beyond:
+    """The queries of a batch over pages that are partly not in memory. ``places`` are the concatenated
+    tables: where each page is, in bytes from the pool's first one."""
+
+    beyond: BeyondMemory
+    rows: np.ndarray[tuple[int], np.dtype[np.void]]
+    places: Numbers
+    windows: list[Window]
+
+
 class InPlace:
     """Attention in place over the pages of one layer group. Made by :meth:`over`."""
 
@@ -73,6 +87,8 @@ class InPlace:
         self._token_bytes = pool.spec.page_bytes // pool.spec.chunk_tokens // len(self._group.layers)
         self._fixed: list[torch.Tensor] = []  # kept, because the layers have their addresses
         self._layers = {layer: self._layer(layer, format_) for layer in self._group.layers}
+        self._loose = {layer: self._layer(layer, format_, page_bytes=1) for layer in self._group.layers}
+        self._beyond: _Beyond | None = None
 
     @classmethod
     def over(cls, pool: PagePool, config: ModelConfig) -> InPlace | None:
@@ -85,12 +101,13 @@ class InPlace:
         format_ = native.DECODE_FORMATS.get(kinds.pop())
         return None if format_ is None else cls(native.DECODE, pool, config, format_)
 
-    def _layer(self, layer: int, format_: int) -> _Layer:
+    def _layer(self, layer: int, format_: int, *, page_bytes: int | None = None) -> _Layer:
+        """Return a layer whose pages lie ``page_bytes`` apart (None: as in the pool)."""
         config, pool, spec = self._config, self._pool, self._pool.spec
         planes = (0, self._group.planes - 1)  # latents are both keys and values
         made = _Layer(
             pages=pool.array.ctypes.data,
-            page_bytes=pool.array.strides[0],
+            page_bytes=page_bytes or pool.array.strides[0],
             start=tuple(spec.tile(layer, plane, 0).start for plane in planes),
             format=format_,
             chunk=spec.chunk_tokens,
@@ -129,8 +146,53 @@ class InPlace:
             queries.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
+            None,
+            True,
             threads_for(rows.tokens * self._token_bytes),
         )
+
+    def plan(self, batch: BatchLayout, tables: Sequence[Numbers], beyond: BeyondMemory) -> list[Numbers]:
+        """Plan a batch with pages that are not in memory. Return the batches of pages that each layer's
+        :meth:`attend_beyond` reads, in order. ``tables`` are the spans' used pages."""
+        rows = self._rows_of((None, False), batch).rows
+        few = [table for span, table in zip(batch.spans, tables, strict=True) if self.takes(span.tokens)]
+        if not few:
+            self._beyond = None
+            return []
+        places = beyond.places(np.concatenate(few))
+        starts = np.cumsum([0, *map(len, few)])[:-1]
+        counts = [span.tokens for span in batch.spans if self.takes(span.tokens)]
+        rows["table"] = places.ctypes.data + np.repeat(starts, counts) * places.itemsize
+        windows = beyond.windows(few)
+        self._beyond = _Beyond(beyond, rows, places, windows)
+        return [window.pages for window in windows if len(window.pages)]
+
+    def attend_beyond(self, layer: int, queries: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Compute like :meth:`attend`, for the batch of the last :meth:`plan`."""
+        planned = self._beyond
+        if planned is None:
+            return
+        rows, chunk = planned.rows, self._pool.spec.chunk_tokens
+        states = torch.zeros(len(rows), *queries.shape[1:2], 2, self._group.head_dim + 2)
+        states[..., 0] = -torch.inf
+        for window in planned.windows:
+            if len(window.pages):
+                planned.places[window.slots] = planned.beyond.staged_places(layer, window)
+            part, last = rows.copy(), window is planned.windows[-1]
+            part["first"] = np.maximum(rows["first"], window.first * chunk)
+            part["stop"] = rows["stop"] if last else np.minimum(rows["stop"], window.stop * chunk)
+            part["first"] = np.minimum(part["first"], part["stop"])
+            self._library.tierstore_attend(
+                ctypes.byref(self._loose[layer]),
+                part.ctypes.data,
+                len(part),
+                queries.data_ptr(),
+                out.data_ptr(),
+                lse.data_ptr(),
+                states.data_ptr(),
+                last,
+                threads_for(int((part["stop"] - part["first"]).sum()) * self._token_bytes),
+            )
 
     def _sight(self, layer: int) -> _Sight:
         chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION

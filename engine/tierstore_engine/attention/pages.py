@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
-from tierstore.spec import SCALE_BYTES
-from tierstore.tiers.hbm import PagePool
+from tierstore.spec import SCALE_BYTES, KVSpec
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kv_format import quantise
 
@@ -28,22 +29,39 @@ class KVPages(ABC):
         """Read whole pages in a row into ``out`` (float32, ``[planes, kv_heads, tokens, head_dim]``)."""
 
 
-def kv_pages(pool: PagePool, config: ModelConfig, *, gathered: int) -> KVPages:
-    """Return the pages of ``pool`` (on the CPU) in the format of ``config``. At most ``gathered`` pages are
-    read at once."""
+def kv_pages(
+    memory: torch.Tensor,
+    spec: KVSpec,
+    config: ModelConfig,
+    *,
+    gathered: int,
+    start_of: Callable[[int], int] | None = None,
+) -> KVPages:
+    """Return the pages in ``memory`` (uint8 ``[pages, bytes]``) in the format of ``config``. At most
+    ``gathered`` pages are read at once. ``start_of`` returns the first byte of a layer (None: as in whole
+    pages of ``spec``)."""
+    starts = start_of or (lambda layer: spec.layer(layer).start)
     if config.kv.quantised:
-        return _QuantisedPages(pool, config)
-    return _FloatPages(pool, config, gathered)
+        return _QuantisedPages(memory, spec, config, starts)
+    return _FloatPages(memory, spec, config, starts, gathered)
 
 
 class _FloatPages(KVPages):
-    def __init__(self, pool: PagePool, config: ModelConfig, gathered: int) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        spec: KVSpec,
+        config: ModelConfig,
+        start_of: Callable[[int], int],
+        gathered: int,
+    ) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
-        chunk = pool.spec.chunk_tokens
-        [group] = pool.spec.groups
-        shape = (pool.num_pages, len(group.layers), group.planes, group.kv_heads, chunk, group.head_dim)
-        self._kv = torch.from_numpy(pool.array).view(dtype).view(shape)
-        self._place = {layer: place for place, layer in enumerate(group.layers)}
+        chunk = spec.chunk_tokens
+        [group] = spec.groups
+        shape = (group.planes, group.kv_heads, chunk, group.head_dim)
+        rows, stride = memory.view(dtype), math.prod(shape)
+        starts = {layer: start_of(layer) // dtype.itemsize for layer in group.layers}
+        self._kv = {layer: rows[:, at : at + stride].view(len(rows), *shape) for layer, at in starts.items()}
         self._buffer: torch.Tensor | None = None  # for reading pages that are not float32
         if dtype is not torch.float32:
             width = gathered * chunk
@@ -52,24 +70,27 @@ class _FloatPages(KVPages):
     def put(
         self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
     ) -> None:
-        self._kv[:, self._place[layer], plane][pages, :, offsets] = new
+        self._kv[layer][:, plane][pages, :, offsets] = new
 
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         target = out if self._buffer is None else self._buffer[:, :, : out.shape[2]]
         for plane in range(len(out)):
             for head in range(out.shape[1]):
                 rows = target[plane, head].view(len(pages), -1, out.shape[-1])
-                torch.index_select(self._kv[:, self._place[layer], plane, head], 0, pages, out=rows)
+                torch.index_select(self._kv[layer][:, plane, head], 0, pages, out=rows)
         if target is not out:
             out.copy_(target)
 
 
 class _QuantisedPages(KVPages):
-    def __init__(self, pool: PagePool, config: ModelConfig) -> None:
+    def __init__(
+        self, memory: torch.Tensor, spec: KVSpec, config: ModelConfig, start_of: Callable[[int], int]
+    ) -> None:
         self._format = config.kv
-        self._spec = pool.spec
+        self._spec = spec
+        self._start_of = start_of
         self._heads = config.kv_heads
-        self._memory = torch.from_numpy(pool.array)
+        self._memory = memory
         planes = itertools.product(range(config.layers if config.kv.ranges else 0), range(2))
         self._static = {plane: config.kv.static_scales(*plane) for plane in planes}
 
@@ -101,11 +122,15 @@ class _QuantisedPages(KVPages):
         first = self._spec.tile(layer, plane, 0)
         page, tile, chunk = self._memory.stride(0), first.nbytes, self._spec.chunk_tokens
         shape = (len(self._memory), self._heads, chunk, tile // chunk)
-        return self._memory.as_strided(shape, (page, tile, tile // chunk, 1), first.start)
+        return self._memory.as_strided(shape, (page, tile, tile // chunk, 1), self._moved(layer, first.start))
 
     def _scales(self, layer: int, plane: int) -> torch.Tensor:
         """Return the scales, bfloat16 ``[num_pages, kv_heads, chunk_tokens]``."""
         memory, chunk = self._memory.view(torch.bfloat16), self._spec.chunk_tokens
-        start = self._spec.scales(layer, plane, 0).start // SCALE_BYTES
+        start = self._moved(layer, self._spec.scales(layer, plane, 0).start) // SCALE_BYTES
         shape = (len(memory), self._heads, chunk)
         return memory.as_strided(shape, (memory.stride(0), chunk, 1), start)
+
+    def _moved(self, layer: int, start: int) -> int:
+        """Return where byte ``start`` of a whole page is here."""
+        return start - self._spec.layer(layer).start + self._start_of(layer)

@@ -653,6 +653,9 @@ class ApiServer:
         """Raise :class:`ApiError` if a request was cut off."""
         if watch.expired:
             raise ApiError(504, f"the request took longer than the limit of {self.settings.request_s:g} s")
+        for completion in choices.completions.values():
+            if completion.error is not None:
+                raise ApiError(500, completion.error)
         if any(_cut_off(completion) for completion in choices.completions.values()):
             raise ApiError(503, "the server is shutting down", retry_after_s=1)
 
@@ -707,7 +710,7 @@ def _session(http: Request, request: GenerationRequest) -> str | None:
 
 
 def _cut_off(completion: Completion | None) -> bool:
-    return completion is not None and completion.finish_reason is FinishReason.CANCELLED
+    return completion is not None and completion.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR)
 
 
 def _mean_logprob(completion: Completion) -> float:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tierstore.stats import StoreStats
+from tierstore.tiers.overflow import OverflowStats
 from tierstore_engine.outputs import Completion, EngineStats, WaitReason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -111,8 +112,25 @@ class _SnapshotCollector(Collector):
         for reason in WaitReason:
             reasons.add_metric([reason.value], engine.waiting_for.get(reason, 0))
         yield reasons
+        if engine.overflow is not None:
+            yield from _of_overflow(engine.overflow)
         if snapshot.store is not None:
             yield from _of_store(snapshot.store)
+
+
+def _of_overflow(stats: OverflowStats) -> Iterator[Metric]:
+    for name, help, value in (
+        ("overflow_bytes", "Size of the overflow file", stats.file_bytes),
+        ("overflow_pages", "Pages whose content is only in the overflow file", stats.pages),
+        ("overflow_failed", "Whether the overflow file takes no more pages", int(stats.failed)),
+    ):
+        yield GaugeMetricFamily(f"{_PREFIX}_{name}", help, value=value)
+    for name, help, value in (
+        ("overflow_read_bytes", "Bytes read from the overflow file", stats.read_bytes),
+        ("overflow_written_bytes", "Bytes written to the overflow file", stats.written_bytes),
+        ("overflow_lost_pages", "Pages that the overflow file did not return", stats.lost_pages),
+    ):
+        yield CounterMetricFamily(f"{_PREFIX}_{name}", help, value=value)
 
 
 def _of_store(stats: StoreStats) -> Iterator[Metric]:

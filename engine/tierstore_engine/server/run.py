@@ -59,6 +59,7 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
     opened = open_model_of(options)
     template = load_template(opened.folder, server.chat_template)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
+    overflow = options.overflow_file()
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
@@ -71,6 +72,7 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
                 model,
                 pool_pages=pages,
                 most_pool_bytes=options.most_hbm_bytes,
+                overflow=overflow,
                 settings=settings,
                 drafter=drafter,
                 model_name=server.model_name,
