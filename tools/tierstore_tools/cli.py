@@ -98,6 +98,10 @@ def longctx(
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a page")] = 64,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 2048,
     sweep: Annotated[str | None, typer.Option(help="More prompt lengths to compare: 1000,4000,…")] = None,
+    beyond: Annotated[
+        str | None,
+        typer.Option(help="Instead: decode contexts of 1,4,… times --tokens with memory for --tokens only"),
+    ] = None,
     throttle: Annotated[str | None, typer.Option(help="Slow down tiers: disk=200MB/s,host=…")] = None,
     json: JsonOption = None,
     plot: PlotOption = None,
@@ -106,6 +110,23 @@ def longctx(
 
     It also measures bytes and limits, and compares the answers.
     """
+    if beyond is not None:
+        from tierstore_tools.longctx import beyond as bench
+
+        if prompt_file or kv_dtype != "auto" or sweep or throttle or plot:
+            raise UsageError(
+                "--beyond takes --model, --tokens, --store, --dtype, --chunk-tokens and --json only"
+            )
+        bench.run(
+            model,
+            _lengths("--beyond", beyond),
+            tokens=tokens,
+            directory=_writable(store),
+            dtype=dtype,
+            chunk_tokens=chunk_tokens,
+            json=json,
+        )
+        return
     from tierstore_tools.longctx import command
     from tierstore_tools.longctx.settings import LongContext
     from tierstore_tools.throttle import parse_throttle
