@@ -91,9 +91,13 @@ class Connector(ABC):
         return tuple(GroupRule.of(pool.spec.groups[0]) for pool in self.pools)
 
     @abstractmethod
-    def prompt(self, tokens: TokenIds) -> Prompt:
+    def prompt(self, tokens: TokenIds, *, adapter: str = "") -> Prompt:
         """Return ``tokens`` with their keys under this engine's identity. The engine extends the prompt as it
-        generates."""
+        generates. ``adapter`` is the digest of a LoRA adapter that computes them, whose pages are its own."""
+
+    @abstractmethod
+    def register(self, adapter: str) -> None:
+        """Prepare for prompts of an adapter, so that the first one need not wait."""
 
     @abstractmethod
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:

@@ -54,8 +54,12 @@ class NoStore(Connector):
         self.pools = (pools,) if isinstance(pools, PagePool) else tuple(pools)
         self._identity = identity
 
-    def prompt(self, tokens: TokenIds) -> Prompt:
-        return Prompt(self._identity, tokens, chunk_tokens=self.pool.spec.chunk_tokens)
+    def prompt(self, tokens: TokenIds, *, adapter: str = "") -> Prompt:
+        identity = replace(self._identity, adapter=adapter) if adapter else self._identity
+        return Prompt(identity, tokens, chunk_tokens=self.pool.spec.chunk_tokens)
+
+    def register(self, adapter: str) -> None:
+        """Do nothing: nothing is stored."""
 
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:
         return NoHit()
@@ -142,8 +146,16 @@ class StoreConnector(Connector):
     def rules(self) -> tuple[GroupRule, ...]:
         return self.store.rules
 
-    def prompt(self, tokens: TokenIds) -> Prompt:
-        return self.store.prompt(tokens)
+    def prompt(self, tokens: TokenIds, *, adapter: str = "") -> Prompt:
+        if not adapter:
+            return self.store.prompt(tokens)
+        return Prompt(self._identity_of(adapter), tokens, chunk_tokens=self.pool.spec.chunk_tokens)
+
+    def register(self, adapter: str) -> None:
+        self.store.register(self._identity_of(adapter))
+
+    def _identity_of(self, adapter: str) -> Identity:
+        return replace(self.store.identity, adapter=adapter)
 
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:
         return self.store.lookup(prompt, max_tokens=max_tokens, counted=counted)

@@ -67,6 +67,7 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
             pools, [[page for tables in arriving for page in tables[group]] for group in range(len(pools))]
         ),
         chunk_tokens=pools[0].spec.chunk_tokens,
+        adapters=tuple(item.sequence.adapter for item in work),
     )
 
 

@@ -30,6 +30,7 @@ from tierstore.tiers.overflow import Overflow
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
+from tierstore_engine.adapters import Adapter, read_adapters
 from tierstore_engine.attention import make_attention
 from tierstore_engine.attention.base import pages_on_device
 from tierstore_engine.checkpoint import read_config
@@ -72,6 +73,7 @@ class OpenModel:
     device: str
     source: Path | None = None
     expand: bool = False
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class LoadedModel:
     weights: ModelWeights
     digest: str
     device: str
+    adapters: tuple[Adapter, ...] = ()
 
     def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)
@@ -109,6 +112,7 @@ def open_model(
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
     tokenizer: str | None = None,
+    adapters: Sequence[str] = (),
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
     ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of ``tokenizer.json`` and of
@@ -117,7 +121,7 @@ def open_model(
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory, on the CPU,
-    unless ``expand_weights``.
+    unless ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``.
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -128,7 +132,13 @@ def open_model(
     check_device(device)
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
-        return OpenModel(config, ByteTokenizer(), None, resolve_device(device, config.dtype))
+        return OpenModel(
+            config,
+            ByteTokenizer(),
+            None,
+            resolve_device(device, config.dtype),
+            adapters=read_adapters(config, adapters),
+        )
     source = Path(model)
     if not source.exists():
         raise UnknownModelError(
@@ -144,7 +154,15 @@ def open_model(
         )
     words = HFTokenizer(folder)
     check_tensors(config, source)
-    opened = OpenModel(config, words, folder, resolve_device(device, config.dtype), source, expand_weights)
+    opened = OpenModel(
+        config,
+        words,
+        folder,
+        resolve_device(device, config.dtype),
+        source,
+        expand_weights,
+        read_adapters(config, adapters),
+    )
     if opened.device != "cpu" and (kept := _kept(opened)):
         raise UsageError(
             f"{kept} weights stay quantised on the CPU only: give --expand-weights, or --device cpu"
@@ -167,6 +185,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         device=options.device,
         kv_dtype=options.kv_dtype,
         kv_scales=options.kv_scales,
+        adapters=options.adapter or (),
         **options.reading(),
     )
 
@@ -180,6 +199,7 @@ def load_model(
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
     tokenizer: str | None = None,
+    adapters: Sequence[str] = (),
     seed: int = 0,
 ) -> LoadedModel:
     """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
@@ -193,6 +213,7 @@ def load_model(
             kv_scales=kv_scales,
             expand_weights=expand_weights,
             tokenizer=tokenizer,
+            adapters=adapters,
         )
     source = model
     _check_memory(source)
@@ -201,7 +222,7 @@ def load_model(
     else:
         weights = load_weights(source.config, source.source, device=source.device, expand=source.expand)
     digest = digest_weights(source.config, weights)
-    return LoadedModel(source.config, source.tokenizer, weights, digest, source.device)
+    return LoadedModel(source.config, source.tokenizer, weights, digest, source.device, source.adapters)
 
 
 def build_engine(
@@ -261,7 +282,10 @@ def build_engine(
         role=role,
     )
     runner = make_runner(model, connector.pools, settings)
-    return Engine(runner, model.tokenizer, connector, settings, drafter=drafter)
+    adapters = {each.name: each.digest for each in model.adapters}
+    for adapter in adapters.values():
+        connector.register(adapter)
+    return Engine(runner, model.tokenizer, connector, settings, drafter=drafter, adapters=adapters)
 
 
 def build_draft_model(
@@ -310,7 +334,7 @@ def build_draft_model(
 def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineSettings) -> Runner:
     """Return the model over a pool for each of its layer groups, on their device."""
     memories = [make_memory(pool, model.config) for pool in pools]
-    runnable = Model(model.config, model.weights, memories, device=model.device)
+    runnable = Model(model.config, model.weights, memories, device=model.device, adapters=model.adapters)
     on_device = [pool for pool in pools if isinstance(pool, DevicePool)]
     if on_device:
         from tierstore_engine.device import CudaRunner

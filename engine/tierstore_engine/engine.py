@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -133,13 +133,16 @@ class Engine:
         settings: EngineSettings | None = None,
         *,
         drafter: Drafter | None = None,
+        adapters: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` is the clock of the scheduler. Deadlines count from its value in :meth:`add`."""
+        """``adapters`` has the digest of each of the model's adapters, by name. ``clock`` is the clock of the
+        scheduler. Deadlines count from its value in :meth:`add`."""
         self.model = model
         self.tokenizer = tokenizer
         self.connector = connector
         self.settings = settings or EngineSettings()
+        self.adapters = dict(adapters or {})
         self._keeper = PageKeeper(
             connector,
             plan=self.settings.plan,
@@ -178,6 +181,7 @@ class Engine:
         priority: int = 0,
         ttft_slo_s: float | None = None,
         promise: Promise | None = None,
+        adapter: str | None = None,
     ) -> RequestId:
         """Queue a request.
 
@@ -187,6 +191,7 @@ class Engine:
         - ``priority``: requests with lower values come first.
         - ``ttft_slo_s``: the time limit for its first token, in seconds.
         - ``promise``: another engine has computed the prompt; the request waits for its pages.
+        - ``adapter``: the name of the adapter that computes it. None takes the model alone.
 
         Raises :class:`RequestError` if the request can never be served. Raises :class:`DeadlineError` if its
         first token is not expected within ``ttft_slo_s``, given the waiting requests, the cached part of its
@@ -197,7 +202,10 @@ class Engine:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._limits.check_prompt(tokens, params)
         session = checked_session(session)
-        sequence = self._roster.new(tokens, params, started)
+        if adapter is not None and adapter not in self.adapters:
+            raise RequestError(f"no adapter {adapter!r} (known: {', '.join(self.adapters) or 'none'})")
+        digest = "" if adapter is None else self.adapters[adapter]
+        sequence = self._roster.new(tokens, params, started, digest)
         sequence.session = session
         sequence.hint = hint
         sequence.no_save = not save

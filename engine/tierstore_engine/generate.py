@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any, TextIO
 
+from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_engine.build import (
@@ -54,6 +55,8 @@ def run(
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(prompt)
+    if len(opened.adapters) > 1:
+        raise UsageError("a prompt takes one adapter: give --adapter once")
     engine = build_engine(
         load_model(opened),
         pool_pages=_pool_pages(options, opened, spec, settings, tokens),
@@ -62,8 +65,9 @@ def run(
         model_name=options.model,
         **options.keeping(),
     )
+    adapter = next((each.name for each in opened.adapters), None)
     try:
-        completion = _generate(engine, tokens, params, _Screen(out, err, text=not options.json))
+        completion = _generate(engine, tokens, params, adapter, _Screen(out, err, text=not options.json))
     finally:
         engine.close()
     if options.json:
@@ -132,8 +136,10 @@ class _Screen:
             self._shown = False
 
 
-def _generate(engine: Engine, tokens: list[int], params: SamplingParams, screen: _Screen) -> Completion:
-    request_id = engine.add(tokens, params)
+def _generate(
+    engine: Engine, tokens: list[int], params: SamplingParams, adapter: str | None, screen: _Screen
+) -> Completion:
+    request_id = engine.add(tokens, params, adapter=adapter)
     while True:
         for output in engine.step():
             screen.text(output.text)

@@ -118,6 +118,8 @@ class DecodeGraphs:
             return "experts"  # the host reads how many tokens go to each expert
         if any(span.tokens != 1 for span in spans) or len(step.logit_rows) != len(spans):
             return "prefill"
+        if any(step.adapters):
+            return "adapters"
         if step.arrivals.pending:
             return "pages on their way"
         if len(spans) > self._buckets[-1].size:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from tierstore_engine.adapters import Adapter, adapted
 from tierstore_engine.attention.base import Attention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.delta import DeltaStates, GatedDelta
@@ -19,7 +20,7 @@ from tierstore_engine.mamba2 import Mamba2, Mamba2States
 from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise
-from tierstore_engine.quantised import embedded, linear
+from tierstore_engine.quantised import AdapterRows, embedded, linear
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.step import PartialStep, Step, StepInput
@@ -42,11 +43,18 @@ class Model:
     memories own buffers."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, memories: Sequence[Memory], *, device: str
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        memories: Sequence[Memory],
+        *,
+        device: str,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self.config = config
         self.device = device
-        self._weights = weights
+        self._adapter_rows = AdapterRows()
+        self._weights = adapted(weights, adapters, self._adapter_rows, device)
         self._pointwise = _pointwise(config, memories)
         self._mlps = MLPs(config, self._pointwise)
         self._mixers = [self._mixer(layer, memories) for layer in range(config.layers)]
@@ -99,6 +107,7 @@ class Model:
     def _through(self, step: StepInput, hidden: torch.Tensor, layers: range) -> torch.Tensor:
         if not layers:
             return hidden
+        self._adapter_rows.of = step.adapters
         pointwise, weights = self._pointwise, self._weights.layers
         rotations = {
             config: rope.rotations(step.positions, hidden.dtype) for config, rope in self._ropes.items()

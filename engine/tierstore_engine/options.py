@@ -104,6 +104,12 @@ class EngineOptions(ModelOptions):
     kv_dtype: Annotated[
         str, typer.Option(help="auto (the model's dtype)|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V")
     ] = "auto"
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR", help="LoRA adapter in PEFT's format; may be repeated", show_default=False
+        ),
+    ] = None
     kv_scales: Annotated[
         str, typer.Option(help="Scales of a quantised KV: dynamic|checkpoint, or a file that calibrate wrote")
     ] = "dynamic"

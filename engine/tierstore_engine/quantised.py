@@ -8,8 +8,8 @@ quantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 import torch
@@ -154,8 +154,49 @@ class QuantisedMatrix:
 Matrix: TypeAlias = torch.Tensor | QuantisedMatrix
 
 
-def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The part of a LoRA adapter in a matrix: ``up [rows, rank]`` times ``down [rank, columns]`` is added to
+    the rows from ``first`` on."""
+
+    first: int
+    down: torch.Tensor
+    up: torch.Tensor
+
+    def on(self, device: str) -> LowRank:
+        return LowRank(self.first, self.down.to(device), self.up.to(device))
+
+
+@dataclass(slots=True)
+class AdapterRows:
+    """The rows of the current step (int64) that each adapter computes, by its digest. The model sets them."""
+
+    of: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class AdaptedMatrix:
+    """A matrix with LoRA adapters. An adapter changes the products of its own rows only."""
+
+    def __init__(self, base: Matrix, changes: Mapping[str, Sequence[LowRank]], rows: AdapterRows) -> None:
+        self.base = base
+        self._changes = changes
+        self._rows = rows
+
+    def adapt(self, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """Add the adapters' parts to ``product``, which is that of ``x`` and the base."""
+        for adapter, rows in self._rows.of.items():
+            for change in self._changes.get(adapter, ()):
+                inner = products.multiply(x[rows], change.down)
+                product[rows, change.first : change.first + len(change.up)] += products.multiply(
+                    inner, change.up
+                )
+        return product
+
+
+def linear(x: torch.Tensor, weight: Matrix | AdaptedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x [tokens, columns]`` times the transposed ``weight [rows, columns]``, plus the bias."""
+    if isinstance(weight, AdaptedMatrix):
+        return weight.adapt(x, linear(x, weight.base, bias))
     if isinstance(weight, torch.Tensor):
         return products.multiply(x, weight, bias)
     product = weight.multiply(x)

@@ -58,13 +58,13 @@ class Roster:
     def followed(self, sequence: Sequence) -> bool:
         return sequence.request_id in self._followers
 
-    def new(self, tokens: list[int], params: SamplingParams, added: float) -> Sequence:
-        """Create a sequence for a new request. It is in no queue yet."""
+    def new(self, tokens: list[int], params: SamplingParams, added: float, adapter: str = "") -> Sequence:
+        """Create a sequence for a new request, with the adapter of a digest. It is in no queue yet."""
         config = self._limits.config
         eos = () if params.ignore_eos else config.eos_ids
         sequence = Sequence(
             self._new_id(),
-            self._keeper.connector.prompt(tokens),
+            self._keeper.connector.prompt(tokens, adapter=adapter),
             tokens,
             params,
             self._tokenizer.detokenizer(tokens),
@@ -72,6 +72,7 @@ class Roster:
             stop_ids=frozenset((*params.stop_token_ids, *eos)),
             added=added,
         )
+        sequence.adapter = adapter
         self._sequences[sequence.request_id] = sequence
         return sequence
 

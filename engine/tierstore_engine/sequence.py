@@ -146,6 +146,7 @@ class Sequence:
         self.priority = 0  # lower values come first
         self.deadline_s = math.inf  # when its first token is due, by the monotonic clock
         self.root = request_id  # the request that it was forked from, or itself
+        self.adapter = ""  # the digest of its LoRA adapter; empty without one
         self.session: str | None = None  # the conversation, if known
         self.hint: Hint | None = None  # what the caller knows of its pages' future
         self.promise: Promise | None = None  # of another engine; None once it was waited for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ class StepInput:
 
     ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of the spans. ``layouts`` has one layout
     for each layer group. ``logit_rows`` (int64) names the rows whose logits are needed. ``arrivals`` are the
-    pages that are still arriving.
+    pages that are still arriving. ``adapters`` has the rows (int64) of each adapter, by its digest.
     """
 
     tokens: torch.Tensor
@@ -28,6 +28,7 @@ class StepInput:
     layouts: tuple[BatchLayout, ...]
     logit_rows: torch.Tensor
     arrivals: CopyFence = COMPLETED
+    adapters: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def layout(self) -> BatchLayout:
@@ -37,13 +38,15 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step before it is on a device. ``tokens`` are the tokens of all spans, concatenated."""
+    """A step before it is on a device. ``tokens`` are the tokens of all spans, concatenated. ``adapters`` has
+    the digest of each span's adapter, empty without one; no span has one if it is empty."""
 
     spans: tuple[Span, ...]
     tokens: Sequence[int]
     logit_rows: Sequence[int]
     arrivals: CopyFence
     chunk_tokens: int
+    adapters: tuple[str, ...] = ()
 
     def on(self, device: str, *, states: Collection[int] = ()) -> StepInput:
         """Return the step as tensors. ``states`` are the layer groups that are recurrent states."""
@@ -59,7 +62,17 @@ class Step:
             layouts=layouts,
             logit_rows=numbers_on(self.logit_rows, device),
             arrivals=self.arrivals,
+            adapters={name: numbers_on(rows, device) for name, rows in self._adapter_rows().items()},
         )
+
+    def _adapter_rows(self) -> Mapping[str, Sequence[int]]:
+        rows: dict[str, list[int]] = {}
+        first = 0
+        for span, adapter in zip(self.spans, self.adapters, strict=False):
+            if adapter:
+                rows.setdefault(adapter, []).extend(range(first, first + span.tokens))
+            first += span.tokens
+        return rows
 
 
 @dataclass(slots=True)

@@ -240,7 +240,7 @@ def check_tensors(config: ModelConfig, source: Path) -> None:
     """
     with open_weights(source) as checkpoint:
         stored = _stored_names(config, checkpoint)
-        names = {stored(slot.name) for slot in slots(config, _allocate(config, "meta"))}
+        names = {stored(slot.name) for slot in slots(config, meta_weights(config))}
         tied = {stored("lm_head.weight")} if config.tied_embeddings else set()
         checkpoint.account_for(names, unread=tied)
 
@@ -249,19 +249,26 @@ def _stored_names(config: ModelConfig, checkpoint: StoredWeights) -> Callable[[s
     """Return a function from a tensor's name to its name in the checkpoint. Some families have names of their
     own. In models that also take images the text part has a prefix; Nemotron-H has a backbone."""
 
-    def renamed(name: str) -> str:
-        for part, stored in config.names.renamed:
-            name = name.replace(part, stored)
-        return name
-
     if config.names.renamed:
-        return renamed
+        return lambda name: stored_name(config, name)
     for prefix, head in _PREFIXES:
         if f"{prefix}embed_tokens.weight" in checkpoint:
             return lambda name: prefix + name[6:] if name.startswith("model.") else head + name
     if "backbone.embeddings.weight" in checkpoint:
         return lambda name: _BACKBONE.get(name, name.replace("model.", "backbone."))
     return lambda name: name
+
+
+def stored_name(config: ModelConfig, name: str) -> str:
+    """Return a tensor's name in a checkpoint of the model's family, without a prefix of the text part."""
+    for part, stored in config.names.renamed:
+        name = name.replace(part, stored)
+    return name
+
+
+def meta_weights(config: ModelConfig) -> ModelWeights:
+    """Return weights without memory, for their shapes and places."""
+    return _allocate(config, "meta")
 
 
 _PREFIXES = (
@@ -310,7 +317,7 @@ def _bytes_of(matrix: Matrix, digest: xxhash.xxh3_128) -> Iterator[torch.Tensor]
 def weights_bytes(config: ModelConfig) -> int:
     """Return the memory that the weights take if they are not quantised."""
     sizes = []
-    for slot in slots(config, _allocate(config, "meta")):
+    for slot in slots(config, meta_weights(config)):
         assert isinstance(slot.tensor, torch.Tensor)
         sizes.append(slot.tensor.nbytes)
     return sum(sizes)

@@ -249,6 +249,7 @@ def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
         step(Span(([0],), 0, 4)),
         step(one, rows=0),
         step(one, arrivals=OnTheirWay()),
+        replace(step(one), adapters=("a",)),
         step(one, one, one, rows=3),
         step(Span((list(range(21)),), 3, 4)),
     ):
@@ -256,6 +257,7 @@ def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
     assert runner.graphs.eager == {
         "prefill": 2,
         "pages on their way": 1,
+        "adapters": 1,
         "too many sequences": 1,
         "too many pages": 1,
     }

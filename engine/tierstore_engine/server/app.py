@@ -121,6 +121,7 @@ class PlannedRequest:
             priority=self.request.priority or 0,
             ttft_slo_s=self.ttft_slo_s,
             promise=self.promise,
+            adapter=self.request.model if self.request.model in engine.adapters else None,
         )
         others = range(1, self.samples)
         return [
@@ -202,6 +203,7 @@ class ApiServer:
         self.metrics = ServerMetrics()
         self.engine = EngineThread(engine)
         self._store = engine.connector
+        self._adapters = dict(engine.adapters)
         self._computes = engine.settings.plan == "compute"
         self._kept = KeptPrompts()
         self._tokenizer: Tokenizer = engine.tokenizer
@@ -260,11 +262,14 @@ class ApiServer:
     # -- small endpoints -----------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange) -> None:
-        await exchange.reply(200, {"object": "list", "data": [self._model_object()]})
+        await exchange.reply(
+            200, {"object": "list", "data": [self._model_object(name) for name in self._names]}
+        )
 
     async def _model(self, exchange: Exchange) -> None:
-        self._check_model(exchange.request.path_params["name"])
-        await exchange.reply(200, self._model_object())
+        name = exchange.request.path_params["name"]
+        self._check_model(name)
+        await exchange.reply(200, self._model_object(name))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         body = await exchange.body(self.settings.max_body_bytes)  # slow senders take no place
@@ -365,22 +370,26 @@ class ApiServer:
         except TooManyViewersError as error:
             raise ApiError(503, str(error), retry_after_s=10) from None
 
-    def _model_object(self) -> Json:
-        return {
-            "id": self.settings.model_name,
+    @property
+    def _names(self) -> list[str]:
+        """Return the names that requests may give as their model: the model's and those of its adapters."""
+        return [self.settings.model_name, *self._adapters]
+
+    def _model_object(self, name: str) -> Json:
+        document: Json = {
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "tierstore",
             "max_model_len": self._positions,
         }
+        return {**document, "parent": self.settings.model_name} if name in self._adapters else document
 
     def _check_model(self, name: str) -> None:
-        if name != self.settings.model_name:
-            raise ApiError(
-                404,
-                f"model {name!r} is not served here; {self.settings.model_name!r} is",
-                param="model",
-            )
+        if name not in self._names:
+            served = ", ".join(map(repr, self._names))
+            are = "are" if self._adapters else "is"
+            raise ApiError(404, f"model {name!r} is not served here; {served} {are}", param="model")
 
     # -- generation ----------------------------------------------------------------------------------
 
@@ -405,7 +414,7 @@ class ApiServer:
             async with self._watched(exchange) as watch:
                 plan = await asyncio.to_thread(plan_of, request, session)
                 answer = answers(
-                    self.settings.model_name,
+                    request.model,
                     self._tokenizer,
                     prompts=plan.prompts,
                     n=request.choices,
@@ -414,7 +423,8 @@ class ApiServer:
                     echoes=plan.echoes,
                 )
                 place.take(plan.tokens)
-                key = exchange.request.headers.get("authorization", "")
+                # Prompts of another adapter have other pages, so they are not compared.
+                key = f"{request.model} {exchange.request.headers.get('authorization', '')}"
                 report = await self._report(plan, key)
                 job = await self._submit(plan)
                 watch.begin(job)
@@ -559,7 +569,7 @@ class ApiServer:
         ends = time.monotonic() + _EXPLAIN_S
         explanations = [
             self._store.explain(
-                self._store.prompt(prompt),
+                self._store.prompt(prompt, adapter=self._adapters.get(plan.request.model, "")),
                 max_tokens=len(prompt) - 1,  # the engine computes one token in any case
                 timeout_s=max(ends - time.monotonic(), 0.0),
             )

@@ -57,6 +57,8 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
     settings, role = options.settings(), Role.parse(options.kv_role)
     server = replace(server, model_name=server.model_name or Path(options.model).name or options.model)
     opened = open_model_of(options)
+    if any(each.name == server.model_name for each in opened.adapters):
+        raise UsageError(f"--adapter {server.model_name} has the model's name: give it another one")
     template = load_template(opened.folder, server.chat_template)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
     overflow = options.overflow_file()
