@@ -239,6 +239,29 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 1.5,
         },
     ),
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_head": 16,
+            "mamba_chunk_size": 32,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+            "block_multiple_of": 16,
+        },
+    ),
     "nemotron-h": (
         "NemotronH",
         {
@@ -297,6 +320,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 _LAYERS = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 37}
 
 LLAMA_LIKE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("Apertus", {"num_key_value_heads": 2}),
     "arcee": ("Arcee", {"num_key_value_heads": 2, "mlp_bias": True}),
     "cohere": ("Cohere", {"num_key_value_heads": 2, "logit_scale": 0.7}),
     "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.7}),
@@ -339,6 +363,7 @@ LLAMA_LIKE: Mapping[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {**_LAYERS, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "mistral3": ("Mistral3", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}),
     "nemotron": ("Nemotron", {"num_key_value_heads": 2, "mlp_bias": True}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", {**_LAYERS, "layer_types": ["sliding_attention", "full_attention"] * 2}),
@@ -396,9 +421,12 @@ def reference_model(name: str) -> transformers.PreTrainedModel:
     transformers.utils.logging.disable_progress_bar()
     family, fields = {**ARCHITECTURES, **GROUPED, **VARIANTS, **LLAMA_LIKE}[name]
     text = "Text" if family in ("Gemma3", "Llama4") else ""  # the others of that name take images
-    config = getattr(transformers, f"{family}{text}Config")(**(_BASE | fields))
-    config._attn_implementation = "eager"  # the only one that knows caps and sinks
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if family == "Mistral3":
+        model = _with_images(_BASE | fields)
+    else:
+        config = getattr(transformers, f"{family}{text}Config")(**(_BASE | fields))
+        config._attn_implementation = "eager"  # the only one that knows caps and sinks
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(11)
     centred = family in ("Gemma", "Gemma2", "Gemma3", "Nemotron", "Qwen3Next")
     for parameter, tensor in (*model.named_parameters(), *_corrections(model)):
@@ -410,6 +438,25 @@ def reference_model(name: str) -> transformers.PreTrainedModel:
             mean, deviation = -4.0, 1.0
         torch.nn.init.normal_(tensor, mean, deviation, generator=generator)
     return model
+
+
+def _with_images(fields: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A Mistral 3 with its image part."""
+    import transformers
+
+    images = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 56,
+    }
+    text = {"model_type": "mistral", **fields}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config={"model_type": "pixtral", **images}, tie_word_embeddings=False
+    )
+    return transformers.Mistral3ForConditionalGeneration(config).eval()
 
 
 def _corrections(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

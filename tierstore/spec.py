@@ -395,6 +395,7 @@ LAYER_KINDS = {
     "sliding_attention": LayerKind.SLIDING_WINDOW,
     "chunked_attention": LayerKind.CHUNKED_ATTENTION,
     "linear_attention": LayerKind.RECURRENT_STATE,
+    "conv": LayerKind.RECURRENT_STATE,
     # Names before transformers 5:
     "attention": LayerKind.FULL_ATTENTION,
     "mamba": LayerKind.RECURRENT_STATE,
@@ -403,6 +404,7 @@ LAYER_KINDS = {
 _BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # in Nemotron-H's hybrid_override_pattern
 # Fields of models with different layers, in which no list says which layer is which.
 _MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
+_FULL = LayerKind.FULL_ATTENTION
 _STATE_BYTES = 4  # a number of a recurrent state, stored as float32 with any model dtype
 
 
@@ -485,6 +487,10 @@ def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
         if unknown:
             raise SpecError(f"config.json: layer_types names {unknown}, which are not supported")
         return [LAYER_KINDS[each] for each in named]
+    for field in ("attn_layer_indices", "full_attn_idxs"):  # of Bamba and LFM2
+        if (attending := config.get(field)) is not None:
+            every = range(positive(config, "num_hidden_layers"))
+            return [_FULL if layer in attending else LayerKind.RECURRENT_STATE for layer in every]
     if odd := sorted(name for name in config if _MIXED.match(name)):
         raise SpecError(f"config.json: {', '.join(odd)}: the layers of such models are not supported")
     return _kinds_by_field(config, positive(config, "num_hidden_layers"))
@@ -533,7 +539,9 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
     if config.get("ssm_state_size"):  # Nemotron-H
         values = positive(config, "mamba_num_heads") * positive(config, "mamba_head_dim")
         return _mamba2_bytes(config, values, "ssm_state_size", "n_groups", "conv_kernel")
-    if config.get("mamba_n_heads"):  # Granite 4.0-H
+    if config.get("conv_L_cache"):  # LFM2
+        return positive(config, "hidden_size") * (positive(config, "conv_L_cache") - 1) * _STATE_BYTES
+    if config.get("mamba_n_heads"):  # Granite 4.0-H and Bamba
         values = positive(config, "mamba_n_heads")
         if config.get("mamba_d_head", "auto") == "auto":
             values = int(config.get("mamba_expand") or 2) * positive(config, "hidden_size")

@@ -49,6 +49,7 @@ from tierstore_engine.model import Memory, Model
 from tierstore_engine.options import EngineOptions
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.short_conv import CpuShortConvStates
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from tierstore_engine.weights import (
@@ -163,6 +164,8 @@ def open_model(
         expand_weights,
         read_adapters(config, adapters),
     )
+    if opened.device != "cpu" and config.short_conv is not None:
+        raise UsageError("layers with a short convolution are computed on the CPU only: give --device cpu")
     if opened.device != "cpu" and (kept := _kept(opened)):
         raise UsageError(
             f"{kept} weights stay quantised on the CPU only: give --expand-weights, or --device cpu"
@@ -365,6 +368,8 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     [group] = pool.spec.groups
     if group.kind is not LayerKind.RECURRENT_STATE:
         return make_attention(pool, config)
+    if config.short_conv is not None:
+        return CpuShortConvStates(pool, config)  # open_model refuses GPUs
     if pool.device == "cpu":
         return (CpuDeltaStates if config.mamba is None else CpuMamba2States)(pool, config)
     from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States

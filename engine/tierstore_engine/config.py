@@ -157,6 +157,28 @@ class Mamba2Config(StateConfig):
         return self.heads, self.state_dim, self.head_dim
 
 
+@dataclass(frozen=True)
+class ShortConvConfig(StateConfig):
+    """A layer whose state is the inputs of a convolution only (LFM2)."""
+
+    width: int
+    conv_width: int
+    biased: bool = False
+    """Whether the convolution and the projections have biases."""
+
+    def __post_init__(self) -> None:
+        if self.conv_width < 2:
+            raise ModelError(f"a convolution of {self.conv_width} tokens has no state")
+
+    @property
+    def channels(self) -> int:
+        return self.width
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // STATE_ALIGN) * STATE_ALIGN
 
@@ -282,7 +304,7 @@ class ModelConfig:
     bare_layers: tuple[int, ...] = ()
     """Layers without an MLP."""
     activation: str = "silu"
-    """``silu``, ``gelu_tanh`` or ``gelu`` (exact), or ``relu2`` for MLPs without a gate."""
+    """``silu``, ``gelu_tanh`` or ``gelu`` (exact), or ``relu2`` or ``xielu`` for MLPs without a gate."""
     centred_norms: bool = False
     """Whether 1 is added to a norm's weight."""
     post_norms: bool = False
@@ -319,6 +341,7 @@ class ModelConfig:
     weights; or ``all`` heads together."""
     qk_norm_late: bool = False
     """Whether queries and keys are normed after rotation."""
+    short_conv: ShortConvConfig | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -328,7 +351,7 @@ class ModelConfig:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if (self.recurrent is None) == (LayerKind.RECURRENT_STATE in self.kinds):
-            raise ModelError("a model needs delta or mamba exactly if it has layers with a recurrent state")
+            raise ModelError("a model needs delta, mamba or short_conv exactly if it has layers with a state")
         unquantised = {LayerKind.MLA_LATENT, LayerKind.RECURRENT_STATE} & set(self.kinds)
         if self.kv.quantised and unquantised:
             [kind, *_] = sorted(unquantised)
@@ -352,7 +375,7 @@ class ModelConfig:
 
     @property
     def gated_mlps(self) -> bool:
-        return self.activation != "relu2" and not self.ungated
+        return self.activation not in ("relu2", "xielu") and not self.ungated
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         return None if layer in self.dense_layers else self.experts
@@ -380,8 +403,8 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> StateConfig | None:
-        """Return the shape of the layers with a state, for either rule; None without any."""
-        return self.delta or self.mamba
+        """Return the shape of the layers with a state, for any rule; None without any."""
+        return self.delta or self.mamba or self.short_conv
 
     @cached_property
     def states(self) -> frozenset[int]:

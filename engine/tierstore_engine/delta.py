@@ -85,7 +85,7 @@ class CpuDeltaStates(DeltaStates):
     ) -> torch.Tensor:
         """Return ``[tokens, value_heads, value_dim]``. ``state`` becomes the state after the span."""
         delta = self._delta
-        mixed = state.convolve(channels, conv, None)
+        mixed = silu(state.convolve(channels, conv, None))
         keys_width = delta.key_heads * delta.key_dim
         widths = [keys_width, keys_width, delta.value_heads * delta.value_dim]
         queries, keys, values = torch.split(mixed.float(), widths, dim=1)

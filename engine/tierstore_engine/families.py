@@ -21,6 +21,7 @@ from tierstore_engine.config import (
     LatentConfig,
     Mamba2Config,
     ModelConfig,
+    ShortConvConfig,
     Temperature,
     TensorNames,
 )
@@ -460,6 +461,63 @@ def _nemotron_experts(raw: Raw) -> ExpertsConfig:
     )
 
 
+def _bamba(raw: Raw) -> ModelConfig:
+    """Read Bamba: Mamba-2, and a few layers of attention that rotate half of each head."""
+    kinds = tuple(layer_kinds(raw))
+    check_kinds(kinds)
+    plain = _llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}, partial=True)
+    if plain.activation != "silu":
+        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
+    names = TensorNames(
+        mlp="feed_forward", mlp_norm="pre_ff_layernorm", renamed=(("model.norm", "model.final_layernorm"),)
+    )
+    return replace(plain, kinds=kinds, mamba=_granite_mamba2(raw), names=names)
+
+
+def _lfm2(raw: Raw) -> ModelConfig:
+    """Read LFM2: short convolutions, and some layers of attention."""
+    kinds = tuple(layer_kinds(raw))
+    check_kinds(kinds)
+    width = raw.get("block_ff_dim") or positive(raw, "intermediate_size")
+    if raw.get("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        if (factor := raw.get("block_ffn_dim_multiplier", 1.0)) is not None:
+            multiple = int(raw.get("block_multiple_of") or 256)
+            width = -(-int(factor * width) // multiple) * multiple
+    plain = _llama(
+        {
+            "rope_theta": 1000000.0,
+            **raw,
+            "intermediate_size": width,
+            "rms_norm_eps": raw.get("norm_eps") or 1e-5,
+            "tie_word_embeddings": raw.get("tie_embedding", raw.get("tie_word_embeddings", True)),
+        }
+    )
+    conv = ShortConvConfig(
+        positive(raw, "hidden_size"), int(raw.get("conv_L_cache") or 3), bool(raw.get("conv_bias"))
+    )
+    recurrent = LayerKind.RECURRENT_STATE in kinds
+    return replace(
+        plain,
+        kinds=kinds if recurrent else (),
+        short_conv=conv if recurrent else None,
+        qk_norm=True,
+        names=TensorNames(renamed=_LFM2_NAMES),
+    )
+
+
+_LFM2_NAMES = (
+    ("self_attn.o_proj", "self_attn.out_proj"),
+    ("self_attn.q_norm", "self_attn.q_layernorm"),
+    ("self_attn.k_norm", "self_attn.k_layernorm"),
+    ("input_layernorm", "operator_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("mlp.gate_proj", "feed_forward.w1"),
+    ("mlp.up_proj", "feed_forward.w3"),
+    ("mlp.down_proj", "feed_forward.w2"),
+    ("model.norm", "model.embedding_norm"),
+)
+
 _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -479,6 +537,8 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "NemotronHForCausalLM": _nemotron_h,
+    "BambaForCausalLM": _bamba,
+    "Lfm2ForCausalLM": _lfm2,
     **llama_like.READERS,
 }
 ARCHITECTURES = tuple(_READERS)
@@ -496,6 +556,7 @@ _FURTHER = {r"mtp\..*": "layers that predict further tokens, which are not compu
 _UNREAD_OF: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": _IMAGES,
     "Llama4ForConditionalGeneration": _IMAGES,
+    "Mistral3ForConditionalGeneration": _IMAGES,
     "Qwen3NextForCausalLM": _FURTHER,
     "NemotronHForCausalLM": _FURTHER,
 }

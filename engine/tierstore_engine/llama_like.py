@@ -276,7 +276,28 @@ def _nemotron(raw: Raw) -> ModelConfig:
     return replace(_arcee(raw), **changes, centred_norms=True)
 
 
+def _apertus(raw: Raw) -> ModelConfig:
+    if raw.get("hidden_act", "xielu") != "xielu":
+        raise ModelError("config.json: hidden_act other than xielu is not supported with this architecture")
+    renamed = (
+        ("input_layernorm", "attention_layernorm"),
+        ("post_attention_layernorm", "feedforward_layernorm"),
+    )
+    raw = {"rope_theta": 12000000.0, "rms_norm_eps": 1e-5, **raw, "hidden_act": "silu"}
+    return _plain(raw, activation="xielu", qk_norm=True, names=TensorNames(renamed=renamed))
+
+
+def _mistral3(raw: Raw) -> ModelConfig:
+    """Read the text part of a Mistral for images."""
+    if raw.get("model_type", "mistral") != "mistral":
+        raise ModelError(
+            f"config.json: a text part of type {raw['model_type']} is not supported with Mistral 3"
+        )
+    return _plain(raw, windows=windows_of(raw))
+
+
 READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
+    "ApertusForCausalLM": _apertus,
     "ArceeForCausalLM": _arcee,
     "CohereForCausalLM": _cohere,
     "Cohere2ForCausalLM": _cohere2,
@@ -290,6 +311,7 @@ READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "GraniteForCausalLM": _granite,
     "HunYuanDenseV1ForCausalLM": _hunyuan,
     "MinistralForCausalLM": _ministral,
+    "Mistral3ForConditionalGeneration": _mistral3,
     "NemotronForCausalLM": _nemotron,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,

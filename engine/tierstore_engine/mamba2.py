@@ -74,7 +74,7 @@ class CpuMamba2States(Mamba2States):
     ) -> torch.Tensor:
         """Return float32 ``[tokens, heads, head_dim]``. ``state`` becomes the state after the span."""
         mamba = self._mamba
-        mixed = state.convolve(channels, terms.conv, terms.conv_bias).float()
+        mixed = silu(state.convolve(channels, terms.conv, terms.conv_bias)).float()
         shared = mamba.groups * mamba.state_dim
         values, keys, queries = torch.split(mixed, [mamba.width, shared, shared], dim=1)
         values = values.view(-1, mamba.heads, mamba.head_dim)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, relu, silu, softplus
 
 from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.pointwise import Pointwise
@@ -47,12 +47,13 @@ class MLPs:
             "relu2": _relu_squared,
         }
         activations = gated if config.gated_mlps else alone
-        self._gated = activations[config.activation]
+        self._gated = activations.get(config.activation, silu)  # xIELU has numbers of each layer
 
     def compute(self, hidden: torch.Tensor, weights: MLPWeights | ExpertsWeights) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of any tokens. Return the same shape."""
         if isinstance(weights, MLPWeights):
-            gated = self._gated(linear(hidden, weights.gate_up, weights.gate_up_bias))
+            inner = linear(hidden, weights.gate_up, weights.gate_up_bias)
+            gated = self._gated(inner) if weights.xielu is None else _xielu(inner, weights.xielu)
             return linear(gated, weights.down, weights.down_bias)
         assert self._experts is not None
         mixed = self._mix(hidden, weights, self._experts)
@@ -137,6 +138,14 @@ def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu(gate) * up
+
+
+def _xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the integral of a linear unit for positive numbers, and of ELU for negative ones (Apertus)."""
+    positive, negative, beta, epsilon = numbers.unbind()
+    above = softplus(positive) * x * x + beta * x
+    below = (torch.expm1(torch.minimum(x, epsilon)) - x) * (beta + softplus(negative)) + beta * x
+    return torch.where(x > 0, above, below)
 
 
 def _relu_squared(up: torch.Tensor) -> torch.Tensor:

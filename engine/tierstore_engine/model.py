@@ -23,6 +23,7 @@ from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.quantised import AdapterRows, embedded, linear
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
+from tierstore_engine.short_conv import CpuShortConvStates, ShortConv
 from tierstore_engine.step import PartialStep, Step, StepInput
 from tierstore_engine.weights import (
     AttentionWeights,
@@ -30,12 +31,13 @@ from tierstore_engine.weights import (
     LatentWeights,
     Mamba2Weights,
     ModelWeights,
+    ShortConvWeights,
 )
 
-Memory: TypeAlias = Attention | DeltaStates | Mamba2States
+Memory: TypeAlias = Attention | DeltaStates | Mamba2States | CpuShortConvStates
 """The memory of a layer group: attention over its pages, or the states in them."""
 
-Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba2
+Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba2 | ShortConv
 
 
 class Model:
@@ -68,6 +70,9 @@ class Model:
         if isinstance(memory, Mamba2States):
             assert isinstance(weights, Mamba2Weights)
             return Mamba2(layer, config, weights, memory)
+        if isinstance(memory, CpuShortConvStates):
+            assert isinstance(weights, ShortConvWeights)
+            return ShortConv(layer, weights, memory)
         if isinstance(memory, DeltaStates):
             assert isinstance(weights, DeltaWeights)
             return GatedDelta(layer, config, weights, memory)
@@ -140,7 +145,7 @@ class Model:
 
     def _mixed(self, layer: int, hidden: torch.Tensor, step: StepInput, positions: Positions) -> torch.Tensor:
         mixer, layout = self._mixers[layer], step.layouts[self.config.group_of(layer)]
-        if isinstance(mixer, GatedDelta | Mamba2):
+        if isinstance(mixer, GatedDelta | Mamba2 | ShortConv):
             return mixer.compute(hidden, layout)
         return mixer.compute(hidden, layout, positions)
 

@@ -1,5 +1,5 @@
-"""Recurrent states in pages. :mod:`tierstore_engine.delta` (the gated delta rule) and
-:mod:`tierstore_engine.mamba2` compute with them.
+"""Recurrent states in pages. :mod:`tierstore_engine.delta` (the gated delta rule),
+:mod:`tierstore_engine.mamba2` and :mod:`tierstore_engine.short_conv` compute with them.
 
 A sequence has one page of a layer group with states, independent of its length. For each layer the page has
 the last inputs of its convolution, then its matrices. A step reads the state after the earlier tokens (zeros
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import conv1d, silu
+from torch.nn.functional import conv1d
 
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Span
@@ -66,11 +66,11 @@ class LayerState:
     def convolve(
         self, channels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal convolution of the next tokens' ``channels [tokens, channels]``, through SiLU, in
-        the same shape. The last tokens are kept for the next call."""
+        """Return the causal convolution of the next tokens' ``channels [tokens, channels]``, in the same
+        shape. The last tokens are kept for the next call."""
         series = torch.cat((self.inputs, channels.T), dim=1)
         self.inputs.copy_(series[:, series.shape[1] - self.inputs.shape[1] :])
-        return silu(conv1d(series.unsqueeze(0), weight, bias, groups=len(series))).squeeze(0).T
+        return conv1d(series.unsqueeze(0), weight, bias, groups=len(series)).squeeze(0).T
 
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:

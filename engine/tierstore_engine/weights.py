@@ -22,7 +22,14 @@ import xxhash
 
 from tierstore.spec import LayerKind
 from tierstore_engine.checkpoint import Checkpoint, StoredWeights
-from tierstore_engine.config import DeltaConfig, ExpertsConfig, LatentConfig, Mamba2Config, ModelConfig
+from tierstore_engine.config import (
+    DeltaConfig,
+    ExpertsConfig,
+    LatentConfig,
+    Mamba2Config,
+    ModelConfig,
+    ShortConvConfig,
+)
 from tierstore_engine.errors import ModelError
 from tierstore_engine.gguf_file import GGUFWeights
 from tierstore_engine.quantised import Matrix, PackedMatrix, QuantisedMatrix, dense_format
@@ -110,17 +117,31 @@ class Mamba2Terms:
     skip: torch.Tensor
 
 
-MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights | Mamba2Weights
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """The weights of a layer with a short convolution."""
+
+    projection: Matrix
+    projection_bias: torch.Tensor | None
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    o: Matrix
+    o_bias: torch.Tensor | None
+
+
+MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights | Mamba2Weights | ShortConvWeights
 
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
-    """The weights of an MLP: the rows of the gate, if it has one, then the rows that it multiplies."""
+    """The weights of an MLP: the rows of the gate, if it has one, then the rows that it multiplies. ``xielu``
+    has the four numbers of that activation: two trained ones, beta and epsilon."""
 
     gate_up: Matrix
     gate_up_bias: torch.Tensor | None
     down: Matrix
     down_bias: torch.Tensor | None
+    xielu: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +402,8 @@ def _mixer_slots(config: ModelConfig, weights: MixerWeights) -> Iterator[Slot]:
         return _latent_slots(weights)
     if isinstance(weights, DeltaWeights):
         return _delta_slots(weights)
+    if isinstance(weights, ShortConvWeights):
+        return _short_conv_slots(weights)
     return _mamba2_slots(weights)
 
 
@@ -457,6 +480,15 @@ def _mamba2_slots(weights: Mamba2Weights) -> Iterator[Slot]:
     yield from _optional("mamba.out_proj.bias", weights.o_bias)
 
 
+def _short_conv_slots(weights: ShortConvWeights) -> Iterator[Slot]:
+    yield Slot("conv.in_proj.weight", weights.projection)
+    yield from _optional("conv.in_proj.bias", weights.projection_bias)
+    yield Slot("conv.conv.weight", weights.conv)
+    yield from _optional("conv.conv.bias", weights.conv_bias)
+    yield Slot("conv.out_proj.weight", weights.o)
+    yield from _optional("conv.out_proj.bias", weights.o_bias)
+
+
 def _mlp_slots(config: ModelConfig, prefix: str, weights: MLPWeights) -> Iterator[Slot]:
     if config.names.joined:
         yield Slot(f"{prefix}.input_linear.weight", weights.gate_up)
@@ -468,6 +500,11 @@ def _mlp_slots(config: ModelConfig, prefix: str, weights: MLPWeights) -> Iterato
             yield Slot(f"{prefix}.{name}.bias", weights.gate_up_bias[rows])
     yield Slot(f"{prefix}.down_proj.weight", weights.down)
     yield from _optional(f"{prefix}.down_proj.bias", weights.down_bias)
+    if weights.xielu is not None:
+        yield Slot(f"{prefix}.act_fn.alpha_p", weights.xielu[0:1])
+        yield Slot(f"{prefix}.act_fn.alpha_n", weights.xielu[1:2])
+        yield Slot(f"{prefix}.act_fn.beta", weights.xielu[2])
+        yield Slot(f"{prefix}.act_fn.eps", weights.xielu[3])
 
 
 def _gate_and_up(
@@ -573,6 +610,8 @@ class _Maker:
         if kind is LayerKind.RECURRENT_STATE:
             if config.mamba is not None:
                 return self._mamba2(config.mamba)
+            if config.short_conv is not None:
+                return self._short_conv(config.short_conv)
             assert config.delta is not None
             return self._delta(config.delta)
         return self._attention()
@@ -643,6 +682,17 @@ class _Maker:
             o_bias=self.empty(hidden) if mamba.biased else None,
         )
 
+    def _short_conv(self, conv: ShortConvConfig) -> ShortConvWeights:
+        hidden, biased = self._config.hidden_size, conv.biased
+        return ShortConvWeights(
+            projection=self.matrix(3 * conv.width, hidden),
+            projection_bias=self.empty(3 * conv.width) if biased else None,
+            conv=self.empty(conv.width, 1, conv.conv_width),
+            conv_bias=self.empty(conv.width) if biased else None,
+            o=self.matrix(hidden, conv.width),
+            o_bias=self.empty(hidden) if biased else None,
+        )
+
     def _gate_up_rows(self, width: int) -> int:
         return 2 * width if self._config.gated_mlps else width
 
@@ -653,6 +703,7 @@ class _Maker:
             gate_up_bias=self.empty(rows) if biased else None,
             down=self.matrix(hidden, width),
             down_bias=self.empty(hidden) if biased else None,
+            xielu=self.empty(4) if self._config.activation == "xielu" else None,
         )
 
     def _experts(self, experts: ExpertsConfig) -> ExpertsWeights:

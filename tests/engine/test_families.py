@@ -13,8 +13,10 @@ import torch
 
 from tests.portions import SOAK
 from tests.tiny_models import GROUPED, LLAMA_LIKE, VARIANTS, VOCAB, reference_model
+from tierstore.errors import UsageError
 from tierstore.groups import GroupRule, Past
 from tierstore.tiers.hbm import COMPLETED, PagePool
+from tierstore_engine import build
 from tierstore_engine.attention.base import NO_PAGE, Span
 from tierstore_engine.build import LoadedModel, make_runner
 from tierstore_engine.settings import EngineSettings
@@ -173,6 +175,14 @@ def test_one_in_a_batch_and_from_copied_pages(name: str, model: LoadedModel) -> 
             one = one.resumed()
     close(torch.cat(found[0]), expected(name))
     close(torch.cat(found[1]), expected(name, 8))
+
+
+def test_short_convolutions_are_refused_on_a_gpu(
+    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "resolve_device", lambda device, dtype: "cuda")
+    with pytest.raises(UsageError, match="a short convolution are computed on the CPU only"):
+        build.open_model(str(checkpoints("lfm2")))
 
 
 @pytest.mark.parametrize("model", ["gemma3", "llama4"], indirect=True)

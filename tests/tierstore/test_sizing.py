@@ -166,3 +166,14 @@ def test_weights_leave_room_for_sessions(tmp_path):
 def test_every_preset_has_a_size():
     for name, config in PRESETS.items():
         assert sum(each.session_bytes(1000) for each in group_sizes(config)) > 0, name
+
+
+@pytest.mark.parametrize(
+    "fields", [{"layer_types": ["conv", "conv", "full_attention", "conv"]}, {"full_attn_idxs": [2]}]
+)
+def test_states_of_short_convolutions(fields):
+    """LFM2 keeps the last inputs of a convolution, and no matrix."""
+    shape = {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 4, "conv_L_cache": 3, **fields}
+    sizes = {each.group.kind: each for each in group_sizes(shape)}
+    assert sizes[LayerKind.FULL_ATTENTION].group.layers == (2,)
+    assert sizes[LayerKind.RECURRENT_STATE].state_bytes == 3 * 2 * 4096 * 4
