@@ -39,7 +39,7 @@ from tierstore_engine.delta import CpuDeltaStates
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
-from tierstore_engine.errors import ModelError, UnknownModelError
+from tierstore_engine.errors import UnknownModelError
 from tierstore_engine.gguf_file import config_from_gguf
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
@@ -51,7 +51,8 @@ from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.short_conv import CpuShortConvStates
 from tierstore_engine.step import Runner
-from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, has_vocabulary
+from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
     ModelWeights,
     check_tensors,
@@ -116,8 +117,8 @@ def open_model(
     adapters: Sequence[str] = (),
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
-    ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of ``tokenizer.json`` and of
-    the chat template (None: where the weights are).
+    ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of the tokenizer and of the
+    chat template (None: where the weights are, or the vocabulary in a GGUF file).
 
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
@@ -149,11 +150,8 @@ def open_model(
     read = config_from_gguf(source, dtype=dtype) if gguf else read_config(source, dtype=dtype)
     config = with_scales(replace(read, kv=kv), kv_scales, source)
     folder = Path(tokenizer) if tokenizer is not None else source.parent if gguf else source
-    if gguf and not (folder / "tokenizer.json").is_file():
-        raise ModelError(
-            f"{folder} has no tokenizer.json: give --tokenizer, the folder of the model's tokenizer"
-        )
-    words = HFTokenizer(folder)
+    inside = gguf and tokenizer is None and not has_vocabulary(folder)
+    words = HFTokenizer(vocabulary_of_gguf(source) if inside else folder)
     check_tensors(config, source)
     opened = OpenModel(
         config,

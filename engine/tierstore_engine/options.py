@@ -30,7 +30,7 @@ class ModelOptions:
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Folder with tokenizer.json and the chat template [default: the model's]", show_default=False
+            help="Folder with the tokenizer and the chat template [default: the model's]", show_default=False
         ),
     ] = None
     expand_weights: Annotated[

@@ -1,5 +1,4 @@
-"""Convert text to token ids and back, with a checkpoint's ``tokenizer.json``, or as bytes for models without
-one."""
+"""Convert text to token ids and back, with a checkpoint's vocabulary, or as bytes for models without one."""
 
 from __future__ import annotations
 
@@ -14,11 +13,13 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 
 from tierstore_engine.errors import ModelError
+from tierstore_engine.vocabularies import MODEL_FILE, read_vocabulary
 
 BOS_BYTE_ID = 256
 EOS_BYTE_ID = 257
 BYTE_VOCAB_SIZE = 258
 
+_FILE = "tokenizer.json"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 8
 
@@ -101,16 +102,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A ``tokenizer.json``. Raises :class:`ModelError` if the file is missing or cannot be read."""
+    """The ``tokenizer.json`` or ``tokenizer.model`` of a folder, or a tokenizer of the tokenizers package.
+    Raises :class:`ModelError` if the files are missing or cannot be read."""
 
-    def __init__(self, folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(f"{folder} has no tokenizer.json")
-        try:
-            self._fast = FastTokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception for a bad file
-            raise ModelError(f"{file} is not a readable tokenizer: {error}") from error
+    def __init__(self, source: Path | FastTokenizer) -> None:
+        self._fast = _read(source) if isinstance(source, Path) else source
         added = self._fast.get_added_tokens_decoder()
         self._special = {token for token, each in added.items() if each.special}
         kinds = _kinds(json.loads(self._fast.to_str())["decoder"])
@@ -151,6 +147,23 @@ class HFTokenizer(Tokenizer):
             if (context and text) or count >= len(before):
                 return context
             count *= 2
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Return whether a folder has a file that :class:`HFTokenizer` reads."""
+    return any((folder / name).is_file() for name in (_FILE, MODEL_FILE))
+
+
+def _read(folder: Path) -> FastTokenizer:
+    file = folder / _FILE
+    if not file.is_file():
+        if not has_vocabulary(folder):
+            raise ModelError(f"{folder} has neither {_FILE} nor {MODEL_FILE}")
+        return read_vocabulary(folder)
+    try:
+        return FastTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for a bad file
+        raise ModelError(f"{file} is not a readable tokenizer: {error}") from error
 
 
 def common_length(one: str, other: str) -> int:

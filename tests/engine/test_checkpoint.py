@@ -115,7 +115,7 @@ def test_truncated_weights(folder: Path) -> None:
     ("file", "message"),
     [
         ("config.json", "is not a model folder"),
-        ("tokenizer.json", r"has no tokenizer\.json"),
+        ("tokenizer.json", r"has neither tokenizer\.json nor tokenizer\.model"),
         (WEIGHTS, "only safetensors are read"),
     ],
 )

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as FastTokenizer
 
-from tests.tiny_models import VOCAB, rewrite_json
+from tests.tiny_models import VOCAB, rewrite_json, train_tokenizer
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_engine import build
 from tierstore_engine.build import load_model, open_model
@@ -92,7 +93,18 @@ def neighbours(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_gguf(source: Path, file: Path, form: str) -> dict[str, torch.Tensor]:
+def write_vocabulary(writer: gguf.GGUFWriter, vocabulary: FastTokenizer) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([vocabulary.id_to_token(number) or f"t{number}" for number in range(VOCAB)])
+    writer.add_token_types([3, 3] + [1] * (VOCAB - 2))
+    merges = json.loads(vocabulary.to_str())["model"]["merges"]
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+
+
+def write_gguf(
+    source: Path, file: Path, form: str, *, vocabulary: FastTokenizer | None = None
+) -> dict[str, torch.Tensor]:
     """Write a checkpoint as GGUF, as llama.cpp's converter does. Return the numbers that it says."""
     raw = json.loads((source / "config.json").read_text())
     architecture = "gemma3" if "gemma" in raw["model_type"] else "llama"
@@ -109,7 +121,10 @@ def write_gguf(source: Path, file: Path, form: str) -> dict[str, torch.Tensor]:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    writer.add_token_list([f"t{number}" for number in range(VOCAB)])
+    if vocabulary is None:
+        writer.add_token_list([f"t{number}" for number in range(VOCAB)])
+    else:
+        write_vocabulary(writer, vocabulary)
     writer.add_eos_token_id(7)
     if architecture == "gemma3":
         writer.add_sliding_window(raw["sliding_window"])
@@ -281,7 +296,19 @@ def test_what_is_not_known_is_refused(file: Path) -> None:
     assert "tensor blk.0.attn_q.weight is missing" in refusal(file)
     file.write_bytes(whole)
     (file.parent / "tokenizer.json").unlink()
-    assert "give --tokenizer" in refusal(file)
+    assert "give --tokenizer" in refusal(file)  # this file has no vocabulary
+
+
+def test_the_vocabulary_in_the_file(source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Without a tokenizer beside the file. With one, that counts."""
+    file = tmp_path / "model.gguf"
+    write_gguf(source("llama3"), file, "Q8_0", vocabulary=train_tokenizer())
+    text = "<s>the cat and é日"
+    ids = train_tokenizer().encode(text).ids
+    assert open_model(str(file), device="cpu").tokenizer.encode(text) == ids
+    other = train_tokenizer().to_str().replace("<s>", "<t>")
+    (tmp_path / "tokenizer.json").write_text(other)
+    assert open_model(str(file), device="cpu").tokenizer.encode(text) != ids
 
 
 def test_the_tokenizer_may_be_elsewhere(file: Path, checkpoints: Callable[..., Path]) -> None:

@@ -155,7 +155,7 @@ def test_every_token_has_its_bytes(hf: HFTokenizer, spm: HFTokenizer) -> None:
 
 
 def test_missing_or_broken_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         HFTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="not a readable tokenizer"):

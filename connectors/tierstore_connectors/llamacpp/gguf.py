@@ -16,14 +16,15 @@ _KINDS = "BbHhIif?saQqd"  # of metadata, as struct names them, but s is a string
 
 class GGUFHeader:
     """The part of a file before the bytes of its ``tensors``. ``errors`` is what happens to texts that are
-    not UTF-8, as in :meth:`bytes.decode`.
+    not UTF-8, as in :meth:`bytes.decode`. ``lists`` reads lists of metadata, such as the vocabulary.
 
     Raises :class:`ValueError` for what is not GGUF's, and :class:`struct.error` at the end of the file. Call
     :meth:`fields` once, before the descriptions of the tensors are read with :meth:`number` and :meth:`text`.
     """
 
-    def __init__(self, data: mmap.mmap, *, errors: str = "strict") -> None:
+    def __init__(self, data: mmap.mmap, *, errors: str = "strict", lists: bool = False) -> None:
         self._data = data
+        self._lists = lists
         self._errors = errors
         if data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
@@ -34,7 +35,7 @@ class GGUFHeader:
         self.tensors, self._fields = self.number("Q"), self.number("Q")
 
     def fields(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values of the metadata. The value of a list is None."""
+        """Yield the names and values of the metadata. Lists are None unless they are read."""
         for _ in range(self._fields):
             yield self.text(), self._value()
 
@@ -50,8 +51,7 @@ class GGUFHeader:
     def _value(self) -> Any:
         kind = self._kind()
         if kind == "a":
-            self._skip_list()
-            return None
+            return self._list()
         return self.text() if kind == "s" else self.number(kind)
 
     def _kind(self) -> str:
@@ -66,15 +66,21 @@ class GGUFHeader:
         self.at += length
         return self._data[self.at - length : self.at]
 
-    def _skip_list(self) -> None:
+    def _list(self) -> list[Any] | None:
         kind, length = self._kind(), self.number("Q")
         if kind == "a":
             raise ValueError("metadata has a list of lists")
+        if self._lists and kind == "s":
+            return [self.text() for _ in range(length)]
+        if self._lists:
+            width = struct.calcsize(f"<{kind}")
+            return [value for [value] in struct.iter_unpack(f"<{kind}", self._bytes(length * width))]
         if kind == "s":
             for _ in range(length):
                 self._bytes(self.number("Q"))
         else:
             self._bytes(length * struct.calcsize(f"<{kind}"))
+        return None
 
 
 def window_of(model: Path) -> int:
