@@ -252,6 +252,20 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
             "mamba_chunk_size": 32,
         },
     ),
+    "jamba": (
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 8,
+            "mamba_proj_bias": True,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

@@ -487,10 +487,14 @@ def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
         if unknown:
             raise SpecError(f"config.json: layer_types names {unknown}, which are not supported")
         return [LAYER_KINDS[each] for each in named]
+    if config.get("model_type") == "jamba":
+        period, offset = positive(config, "attn_layer_period"), int(config.get("attn_layer_offset") or 0)
+        numbers = range(positive(config, "num_hidden_layers"))
+        return [_FULL if at % period == offset else LayerKind.RECURRENT_STATE for at in numbers]
     for field in ("attn_layer_indices", "full_attn_idxs"):  # of Bamba and LFM2
         if (attending := config.get(field)) is not None:
-            every = range(positive(config, "num_hidden_layers"))
-            return [_FULL if layer in attending else LayerKind.RECURRENT_STATE for layer in every]
+            members = range(positive(config, "num_hidden_layers"))
+            return [_FULL if layer in attending else LayerKind.RECURRENT_STATE for layer in members]
     if odd := sorted(name for name in config if _MIXED.match(name)):
         raise SpecError(f"config.json: {', '.join(odd)}: the layers of such models are not supported")
     return _kinds_by_field(config, positive(config, "num_hidden_layers"))
@@ -541,6 +545,10 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
         return _mamba2_bytes(config, values, "ssm_state_size", "n_groups", "conv_kernel")
     if config.get("conv_L_cache"):  # LFM2
         return positive(config, "hidden_size") * (positive(config, "conv_L_cache") - 1) * _STATE_BYTES
+    if config.get("mamba_dt_rank"):  # Jamba: a column of the state for each channel
+        width = positive(config, "hidden_size") * positive(config, "mamba_expand")
+        kept = positive(config, "mamba_d_state") + positive(config, "mamba_d_conv") - 1
+        return width * kept * _STATE_BYTES
     if config.get("mamba_n_heads"):  # Granite 4.0-H and Bamba
         values = positive(config, "mamba_n_heads")
         if config.get("mamba_d_head", "auto") == "auto":

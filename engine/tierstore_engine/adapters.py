@@ -51,7 +51,20 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(
 _TEXT_PART = re.compile(r"^(model\.language_model|language_model\.model|backbone)\.")
 
 # The matrices of a layer that are only multiplied with activations.
-_MULTIPLIED = ("qkv", "o", "q_down", "q", "kv_down", "qkvz", "ba", "projection", "gate_up", "down")
+_MULTIPLIED = (
+    "qkv",
+    "o",
+    "q_down",
+    "q",
+    "kv_down",
+    "qkvz",
+    "ba",
+    "projection",
+    "selection",
+    "steps",
+    "gate_up",
+    "down",
+)
 
 
 @dataclass(frozen=True, slots=True)

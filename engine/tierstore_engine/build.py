@@ -44,6 +44,7 @@ from tierstore_engine.gguf_file import config_from_gguf
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
+from tierstore_engine.mamba1 import CpuMamba1States
 from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.options import EngineOptions
@@ -162,8 +163,10 @@ def open_model(
         expand_weights,
         read_adapters(config, adapters),
     )
-    if opened.device != "cpu" and config.short_conv is not None:
-        raise UsageError("layers with a short convolution are computed on the CPU only: give --device cpu")
+    if opened.device != "cpu" and (config.short_conv is not None or config.mamba1 is not None):
+        raise UsageError(
+            "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
+        )
     if opened.device != "cpu" and (kept := _kept(opened)):
         raise UsageError(
             f"{kept} weights stay quantised on the CPU only: give --expand-weights, or --device cpu"
@@ -368,6 +371,8 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
         return make_attention(pool, config)
     if config.short_conv is not None:
         return CpuShortConvStates(pool, config)  # open_model refuses GPUs
+    if config.mamba1 is not None:
+        return CpuMamba1States(pool, config)  # the same
     if pool.device == "cpu":
         return (CpuDeltaStates if config.mamba is None else CpuMamba2States)(pool, config)
     from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States

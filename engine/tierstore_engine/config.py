@@ -158,6 +158,27 @@ class Mamba2Config(StateConfig):
 
 
 @dataclass(frozen=True)
+class Mamba1Config(StateConfig):
+    """A Mamba-1 layer. Steps go through ``rank`` numbers."""
+
+    width: int
+    state_dim: int
+    rank: int
+    conv_width: int
+    conv_bias: bool = True
+    biased: bool = False
+    """Whether the projections into and out of the layer have biases."""
+
+    @property
+    def channels(self) -> int:
+        return self.width
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        return 1, self.state_dim, self.width
+
+
+@dataclass(frozen=True)
 class ShortConvConfig(StateConfig):
     """A layer whose state is the inputs of a convolution only (LFM2)."""
 
@@ -342,6 +363,7 @@ class ModelConfig:
     qk_norm_late: bool = False
     """Whether queries and keys are normed after rotation."""
     short_conv: ShortConvConfig | None = None
+    mamba1: Mamba1Config | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -351,7 +373,7 @@ class ModelConfig:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if (self.recurrent is None) == (LayerKind.RECURRENT_STATE in self.kinds):
-            raise ModelError("a model needs delta, mamba or short_conv exactly if it has layers with a state")
+            raise ModelError("a model needs a state's shape exactly if it has layers with a recurrent state")
         unquantised = {LayerKind.MLA_LATENT, LayerKind.RECURRENT_STATE} & set(self.kinds)
         if self.kv.quantised and unquantised:
             [kind, *_] = sorted(unquantised)
@@ -404,7 +426,7 @@ class ModelConfig:
     @property
     def recurrent(self) -> StateConfig | None:
         """Return the shape of the layers with a state, for any rule; None without any."""
-        return self.delta or self.mamba or self.short_conv
+        return self.delta or self.mamba or self.short_conv or self.mamba1
 
     @cached_property
     def states(self) -> frozenset[int]:

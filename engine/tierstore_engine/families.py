@@ -19,6 +19,7 @@ from tierstore_engine.config import (
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
+    Mamba1Config,
     Mamba2Config,
     ModelConfig,
     ShortConvConfig,
@@ -474,6 +475,42 @@ def _bamba(raw: Raw) -> ModelConfig:
     return replace(plain, kinds=kinds, mamba=_granite_mamba2(raw), names=names)
 
 
+def _jamba(raw: Raw) -> ModelConfig:
+    """Read Jamba: Mamba-1, few layers of attention without rotation, and experts in every second layer."""
+    kinds = tuple(layer_kinds({"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 4, **raw}))
+    check_kinds(kinds)
+    plain = _llama(raw)
+    if plain.activation != "silu":
+        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-1 layers")
+    count = int(raw.get("num_experts", raw.get("num_local_experts", 16)))
+    chosen = int(raw.get("num_experts_per_tok") or 2)
+    every, offset = int(raw.get("expert_layer_period") or 2), int(raw.get("expert_layer_offset", 1))
+    rank, hidden = raw.get("mamba_dt_rank", "auto"), positive(raw, "hidden_size")
+    mamba = Mamba1Config(
+        width=hidden * int(raw.get("mamba_expand") or 2),
+        state_dim=int(raw.get("mamba_d_state") or 16),
+        rank=-(-hidden // 16) if rank == "auto" else positive(raw, "mamba_dt_rank"),
+        conv_width=int(raw.get("mamba_d_conv") or 4),
+        conv_bias=bool(raw.get("mamba_conv_bias", True)),
+        biased=bool(raw.get("mamba_proj_bias", False)),
+    )
+    names = TensorNames(
+        mlp="feed_forward",
+        mlp_norm="pre_ff_layernorm",
+        router="router",
+        renamed=(("model.norm", "model.final_layernorm"),),
+    )
+    return replace(
+        plain,
+        kinds=kinds,
+        mamba1=mamba if LayerKind.RECURRENT_STATE in kinds else None,
+        ropes=(None,) * plain.layers,
+        experts=ExpertsConfig(count, chosen, plain.intermediate_size) if count > 1 else None,
+        dense_layers=tuple(at for at in range(plain.layers) if at % every != offset) if count > 1 else (),
+        names=names,
+    )
+
+
 def _lfm2(raw: Raw) -> ModelConfig:
     """Read LFM2: short convolutions, and some layers of attention."""
     kinds = tuple(layer_kinds(raw))
@@ -538,6 +575,7 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "NemotronHForCausalLM": _nemotron_h,
     "BambaForCausalLM": _bamba,
+    "JambaForCausalLM": _jamba,
     "Lfm2ForCausalLM": _lfm2,
     **llama_like.READERS,
 }

@@ -290,9 +290,7 @@ def _apertus(raw: Raw) -> ModelConfig:
 def _mistral3(raw: Raw) -> ModelConfig:
     """Read the text part of a Mistral for images."""
     if raw.get("model_type", "mistral") != "mistral":
-        raise ModelError(
-            f"config.json: a text part of type {raw['model_type']} is not supported with Mistral 3"
-        )
+        raise ModelError(f"config.json: model_type {raw['model_type']!r} is not supported with Mistral 3")
     return _plain(raw, windows=windows_of(raw))
 
 

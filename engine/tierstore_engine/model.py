@@ -16,6 +16,7 @@ from tierstore_engine.adapters import Adapter, adapted
 from tierstore_engine.attention.base import Attention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.delta import DeltaStates, GatedDelta
+from tierstore_engine.mamba1 import CpuMamba1States, Mamba1
 from tierstore_engine.mamba2 import Mamba2, Mamba2States
 from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
 from tierstore_engine.mlp import MLPs
@@ -29,15 +30,16 @@ from tierstore_engine.weights import (
     AttentionWeights,
     DeltaWeights,
     LatentWeights,
+    Mamba1Weights,
     Mamba2Weights,
     ModelWeights,
     ShortConvWeights,
 )
 
-Memory: TypeAlias = Attention | DeltaStates | Mamba2States | CpuShortConvStates
+Memory: TypeAlias = Attention | DeltaStates | Mamba2States | CpuMamba1States | CpuShortConvStates
 """The memory of a layer group: attention over its pages, or the states in them."""
 
-Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba2 | ShortConv
+Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba1 | Mamba2 | ShortConv
 
 
 class Model:
@@ -70,6 +72,9 @@ class Model:
         if isinstance(memory, Mamba2States):
             assert isinstance(weights, Mamba2Weights)
             return Mamba2(layer, config, weights, memory)
+        if isinstance(memory, CpuMamba1States):
+            assert isinstance(weights, Mamba1Weights)
+            return Mamba1(layer, config, weights, memory)
         if isinstance(memory, CpuShortConvStates):
             assert isinstance(weights, ShortConvWeights)
             return ShortConv(layer, weights, memory)
@@ -145,7 +150,7 @@ class Model:
 
     def _mixed(self, layer: int, hidden: torch.Tensor, step: StepInput, positions: Positions) -> torch.Tensor:
         mixer, layout = self._mixers[layer], step.layouts[self.config.group_of(layer)]
-        if isinstance(mixer, GatedDelta | Mamba2 | ShortConv):
+        if isinstance(mixer, GatedDelta | Mamba1 | Mamba2 | ShortConv):
             return mixer.compute(hidden, layout)
         return mixer.compute(hidden, layout, positions)
 

@@ -1,5 +1,6 @@
 """Recurrent states in pages. :mod:`tierstore_engine.delta` (the gated delta rule),
-:mod:`tierstore_engine.mamba2` and :mod:`tierstore_engine.short_conv` compute with them.
+:mod:`tierstore_engine.mamba1`, :mod:`tierstore_engine.mamba2` and :mod:`tierstore_engine.short_conv` compute
+with them.
 
 A sequence has one page of a layer group with states, independent of its length. For each layer the page has
 the last inputs of its convolution, then its matrices. A step reads the state after the earlier tokens (zeros

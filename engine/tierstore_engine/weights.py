@@ -26,6 +26,7 @@ from tierstore_engine.config import (
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
+    Mamba1Config,
     Mamba2Config,
     ModelConfig,
     ShortConvConfig,
@@ -129,7 +130,30 @@ class ShortConvWeights:
     o_bias: torch.Tensor | None
 
 
-MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights | Mamba2Weights | ShortConvWeights
+@dataclass(frozen=True, slots=True)
+class Mamba1Weights:
+    """The weights of a Mamba-1 layer. The projection yields the channels and their gates, the selection the
+    inputs of ``steps``, the keys and the queries."""
+
+    projection: Matrix
+    projection_bias: torch.Tensor | None
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    selection: Matrix
+    steps: Matrix
+    step_bias: torch.Tensor
+    a_log: torch.Tensor
+    skip: torch.Tensor
+    step_norm: torch.Tensor
+    key_norm: torch.Tensor
+    query_norm: torch.Tensor
+    o: Matrix
+    o_bias: torch.Tensor | None
+
+
+MixerWeights: TypeAlias = (
+    AttentionWeights | LatentWeights | DeltaWeights | Mamba1Weights | Mamba2Weights | ShortConvWeights
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +428,8 @@ def _mixer_slots(config: ModelConfig, weights: MixerWeights) -> Iterator[Slot]:
         return _delta_slots(weights)
     if isinstance(weights, ShortConvWeights):
         return _short_conv_slots(weights)
+    if isinstance(weights, Mamba1Weights):
+        return _mamba1_slots(weights)
     return _mamba2_slots(weights)
 
 
@@ -476,6 +502,23 @@ def _mamba2_slots(weights: Mamba2Weights) -> Iterator[Slot]:
     yield Slot("mamba.A_log", weights.a_log)
     yield Slot("mamba.D", weights.skip)
     yield Slot("mamba.norm.weight", weights.norm)
+    yield Slot("mamba.out_proj.weight", weights.o)
+    yield from _optional("mamba.out_proj.bias", weights.o_bias)
+
+
+def _mamba1_slots(weights: Mamba1Weights) -> Iterator[Slot]:
+    yield Slot("mamba.in_proj.weight", weights.projection)
+    yield from _optional("mamba.in_proj.bias", weights.projection_bias)
+    yield Slot("mamba.conv1d.weight", weights.conv)
+    yield from _optional("mamba.conv1d.bias", weights.conv_bias)
+    yield Slot("mamba.x_proj.weight", weights.selection)
+    yield Slot("mamba.dt_proj.weight", weights.steps)
+    yield Slot("mamba.dt_proj.bias", weights.step_bias)
+    yield Slot("mamba.A_log", weights.a_log)
+    yield Slot("mamba.D", weights.skip)
+    yield Slot("mamba.dt_layernorm.weight", weights.step_norm)
+    yield Slot("mamba.b_layernorm.weight", weights.key_norm)
+    yield Slot("mamba.c_layernorm.weight", weights.query_norm)
     yield Slot("mamba.out_proj.weight", weights.o)
     yield from _optional("mamba.out_proj.bias", weights.o_bias)
 
@@ -612,6 +655,8 @@ class _Maker:
                 return self._mamba2(config.mamba)
             if config.short_conv is not None:
                 return self._short_conv(config.short_conv)
+            if config.mamba1 is not None:
+                return self._mamba1(config.mamba1)
             assert config.delta is not None
             return self._delta(config.delta)
         return self._attention()
@@ -679,6 +724,25 @@ class _Maker:
             skip=self.empty(mamba.heads),
             norm=self.empty(mamba.width),
             o=self.matrix(hidden, mamba.width),
+            o_bias=self.empty(hidden) if mamba.biased else None,
+        )
+
+    def _mamba1(self, mamba: Mamba1Config) -> Mamba1Weights:
+        hidden, width = self._config.hidden_size, mamba.width
+        return Mamba1Weights(
+            projection=self.matrix(2 * width, hidden),
+            projection_bias=self.empty(2 * width) if mamba.biased else None,
+            conv=self.empty(width, 1, mamba.conv_width),
+            conv_bias=self.empty(width) if mamba.conv_bias else None,
+            selection=self.matrix(mamba.rank + 2 * mamba.state_dim, width),
+            steps=self.matrix(width, mamba.rank),
+            step_bias=self.empty(width),
+            a_log=self.empty(width, mamba.state_dim),
+            skip=self.empty(width),
+            step_norm=self.empty(mamba.rank),
+            key_norm=self.empty(mamba.state_dim),
+            query_norm=self.empty(mamba.state_dim),
+            o=self.matrix(hidden, width),
             o_bias=self.empty(hidden) if mamba.biased else None,
         )
 

@@ -44,6 +44,9 @@ TARGETS = {
     "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "gemma3": ATTENTION,
     "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"),
+    "jamba": ("in_proj", "x_proj", "dt_proj", "out_proj", "q_proj"),
+    "lfm2": ("in_proj", "out_proj", "w1", "w2", "k_proj"),
+    "apertus": (*ATTENTION, "up_proj", "down_proj"),
     "granite-hybrid-dense": ("in_proj", "out_proj", "k_proj", "shared_mlp.input_linear"),
 }
 

@@ -286,6 +286,30 @@ def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
         (NEMOTRON | {"mlp_hidden_act": "silu"}, "only mlp_hidden_act relu2"),
         (NEMOTRON | {"moe_latent_size": 8}, "moe_latent_size is not supported"),
         (NEMOTRON | {"mlp_bias": True}, "mlp_bias is not supported with experts"),
+        ({"architectures": ["ApertusForCausalLM"]}, "hidden_act other than xielu is not supported"),
+        (
+            {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "conv"]},
+            "a model none of whose layers attends to everything",
+        ),
+        (
+            {
+                "architectures": ["Lfm2ForCausalLM"],
+                "layer_types": ["conv", "full_attention"],
+                "conv_L_cache": 1,
+            },
+            "a convolution of 1 tokens has no state",
+        ),
+        (
+            {"architectures": ["JambaForCausalLM"], "attn_layer_period": 3, "attn_layer_offset": 2},
+            "a model none of whose layers attends to everything",
+        ),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {**LLAMA, "model_type": "ministral3"},
+            },
+            "model_type 'ministral3' is not supported with Mistral 3",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs the field 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"architectures": ["GlmForCausalLM"], "partial_rotary_factor": 0.01}, "turns no even part"),

@@ -177,12 +177,13 @@ def test_one_in_a_batch_and_from_copied_pages(name: str, model: LoadedModel) -> 
     close(torch.cat(found[1]), expected(name, 8))
 
 
-def test_short_convolutions_are_refused_on_a_gpu(
-    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["jamba", "lfm2"])
+def test_states_without_kernels_are_refused_on_a_gpu(
+    name: str, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "resolve_device", lambda device, dtype: "cuda")
-    with pytest.raises(UsageError, match="a short convolution are computed on the CPU only"):
-        build.open_model(str(checkpoints("lfm2")))
+    with pytest.raises(UsageError, match="Mamba-1 or a short convolution are computed on the CPU only"):
+        build.open_model(str(checkpoints(name)))
 
 
 @pytest.mark.parametrize("model", ["gemma3", "llama4"], indirect=True)

@@ -177,3 +177,22 @@ def test_states_of_short_convolutions(fields):
     sizes = {each.group.kind: each for each in group_sizes(shape)}
     assert sizes[LayerKind.FULL_ATTENTION].group.layers == (2,)
     assert sizes[LayerKind.RECURRENT_STATE].state_bytes == 3 * 2 * 4096 * 4
+
+
+def test_states_of_mamba_1():
+    """Jamba keeps a column for each channel, and the last inputs of a convolution."""
+    shape = {
+        **LLAMA,
+        "model_type": "jamba",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_dt_rank": 256,
+        "mamba_expand": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+    }
+    sizes = {each.group.kind: each for each in group_sizes(shape)}
+    assert sizes[LayerKind.FULL_ATTENTION].group.layers == (4, 12, 20, 28)
+    assert sizes[LayerKind.RECURRENT_STATE].state_bytes == 28 * 8192 * (16 + 3) * 4

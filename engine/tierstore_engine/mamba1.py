@@ -1,0 +1,100 @@
+"""Mamba-1 (Jamba): a state of each channel, whose decay and additions every token chooses.
+
+With a step ``Δ > 0`` of each channel, a key ``B`` and a query ``C`` of all channels, and the channels' values
+``x`` after a convolution::
+
+    S  ←  exp(Δ a) S + B ⊗ Δ x              and the token reads      Sᵀ C + d x
+
+``a`` (below 0) differs for every entry of ``S``, so tokens are taken one after the other. Sums are float32.
+:mod:`tierstore_engine.states` describes the pages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu, softplus
+
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.base import BatchLayout
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.quantised import linear
+from tierstore_engine.states import StatePages, blocks, sequences
+from tierstore_engine.weights import Mamba1Weights
+
+
+class CpuMamba1States:
+    """The states of a layer group with Mamba-1. There is no class for GPUs."""
+
+    def __init__(self, pool: PagePool, config: ModelConfig) -> None:
+        self._pages = StatePages(pool, config)
+
+    def convolve(
+        self, layer: int, channels: torch.Tensor, weights: Mamba1Weights, layout: BatchLayout
+    ) -> torch.Tensor:
+        """Return the convolution of ``channels [tokens, width]`` for the layout's spans, in the same shape.
+        Call this before :meth:`advance`."""
+        out = torch.empty_like(channels)
+        for span, page, rows in sequences(layout):
+            state = self._pages.before(span, layer, page)
+            out[rows] = state.convolve(channels[rows], weights.conv, weights.conv_bias)
+        return out
+
+    def advance(
+        self,
+        layer: int,
+        added: torch.Tensor,
+        steps: torch.Tensor,
+        keys: torch.Tensor,
+        queries: torch.Tensor,
+        decay: torch.Tensor,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        """Take a layer's states through the tokens of the layout's spans. Return what they read, ``[tokens,
+        width]``. All is float32: ``added`` and ``steps`` are ``[tokens, width]``, ``keys`` and ``queries``
+        ``[tokens, state_dim]``, ``decay [state_dim, width]`` is below 0."""
+        out = torch.empty_like(added)
+        for span, page, rows in sequences(layout):
+            [matrix] = self._pages.state(layer, page).matrices
+            for block in blocks(span):
+                part = slice(rows.start + block.start, rows.start + block.stop)
+                left = (steps[part].unsqueeze(1) * decay).exp_()
+                states = keys[part].unsqueeze(2) * added[part].unsqueeze(1)
+                before = matrix
+                for state, kept in zip(states, left, strict=True):
+                    state.addcmul_(before, kept)
+                    before = state
+                matrix.copy_(before)
+                out[part] = torch.einsum("tnw,tn->tw", states, queries[part])
+        return out
+
+
+class Mamba1:
+    """One Mamba-1 layer, with norms of steps, keys and queries."""
+
+    def __init__(
+        self, layer: int, config: ModelConfig, weights: Mamba1Weights, states: CpuMamba1States
+    ) -> None:
+        assert config.mamba1 is not None
+        self._layer = layer
+        self._mamba = config.mamba1
+        self._weights = weights
+        self._states = states
+        self._norm = Pointwise(config.norm_eps).norm
+        self._decay = -weights.a_log.float().exp().T.contiguous()
+
+    def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape."""
+        mamba, weights = self._mamba, self._weights
+        channels, gates = linear(hidden, weights.projection, weights.projection_bias).chunk(2, dim=1)
+        values = silu(self._states.convolve(self._layer, channels, weights, layout))
+        chosen = linear(values, weights.selection)
+        steps, keys, queries = torch.split(chosen, [mamba.rank, mamba.state_dim, mamba.state_dim], dim=1)
+        steps = linear(self._norm(steps, weights.step_norm), weights.steps).float()
+        steps = softplus(steps + weights.step_bias.float())
+        keys = self._norm(keys, weights.key_norm).float()
+        queries = self._norm(queries, weights.query_norm).float()
+        wide = values.float()
+        out = self._states.advance(self._layer, steps * wide, steps, keys, queries, self._decay, layout)
+        out = (out + wide * weights.skip.float()) * silu(gates.float())
+        return linear(out.to(hidden.dtype), weights.o, weights.o_bias)
