@@ -163,15 +163,21 @@ def open_model(
         expand_weights,
         read_adapters(config, adapters),
     )
-    if opened.device != "cpu" and (config.short_conv is not None or config.mamba1 is not None):
+    if opened.device != "cpu":
+        _check_gpu(opened)
+    return opened
+
+
+def _check_gpu(opened: OpenModel) -> None:
+    """Raise :class:`UsageError` for a model that is computed on the CPU only."""
+    if opened.config.short_conv is not None or opened.config.mamba1 is not None:
         raise UsageError(
             "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
         )
-    if opened.device != "cpu" and (kept := _kept(opened)):
+    if kept := _kept(opened):
         raise UsageError(
             f"{kept} weights stay quantised on the CPU only: give --expand-weights, or --device cpu"
         )
-    return opened
 
 
 def _kept(opened: OpenModel) -> str | None:

@@ -40,7 +40,7 @@ _GPT2, _SMOLLM, _LLAMA3, _QWEN2 = "gpt-2", "smollm", "llama-bpe", "qwen2"
 
 
 @dataclass(frozen=True)
-class Pieces:
+class SentencePieces:
     """A SentencePiece vocabulary: the piece, score and kind of each id. ``begin`` and ``end`` are the ids at
     the ends of a prompt, None for none. With ``prefix`` a space is put before a text, and also after each
     special token if ``prefix_parts``."""
@@ -99,7 +99,7 @@ def vocabulary_of_gguf(file: Path) -> FastTokenizer:
 # -- SentencePiece -------------------------------------------------------------------------------------
 
 
-def _of_model(data: bytes) -> Pieces:
+def _of_model(data: bytes) -> SentencePieces:
     """Return the vocabulary of a ``tokenizer.model``, which is a message of protobuf."""
     pieces: list[tuple[str, float, int]] = []
     trainer: Mapping[int, Any] = {}
@@ -126,7 +126,7 @@ def _of_model(data: bytes) -> Pieces:
             raise ValueError(f"{what} is not supported")
     ids = [_signed(trainer.get(number, default)) for number, default in ((40, 0), (41, 1), (42, 2))]
     names, scores, kinds = zip(*pieces, strict=True)
-    return Pieces(
+    return SentencePieces(
         names,
         scores,
         kinds,
@@ -175,7 +175,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _configured(pieces: Pieces, folder: Path) -> Pieces:
+def _configured(pieces: SentencePieces, folder: Path) -> SentencePieces:
     """Return the vocabulary with the tokens that the files beside it add or rename."""
     settings, more = (_json_of(folder / name) for name in (CONFIG_FILE, ADDED_FILE))
     names, added = list(pieces.names), {}
@@ -215,7 +215,7 @@ def _json_of(file: Path) -> Mapping[str, Any]:
         raise ModelError(str(error)) from error
 
 
-def _tokenizer(file: Path, pieces: Pieces) -> FastTokenizer:
+def _tokenizer(file: Path, pieces: SentencePieces) -> FastTokenizer:
     user = [name for name, kind in zip(pieces.names, pieces.kinds, strict=True) if kind == _USER]
     fast = FastTokenizer(
         models.BPE(
@@ -252,7 +252,7 @@ def _tokenizer(file: Path, pieces: Pieces) -> FastTokenizer:
     return fast
 
 
-def _merges(pieces: Pieces) -> list[tuple[str, str]]:
+def _merges(pieces: SentencePieces) -> list[tuple[str, str]]:
     """Return all pairs of pieces that make up another one, the pairs of the best piece first."""
     normal = {
         name: (-score, token)
@@ -293,7 +293,7 @@ def _frame(fast: FastTokenizer, begin: int | None, end: int | None) -> None:
 def _of_spm(file: Path, own: Mapping[str, Any]) -> FastTokenizer:
     if own.get("precompiled_charsmap") or own.get("remove_extra_whitespaces"):
         raise ModelError(f"{file}: its vocabulary rewrites texts, which is not supported: give --tokenizer")
-    pieces = Pieces(
+    pieces = SentencePieces(
         own["tokens"],
         own["scores"],
         own["token_type"],

@@ -204,6 +204,7 @@ class ApiServer:
         self.engine = EngineThread(engine)
         self._store = engine.connector
         self._adapters = dict(engine.adapters)
+        self._names = [settings.model_name, *self._adapters]  # what requests may name as their model
         self._computes = engine.settings.plan == "compute"
         self._kept = KeptPrompts()
         self._tokenizer: Tokenizer = engine.tokenizer
@@ -369,11 +370,6 @@ class ApiServer:
                     await exchange.part(b"", more=False)
         except TooManyViewersError as error:
             raise ApiError(503, str(error), retry_after_s=10) from None
-
-    @property
-    def _names(self) -> list[str]:
-        """Return the names that requests may give as their model: the model's and those of its adapters."""
-        return [self.settings.model_name, *self._adapters]
 
     def _model_object(self, name: str) -> Json:
         document: Json = {
