@@ -152,31 +152,12 @@ def turns(number: int, *more: dict[str, str]) -> tuple[dict[str, str], ...]:
     return system(number), message("user", QUESTION), *more
 
 
-def cases() -> list[Drift]:
-    """Return the cases. Each has a shop of its own, so no case finds the pages of another one."""
-
-    schema = '{"name": "track", "description": "Find a parcel", "parameters": {"type": "object", '
-    order = '"order": {"type": "string"}'
-    carrier = '"carrier": {"type": "string"}'
-    ends = '}}}\nCall a tool with {"name": …, "arguments": …}.'
-    earlier = "Do you ship to Norway, and what does it cost?"
+def in_turns() -> list[Drift]:
+    """Return the cases whose conversations differ behind the system prompt."""
     thoughtful = turns(6, message("assistant", f"{THOUGHT}carrier(12)"), message("tool", "Leipzig, Monday"))
     followed = (*thoughtful, message("assistant", ANSWER), message("user", MORE))
     edited = "Where is my parcel? I ordered ", "two lamps and a desk.", "six lamps and a desk."
-    plain = body(*turns(8))
     return [
-        in_system(
-            1,
-            "reordered keys of a tool schema",
-            f'Tools:\n{schema}"properties": {{"',
-            f"{order[1:]}, {carrier}{ends}",
-            f"{carrier[1:]}, {order}{ends}",
-        ),
-        in_system(2, "timestamp in the system prompt", "It is 2026-11-26T14:3", "1:07Z.", "4:52Z."),
-        in_system(3, "request id in the system prompt", "Request: req_8f", "3a21c97e.", "b04d6612."),
-        in_system(
-            4, "changed whitespace", "Orders:\n12: two lamps, a desk\n", "\n13: a chair", "13: a chair"
-        ),
         Drift(
             "5a",
             "answer without its last space",
@@ -200,6 +181,32 @@ def cases() -> list[Drift]:
             message=1,
             character=len(edited[0]),
         ),
+    ]
+
+
+def cases() -> list[Drift]:
+    """Return the cases. Each has a shop of its own, so no case finds the pages of another one."""
+
+    schema = '{"name": "track", "description": "Find a parcel", "parameters": {"type": "object", '
+    order = '"order": {"type": "string"}'
+    carrier = '"carrier": {"type": "string"}'
+    ends = '}}}\nCall a tool with {"name": …, "arguments": …}.'
+    earlier = "Do you ship to Norway, and what does it cost?"
+    plain = body(*turns(8))
+    return [
+        in_system(
+            1,
+            "reordered keys of a tool schema",
+            f'Tools:\n{schema}"properties": {{"',
+            f"{order[1:]}, {carrier}{ends}",
+            f"{carrier[1:]}, {order}{ends}",
+        ),
+        in_system(2, "timestamp in the system prompt", "It is 2026-11-26T14:3", "1:07Z.", "4:52Z."),
+        in_system(3, "request id in the system prompt", "Request: req_8f", "3a21c97e.", "b04d6612."),
+        in_system(
+            4, "changed whitespace", "Orders:\n12: two lamps, a desk\n", "\n13: a chair", "13: a chair"
+        ),
+        *in_turns(),
         Drift("7", "another adapter", plain, {**plain, "model": f"{CHATS}-support"}, field="adapter"),
         Drift("8", "another RoPE base", plain, plain, field="rope"),
         in_system(9, "user name in the system prompt", "customer: ", "Anna Keller", "Boris Lang"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -46,23 +46,35 @@ def modules_of(package: str) -> dict[str, Path]:
 MODULES = {name: path for package in PACKAGES for name, path in modules_of(package).items()}
 
 
+class Declared(NamedTuple):
+    """The imports of a file, the name and lines of each class, and those of each function: of its statements,
+    without its arguments and its docstring. (A command's arguments are its help.)"""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    classes: list[tuple[str, int]]
+    functions: list[tuple[str, int]]
+
+
 @cache
-def declared(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[tuple[str, int]]]:
-    """The imports of a file, and the name and the lines of each class."""
-    imports, classes = [], []
+def declared(path: Path) -> Declared:
+    """The imports, classes and functions of a file."""
+    imports, classes, functions = [], [], []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports.append(node)
         elif isinstance(node, ast.ClassDef):
             classes.append((node.name, (node.end_lineno or 0) - node.lineno + 1))
-    return imports, classes
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            documented = ast.get_docstring(node) is not None and len(node.body) > 1
+            functions.append((node.name, (node.end_lineno or 0) - node.body[documented].lineno + 1))
+    return Declared(imports, classes, functions)
 
 
 @cache
 def imported(name: str) -> set[str]:
     """The modules of these packages that one names anywhere: also within functions, and for types only."""
     found = set()
-    for node in declared(MODULES[name])[0]:
+    for node in declared(MODULES[name]).imports:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             members = [f"{node.module}.{alias.name}" for alias in node.names]
             found.update(member if member in MODULES else node.module for member in members)
@@ -104,24 +116,25 @@ def test_no_arrow_points_upwards():
     assert upwards == []
 
 
-def classes() -> Iterator[tuple[str, str, int]]:
-    """Yield the module or script, the name and the lines of each class outside of tests."""
-    scripts = {path.name: path for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")}
-    for module, path in {**MODULES, **scripts}.items():
-        for name, lines in declared(path)[1]:
-            yield module, name, lines
+SCRIPTS = {path.name: path for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")}
+FILES = {name: declared(path) for name, path in {**MODULES, **SCRIPTS}.items()}
 
 
 def test_a_class_name_stands_once() -> None:
     """A reader who searches for a class finds one."""
     places: dict[str, list[str]] = {}
-    for module, name, _ in classes():
-        places.setdefault(name, []).append(module)
+    for module, file in FILES.items():
+        for name, _ in file.classes:
+            places.setdefault(name, []).append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 def test_no_class_is_longer_than_500_lines() -> None:
-    assert [(name, lines) for _, name, lines in classes() if lines > 500] == []
+    assert [each for file in FILES.values() for each in file.classes if each[1] > 500] == []
+
+
+def test_no_function_has_more_than_55_lines_of_statements() -> None:
+    assert [(module, each) for module, file in FILES.items() for each in file.functions if each[1] > 55] == []
 
 
 def test_no_test_imports_the_conftest_of_another_folder() -> None:

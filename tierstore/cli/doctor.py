@@ -17,11 +17,11 @@ from tierstore.units import parse_size
 if TYPE_CHECKING:
     from tierstore.cli.checks import Check
 
-_VLLM = "vllm serve MODEL --kv-transfer-config"
-_SGLANG = (
-    "python -m sglang.launch_server --model-path MODEL --page-size 64 --enable-hierarchical-cache "
-    "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
-)
+_COMMANDS = {
+    "kv_transfer_config": "vllm serve MODEL --kv-transfer-config",
+    "extra_config": "python -m sglang.launch_server --model-path MODEL --page-size 64 "
+    "--enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config",
+}
 
 
 def command(
@@ -107,22 +107,19 @@ def command(
                 found += checks()
     if cluster is not None:
         found += cluster_checks.checks(cluster)
+    proposed = {}
+    if vllm:
+        proposed["kv_transfer_config"] = vllm_checks.proposed(connect)
+    if sglang:
+        proposed["extra_config"] = sglang_checks.proposed(connect)
     failed = any(check.status is Status.FAIL for check in found)
     if json:
-        document: dict[str, object] = {"failed": failed, "checks": [_to_json(check) for check in found]}
-        if vllm:
-            document["kv_transfer_config"] = vllm_checks.proposed(connect)
-        if sglang:
-            document["extra_config"] = sglang_checks.proposed(connect)
-        show.write_json(document)
+        show.write_json({"failed": failed, "checks": [_to_json(check) for check in found], **proposed})
     else:
         _print(found)
-        if vllm:  # a separate line, to be copied
+        for name, config in proposed.items():  # a line of its own, to be copied
             show.line("")
-            show.line(f"{_VLLM} '{dumps(vllm_checks.proposed(connect))}'")
-        if sglang:
-            show.line("")
-            show.line(f"{_SGLANG} '{dumps(sglang_checks.proposed(connect))}'")
+            show.line(f"{_COMMANDS[name]} '{dumps(config)}'")
     raise typer.Exit(1 if failed else 0)
 
 

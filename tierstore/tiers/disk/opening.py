@@ -273,11 +273,8 @@ class _Opening:
         self._fitted: Fitted | None = None  # None: nothing had to be evicted or moved
 
     def parts(self) -> OpenedParts:
-        self._directory.extents.mkdir(exist_ok=True, mode=0o700)
-        self._directory.remove_leftovers(self._io)
-        if self._directory.damaged_index.exists():  # fsck has kept it for a person until now
-            self._io.unlink(self._directory.damaged_index)
-        make_index(self._directory, self._io)
+        """Return the parts, as :func:`open_parts` does."""
+        self._make_files()
         with ExitStack() as opened:
             index_db = self._open_index(opened)
             stored = index_db.get_meta(STORE)
@@ -287,16 +284,7 @@ class _Opening:
                 index_db = self._open_index(opened)
             meta = self._meta(before)
             serials = self._serials(index_db)
-            extents = ExtentFiles(
-                self._directory.extents,
-                capacity_bytes=self._layout.extent_bytes,
-                file_bytes=meta.file_bytes,
-                io=self._io,
-                spare_bytes=self._layout.index_bytes,
-            )
-            opened.callback(extents.close)
-            payloads = Payloads(extents, io_threads=self._io_threads)
-            opened.callback(payloads.close)
+            extents, payloads = self._open_extents(opened, meta)
             self._drop_removed_codecs(index_db, meta)
             if len(index_db) and self._is_resized(meta):
                 index_db.close()
@@ -321,35 +309,51 @@ class _Opening:
                 meta.calibration = self._calibrate(payloads, extents)
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
-            meta.capacity_bytes = self._layout.capacity_bytes
-            meta.extent_bytes = self._layout.extent_bytes
-            meta.moving = False
-            if self._codec is not None and self._codec.name not in meta.codecs:
-                meta.codecs.append(self._codec.name)
-            index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
-            # The names of the files must also survive a power loss.
-            self._io.sync_directory(self._directory.path)
-            self._io.sync_directory(self._directory.path.parent)
+            self._store_meta(index_db, meta)
             opened.pop_all()
         fitted = self._fitted or Fitted()
         self._log_fitted(fitted)
         return OpenedParts(
-            self._directory,
-            self._layout,
-            meta,
-            index_db,
-            extents,
-            payloads,
-            space,
-            scan,
-            serials,
-            fitted,
+            self._directory, self._layout, meta, index_db, extents, payloads, space, scan, serials, fitted
         )
+
+    def _make_files(self) -> None:
+        """Make the files that are missing, and remove those that nothing refers to."""
+        self._directory.extents.mkdir(exist_ok=True, mode=0o700)
+        self._directory.remove_leftovers(self._io)
+        if self._directory.damaged_index.exists():  # fsck has kept it for a person until now
+            self._io.unlink(self._directory.damaged_index)
+        make_index(self._directory, self._io)
 
     def _open_index(self, opened: ExitStack) -> IndexDB:
         index_db = IndexDB(self._directory.index, map_bytes=self._layout.index_bytes)
         opened.callback(index_db.close)
         return index_db
+
+    def _open_extents(self, opened: ExitStack, meta: StoreMeta) -> tuple[ExtentFiles, Payloads]:
+        extents = ExtentFiles(
+            self._directory.extents,
+            capacity_bytes=self._layout.extent_bytes,
+            file_bytes=meta.file_bytes,
+            io=self._io,
+            spare_bytes=self._layout.index_bytes,
+        )
+        opened.callback(extents.close)
+        payloads = Payloads(extents, io_threads=self._io_threads)
+        opened.callback(payloads.close)
+        return extents, payloads
+
+    def _store_meta(self, index_db: IndexDB, meta: StoreMeta) -> None:
+        """Write the metadata of the opened store. Its pages are in the present space from here on."""
+        meta.capacity_bytes = self._layout.capacity_bytes
+        meta.extent_bytes = self._layout.extent_bytes
+        meta.moving = False
+        if self._codec is not None and self._codec.name not in meta.codecs:
+            meta.codecs.append(self._codec.name)
+        index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
+        # The names of the files must also survive a power loss.
+        self._io.sync_directory(self._directory.path)
+        self._io.sync_directory(self._directory.path.parent)
 
     def _share_out(self, index_db: IndexDB, before: StoreMeta) -> bool:
         """Keep enough space for pages of another size that were saved before. Return whether this changes the

@@ -77,6 +77,23 @@ def run(
         yield _one(kernels, device, timer, case, shape, page_tokens)
 
 
+def _sequences(table: torch.Tensor, tokens: int, stop: int, split: int) -> Sequences:
+    """Return one sequence of ``stop`` tokens. Its last ``tokens`` tokens are new."""
+
+    def number(value: int) -> torch.Tensor:
+        return torch.tensor([value], dtype=torch.int32, device=table.device)
+
+    return Sequences(
+        number(0),
+        number(tokens),
+        number(stop),
+        tables=table.int().view(1, -1),
+        max_count=tokens,
+        max_length=stop,
+        splits=ChunkSplits(number(split), number(0), split, split * tokens) if split > 1 else None,
+    )
+
+
 def _one(
     kernels: AttentionKernels,
     device: str,
@@ -96,20 +113,7 @@ def _one(
     query = (tokens, shape.heads, shape.head_dim)
     queries = torch.empty(query, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     out = torch.empty_like(queries)
-
-    def number(value: int) -> torch.Tensor:
-        return torch.tensor([value], dtype=torch.int32, device=device)
-
-    split = kernels.chunk_splits(tokens, stop)
-    sequences = Sequences(
-        number(0),
-        number(tokens),
-        number(stop),
-        tables=table.int().view(1, -1),
-        max_count=tokens,
-        max_length=stop,
-        splits=ChunkSplits(number(split), number(0), split, split * tokens) if split > 1 else None,
-    )
+    sequences = _sequences(table, tokens, stop, kernels.chunk_splits(tokens, stop))
     layer = LayerPages(pool, page_stride=pool.stride(0), offset=read * pool.stride(1))
     library = GatheredPrefill(pool, shape.head_dim**-0.5)
     keys, values = (part.contiguous() for part in library.gather(read, table, stop))
