@@ -1,8 +1,7 @@
 """Kernels under ThreadSanitizer: ``python -m tests.engine.kernels.races FOLDER KERNEL:SHAPE …``.
 
-``FOLDER`` holds the kernels; ``fault NAME …`` in its place runs those of faults.cu. A process of its own,
-because TSan must be loaded before anything else (see test_races.py). TSan writes what it finds to stderr, and
-makes the exit code what it was told to.
+``FOLDER`` holds the kernels. A process of its own, because TSan must be loaded before anything else (see
+test_races.py). TSan writes what it finds to stderr, and makes the exit code what it was told to.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 
 from tests.engine.kernels.attention import Executed, one_token_each
-from tests.engine.kernels.executor import HostModule
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor, int32
@@ -124,13 +122,6 @@ def blocks(shape: Shape, folder: Path) -> None:
         kernel((2,), (planes, int32([5, 0, 2]), page, *numbers))
 
 
-def fault(name: str) -> None:
-    """One of faults.cu, by 128 threads."""
-    reversed_numbers = np.zeros(128, np.float32)
-    launch = HostModule(Path(__file__).parent / "faults.cu", [name], races=True).function(name)
-    launch((1,), (128,), (reversed_numbers,), shared_mem=512)
-
-
 KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
     "prefill": prefill,
     "decode": decode,
@@ -146,12 +137,7 @@ KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "fault":
-        for name in sys.argv[2:]:
-            sys.stderr.write(f"running {name}\n")
-            fault(name)
-    else:
-        folder = Path(sys.argv[1])
-        for job in sys.argv[2:]:
-            kernel, shape = job.split(":")
-            KERNELS[kernel](SHAPES[shape], folder)
+    folder = Path(sys.argv[1])
+    for job in sys.argv[2:]:
+        kernel, shape = job.split(":")
+        KERNELS[kernel](SHAPES[shape], folder)

@@ -54,7 +54,7 @@ def tsan() -> None:
         pytest.skip("ThreadSanitizer cannot run here: install libtsan (it comes with g++)")
 
 
-def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
+def under_tsan(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "LD_PRELOAD": str(tsan_library()),
@@ -63,7 +63,7 @@ def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.engine.kernels.races", *arguments]
+    command = [sys.executable, "-m", f"tests.engine.kernels.{program}", *arguments]
     root = Path(__file__).parents[3]
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
 
@@ -85,7 +85,7 @@ JOBS = {
 
 @pytest.mark.parametrize("shapes", chosen(JOBS, "first"))
 def test_no_races(shapes: str) -> None:
-    done = under_tsan(str(KERNEL_DIR), *JOBS[shapes])
+    done = under_tsan("races", str(KERNEL_DIR), *JOBS[shapes])
     assert done.returncode == 0, done.stderr[-8000:]
 
 
@@ -141,7 +141,7 @@ def launched_by(job: str, shape: str) -> list[Instance]:
 
 def test_races_are_found() -> None:
     """The test above must be able to fail. Shuffles wait for other lanes, but order no memory."""
-    done = under_tsan("fault", "barrier_missing", "shuffle_for_barrier")
+    done = under_tsan("faulty", "barrier_missing", "shuffle_for_barrier")
     assert done.returncode == FOUND, done.stderr[-8000:]
     first, second = done.stderr.split("running shuffle_for_barrier")
     assert "data race" in first, first[-8000:]
@@ -169,6 +169,6 @@ RACES = [
     ("bug", "job"), RACES, ids=lambda value: value.name if isinstance(value, Bug) else value
 )
 def test_planted_races_are_found(bug: Bug, job: str, tmp_path: Path) -> None:
-    done = under_tsan(str(planted(bug, tmp_path)), job)
+    done = under_tsan("races", str(planted(bug, tmp_path)), job)
     assert done.returncode == FOUND, done.stderr[-8000:]
     assert "data race" in done.stderr

@@ -6,12 +6,9 @@ import os
 import re
 from typing import Any
 
-import httpx
-import openai
-
 from tests.forked import Forked
 
-from .live import WAIT_S
+from .live import WAIT_S, clients_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is a page? " * 20}]
 
@@ -27,8 +24,7 @@ class ServerProcess:
         self.first = self.said.readline()
         [url] = re.findall(r"http://\S+", self.first)
         self.url = url.removesuffix("/v1")
-        self.client = openai.OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT_S)
-        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+        self.client, self.http = clients_of(self.url)
 
     def metric(self, name: str) -> float:
         """The sum of all lines that begin so."""

@@ -143,15 +143,15 @@ BAD: list[tuple[str, Any, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "message"), BAD)
-def test_bad_requests(path: str, body: Any, status: int, message: str, live: Live) -> None:
-    answer = post(live, path, body)
-    error = answer.json()["error"]
-    assert answer.status_code == status
-    assert message in error["message"]
-    assert "\n" not in error["message"]
-    assert live.server.admission.requests == 0
-    assert post(live, "completions", GOOD).status_code == 200
+def test_bad_requests(live: Live) -> None:
+    for path, body, status, message in BAD:
+        answer = post(live, path, body)
+        error = answer.json()["error"]
+        assert answer.status_code == status, body
+        assert message in error["message"], body
+        assert "\n" not in error["message"], body
+        assert live.server.admission.requests == 0, body
+        assert post(live, "completions", GOOD).status_code == 200, body
 
 
 def test_they_are_the_clients_own_exceptions(live: Live) -> None:

@@ -69,6 +69,13 @@ def daemon_like():
 
 
 class Connected(Portioned):
+    """The daemon has the core of an embedded store: layouts between the simplest and the richest are for the
+    soak."""
+
+    @pytest.fixture(params=chosen(LAYOUTS, LAYOUTS[0], LAYOUTS[-1]), ids=str)
+    def layout(self, request):
+        return request.param
+
     def url(self, daemon):
         raise NotImplementedError
 
@@ -93,12 +100,7 @@ class TestOverIpc(Connected):
 
 
 class TestOverTcp(Connected):
-    """The same daemon and messages as over a socket: layouts between the simplest and the richest are for the
-    soak."""
-
-    @pytest.fixture(params=chosen(LAYOUTS, LAYOUTS[0], LAYOUTS[-1]), ids=str)
-    def layout(self, request):
-        return request.param
+    """The same daemon and messages as over a socket."""
 
     def url(self, daemon):
         return daemon.tcp
