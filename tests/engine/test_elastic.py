@@ -15,7 +15,7 @@ import pytest
 
 from tests.portions import portion
 from tierstore.errors import UsageError
-from tierstore.tiers.two_level import SmallPages, waste
+from tierstore.tiers.two_level import SmallPages, check
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.attention.base import NO_PAGE
 from tierstore_engine.build import LoadedModel, build_engine, load_model
@@ -128,9 +128,9 @@ def check_books(engine: Engine) -> None:
         if len(pools) == 1:
             assert pool.free_pages + len(idle) + (used - len(idle)) == pool.capacity
     if len(pools) > 1:
-        found = waste([pool.books for pool in pools if isinstance(pool.books, SmallPages)])
-        parts = (found.used_bytes, found.internal_bytes, found.external_bytes, found.free_bytes)
-        assert sum(parts) == engine.pool_size().nbytes
+        check([pool.books for pool in pools if isinstance(pool.books, SmallPages)])
+        large = pools[0].large_pages
+        assert large.present * large.large_bytes == engine.pool_size().nbytes
 
 
 def finished(engine: Engine) -> None:

@@ -42,24 +42,6 @@ _LITTLE = 0.04  # share of a large page that may be left over between small page
 
 
 @dataclass(frozen=True, slots=True)
-class PoolWaste:
-    """The use of a memory's bytes. ``internal``: in large pages in use, outside of the small pages.
-    ``external``: free small pages in large pages that other groups cannot use. These, the used bytes and
-    ``free`` (whole large pages) add up to the memory."""
-
-    used_bytes: int
-    internal_bytes: int
-    external_bytes: int
-    free_bytes: int
-
-    @property
-    def share(self) -> float:
-        """Wasted share of the memory in large pages in use."""
-        taken = self.used_bytes + self.internal_bytes + self.external_bytes
-        return (self.internal_bytes + self.external_bytes) / taken if taken else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """The size of a large page, and the number of small pages of each group in it."""
 
@@ -186,13 +168,6 @@ class SmallPages:
         return sum(len(parts.get(number, ())) + count == self.per_large for number, count in leaving.items())
 
 
-def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
-    """Return the bookkeeping for pages of these sizes in ``nbytes`` bytes. Raises the errors of
-    :func:`checked_cut`."""
-    pages = checked_cut(page_bytes, nbytes)
-    return books_of(page_bytes, pages, LargePages(pages.large_bytes, nbytes // pages.large_bytes))
-
-
 def books_of(page_bytes: Sequence[int], pages: Cut, large_pages: LargePages) -> tuple[SmallPages, ...]:
     """Return the bookkeeping for pages of these sizes in ``large_pages``, cut as ``pages`` says."""
     sizes = zip(page_bytes, pages.per_large, strict=True)
@@ -209,15 +184,6 @@ def checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
             f"give at least {format_size(pages.large_bytes)}"
         )
     return pages
-
-
-def waste(groups: Sequence[SmallPages]) -> PoolWaste:
-    """Return the waste in a memory. ``groups`` are all groups that share it."""
-    large = groups[0].large_pages
-    used = sum(group.used_pages * group.page_bytes for group in groups)
-    external = sum(group.free_parts * group.page_bytes for group in groups)
-    taken = sum(len(group.parts) for group in groups) * large.large_bytes
-    return PoolWaste(used, taken - used - external, external, large.free * large.large_bytes)
 
 
 def check(groups: Sequence[SmallPages]) -> None:

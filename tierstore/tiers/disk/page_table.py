@@ -518,14 +518,6 @@ class PageTable:
         facts = Facts(*(self._columns[name][rows] for name in Facts._fields))
         return facts if size_class is None else facts.take(np.flatnonzero(size_classes(facts) == size_class))
 
-    def latest_first(self) -> list[int]:
-        """Return all serials, the most recently used first, each after its parent."""
-        with self._lock:
-            rows = np.flatnonzero(self._columns["alive"][: self._rows])
-            order = np.lexsort((self._columns["depth"][rows], -self._columns["tick"][rows]))
-            serials: list[int] = self._columns["serial"][rows[order]].tolist()
-            return serials
-
     # -- checking ------------------------------------------------------------------------------------
 
     def check(self) -> None:
