@@ -4,25 +4,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name, *arguments, cwd):
     """The lines that an example prints."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        cwd=cwd,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.splitlines()
+    code, out, err = forked.run(str(EXAMPLES / name), *arguments, cwd=cwd)
+    assert (code, err) == (0, "")
+    return out.splitlines()
 
 
 def test_every_example_is_run_and_listed():

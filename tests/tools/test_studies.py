@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.forked import run
 from tierstore_engine.tokenizer import common_length
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
-
-
-def run(script, *arguments):
-    command = [sys.executable, ROOT / "benchmarks" / script, *arguments]
-    path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": path},
-    )
 
 
 @pytest.fixture
@@ -57,8 +43,8 @@ def test_a_script_explains_itself(ended, script):
 def measured(tmp_path):
     def measured_(script, *arguments):
         out = tmp_path / "out.json"
-        done = run(script, *arguments, "--json", out)
-        assert done.returncode == 0, done.stderr
+        code, _, said = run(str(ROOT / "benchmarks" / script), *arguments, "--json", out)
+        assert code == 0, said
         return json.loads(out.read_text())
 
     return measured_
