@@ -60,7 +60,7 @@ quick: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/python tests/prose.py
 	$(BIN)/mypy -p tierstore
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK_TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q $(QUICK_TESTS)
 
 types: $(VENV)/dev.stamp
 	$(BIN)/mypy
@@ -70,9 +70,10 @@ types: $(VENV)/dev.stamp
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Two at a time: half of the tests wait for processes, sockets and disks.
+# More tests at a time than there are cores: half of them wait for processes, sockets and disks.
+WORKERS ?= $$(( $$(nproc) * 3 / 2 ))
 suite: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lowest: $(NATIVE)
 	$(PYTHON) -m venv $(LOWEST_VENV)

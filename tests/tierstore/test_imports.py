@@ -137,7 +137,9 @@ def test_no_class_is_longer_than_500_lines() -> None:
 
 
 def test_no_function_has_more_than_55_lines_of_statements() -> None:
-    assert [(module, each) for module, file in files().items() for each in file.functions if each[1] > 55] == []
+    assert [
+        (module, each) for module, file in files().items() for each in file.functions if each[1] > 55
+    ] == []
 
 
 def test_no_test_imports_the_conftest_of_another_folder() -> None:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.campaigns import command, runs
 from tests.campaigns.campaign import FAULTS
+from tests.forked import run
 from tierstore.errors import UsageError
 from tierstore_tools import cli
 
@@ -17,13 +16,8 @@ COLUMNS = {"fault", "runs", "wrong_pages", "lost_pages", "over_capacity", "faile
 def test_every_fault_is_run_as_often_as_asked(tmp_path):
     """The command prints a table and one JSON document."""
     options = ["--runs", "2", "--seed", "3", "--dir", str(tmp_path), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tierstore_tools.cli", "faults", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    document = json.loads(done.stdout)
+    code, out, err = run("tierstore_tools.cli", "faults", *options)
+    document = json.loads(out)
     assert set(document) == {"machine", "seed", "rows", "failures"}
     rows = document["rows"]
     assert all(set(row) == COLUMNS for row in rows)
@@ -32,9 +26,9 @@ def test_every_fault_is_run_as_often_as_asked(tmp_path):
     assert not any(row["wrong_pages"] or row["lost_pages"] for row in rows)
     assert all(0 < row["recovery_s"] < 60 for row in rows)
     assert list(tmp_path.iterdir()) == []
-    assert "durable pages lost" in done.stderr
-    assert "failed checks" in done.stderr
-    assert done.returncode == 0, done.stderr
+    assert "durable pages lost" in err
+    assert "failed checks" in err
+    assert code == 0, err
 
 
 def test_a_broken_promise_is_an_exit_code(tmp_path, monkeypatch):
@@ -52,11 +46,6 @@ def test_without_a_checkout_it_says_that_it_needs_one(monkeypatch, tmp_path):
 
 
 def test_a_directory_that_cannot_be_written_is_bad_usage(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tierstore_tools.cli", "faults", "--dir", str(tmp_path / "not" / "yet")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "cannot make" in done.stderr
+    code, _, err = run("tierstore_tools.cli", "faults", "--dir", tmp_path / "not" / "yet")
+    assert code == 2
+    assert "cannot make" in err
