@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.forked import run
 from tierstore_tools.cli import app
 from tierstore_tools.peers import client, command, daemons, measure
 from tierstore_tools.peers.client import Shape
@@ -18,8 +18,7 @@ from tierstore_tools.peers.measure import Ratio
 
 
 def bench(*arguments):
-    program = [sys.executable, "-m", "tierstore_tools.cli", "peers", *map(str, arguments)]
-    return subprocess.run(program, capture_output=True, text=True, check=False, timeout=240)
+    return run("tierstore_tools.cli", "peers", *arguments)
 
 
 def test_ours_is_measured_and_others_are_left_out_by_name(tmp_path):
@@ -27,15 +26,15 @@ def test_ours_is_measured_and_others_are_left_out_by_name(tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     bare.chmod(0o755)
-    done = bench(
+    code, out, err = bench(
         *("--page-bytes", "64KiB", "--total", "1MiB", "--rounds", 2, "--lookup-tokens", 512),
         *(f"--{name}-python={bare}" for name in ("lmcache", "redis", "mooncake")),
         *("--settle", 1, "--json", tmp_path / "out.json"),
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, err
     document = json.loads((tmp_path / "out.json").read_text())
     assert set(document["left_out"]) == {"lmcache", "redis", "mooncake"}
-    assert "left out: lmcache: lmcache is not installed" in " ".join(done.stdout.split())
+    assert "left out: lmcache: lmcache is not installed" in " ".join(out.split())
     (row,) = document["moves"]
     assert (row["peer"], row["page_bytes"]) == ("tierstore", 65536)
     assert (row["saved_bytes"], row["wrong"]) == (2 << 20, 0)
@@ -59,9 +58,9 @@ def test_ours_is_measured_and_others_are_left_out_by_name(tmp_path):
     ],
 )
 def test_bad_usage_is_a_line(arguments, said):
-    done = bench(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in " ".join(done.stderr.split())
+    code, out, err = bench(*arguments)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())
 
 
 def test_a_peer_that_does_not_start_says_why(tmp_path, monkeypatch):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.forked import run
 from tierstore.errors import UsageError
 from tierstore_tools.vllm import models
 from tierstore_tools.vllm.asks import VllmAnswer, greatest_difference, prompt
@@ -22,21 +21,20 @@ ANSWER = VllmAnswer(
 
 
 def bench(*arguments):
-    command = [sys.executable, "-m", "tierstore_tools.cli", "vllm", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run("tierstore_tools.cli", "vllm", *arguments)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_it_says_so_in_a_line():
-    done = bench("--json")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "vLLM is not installed" in done.stderr
+    code, out, err = bench("--json")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "vLLM is not installed" in err
 
 
 @pytest.mark.parametrize("arguments", [("--options", "[1]"), ("--dir", "/dev/null/nowhere")])
 def test_bad_usage_is_exit_code_two(arguments):
-    done = bench(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
+    code, out, _ = bench(*arguments)
+    assert (code, out) == (2, "")
 
 
 def test_a_model_that_cannot_be_made_is_refused(tmp_path):

@@ -28,6 +28,21 @@ def run(*arguments):
     return forked.run("tierstore.cli", *arguments)
 
 
+class Reporting(forked.Forked):
+    """A command whose stderr is a pipe, ``said``."""
+
+    def __init__(self, *arguments):
+        said, its_stderr = os.pipe()
+        super().__init__("tierstore.cli", [str(argument) for argument in arguments], (0, 1, its_stderr))
+        os.close(its_stderr)
+        self.said = os.fdopen(said)
+
+    def close(self):
+        self.kill()
+        self.wait()
+        self.said.close()
+
+
 class Terminal:
     """A command on a terminal of its own."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import tempfile
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 import tierstore
 from tests.forked import Forked
 from tests.small_store import SPEC, pages_of
-from tests.tierstore.cli.commands import PAGES, TOKENS, command, run
+from tests.tierstore.cli.commands import PAGES, TOKENS, Reporting, run
 from tierstore.keys import Identity
 
 KUBERNETES = {  # what it puts into containers for Services named tierstore and tierstore-metrics
@@ -65,18 +63,15 @@ def test_senseless_files(tmp_path, text):
     assert "is not TOML" in refused(run("serve", "--config", file))
 
 
-def test_kubernetes_services_are_no_settings(directory):
+def test_kubernetes_services_are_no_settings(directory, monkeypatch):
     """Each of them alone, and all together; what a person has misspelt is still said."""
     for environment in (KUBERNETES, {"TIERSTORE_PORT": "7700"}):
-        process = subprocess.Popen(
-            command("serve", "--host-bytes", "4MiB", "--listen", f"ipc://{directory}/s"),
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
-        first = process.stderr.readline()
-        process.kill()
-        process.communicate()
+        with monkeypatch.context() as patched:
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            process = Reporting("serve", "--host-bytes", "4MiB", "--listen", f"ipc://{directory}/s")
+        first = process.said.readline()
+        process.close()
         assert ("listening at" in first) == (environment is KUBERNETES), first
     assert "the nearest is 'metrics_port'" in first
 
@@ -146,17 +141,16 @@ def test_a_capacity_that_this_machine_does_not_have_is_one_line_in_the_log(direc
 
     def log(*flags):
         """Up to the last line of the start."""
-        process = subprocess.Popen(command("serve", *listen, *flags), stderr=subprocess.PIPE, text=True)
+        process = Reporting("serve", *listen, *flags)
         lines = []
         try:
             while not any("serves" in line for line in lines):
-                lines.append(process.stderr.readline())
+                lines.append(process.said.readline())
                 assert lines[-1]
             process.terminate()
-            return [*lines, *process.stderr.readlines()]
+            return [*lines, *process.said.readlines()]
         finally:
-            process.kill()
-            process.communicate()
+            process.close()
 
     def warnings(lines):
         return [line for line in lines if "this machine has less" in line]

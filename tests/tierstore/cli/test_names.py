@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 
 import pytest
 
 import tierstore
 from tests.small_store import SPEC, pages_of
-from tests.tierstore.cli.commands import Terminal, command, run
+from tests.tierstore.cli.commands import Reporting, Terminal, run
 from tests.tierstore.daemon.server.client import Client
 from tests.tierstore.tiers.disk.test_damage import overwrite
 from tierstore.keys import Identity
@@ -103,19 +102,18 @@ def test_in_an_error(daemon, tmp_path):
 @pytest.mark.parametrize("form", ["plain", "json"])
 def test_in_the_log(directory, form):
     flags = ("--host-bytes", "4MiB", "--log-format", form, "--listen", f"ipc://{directory}/s")
-    process = subprocess.Popen(command("serve", *flags), stderr=subprocess.PIPE, text=True)
+    process = Reporting("serve", *flags)
     lines = []
     try:
         while not any("serves" in line for line in lines):
-            lines.append(process.stderr.readline())
+            lines.append(process.said.readline())
             assert lines[-1]
         daemon = DaemonProcess(directory)
         greet(daemon, NAME).close()
         while "ended" not in lines[-1]:
-            lines.append(process.stderr.readline())
+            lines.append(process.said.readline())
     finally:
-        process.kill()
-        process.communicate()
+        process.close()
     said = next(line for line in lines if "forged" in line)
     assert all(is_plain(line) for line in lines)
     if form == "json":
