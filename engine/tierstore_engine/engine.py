@@ -451,11 +451,9 @@ class Engine:
     def _interrupted(
         self, sequences: list[Sequence], error: LostPagesError | OverflowFailedError
     ) -> list[StepOutput]:
-        """End a step that the overflow file has interrupted.
-
-        A sequence with lost pages starts again, or ends if that was too often. Without room, the largest
-        sequence ends. Sequences with a recurrent state start again too, because the step may have changed it.
-        """
+        """End a step that the overflow file has interrupted. A sequence with lost pages starts again, or ends
+        if that was too often. Without room, the largest sequence ends. Sequences with a recurrent state start
+        again too, because the step may have changed it."""
         self._prefills.forget()
         stateful = any(rule.past is Past.STATE for rule in self.connector.rules)
         if isinstance(error, LostPagesError):
@@ -468,7 +466,8 @@ class Engine:
             affected = failed = [max(sequences, key=lambda sequence: sequence.tables[0].held)]
         for sequence in sequences:
             if sequence not in failed and (sequence in affected or stateful):
-                self._scheduler.restart(sequence, save=sequence not in affected)
+                self._keeper.leave(sequence, save=sequence not in affected)
+                self._scheduler.requeue(sequence, preempted=False)
         return [self._failed(sequence, str(error)) for sequence in failed]
 
     def _failed(self, sequence: Sequence, why: str) -> StepOutput:

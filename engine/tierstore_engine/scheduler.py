@@ -100,8 +100,7 @@ class Scheduler:
         self._refused_at: Room | None = None  # the room at which the oldest waiting request was refused
         # The rule of progress.
         self._short = False  # whether a sequence found no pages in the last step
-        # whether no request is admitted for lack of room, so that cached pages are in the way
-        self._stuck = False
+        self._stuck = False  # whether no request is admitted because cached pages are in the way
         self._preempted: set[RequestId] = set()  # preempted since an admitted request ended
         self._only: RequestId | None = None  # root of the request that must run alone
         self._turns: dict[RequestId, int] = {}  # turns of admitted prompts, as last ordered
@@ -116,7 +115,7 @@ class Scheduler:
 
     @property
     def longest_overtaken_s(self) -> float:
-        """Return the longest time for which a request with its first token was overtaken."""
+        """See :class:`EngineStats <tierstore_engine.outputs.EngineStats>`."""
         return self._prompts.longest_overtaken_s
 
     def wait_reasons(self) -> Counter[WaitReason]:
@@ -155,13 +154,6 @@ class Scheduler:
         if not any(other.root == self._only for other in (*self.admitted, *self.waiting)):
             self._only = None
         sequence.state = SequenceState.FINISHED
-
-    def restart(self, sequence: Sequence, *, save: bool) -> None:
-        """Let an admitted sequence start again: its pages are released, after they were saved unless ``save``
-        is False."""
-        self._keeper.leave(sequence, save=save)
-        self._requeue(sequence)
-        self._preempted.discard(sequence.request_id)
 
     def room_grew(self) -> None:
         """Check again whether waiting requests have room, because a request has ended or the pool has
@@ -276,7 +268,7 @@ class Scheduler:
             # a load was incomplete, and there are no pages to compute the rest
             if sequence.state is SequenceState.WAITING:
                 alone = len(self.admitted) == 1
-                self._requeue(sequence)
+                self.requeue(sequence)
                 if alone:
                     self._start_over(sequence)
 
@@ -554,7 +546,7 @@ class Scheduler:
         youngest = self.admitted[-1]
         self._keeper.leave(youngest)
         youngest.tally.preemptions += 1
-        self._requeue(youngest)
+        self.requeue(youngest)
         return youngest
 
     def _prefills(self, sequences: list[Sequence], budget: int) -> list[Work]:
@@ -578,9 +570,11 @@ class Scheduler:
             budget -= item.tokens
         return work
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def requeue(self, sequence: Sequence, *, preempted: bool = True) -> None:
+        """Let an admitted sequence wait again, after it has left its pages."""
         self.admitted.remove(sequence)
-        self._preempted.add(sequence.request_id)
+        if preempted:
+            self._preempted.add(sequence.request_id)
         self._refused_at = None
         self.add(sequence)
 

@@ -208,11 +208,9 @@ class Store:
         *,
         deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
-        """Load a hit's pages into HBM pages (the default, for a store with pools) or ``into`` buffers.
-
-        ``into`` has one sequence of buffers for each layer group; for a model with one group, it is that
-        sequence itself. A sequence has one buffer of ``page_bytes`` for each page that the hit needs, in the
-        order of ``hit.chunks(group)``.
+        """Load a hit's pages into HBM pages (the default, for a store with pools) or ``into`` buffers: one
+        sequence of buffers for each layer group, or only that sequence for a model with one group. It has a
+        buffer of ``page_bytes`` for each page that the hit needs, in the order of ``hit.chunks(group)``.
 
         At the deadline the transfer ends with the longest hit that all groups can serve with the pages that
         have arrived. ``cancel()`` releases everything, and the result is empty. The hit is released when the
@@ -226,12 +224,10 @@ class Store:
         self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
         """Load chunks ``first … stop`` of a hit into HBM pages. The result has the pages that arrived. Its
-        tokens count from the prompt's start.
-
-        The load that reaches the end of the hit also loads the named pages that the hit needs. If these are
-        too few for any shorter hit, its result has no pages. The ``last`` load releases the hit; without it,
-        the caller does. Parts may be loaded in any order: a part can be found again when all parts before it
-        are published, too."""
+        tokens count from the prompt's start. The load that reaches the end of the hit also loads the named
+        pages that the hit needs. If these are too few for any shorter hit, its result has no pages. The
+        ``last`` load releases the hit; without it, the caller does. Parts may be loaded in any order: a part
+        can be found again when all parts before it are published, too."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         return self._loader.into_hbm(hit, first, stop, deadline_s=deadline_s, last=last)
@@ -435,10 +431,9 @@ class Store:
         with self._hbm.lock:
             self._hbm.release(hbm_pages, group)
 
-    def lose_hbm(self, hbm_pages: Iterable[int], *, group: int = 0) -> None:
+    def lose_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
         """Stop to serve pages whose content is lost. They stay allocated until nothing holds them."""
-        hbm_pages = checked_hbm_pages(self._pool(group), list(hbm_pages))
-        self._hbm.lose(hbm_pages, group)
+        self._hbm.lose(checked_hbm_pages(self._pool(group), hbm_pages), group)
 
     def available_hbm(self, *, group: int = 0) -> int:
         """Return how many pages ``allocate_hbm`` could return: free pages, evictable cached pages, and whole

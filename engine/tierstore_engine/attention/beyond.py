@@ -27,7 +27,7 @@ from tierstore_engine.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ChunkWindow:
     """Chunks ``first … stop`` of all short spans. ``pages`` are those in the file. Entry ``slots[i]`` of the
     spans' concatenated tables is ``pages[which[i]]``."""
 
@@ -116,7 +116,7 @@ class BeyondMemory:
 
     # -- spans of a few tokens -------------------------------------------------------------------------
 
-    def windows(self, tables: Sequence[Numbers]) -> list[Window]:
+    def windows(self, tables: Sequence[Numbers]) -> list[ChunkWindow]:
         """Return windows that together have all chunks of ``tables``. The pages of each fit a staging
         buffer."""
         pages = np.concatenate(tables)
@@ -138,16 +138,16 @@ class BeyondMemory:
         windows.append((first, max(map(len, tables))))
         return [self._window(first, stop, found, slots, at) for first, stop in windows]
 
-    def _window(self, first: int, stop: int, found: Numbers, slots: Numbers, at: Numbers) -> Window:
+    def _window(self, first: int, stop: int, found: Numbers, slots: Numbers, at: Numbers) -> ChunkWindow:
         own = slice(*np.searchsorted(at, [first, stop]).tolist())
         pages, which = np.unique(found[own], return_inverse=True)
-        return Window(first, stop, pages, slots[own], which)
+        return ChunkWindow(first, stop, pages, slots[own], which)
 
     def places(self, pages: Numbers) -> Numbers:
         """Return where pages in memory begin, in bytes from the pool's first page."""
         return pages * self.pool.stride
 
-    def staged_places(self, layer: int, window: Window) -> Numbers:
+    def staged_places(self, layer: int, window: ChunkWindow) -> Numbers:
         """Return where the window's pages *would* begin, in bytes from the pool's first page, if the layer
         that the stream has of them were in place."""
         start = self.take() - self.pool.address - self.pool.spec.layer(layer).start

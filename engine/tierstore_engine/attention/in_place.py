@@ -21,7 +21,7 @@ from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.overflow import Numbers
 from tierstore_engine.attention.base import BatchLayout, Prepared
-from tierstore_engine.attention.beyond import BeyondMemory, Window
+from tierstore_engine.attention.beyond import BeyondMemory, ChunkWindow
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.products import threads_for
 
@@ -72,7 +72,7 @@ class _Beyond:
     beyond: BeyondMemory
     rows: np.ndarray[tuple[int], np.dtype[np.void]]
     places: Numbers
-    windows: list[Window]
+    windows: list[ChunkWindow]
 
 
 class InPlace:

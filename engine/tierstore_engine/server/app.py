@@ -164,6 +164,14 @@ class _Choices:
         if output.completion is not None:
             self.completions[output.request_id] = output.completion
 
+    def check_ended(self) -> None:
+        """Raise :class:`ApiError` if a continuation was cut off."""
+        for completion in self.completions.values():
+            if completion.error is not None:
+                raise ApiError(500, completion.error)
+            if _cut_off(completion):
+                raise ApiError(503, "the server is shutting down", retry_after_s=1)
+
     @property
     def firsts(self) -> list[Completion]:
         """Return one continuation of each prompt: the one that computed the prompt."""
@@ -659,11 +667,7 @@ class ApiServer:
         """Raise :class:`ApiError` if a request was cut off."""
         if watch.expired:
             raise ApiError(504, f"the request took longer than the limit of {self.settings.request_s:g} s")
-        for completion in choices.completions.values():
-            if completion.error is not None:
-                raise ApiError(500, completion.error)
-        if any(_cut_off(completion) for completion in choices.completions.values()):
-            raise ApiError(503, "the server is shutting down", retry_after_s=1)
+        choices.check_ended()
 
     @asynccontextmanager
     async def _watched(self, exchange: Exchange) -> AsyncIterator[_EngineWatch]:
