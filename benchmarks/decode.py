@@ -3,8 +3,9 @@
     python benchmarks/decode.py --model ./smollm2 --past 300 --batches 1,4,16
 
 Each batch has sequences of ``--past`` tokens in pages, and computes one more token for each of them per step.
-The two ways take turns, step by step, so that a busy machine slows both. Weights are the same tensors. The
-result is the median of ``--steps`` steps, and the median of the ratio of neighbouring steps.
+The two ways take turns, step by step, so that a busy machine slows both. Weights are the same tensors; those
+of a quantised model stay quantised unless ``--expand-weights``. The result is the median of ``--steps``
+steps, and the median of the ratio of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class StepRow:
 def main(
     model: str = "deep",
     dtype: str | None = None,
+    expand_weights: bool = False,
+    tokenizer: str | None = None,
     past: int = 300,
     batches: str = "1,4,16",
     steps: int = 20,
@@ -59,7 +62,8 @@ def main(
     if min(past, steps, threads) < 1:
         raise UsageError("--past, --steps and --threads begin at 1")
     torch.set_num_threads(threads)
-    loaded = load_model(open_model(model, device="cpu", dtype=dtype))
+    reading = {"dtype": dtype, "expand_weights": expand_weights, "tokenizer": tokenizer}
+    loaded = load_model(open_model(model, device="cpu", **reading))
     with report.phases() as phases:
         rows = []
         for batch in sizes:
@@ -80,7 +84,7 @@ def main(
         to_stderr=json == "-",
     )
     facts = {"machine": machine.describe(), "model": Path(model).name, "dtype": loaded.config.dtype}
-    facts |= {"past": past, "threads": threads}
+    facts |= {"past": past, "threads": threads, "expanded": expand_weights}
     report.write_json({**facts, "rows": [asdict(row) for row in rows]}, json)
 
 

@@ -49,6 +49,7 @@ from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.options import EngineOptions
 from tierstore_engine.presets import PRESETS, preset
+from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.short_conv import CpuShortConvStates
 from tierstore_engine.step import Runner
@@ -123,8 +124,8 @@ def open_model(
 
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
-    (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory, on the CPU,
-    unless ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``.
+    (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
+    ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``.
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -174,18 +175,6 @@ def _check_gpu(opened: OpenModel) -> None:
         raise UsageError(
             "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
         )
-    if kept := _kept(opened):
-        raise UsageError(
-            f"{kept} weights stay quantised on the CPU only: give --expand-weights, or --device cpu"
-        )
-
-
-def _kept(opened: OpenModel) -> str | None:
-    """Return the method of quantised weights that stay so, None without any."""
-    if opened.source is None or opened.expand:
-        return None
-    with open_weights(opened.source) as stored:
-        return stored.quantised
 
 
 def open_model_of(options: EngineOptions) -> OpenModel:
@@ -230,9 +219,25 @@ def load_model(
     if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
-        weights = load_weights(source.config, source.source, device=source.device, expand=source.expand)
+        kernels = None if source.device == "cpu" else _matrix_kernels(source)
+        weights = load_weights(
+            source.config, source.source, device=source.device, expand=source.expand, kernels=kernels
+        )
     digest = digest_weights(source.config, weights)
     return LoadedModel(source.config, source.tokenizer, weights, digest, source.device, source.adapters)
+
+
+def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
+    """Return a GPU's kernels for weights that stay quantised, None without such weights."""
+    assert opened.source is not None
+    with open_weights(opened.source) as stored:
+        if opened.expand or stored.quantised is None:
+            return None
+    from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+    from tierstore_engine.kernels.packed import PackedKernels
+
+    launcher = CupyLauncher(opened.device)
+    return PackedKernels(launcher, dtype=opened.config.dtype, device=opened.device)
 
 
 def build_engine(

@@ -23,8 +23,9 @@ from tierstore_engine.checkpoint import StoredWeights
 from tierstore_engine.config import ModelConfig, RopeConfig, TensorNames
 from tierstore_engine.errors import ModelError
 from tierstore_engine.families import config_from_hf
-from tierstore_engine.quantised import GGUF_FORMATS, PackedMatrix
+from tierstore_engine.quantised import PackedMatrix
 from tierstore_engine.rope import inverse_frequencies
+from tierstore_engine.weight_formats import GGUF_FORMATS
 
 _FREQUENCIES = "rope_freqs.weight"
 _LAYER_NAMES = (

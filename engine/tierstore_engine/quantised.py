@@ -1,45 +1,50 @@
 """Matrices that stay quantised in memory. A product dequantises some rows at a time.
 
-A format (:class:`WeightFormat`) says how bytes become numbers. All rows of a matrix are packed alike, each in
-whole bytes. Formats of safetensors files have scales beside the bytes; those of GGUF files have them among
-the bytes. Numbers are computed in float32 and then converted to the model's dtype. Activations are never
-quantised.
+A format (:class:`~tierstore_engine.weight_formats.WeightFormat`) says how bytes become numbers. All rows of a
+matrix are packed alike, each in whole bytes. Numbers are computed in float32 and then converted to the
+model's dtype. Activations are never quantised.
+
+On the CPU the compiled part (``tierstore/native/decode.c``) computes the numbers, and products of few rows of
+activations without writing the numbers to memory. Without it torch does, from the same numbers. On a GPU
+kernels do both (:class:`MatrixKernels`).
 """
 
 from __future__ import annotations
 
+import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 import torch
 
+from tierstore import native
 from tierstore_engine import products
+from tierstore_engine.weight_formats import WeightFormat
 
-_TILE_NUMBERS = 1 << 15  # dequantised at a time by each thread: its temporaries stay in the core's cache
+_TILE_NUMBERS = 1 << 15  # dequantised at a time by each thread: torch's temporaries stay in the core's cache
+_UNPACKED_NUMBERS = 1 << 20  # the same for the compiled part, which has no temporaries
+_KERNEL_NUMBERS = 1 << 24  # the same for a GPU, whose products need many rows
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """A way to pack numbers. ``block`` numbers take ``block_bytes`` bytes. ``decode`` turns uint8
-    ``[rows, bytes]`` into numbers ``[rows, columns]``; with scales these are codes, and ``zero`` is the code
-    of 0 unless a matrix has zeros of its own."""
+_TABLE_FORMATS = {getattr(torch, name): number for name, number in native.TABLE_FORMATS.items()}
 
-    name: str
-    block: int
-    block_bytes: int
-    decode: Callable[[torch.Tensor], torch.Tensor]
-    zero: float = 0.0
+
+def _address(table: torch.Tensor) -> tuple[int, int]:
+    """Return the address of scales or zeros for the compiled part, and the number of their format."""
+    assert table.is_contiguous()
+    return table.data_ptr(), _TABLE_FORMATS[table.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """Rows in a format. ``codes`` are uint8 ``[rows, bytes]``.
 
-    ``scales`` and ``zeros`` are ``[row blocks, column groups]``, in any dtype: one row of them for each
-    ``block_rows`` rows. A column group is ``group`` neighbours, unless ``groups`` has the group of each
-    column (int64). Scales are None if the bytes say everything, zeros if the format's ``zero`` is that of all
-    groups.
+    ``scales`` and ``zeros`` are contiguous ``[row blocks, column groups]``, in dtypes that the compiled part
+    reads: one row of them for each ``block_rows`` rows. A column group is ``group`` neighbours, unless
+    ``groups`` has the group of each column (int64). Scales are None if the bytes say everything, zeros if the
+    format's ``zero`` is that of all groups.
     """
 
     format: WeightFormat
@@ -60,8 +65,19 @@ class PackedMatrix:
         values = (getattr(self, each.name) for each in fields(self))
         return [each for each in values if isinstance(each, torch.Tensor)]
 
+    def to(self, device: str) -> PackedMatrix:
+        """Return this matrix on a device."""
+
+        def moved(table: torch.Tensor | None) -> torch.Tensor | None:
+            return None if table is None else table.to(device)
+
+        tables = moved(self.scales), moved(self.zeros), moved(self.groups)
+        return PackedMatrix(self.format, self.codes.to(device), *tables, self.group, self.block_rows)
+
     def dense(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of these numbers (int64) as float32."""
+        if self.compiled:
+            return self._unpacked(rows)
         values = self.format.decode(self.codes[rows])
         if self.scales is None:
             return values
@@ -72,9 +88,73 @@ class PackedMatrix:
             values.sub_(self.format.zero)
         return values.mul_(self._spread(self.scales, blocks))
 
+    def plain(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return all rows as a view if they are not quantised and have this dtype, None otherwise."""
+        if self.format.dtype is not dtype:
+            return None
+        return self.codes.view(dtype)
+
     def expanded(self) -> torch.Tensor:
         """Return all rows as float32."""
         return self.dense(torch.arange(self.shape[0], device=self.codes.device))
+
+    @property
+    def compiled(self) -> bool:
+        """Return whether the compiled part computes the numbers."""
+        return native.DECODE is not None and self.codes.device.type == "cpu"
+
+    def multiply_few(self, x: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+        """Return ``x`` times some transposed rows of this matrix, as float32, by the compiled part. ``x`` has
+        at most ``MOST_ROWS`` rows, in float32 or bfloat16, to which the matrix's numbers are rounded."""
+        assert native.DECODE is not None
+        wide, out = x.float().contiguous(), torch.empty(len(x), rows)
+        native.DECODE.tierstore_multiply_packed(
+            ctypes.byref(self._structure()),
+            wide.data_ptr(),
+            len(x),
+            first,
+            rows,
+            out.data_ptr(),
+            x.dtype == torch.bfloat16,
+            products.threads_for(rows * self.shape[1] * 4),
+        )
+        return out
+
+    def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+        assert native.DECODE is not None
+        total, columns = self.shape
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < total):
+            raise IndexError(f"rows of a matrix of {total} are from 0 to {total - 1}, got {rows.tolist()}")
+        rows, out = rows.contiguous(), torch.empty(len(rows), columns)
+        native.DECODE.tierstore_unpack(
+            ctypes.byref(self._structure()),
+            rows.data_ptr(),
+            len(rows),
+            out.data_ptr(),
+            products.threads_for(out.nbytes),
+        )
+        return out
+
+    def _structure(self) -> native.Packed:
+        """Return this matrix for the compiled part, with the addresses of its tensors."""
+        assert self.codes.stride(1) == 1
+        made = native.Packed(
+            codes=self.codes.data_ptr(),
+            columns=self.shape[1],
+            row_bytes=self.codes.stride(0),
+            group=self.group,
+            block_rows=self.block_rows,
+            format=native.PACKED_FORMATS[self.format.name],
+            zero=self.format.zero,
+        )
+        if self.scales is not None:
+            made.scales, made.scale_format = _address(self.scales)
+            made.table_width = self.scales.shape[1]
+        if self.zeros is not None:
+            made.zeros, made.zero_format = _address(self.zeros)
+        if self.groups is not None:
+            made.groups = self.groups.data_ptr()
+        return made
 
     def _spread(self, table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Return one number for each column."""
@@ -84,13 +164,41 @@ class PackedMatrix:
         return chosen.unsqueeze(-1).expand(-1, -1, self.group).flatten(1)[:, : self.shape[1]]
 
 
+class MatrixKernels(ABC):
+    """A GPU's products with packed matrices on ``device``, and their numbers, in the model's dtype. Products
+    have at most ``most_rows`` rows of activations. Nothing here waits for the device."""
+
+    device: str
+    most_rows: int
+
+    @abstractmethod
+    def prepare(self, packed: PackedMatrix) -> None:
+        """Load what this matrix needs. Call it before the others."""
+
+    @abstractmethod
+    def rows(self, packed: PackedMatrix, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of these numbers (int64), which are not checked."""
+
+    @abstractmethod
+    def range(self, packed: PackedMatrix, first: int, count: int) -> torch.Tensor:
+        """Return ``count`` rows from ``first`` on."""
+
+    @abstractmethod
+    def multiply(
+        self, packed: PackedMatrix, x: torch.Tensor, first: int, count: int, out: torch.Tensor
+    ) -> None:
+        """Write ``x`` times ``count`` transposed rows from ``first`` on to ``out``, whose rows may be parts
+        of longer ones. A row's result does not depend on the other rows of ``x``."""
+
+
 class QuantisedMatrix:
     """A matrix ``[rows, columns]``, or one for each expert, whose rows are packed matrices one after the
-    other. ``dtype`` is that of results. Parts of it are views."""
+    other. ``dtype`` is that of results. Parts of it are views. With ``kernels`` it is on their device."""
 
-    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+    def __init__(self, *shape: int, dtype: torch.dtype, kernels: MatrixKernels | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
+        self._kernels = kernels
         self._parts: list[tuple[int, PackedMatrix]] = []  # with the first row of each, in order
         self._first = 0
 
@@ -104,7 +212,7 @@ class QuantisedMatrix:
         """Return an expert's matrix, or some rows of this one."""
         start, stop, _ = (slice(chosen, chosen + 1) if isinstance(chosen, int) else chosen).indices(len(self))
         shape = self.shape[1:] if isinstance(chosen, int) else (stop - start, *self.shape[1:])
-        view = QuantisedMatrix(*shape, dtype=self.dtype)
+        view = QuantisedMatrix(*shape, dtype=self.dtype, kernels=self._kernels)
         view._parts = self._parts
         view._first = self._first + start * (self.rows // max(len(self), 1))
         return view
@@ -120,6 +228,9 @@ class QuantisedMatrix:
     def put(self, packed: PackedMatrix) -> None:
         """Fill all rows. The shape was checked by the reader."""
         assert packed.shape == (self.rows, self.shape[-1])
+        if self._kernels is not None:
+            packed = packed.to(self._kernels.device)
+            self._kernels.prepare(packed)
         self._parts.append((self._first, packed))
         self._parts.sort(key=lambda part: part[0])
 
@@ -133,6 +244,9 @@ class QuantisedMatrix:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of these numbers (int64, one dimension)."""
+        if self._kernels is not None:
+            [(_, inner, _, packed)] = self.parts()
+            return self._kernels.rows(packed, rows + inner)
         out = torch.empty(len(rows), self.shape[-1], dtype=self.dtype, device=rows.device)
         for first, inner, count, packed in self.parts():
             chosen = (rows >= first) & (rows < first + count)
@@ -141,14 +255,54 @@ class QuantisedMatrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x [tokens, columns]`` times the transposed matrix."""
-        step = max(_TILE_NUMBERS * torch.get_num_threads() // self.shape[-1], 1)
         out = torch.empty(len(x), self.rows, dtype=x.dtype, device=x.device)
         for first, inner, count, packed in self.parts():
-            for start in range(0, count, step):
-                rows = torch.arange(inner + start, inner + min(start + step, count), device=x.device)
-                tile = packed.dense(rows).to(x.dtype)
-                out[:, first + start : first + start + len(rows)] = products.multiply(x, tile)
+            part = out[:, first : first + count]
+            plain = packed.plain(x.dtype)
+            if plain is not None:
+                part.copy_(products.multiply(x, plain[inner : inner + count]))
+            elif self._kernels is not None:
+                _multiply_by_kernels(self._kernels, x, packed, inner, part)
+            else:
+                _multiply_on_the_cpu(x, packed, inner, part)
         return out
+
+
+def _multiply_by_kernels(
+    kernels: MatrixKernels, x: torch.Tensor, packed: PackedMatrix, inner: int, out: torch.Tensor
+) -> None:
+    """Write products with the rows from ``inner`` on to ``out``."""
+    if len(x) <= kernels.most_rows:
+        kernels.multiply(packed, x, inner, out.shape[1], out)
+        return
+
+    def unpacked(start: int, stop: int) -> torch.Tensor:
+        return kernels.range(packed, inner + start, stop - start)
+
+    _multiply_by_tiles(x, unpacked, _KERNEL_NUMBERS, out)
+
+
+def _multiply_on_the_cpu(x: torch.Tensor, packed: PackedMatrix, inner: int, out: torch.Tensor) -> None:
+    few = len(x) <= products.MOST_ROWS and x.dtype in (torch.float32, torch.bfloat16)
+    if few and packed.compiled:
+        out.copy_(packed.multiply_few(x, inner, out.shape[1]))
+        return
+
+    def unpacked(start: int, stop: int) -> torch.Tensor:
+        return packed.dense(torch.arange(inner + start, inner + stop)).to(x.dtype)
+
+    numbers = _UNPACKED_NUMBERS if packed.compiled else _TILE_NUMBERS * torch.get_num_threads()
+    _multiply_by_tiles(x, unpacked, numbers, out)
+
+
+def _multiply_by_tiles(
+    x: torch.Tensor, unpacked: Callable[[int, int], torch.Tensor], numbers: int, out: torch.Tensor
+) -> None:
+    """Write products to ``out``. ``numbers`` is how many of the matrix are dequantised at a time."""
+    step, count = max(numbers // x.shape[1], 1), out.shape[1]
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        out[:, start:stop] = products.multiply(x, unpacked(start, stop))
 
 
 Matrix: TypeAlias = torch.Tensor | QuantisedMatrix
@@ -206,143 +360,3 @@ def linear(x: torch.Tensor, weight: Matrix | AdaptedMatrix, bias: torch.Tensor |
 def embedded(tokens: torch.Tensor, weight: Matrix) -> torch.Tensor:
     """Return the rows ``tokens`` of an embedding."""
     return weight[tokens] if isinstance(weight, torch.Tensor) else weight.gather(tokens)
-
-
-# -- how bytes become numbers --------------------------------------------------------------------------
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the lower half of each byte before its upper half."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
-
-
-def _fp4(packed: torch.Tensor) -> torch.Tensor:
-    numbers = torch.tensor([*_FP4, *(-each for each in _FP4)], device=packed.device)
-    return numbers[_nibbles(packed).long()]
-
-
-def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    def decode(packed: torch.Tensor) -> torch.Tensor:
-        return packed.contiguous().view(dtype).float()
-
-    return decode
-
-
-def dense_format(dtype: torch.dtype) -> WeightFormat:
-    """Return the format of numbers that are not quantised."""
-    return WeightFormat(str(dtype).removeprefix("torch."), 1, dtype.itemsize, _as(dtype))
-
-
-FP8_E4M3 = WeightFormat("fp8_e4m3", 1, 1, _as(torch.float8_e4m3fn))
-FP8_E5M2 = WeightFormat("fp8_e5m2", 1, 1, _as(torch.float8_e5m2))
-INT8 = WeightFormat("int8", 1, 1, _as(torch.int8))
-UINT8 = WeightFormat("uint8", 1, 1, torch.Tensor.float, zero=128.0)
-UINT4 = WeightFormat("uint4", 2, 1, lambda packed: _nibbles(packed).float(), zero=8.0)
-FP4 = WeightFormat("mxfp4", 2, 1, _fp4)
-
-# GGUF's blocks. A decoder takes uint8 [blocks, bytes] and returns float32 [blocks, numbers].
-
-
-def _halves(packed: torch.Tensor) -> torch.Tensor:
-    """Return the lower halves of all bytes, and then their upper halves."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1).float()
-
-
-def _bits(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the fields of ``width`` bits of all bytes: first the lowest of every byte."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
-    return packed.unsqueeze(-2) >> shifts.unsqueeze(-1) & (1 << width) - 1
-
-
-def _f16(packed: torch.Tensor) -> torch.Tensor:
-    return packed.contiguous().view(torch.float16).float()
-
-
-def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Return 16 for each bit that is set in four bytes, in order."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(-1) >> shifts & 1) << 4).flatten(-2).float()
-
-
-def _q4_0(block: torch.Tensor) -> torch.Tensor:
-    return _halves(block[:, 2:]).sub_(8).mul_(_f16(block[:, :2]))
-
-
-def _q4_1(block: torch.Tensor) -> torch.Tensor:
-    return _halves(block[:, 4:]).mul_(_f16(block[:, :2])).add_(_f16(block[:, 2:4]))
-
-
-def _q5_0(block: torch.Tensor) -> torch.Tensor:
-    values = _halves(block[:, 6:]).add_(_fifth_bits(block[:, 2:6])).sub_(16)
-    return values.mul_(_f16(block[:, :2]))
-
-
-def _q5_1(block: torch.Tensor) -> torch.Tensor:
-    values = _halves(block[:, 8:]).add_(_fifth_bits(block[:, 4:8]))
-    return values.mul_(_f16(block[:, :2])).add_(_f16(block[:, 2:4]))
-
-
-def _q8_0(block: torch.Tensor) -> torch.Tensor:
-    return block[:, 2:].contiguous().view(torch.int8).float().mul_(_f16(block[:, :2]))
-
-
-def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the eight scales and the eight minima, of 6 bits each, in 12 bytes. The last four of both have
-    their two upper bits in the bytes of the first four."""
-    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1)
-    minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=-1)
-    return scales.float(), minima.float()
-
-
-def _scaled_k(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Return ``values [blocks, 8, 32]`` with the scales and minima in a block's first 16 bytes."""
-    scales, minima = _k_scales(block[:, 4:16])
-    scales, minima = scales * _f16(block[:, :2]), minima * _f16(block[:, 2:4])
-    return values.mul_(scales.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).flatten(1)
-
-
-def _q4_k(block: torch.Tensor) -> torch.Tensor:
-    return _scaled_k(_halves(block[:, 16:].view(-1, 4, 32)).view(-1, 8, 32), block)
-
-
-def _q5_k(block: torch.Tensor) -> torch.Tensor:
-    upper = _bits(block[:, 16:48], 1).float() * 16
-    return _scaled_k(_halves(block[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) + upper, block)
-
-
-def _q6_k(block: torch.Tensor) -> torch.Tensor:
-    lower = _halves(block[:, :128].view(-1, 2, 64))
-    upper = _bits(block[:, 128:192].view(-1, 2, 32), 2).flatten(-2).float() * 16
-    scales = block[:, 192:208].contiguous().view(torch.int8).float() * _f16(block[:, 208:])
-    return lower.add_(upper).sub_(32).view(-1, 16, 16).mul_(scales.unsqueeze(-1)).flatten(1)
-
-
-def _blocks(
-    name: str, block: int, block_bytes: int, decode: Callable[[torch.Tensor], torch.Tensor]
-) -> WeightFormat:
-    def rows(packed: torch.Tensor) -> torch.Tensor:
-        return decode(packed.reshape(-1, block_bytes)).view(len(packed), -1)
-
-    return WeightFormat(name, block, block_bytes, rows)
-
-
-GGUF_FORMATS = {
-    each.name: each
-    for each in (
-        WeightFormat("F32", 1, 4, _as(torch.float32)),
-        WeightFormat("F16", 1, 2, _as(torch.float16)),
-        WeightFormat("BF16", 1, 2, _as(torch.bfloat16)),
-        _blocks("Q4_0", 32, 18, _q4_0),
-        _blocks("Q4_1", 32, 20, _q4_1),
-        _blocks("Q5_0", 32, 22, _q5_0),
-        _blocks("Q5_1", 32, 24, _q5_1),
-        _blocks("Q8_0", 32, 34, _q8_0),
-        _blocks("Q4_K", 256, 144, _q4_k),
-        _blocks("Q5_K", 256, 176, _q5_k),
-        _blocks("Q6_K", 256, 210, _q6_k),
-    )
-}

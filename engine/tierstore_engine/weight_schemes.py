@@ -14,14 +14,14 @@ import torch
 
 from tierstore_engine.config_fields import Raw
 from tierstore_engine.errors import ModelError
-from tierstore_engine.quantised import (
+from tierstore_engine.quantised import PackedMatrix
+from tierstore_engine.weight_formats import (
     FP4,
     FP8_E4M3,
     FP8_E5M2,
     INT8,
     UINT4,
     UINT8,
-    PackedMatrix,
     WeightFormat,
 )
 

@@ -33,7 +33,8 @@ from tierstore_engine.config import (
 )
 from tierstore_engine.errors import ModelError
 from tierstore_engine.gguf_file import GGUFWeights
-from tierstore_engine.quantised import Matrix, PackedMatrix, QuantisedMatrix, dense_format
+from tierstore_engine.quantised import Matrix, MatrixKernels, PackedMatrix, QuantisedMatrix
+from tierstore_engine.weight_formats import dense_format
 
 _DIGEST_STEP_BYTES = 64 << 20
 
@@ -264,15 +265,23 @@ def open_weights(source: Path) -> StoredWeights:
     return GGUFWeights(source) if source.is_file() else Checkpoint(source)
 
 
-def load_weights(config: ModelConfig, source: Path, *, device: str, expand: bool = False) -> ModelWeights:
+def load_weights(
+    config: ModelConfig,
+    source: Path,
+    *,
+    device: str,
+    expand: bool = False,
+    kernels: MatrixKernels | None = None,
+) -> ModelWeights:
     """Return the weights of a checkpoint, in ``config.dtype``. Quantised weights stay quantised unless
-    ``expand``. This needs memory for the weights and one tensor.
+    ``expand``; a GPU computes with them by ``kernels``. This needs memory for the weights and one tensor.
 
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
     with open_weights(source) as checkpoint:
         stored = _stored_names(config, checkpoint)
-        weights = _allocate(config, device, keep=checkpoint.quantised is not None and not expand)
+        keep = checkpoint.quantised is not None and not expand
+        weights = _allocate(config, device, keep=keep, kernels=kernels)
         for slot in slots(config, weights):
             slot.fill(checkpoint, stored(slot.name))
     return weights
@@ -596,14 +605,16 @@ def _optional(name: str, tensor: Matrix | None) -> Iterator[Slot]:
         yield Slot(name, tensor)
 
 
-def _allocate(config: ModelConfig, device: str, *, keep: bool = False) -> ModelWeights:
-    """Return weights to be filled. ``keep`` makes matrices that stay quantised."""
+def _allocate(
+    config: ModelConfig, device: str, *, keep: bool = False, kernels: MatrixKernels | None = None
+) -> ModelWeights:
+    """Return weights to be filled. ``keep`` makes matrices that stay quantised, with ``kernels``."""
     if keep and config.names.fused_qkv == "heads":
         raise ModelError(
             "quantised weights of an architecture that mixes the rows of Q, K and V are not kept: "
             "give --expand-weights"
         )
-    make = _Maker(config, device, keep=keep)
+    make = _Maker(config, device, keep=keep, kernels=kernels)
     embed = make.matrix(config.vocab_size, config.hidden_size)
     return ModelWeights(
         embed=embed,
@@ -616,17 +627,22 @@ def _allocate(config: ModelConfig, device: str, *, keep: bool = False) -> ModelW
 class _Maker:
     """Allocate the tensors of a model, without filling them."""
 
-    def __init__(self, config: ModelConfig, device: str, *, keep: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, device: str, *, keep: bool, kernels: MatrixKernels | None
+    ) -> None:
         self._config = config
         self._device = device
         self._keep = keep
+        self._kernels = kernels
         self._dtype: torch.dtype = getattr(torch, config.dtype)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def matrix(self, *shape: int) -> Matrix:
-        return QuantisedMatrix(*shape, dtype=self._dtype) if self._keep else self.empty(*shape)
+        if not self._keep:
+            return self.empty(*shape)
+        return QuantisedMatrix(*shape, dtype=self._dtype, kernels=self._kernels)
 
     def norm(self) -> torch.Tensor:
         hidden = self._config.hidden_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as FastTokenizer
 
+from tests.engine.kernels.executor import missing_tools
+from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.tiny_models import VOCAB, rewrite_json, train_tokenizer
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.errors import TierStoreError
 from tierstore_engine import build
 from tierstore_engine.build import load_model, open_model
 from tierstore_engine.errors import ModelError
-from tierstore_engine.quantised import GGUF_FORMATS, PackedMatrix, QuantisedMatrix
+from tierstore_engine.kernels.packed import PackedKernels
+from tierstore_engine.quantised import PackedMatrix, QuantisedMatrix
+from tierstore_engine.weight_formats import GGUF_FORMATS
+from tierstore_engine.weights import digest_weights, load_weights
 
 from .test_families import close
 from .test_quantised import TOKENS, logits_of, reference
@@ -318,10 +324,24 @@ def test_the_tokenizer_may_be_elsewhere(file: Path, checkpoints: Callable[..., P
     assert opened.folder == checkpoints("llama3")
 
 
-def test_a_gpu_needs_expanded_weights(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(missing_tools() is not None, reason=f"kernels cannot be executed: {missing_tools()}")
+@pytest.mark.parametrize("form", ["Q4_1", "Q8_0"])
+def test_logits_by_the_kernels_of_a_gpu(form: str, source: Callable[[str], Path]) -> None:
+    """The weights of a GPU's model, whose kernels run on the CPU here; attention is the CPU's."""
+    file = source("llama3") / "model.gguf"
+    write_gguf(file.parent, file, form)
+    kept = load_model(str(file), device="cpu", dtype="bfloat16")
+    launcher = ExecutorLauncher()
+    kernels = PackedKernels(launcher, dtype="bfloat16", device="cpu")
+    weights = load_weights(kept.config, file, device="cpu", kernels=kernels)
+    assert digest_weights(kept.config, weights) == kept.digest
+    tokens = list(tokens_of())
+    ours, theirs = logits_of(replace(kept, weights=weights), tokens), logits_of(kept, tokens)
+    assert (ours - theirs).abs().max() < 0.05 * theirs.std()
+    assert {name.split("<")[0] for name in launcher.launches} == {"unpack", "multiply_packed"}
+
+
+def test_a_gpu_keeps_quantised_weights(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "resolve_device", lambda device, dtype: "cuda")
-    with pytest.raises(
-        UsageError, match="GGUF weights stay quantised on the CPU only: give --expand-weights"
-    ):
-        open_model(str(file))
-    assert open_model(str(file), expand_weights=True).device == "cuda"
+    assert open_model(str(file)).device == "cuda"
+    assert not open_model(str(file)).expand

@@ -19,10 +19,44 @@ DECODE_FILE = Path(__file__).with_name("_decode.so")
 # INTERFACE in the sources: a built file may be of another version.
 _INTERFACE = 4
 _CODEC_INTERFACE = 1
-_DECODE_INTERFACE = 2
+_DECODE_INTERFACE = 3
 _P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 DECODE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 """The numbers of decode.c's formats, by the names of dtypes."""
+TABLE_FORMATS = {**DECODE_FORMATS, "float16": 3, "uint8": 4, "int16": 5}
+"""The same for the scales and zeros of quantised weights."""
+PACKED_FORMATS = {
+    name: number
+    for number, names in enumerate(
+        (
+            *(("F32", "float32"), ("BF16", "bfloat16"), ("F16", "float16"), ("Q4_0",), ("Q4_1",)),
+            *(("Q5_0",), ("Q5_1",), ("Q8_0",), ("Q4_K",), ("Q5_K",), ("Q6_K",)),
+            *(("fp8_e4m3",), ("fp8_e5m2",), ("int8",), ("uint8",), ("uint4",), ("mxfp4",)),
+        )
+    )
+    for name in names
+}
+"""The numbers of decode.c's formats of quantised weights, by the names in the engine's weight_formats.py."""
+
+
+class Packed(ctypes.Structure):
+    """``struct packed`` of decode.c: a matrix of quantised weights."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
+        ("columns", ctypes.c_uint64),
+        ("row_bytes", ctypes.c_uint64),
+        ("table_width", ctypes.c_uint64),
+        ("group", ctypes.c_uint64),
+        ("block_rows", ctypes.c_uint64),
+        ("format", ctypes.c_int32),
+        ("scale_format", ctypes.c_int32),
+        ("zero_format", ctypes.c_int32),
+        ("zero", ctypes.c_float),
+    )
 
 
 def load(file: Path) -> ctypes.CDLL | None:
@@ -54,6 +88,8 @@ def load_decode(file: Path) -> ctypes.CDLL | None:
         return None
     _declare(library.tierstore_attend, None, _P, _P, _N, _P, _P, _P, _P, _I, _I)
     _declare(library.tierstore_multiply, None, _P, _N, _P, _N, _N, _I, _P, _I)
+    _declare(library.tierstore_multiply_packed, None, _P, _P, _N, _N, _N, _P, _I, _I)
+    _declare(library.tierstore_unpack, None, _P, _P, _N, _P, _I)
     return library
 
 

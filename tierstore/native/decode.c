@@ -1,5 +1,5 @@
-/* What a decode step of the bundled engine computes on the CPU: products of a few rows with a matrix, and attention of
- * a few queries over KV pages, which are read where they lie.
+/* What a decode step of the bundled engine computes on the CPU: products of a few rows with a matrix, which may be
+ * packed, and attention of a few queries over KV pages, which are read where they lie.
  *
  * A decode step has one token per sequence, so it reads every weight, key and value once and does little with each.
  * The time is that of reading memory, if nothing is read twice or copied, and nothing is called for each sequence and
@@ -31,23 +31,24 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 #define LANES 8
 #define BLOCK 32
 #define SEGMENT 1024
 #define TILE 16
 #define MOST_WIDTH 1024
+#define MOST_ROWS 16 /* of activations */
 #define MOST_THREADS 64
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-typedef int8_t bytes __attribute__((vector_size(LANES)));
 
-enum { FLOAT32, BFLOAT16, INT8 };
+enum { FLOAT32, BFLOAT16, INT8, FLOAT16, UINT8, INT16 }; /* the last three: of scales and zeros only */
 
 /* One layer's KV in the pages of a pool. `start` and `scales` are offsets in a page, of K and of V (the same for
  * latents): of the first head's vectors, and of their bfloat16 scales. A head has `chunk` vectors of `width`
@@ -86,6 +87,26 @@ INLINE float bfloat(uint16_t bits) {
     return number;
 }
 
+/* Eight bytes as numbers. Compilers take bytes apart one by one; this is a permutation and a shift. */
+INLINE words spread(const void *from) {
+    uint64_t eight;
+    memcpy(&eight, from, 8);
+    const words bytes = (words)(longs){eight};
+#if defined(__clang__)
+    return __builtin_shufflevector(bytes, bytes, 0, 0, 0, 0, 1, 1, 1, 1);
+#else
+    return __builtin_shuffle(bytes, (words){0, 0, 0, 0, 1, 1, 1, 1});
+#endif
+}
+
+INLINE ints signed_bytes(const void *from) {
+    return (ints)(spread(from) << (words){24, 16, 8, 0, 24, 16, 8, 0}) >> 24;
+}
+
+INLINE ints unsigned_bytes(const void *from) {
+    return (ints)(spread(from) >> (words){0, 8, 16, 24, 0, 8, 16, 24} & 255);
+}
+
 INLINE floats read(const char *from, size_t at, int format) {
     floats wide;
     if (format == FLOAT32) {
@@ -96,9 +117,7 @@ INLINE floats read(const char *from, size_t at, int format) {
         words bits = __builtin_convertvector(narrow, words) << 16;
         memcpy(&wide, &bits, sizeof wide);
     } else {
-        bytes codes;
-        memcpy(&codes, from + at, sizeof codes);
-        wide = __builtin_convertvector(__builtin_convertvector(codes, ints), floats);
+        wide = __builtin_convertvector(signed_bytes(from + at), floats);
     }
     return wide;
 }
@@ -192,20 +211,28 @@ INLINE void multiply_tile(const float *const x[4], const char *const w[2], size_
                 products[i][j] += x[i][at] * read_one(w[j], at, format);
 }
 
-/* The same for one row of `x` and eight of `w`: memory is read faster in more places at a time. */
-INLINE void multiply_one(const float *x, const char *const w[8], size_t width, float products[8], int format) {
-    const size_t even = width / LANES * LANES;
-    floats s[8] = {{0}};
+/* Adds x · w[j] to s[j], lane by lane, for eight rows of `w`: memory is read faster in more places at a time. */
+INLINE void add_products(floats s[8], const float *x, const char *const w[8], size_t even, int format) {
     for (size_t at = 0; at < even; at += LANES) {
         const floats part = load(x + at);
         for (size_t j = 0; j < 8; j++)
             s[j] += part * read(w[j], at, format);
     }
-    for (size_t j = 0; j < 8; j++) {
-        products[j] = sum(s[j]);
-        for (size_t at = even; at < width; at++)
-            products[j] += x[at] * read_one(w[j], at, format);
-    }
+}
+
+INLINE float end_product(float product, const float *x, const char *w, size_t even, size_t width, int format) {
+    for (size_t at = even; at < width; at++)
+        product += x[at] * read_one(w, at, format);
+    return product;
+}
+
+/* The same as multiply_tile, for one row of `x` and eight of `w`. */
+INLINE void multiply_one(const float *x, const char *const w[8], size_t width, float products[8], int format) {
+    const size_t even = width / LANES * LANES;
+    floats s[8] = {{0}};
+    add_products(s, x, w, even, format);
+    for (size_t j = 0; j < 8; j++)
+        products[j] = end_product(sum(s[j]), x, w[j], even, width, format);
 }
 
 struct product {
@@ -248,6 +275,322 @@ INLINE void multiply_rows(const struct product *of, size_t first, int format) {
                 of->out[(g + i) * of->rows + second] = products[i][second - row];
             }
         }
+    }
+}
+
+/* ---- products with a packed matrix --------------------------------------------------------------------- */
+
+/* The formats of weight_formats.py. Where a number is code × scale + minimum, the product is exact in float32, so a
+ * fused multiply-add rounds like torch's two steps. */
+enum { F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, E4M3, E5M2, I8, U8, U4, MXFP4 };
+
+/* `columns` are in `row_bytes`. Scales and zeros are [row blocks, table_width], in formats of their own. A column
+ * belongs to the group that `groups` has for it, or without these to column / group. `zero` without zeros. */
+struct packed {
+    const uint8_t *codes;
+    const char *scales, *zeros; /* NULL without */
+    const int64_t *groups;      /* NULL without */
+    uint64_t columns, row_bytes, table_width, group, block_rows;
+    int32_t format, scale_format, zero_format;
+    float zero;
+};
+
+#define PACKED_COLUMNS 512 /* decoded at a time: of eight rows they stay in the L1 cache. A multiple of all blocks */
+
+INLINE float half(const uint8_t *from) {
+    uint16_t bits;
+    uint32_t wide;
+    float number;
+    memcpy(&bits, from, 2);
+    const uint32_t size = bits & 0x7fff;
+    if (size < 0x400) {
+        number = (float)size * 0x1p-24f;
+        return bits >> 15 ? -number : number;
+    }
+    wide = (uint32_t)(bits >> 15) << 31 | ((size << 13) + (112u << 23)) | (size < 0x7c00 ? 0 : 0x7f800000);
+    memcpy(&number, &wide, 4);
+    return number;
+}
+
+INLINE float table_number(const char *from, size_t at, int format) {
+    int16_t number;
+    if (format == FLOAT16)
+        return half((const uint8_t *)from + 2 * at);
+    if (format == UINT8)
+        return (float)((const uint8_t *)from)[at];
+    if (format == INT16) {
+        memcpy(&number, from + 2 * at, 2);
+        return (float)number;
+    }
+    return read_one(from, at, format);
+}
+
+INLINE ints eight_nibbles(const uint8_t *from) { /* the lower half of each byte first */
+    const ints shifts = {0, 4, 8, 12, 16, 20, 24, 28};
+    uint32_t some;
+    memcpy(&some, from, sizeof some);
+    return ((ints){0} + (int32_t)some) >> shifts & 15;
+}
+
+INLINE floats number(ints x) { return __builtin_convertvector(x, floats); }
+
+/* 16 in the lanes whose bit is set. */
+INLINE ints sixteen(int bits) {
+    const ints each = {1, 2, 4, 8, 16, 32, 64, 128};
+    return ((((ints){0} + bits) & each) != 0) & 16;
+}
+
+/* Floats of `mantissa` bits; the bits above them are the exponent, and from `special` on infinite or not a number. */
+INLINE floats small_floats(ints size, ints negative, int mantissa, int bias, int special) {
+    const ints normal = (size << (23 - mantissa)) + ((127 - bias) << 23);
+    const floats tiny = number(size) * (1.0f / (float)(1 << (bias - 1 + mantissa)));
+    floats found;
+    ints bits;
+    memcpy(&found, &normal, sizeof found);
+    found = choose(size < 1 << mantissa, tiny, found);
+    memcpy(&bits, &found, sizeof bits);
+    bits |= ((size >= special) & 0x7f800000) | ((negative != 0) & INT32_MIN);
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+INLINE floats decode_eight(const uint8_t *from, int format) {
+    halves narrow;
+    ints codes;
+    switch (format) {
+    case F32:
+        return read((const char *)from, 0, FLOAT32);
+    case BF16:
+        return read((const char *)from, 0, BFLOAT16);
+    case F16:
+        memcpy(&narrow, from, sizeof narrow);
+        codes = __builtin_convertvector(narrow, ints);
+        return small_floats(codes & 0x7fff, codes & 0x8000, 10, 15, 0x7c00);
+    case E4M3:
+        codes = unsigned_bytes(from);
+        return small_floats(codes & 0x7f, codes & 0x80, 3, 7, 0x7f);
+    case E5M2:
+        codes = unsigned_bytes(from);
+        return small_floats(codes & 0x7f, codes & 0x80, 2, 15, 0x7c);
+    case I8:
+        return read((const char *)from, 0, INT8);
+    case U8:
+        return number(unsigned_bytes(from));
+    case U4:
+        return number(eight_nibbles(from));
+    default:
+        codes = eight_nibbles(from);
+        return small_floats(codes & 7, codes & 8, 1, 1, 8);
+    }
+}
+
+/* Decodes codes that are alike. `bits` are those of a code. `to` has room for a multiple of eight. */
+INLINE void decode_codes(const uint8_t *from, size_t count, float *to, size_t bits, int format) {
+    size_t at = 0;
+    for (; at + LANES <= count; at += LANES)
+        store(to + at, decode_eight(from + at * bits / 8, format));
+    if (at < count) {
+        uint8_t last[4 * LANES] = {0};
+        memcpy(last, from + at * bits / 8, (count - at) * bits / 8);
+        store(to + at, decode_eight(last, format));
+    }
+}
+
+/* Blocks of 32 numbers: a scale, a minimum or none, fifth bits or none, and the lower halves before the upper ones. */
+INLINE void decode_32(const uint8_t *from, size_t count, float *to, int minimum, int fifth, float zero) {
+    const size_t fifths = minimum ? 4 : 2, codes = fifths + (fifth ? 4 : 0);
+    for (const float *stop = to + count; to < stop; to += 32, from += codes + 16) {
+        const float scale = half(from), least = minimum ? half(from + 2) : 0.0f;
+        for (size_t i = 0; i < 4; i++) {
+            const ints two = unsigned_bytes(from + codes + 8 * (i % 2));
+            ints code = i < 2 ? two & 15 : two >> 4;
+            if (fifth)
+                code += sixteen(from[fifths + i]);
+            const floats numbers = (number(code) - zero) * scale;
+            store(to + 8 * i, minimum ? numbers + least : numbers);
+        }
+    }
+}
+
+INLINE void decode_q8_0(const uint8_t *from, size_t count, float *to) {
+    for (const float *stop = to + count; to < stop; to += 32, from += 34) {
+        const float scale = half(from);
+        for (size_t i = 0; i < 32; i += 8)
+            store(to + i, read((const char *)from + 2, i, INT8) * scale);
+    }
+}
+
+/* Blocks of 8 × 32 numbers with a scale and a minimum for each 32, of 6 bits. */
+INLINE void decode_k(const uint8_t *from, size_t count, float *to, int fifth) {
+    const size_t codes = fifth ? 48 : 16;
+    for (const float *stop = to + count; to < stop; to += 256, from += codes + 128) {
+        const float scale = half(from), least = half(from + 2);
+        const uint8_t *six = from + 4, *bits = from + 16;
+        for (size_t part = 0; part < 8; part++) {
+            const uint8_t *four = from + codes + part / 2 * 32;
+            const size_t i = part % 4;
+            const int s = part < 4 ? six[i] & 63 : (six[8 + i] & 15) | six[i] >> 6 << 4;
+            const int m = part < 4 ? six[4 + i] & 63 : six[8 + i] >> 4 | six[4 + i] >> 6 << 4;
+            const float by = (float)s * scale, below = (float)m * least;
+            for (size_t at = 0; at < 32; at += 8) {
+                const ints two = unsigned_bytes(four + at);
+                ints code = part % 2 ? two >> 4 : two & 15;
+                if (fifth)
+                    code += (unsigned_bytes(bits + at) >> (int)part & 1) << 4;
+                store(to + part * 32 + at, number(code) * by - below);
+            }
+        }
+    }
+}
+
+/* Blocks of 16 × 16 numbers with a scale for each 16: halves of bytes, and two more bits. */
+INLINE void decode_q6_k(const uint8_t *from, size_t count, float *to) {
+    for (const float *stop = to + count; to < stop; to += 256, from += 210) {
+        const float scale = half(from + 208);
+        for (size_t side = 0; side < 2; side++)
+            for (size_t at = 0; at < 32; at += 8) {
+                const ints upper = unsigned_bytes(from + 128 + side * 32 + at);
+                const ints first = unsigned_bytes(from + side * 64 + at);
+                const ints second = unsigned_bytes(from + side * 64 + 32 + at);
+                const ints lower[4] = {first & 15, second & 15, first >> 4, second >> 4};
+                for (size_t part = 0; part < 4; part++) {
+                    const size_t place = side * 128 + part * 32 + at;
+                    const ints code = lower[part] + ((upper >> (int)(2 * part) & 3) << 4) - 32;
+                    store(to + place, number(code) * ((float)((const int8_t *)from)[192 + place / 16] * scale));
+                }
+            }
+    }
+}
+
+INLINE void apply_scales(const struct packed *of, size_t row, size_t from, size_t count, float *to) {
+    const size_t table = row / of->block_rows * of->table_width, stop = from + count;
+    size_t next = from / of->group;
+    for (size_t at = from, end; at < stop; at = end) {
+        const size_t group = of->groups != NULL ? (size_t)of->groups[at] : next++;
+        const float by = table_number(of->scales, table + group, of->scale_format);
+        const float zero = of->zeros == NULL ? of->zero : table_number(of->zeros, table + group, of->zero_format);
+        end = of->groups != NULL ? at + 1 : next * of->group;
+        end = end < stop ? end : stop;
+        size_t i = at - from;
+        for (; i + LANES <= end - from; i += LANES)
+            store(to + i, (load(to + i) - zero) * by);
+        for (; i < end - from; i++)
+            to[i] = (to[i] - zero) * by;
+    }
+}
+
+/* Decodes up to PACKED_COLUMNS of a row, from a multiple of that on. `to` has room for all. */
+INLINE void decode_columns(const struct packed *of, size_t row, size_t from, size_t count, float *to) {
+    const uint8_t *codes = of->codes + row * of->row_bytes;
+    switch (of->format) {
+#define CODES(format, bits) \
+    case format: \
+        decode_codes(codes + from * bits / 8, count, to, bits, format); \
+        break;
+        CODES(F32, 32)
+        CODES(BF16, 16)
+        CODES(F16, 16)
+        CODES(E4M3, 8)
+        CODES(E5M2, 8)
+        CODES(I8, 8)
+        CODES(U8, 8)
+        CODES(U4, 4)
+        CODES(MXFP4, 4)
+#define BLOCKS(format, block, bytes, name, ...) \
+    case format: \
+        name(codes + from / block * bytes, count, to, ##__VA_ARGS__); \
+        break;
+        BLOCKS(Q4_0, 32, 18, decode_32, 0, 0, 8.0f)
+        BLOCKS(Q4_1, 32, 20, decode_32, 1, 0, 0.0f)
+        BLOCKS(Q5_0, 32, 22, decode_32, 0, 1, 16.0f)
+        BLOCKS(Q5_1, 32, 24, decode_32, 1, 1, 0.0f)
+        BLOCKS(Q8_0, 32, 34, decode_q8_0)
+        BLOCKS(Q4_K, 256, 144, decode_k, 0)
+        BLOCKS(Q5_K, 256, 176, decode_k, 1)
+        BLOCKS(Q6_K, 256, 210, decode_q6_k)
+    }
+    if (of->scales != NULL)
+        apply_scales(of, row, from, count, to);
+}
+
+/* Fetches the codes of columns that are decoded later. Memory is read in short pieces, which processors do not expect. */
+INLINE void prefetch(const struct packed *of, size_t row, size_t from) {
+    const uint8_t *codes = of->codes + row * of->row_bytes;
+    const size_t columns = of->columns - from < PACKED_COLUMNS ? of->columns - from : PACKED_COLUMNS;
+    for (size_t at = 0; at < columns * of->row_bytes / of->columns; at += 64)
+        __builtin_prefetch(codes + from * of->row_bytes / of->columns + at);
+}
+
+/* Rounds to bfloat16. */
+INLINE void round_numbers(float *numbers, size_t count) {
+    const floats none = (floats){0} + NAN;
+    for (size_t at = 0; at < count; at += LANES) {
+        const floats x = load(numbers + at);
+        words bits;
+        floats rounded;
+        memcpy(&bits, &x, sizeof bits);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+        memcpy(&rounded, &bits, sizeof rounded);
+        store(numbers + at, choose(x == x, rounded, none));
+    }
+}
+
+struct packed_product {
+    const struct packed *packed;
+    const float *x;
+    float *out;
+    size_t count, first, rows;
+    int rounded;
+    atomic_size_t next;
+};
+
+/* Products of all rows of `x` with eight rows of the matrix, or with as many as there are. */
+INLINE void multiply_packed_rows(const struct packed_product *of, size_t first) {
+    const size_t width = of->packed->columns, some = of->rows - first < 8 ? of->rows - first : 8;
+    float tile[8][PACKED_COLUMNS] __attribute__((aligned(32)));
+    floats sums[MOST_ROWS][8];
+    const char *w[8];
+    memset(sums, 0, of->count * sizeof sums[0]);
+    for (size_t j = 0; j < 8; j++)
+        w[j] = (const char *)tile[j < some ? j : 0];
+    for (size_t at = 0; at < width; at += PACKED_COLUMNS) {
+        const size_t left = width - at, wide = left < PACKED_COLUMNS ? left : PACKED_COLUMNS;
+        const size_t even = wide / LANES * LANES;
+        for (size_t j = 0; j < some; j++) {
+            if (j + 1 < some)
+                prefetch(of->packed, of->first + first + j + 1, at);
+            decode_columns(of->packed, of->first + first + j, at, wide, tile[j]);
+            if (of->rounded)
+                round_numbers(tile[j], wide);
+        }
+        for (size_t i = 0; i < of->count; i++) {
+            const float *x = of->x + i * width + at;
+            floats s[8];
+            memcpy(s, sums[i], sizeof s);
+            add_products(s, x, w, even, FLOAT32);
+            memcpy(sums[i], s, sizeof s);
+            if (wide == left)
+                for (size_t j = 0; j < some; j++)
+                    of->out[i * of->rows + first + j] = end_product(sum(s[j]), x, w[j], even, wide, FLOAT32);
+        }
+    }
+}
+
+struct unpacking {
+    const struct packed *packed;
+    const int64_t *rows;
+    float *out;
+    size_t count;
+    atomic_size_t next;
+};
+
+INLINE void unpack_row(const struct unpacking *of, size_t number) {
+    const size_t width = of->packed->columns;
+    float *to = of->out + number * width, tile[PACKED_COLUMNS];
+    for (size_t at = 0; at < width; at += PACKED_COLUMNS) {
+        const size_t wide = width - at < PACKED_COLUMNS ? width - at : PACKED_COLUMNS;
+        decode_columns(of->packed, of->rows[number], at, wide, tile);
+        memcpy(to + at, tile, wide * sizeof(float));
     }
 }
 
@@ -461,12 +804,16 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     }
 #define TASKS_work(work) (work)->tasks
 #define TASKS_product(work) ((work)->rows + ROWS - 1) / ROWS
+#define TASKS_packed_product(work) ((work)->rows + 7) / 8
+#define TASKS_unpacking(work) (work)->count
 #define FOR_EACH_FORMAT(prefix, suffix) \
     prefix FOR_EACH_TASK(attend_float32##suffix, work, attend(work, task, FLOAT32)) \
     prefix FOR_EACH_TASK(attend_bfloat16##suffix, work, attend(work, task, BFLOAT16)) \
     prefix FOR_EACH_TASK(attend_int8##suffix, work, attend(work, task, INT8)) \
     prefix FOR_EACH_TASK(multiply_float32##suffix, product, multiply_rows(work, task * ROWS, FLOAT32)) \
-    prefix FOR_EACH_TASK(multiply_bfloat16##suffix, product, multiply_rows(work, task * ROWS, BFLOAT16))
+    prefix FOR_EACH_TASK(multiply_bfloat16##suffix, product, multiply_rows(work, task * ROWS, BFLOAT16)) \
+    prefix FOR_EACH_TASK(multiply_packed##suffix, packed_product, multiply_packed_rows(work, task * 8)) \
+    prefix FOR_EACH_TASK(unpack##suffix, unpacking, unpack_row(work, task))
 
 #define PLAIN
 FOR_EACH_FORMAT(PLAIN, )
@@ -497,6 +844,16 @@ static void *multiply_some(void *work_) {
     return NULL;
 }
 
+static void *multiply_packed_some(void *work) {
+    CHOSEN(multiply_packed)(work);
+    return NULL;
+}
+
+static void *unpack_some(void *work) {
+    CHOSEN(unpack)(work);
+    return NULL;
+}
+
 /* Runs `part` on this thread and up to `threads` - 1 others. If they cannot be started, the others do more. */
 static void run(void *(*part)(void *), void *work, size_t tasks, int threads) {
     pthread_t others[MOST_THREADS];
@@ -516,6 +873,20 @@ void tierstore_multiply(const float *x, size_t count, const void *weight, size_t
                         float *out, int threads) {
     struct product work = {x, weight, out, count, rows, width, format, 0};
     run(multiply_some, &work, TASKS_product(&work), threads);
+}
+
+/* out[i][j] = x[i] · row first + j of `packed`: `count` rows of `x`, at most MOST_ROWS, and `rows` of the matrix, whose
+ * numbers are rounded to bfloat16 if `rounded`. */
+void tierstore_multiply_packed(const struct packed *packed, const float *x, size_t count, size_t first, size_t rows,
+                               float *out, int rounded, int threads) {
+    struct packed_product work = {packed, x, out, count, first, rows, rounded, 0};
+    run(multiply_packed_some, &work, TASKS_packed_product(&work), threads);
+}
+
+/* out[i] = row rows[i] of `packed`, for `count` rows. */
+void tierstore_unpack(const struct packed *packed, const int64_t *rows, size_t count, float *out, int threads) {
+    struct unpacking work = {packed, rows, out, count, 0};
+    run(unpack_some, &work, count, threads);
 }
 
 /* Attention of the `count` rows in `rows` over one layer. `queries` and `out` are [batch rows, heads, width], `lse`

@@ -100,6 +100,61 @@ def pointwise_set(dtype: str) -> PointwiseSet:
     )
 
 
+MOST_PACKED = 16
+"""Rows of activations in a product with packed weights."""
+PACKED_ROWS = 16
+"""Rows of the matrix per block of such a product."""
+_PACKED_THREADS = 256
+_PACKED_NUMBERS = {**_C_TYPES, "float32": "float"}
+_PACKED_FORMATS = {
+    "F32": "Plain<Float, 4>",
+    "F16": "Plain<Half, 2>",
+    "BF16": "Plain<BFloat, 2>",
+    "float32": "Plain<Float, 4>",
+    "float16": "Plain<Half, 2>",
+    "bfloat16": "Plain<BFloat, 2>",
+    "Q4_0": "Blocks32<false, false, 8>",
+    "Q4_1": "Blocks32<true, false, 0>",
+    "Q5_0": "Blocks32<false, true, 16>",
+    "Q5_1": "Blocks32<true, true, 0>",
+    "Q8_0": "Q8_0",
+    "Q4_K": "BlocksK<false>",
+    "Q5_K": "BlocksK<true>",
+    "Q6_K": "Q6_K",
+    "fp8_e4m3": "Plain<FiniteFloat8, 1>",
+    "fp8_e5m2": "Plain<WideFloat8, 1>",
+    "int8": "Plain<SignedByte, 1>",
+    "uint8": "Plain<UnsignedByte, 1>",
+    "uint4": "Nibbles<false>",
+    "mxfp4": "Nibbles<true>",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSet:
+    """The kernels for weights in one format: their numbers, and products with few rows."""
+
+    unpack: Instance
+    multiply: Instance
+
+
+def packed_set(dtype: str, form: str) -> PackedSet:
+    """Return the kernels for activations in ``dtype`` and weights in the format of this name. Raises
+    :class:`KernelError` for another dtype."""
+    if dtype not in _PACKED_NUMBERS:
+        raise KernelError(
+            f"the CUDA backend has no products with quantised weights in {dtype}: choose another dtype"
+        )
+    number, read = _PACKED_NUMBERS[dtype], _PACKED_FORMATS[form]
+    shared = MOST_PACKED * _PACKED_THREADS * 4
+    return PackedSet(
+        Instance("packed.cu", f"unpack<{number}, {read}, {_PACKED_THREADS}>", _PACKED_THREADS),
+        Instance(
+            "packed.cu", f"multiply_packed<{number}, {read}, {PACKED_ROWS // 8}>", _PACKED_THREADS, shared
+        ),
+    )
+
+
 def kernel_set(
     *,
     dtype: str,

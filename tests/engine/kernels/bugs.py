@@ -587,7 +587,86 @@ CODES = [
     Bug("a token of no page", "quantise_write.cu", "  if (page < 0) return;\n", ""),
 ]
 
+PACKED = [
+    Bug(
+        "activations overwritten while they are read",
+        "packed.cu",
+        "__syncthreads();  // all warps",
+        "// all warps",
+    ),
+    Bug("activations read before they are there", "packed.cu", "__syncthreads();  // the act", "// the act"),
+    Bug(
+        "columns beyond the last",
+        "packed.cu",
+        "column < columns ? Numbers<T>::widen",
+        "true ? Numbers<T>::widen",
+    ),
+    Bug(
+        "numbers not rounded",
+        "packed.cu",
+        "Numbers<T>::widen(Numbers<T>::narrow(numbers[j][i]))",
+        "numbers[j][i]",
+    ),
+    Bug("sum of half the lanes", "packed.cu", "int other = 16; other > 0", "int other = 8; other > 0"),
+    Bug("rows beyond the last are written", "packed.cu", "lane == 0 && begin_row + j < rows", "lane == 0"),
+    Bug(
+        "second row of the first",
+        "packed.cu",
+        "first + min(begin_row + j, rows - 1)",
+        "first + min(begin_row, rows - 1)",
+    ),
+    Bug("rows from the first on", "packed.cu", "= first + min(", "= min("),
+    Bug("results as if they stood alone", "packed.cu", "out[token * out_stride +", "out[token * rows +"),
+    Bug(
+        "activations of the first token",
+        "packed.cu",
+        "x[static_cast<long long>(token) * columns",
+        "x[static_cast<long long>(0) * columns",
+    ),
+    Bug(
+        "halves of a lane's numbers swapped",
+        "packed.cu",
+        "tile + place(token, lane * 8 + 4)",
+        "tile + place(token, lane * 8)",
+    ),
+    Bug("once around is enough", "packed.cu", "column += THREADS * 8", "column += columns"),
+    Bug(
+        "row of the block",
+        "packed.cu",
+        "rows != nullptr ? rows[blockIdx.x] :",
+        "rows != nullptr ? static_cast<long long>(blockIdx.x) :",
+    ),
+    Bug("lower halves twice", "packed.cuh", ">> (part / 16 * 4) & 15", "& 15"),
+    Bug("minimum forgotten", "packed.cuh", "if (MINIMUM) numbers[i] += least;", ""),
+    Bug("fifth bits of the first byte", "packed.cuh", "block[FIFTHS + part / 8]", "block[FIFTHS]"),
+    Bug(
+        "scales of the first four",
+        "packed.cuh",
+        "part < 4 ? six[i4] & 63 : (six[8 + i4] & 15) | six[i4] >> 6 << 4",
+        "six[i4] & 63",
+    ),
+    Bug("upper bits of another place", "packed.cuh", ">> (place / 32 * 2) & 3", ">> (place / 64 * 2) & 3"),
+    Bug("scale of the block before", "packed.cuh", "block[192 + in / 16]", "block[192 + in / 32]"),
+    Bug("halves of a byte swapped", "packed.cuh", ">> (i % 2 * 4) & 15 : 0", ">> (4 - i % 2 * 4) & 15 : 0"),
+    Bug("scale of another row", "packed.cuh", "row / block_rows * width", "row * width"),
+    Bug("one scale for eight columns", "packed.cuh", "|| group % 8 != 0", ""),
+    Bug(
+        "groups in order",
+        "packed.cuh",
+        "groups != nullptr ? groups[column + i] :",
+        "false ? groups[column + i] :",
+    ),
+    Bug(
+        "zeros forgotten",
+        "packed.cuh",
+        "least = zeros != nullptr ? table_number(zeros, at, zero_kind) : zero",
+        "least = zero",
+    ),
+]
+
 RACES = (
+    "activations overwritten while they are read",
+    "activations read before they are there",
     "barrier missing",
     "warp barrier missing",
     "states overwrite the rings",

@@ -18,10 +18,12 @@ from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor, int32
 from tests.engine.kernels.state_problem import DeltaShape, ExecutedStates, Mamba2Shape, StateShape
+from tests.engine.test_packed import FORMATS, finite
 from tierstore_connectors.vllm import pieces
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.operations import EVERYTHING, PageCopy, PointwiseKernels, Sight, Slots
+from tierstore_engine.kernels.packed import PackedKernels
 
 SHAPES = {
     "plain": Shape(heads=2, kv_heads=1),
@@ -31,6 +33,7 @@ SHAPES = {
     "codes": Shape(heads=2, kv_heads=1, head_dim=32, kv="fp8_e4m3"),
     "other codes": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=16, kv="k8v4"),
 }
+PACKED_FORMATS = {"float16": "uint4", "bfloat16": "Q4_K"}
 
 
 def prefill(shape: Shape, folder: Path) -> None:
@@ -107,6 +110,17 @@ def pointwise(shape: Shape, folder: Path) -> None:
     kernels.silu_mul(rows)
 
 
+def packed(shape: Shape, folder: Path) -> None:
+    """More columns than are handled at a time."""
+    matrix = finite(FORMATS[PACKED_FORMATS[shape.dtype]], 3, 512)
+    launcher = ExecutorLauncher(folder=folder, races=True)
+    kernels = PackedKernels(launcher, dtype=shape.dtype, device="cpu")
+    kernels.prepare(matrix)
+    x = torch.ones(2, 512, dtype=shape.torch_dtype)
+    kernels.multiply(matrix, x, 0, 3, torch.empty(2, 3, dtype=shape.torch_dtype))
+    kernels.range(matrix, 0, 3)
+
+
 def blocks(shape: Shape, folder: Path) -> None:
     """The vLLM connector's, which lies elsewhere."""
     source = pieces.SOURCE if folder == KERNEL_DIR else folder / pieces.SOURCE.name
@@ -133,6 +147,7 @@ KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
     "copy": copy,
     "pointwise": pointwise,
     "blocks": blocks,
+    "packed": packed,
 }
 
 if __name__ == "__main__":

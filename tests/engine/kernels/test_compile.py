@@ -29,6 +29,7 @@ from tierstore_engine.kernels.catalog import (
     kernel_set,
     latent_set,
     mamba2_set,
+    packed_set,
     pointwise_set,
 )
 from tierstore_engine.kernels.cubins import source_digest
@@ -54,6 +55,8 @@ POINTWISE_CEILING = 48
 CONVOLVE_CEILING = 48
 DELTA_CEILING = 128
 MAMBA2_CEILINGS = {64: 120, 128: 128, 256: 248}  # by rows, of which Granite 4.0-H and Nemotron-H have 128
+PACKED_CEILINGS = {"unpack": 48, "multiply": 128}
+PACKED_FORMS = ("Q4_1", "Q5_K", "Q6_K", "fp8_e4m3", "uint4", "mxfp4")
 LATENT_CEILINGS = {"write": 64, "decode": 160, "combine": 64}
 BLACKWELL = ("sm_100", "sm_120")
 BLOCK_BYTES = 99 * 1024  # of shared memory on sm_86 and sm_89, the smallest
@@ -98,6 +101,10 @@ def instances(dtype: str, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[tupl
     yield latents.write, LATENT_CEILINGS["write"]
     yield latents.decode, LATENT_CEILINGS["decode"]
     yield latents.combine, LATENT_CEILINGS["combine"]
+    for form in PACKED_FORMS:
+        packed = packed_set(dtype, form)
+        yield packed.unpack, PACKED_CEILINGS["unpack"]
+        yield packed.multiply, PACKED_CEILINGS["multiply"]
     delta = delta_set(dtype=dtype, key_dim=128, value_dim=128, conv_width=4)
     yield delta.convolve, CONVOLVE_CEILING
     yield delta.rule, DELTA_CEILING

@@ -23,10 +23,12 @@ from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor
 from tests.engine.kernels.state_problem import DeltaShape, ExecutedStates, Mamba2Shape, StateShape
+from tests.engine.kernels.test_packed import check_numbers, check_product, guarded_matrix, kernels_in
 from tests.engine.kernels.test_pointwise import EPSILON, check
 from tests.engine.kernels.test_quantise_write import check_bytes
+from tests.engine.test_packed import FORMATS, finite, random_matrix
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import Instance, kernel_set, latent_set, pointwise_set
+from tierstore_engine.kernels.catalog import Instance, kernel_set, latent_set, packed_set, pointwise_set
 from tierstore_engine.kernels.operations import EVERYTHING, PointwiseKernels, Sight
 from tierstore_engine.pointwise import Pointwise
 
@@ -48,6 +50,7 @@ PREFILLS = [
     ([(70, 90)], Sight(chunk=100)),
 ]
 SPLITS = ((3, 2), (3,), (4,), (2,))
+PACKED_FORMS = ("uint4", "Q5_1", "Q5_K", "Q6_K")
 # Long enough for every warp's ring to be filled more than once.
 DECODES = [([900, 65, 1], EVERYTHING), ([300, 130], Sight(window=70)), ([300, 130], Sight(chunk=70))]
 
@@ -102,6 +105,9 @@ def launched_by(bug: Bug) -> list[Instance]:
             kv=shape.format,
         )
         return [codes.decode, codes.combine, codes.write]
+    if bug in bugs.PACKED:
+        packed = [packed_set("float16", form) for form in PACKED_FORMS]
+        return [each for kernels in packed for each in (kernels.multiply, kernels.unpack)]
     prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.CHUNKED + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
     if bug in bugs.CONVOLUTION + bugs.DELTA + bugs.MAMBA2:
@@ -211,6 +217,22 @@ def assert_pointwise_caught(kernels: Path) -> None:
     pytest.fail("not caught")
 
 
+def assert_packed_caught(kernels: Path) -> None:
+    launcher = ExecutorLauncher(folder=kernels)
+    shape = {"group": 12, "block_rows": 3, "zeros": True}
+    tables = [random_matrix(FORMATS["uint4"], 20, 2100, 4, **shape, ordered=each) for each in (True, False)]
+    whole = [finite(FORMATS[form], 20, 768) for form in PACKED_FORMS]
+    try:
+        for matrix in map(guarded_matrix, [*tables, *whole]):
+            check_numbers(kernels_in("float16", matrix, launcher), matrix, "float16")
+        for matrix in map(guarded_matrix, [*whole, finite(FORMATS["uint4"], 20, 520)]):
+            for seed in SCHEDULES:
+                check_product(kernels_in("float16", matrix, launcher, seed), matrix, "float16", 3)
+    except (AssertionError, ExecutionError):
+        return
+    pytest.fail("not caught")
+
+
 def named(found: list[Bug]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("bug", found, ids=lambda bug: f"{bug.file}: {bug.name}")
 
@@ -275,7 +297,15 @@ def test_pointwise(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_pointwise_caught(planted(bug, tmp_path))
 
 
+@named(bugs.PACKED)
+def test_packed(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_packed_caught(planted(bug, tmp_path))
+
+
 def test_without_a_bug_nothing_is_caught() -> None:
+    with pytest.raises(pytest.fail.Exception):
+        assert_packed_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
         assert_pointwise_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):

@@ -16,7 +16,7 @@ from tests.engine.kernels import bugs
 from tests.engine.kernels.bugs import Bug
 from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor.toolchain import compiler
-from tests.engine.kernels.races import SHAPES
+from tests.engine.kernels.races import PACKED_FORMATS, SHAPES
 from tests.engine.kernels.test_planted_bugs import planted
 from tests.portions import chosen
 from tierstore_connectors.vllm import pieces
@@ -28,6 +28,7 @@ from tierstore_engine.kernels.catalog import (
     kernel_set,
     latent_set,
     mamba2_set,
+    packed_set,
     pointwise_set,
 )
 
@@ -73,12 +74,12 @@ JOBS = {
     "first": (
         *("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
         *("pointwise:plain", "blocks:plain", "prefill:codes", "write:codes", "latents:plain"),
-        *("delta:plain", "mamba2:plain"),
+        *("delta:plain", "mamba2:plain", "packed:plain"),
     ),
     "second": (
         *("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
         *("pointwise:other", "blocks:other", "latents:wide", "delta:other", "mamba2:other"),
-        *("decode:other codes", "write:other codes"),
+        *("decode:other codes", "write:other codes", "packed:other"),
     ),
 }
 
@@ -110,6 +111,9 @@ def launched_by(job: str, shape: str) -> list[Instance]:
     if job == "pointwise":
         decoding = pointwise_set(of.dtype)
         return [decoding.add_norm, decoding.silu_mul]
+    if job == "packed":
+        weights = packed_set(of.dtype, PACKED_FORMATS[of.dtype])
+        return [weights.unpack, weights.multiply]
     if job in ("delta", "mamba2"):
         rows = of.head_dim // 4
         states = (
@@ -158,6 +162,7 @@ RACES = [
         (bugs.LATENTS, "latents:plain"),
         (bugs.DELTA, "delta:plain"),
         (bugs.MAMBA2, "mamba2:plain"),
+        (bugs.PACKED, "packed:plain"),
     )
     for bug in found
     if bug.name in bugs.RACES

@@ -22,7 +22,7 @@ from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
 from tierstore_engine.config import DeltaConfig, Mamba2Config
-from tierstore_tools.gpu import arithmetic, check, decode, kinds, lines, prefill
+from tierstore_tools.gpu import arithmetic, check, decode, kinds, lines, prefill, weights
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads
 from tierstore_tools.gpu.decode import DecodeCase
 from tierstore_tools.gpu.kinds import KindCase
@@ -94,6 +94,17 @@ def test_prefill_rows() -> None:
 
 
 @executed
+def test_rows_of_quantised_weights() -> None:
+    forms = ("Q4_K", "Q6_K", "Q8_0", "uint4", "fp8_e4m3")
+    cases = [weights.WeightCase(form, tokens) for form, tokens in zip(forms, (1, 16, 17, 1, 2), strict=True)]
+    rows = list(
+        weights.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=cases, shape=(20, 256), copy_nbytes=1024)
+    )
+    assert [(row.form, row.tokens) for row in rows] == [(case.form, case.tokens) for case in cases]
+    assert [row.nbytes for row in rows] == [20 * 144, 20 * 210, 20 * 8 * 34, 20 * (128 + 4), 20 * (256 + 4)]
+    assert all(row.fraction > 0 for row in rows)
+
+
 def test_rows_of_other_kinds() -> None:
     states = DeltaConfig(1, 2, 8, 8, 4), Mamba2Config(2, 8, 8, 1, 4)
     shapes = kinds.Shapes(4, 40, 32, Heads(4, 2, 16), 20, Heads(4, 2, 16), *states)

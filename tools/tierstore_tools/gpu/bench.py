@@ -20,7 +20,7 @@ from tierstore.units import format_size
 from tierstore_engine.device import external, timed
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.presets import preset
-from tierstore_tools.gpu import decode, kinds, prefill
+from tierstore_tools.gpu import decode, kinds, prefill, weights
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, pages_for
 from tierstore_tools.gpu.transfers import TransferBench
 
@@ -62,6 +62,10 @@ def kind_rows() -> Iterator[Any]:
     yield from map(asdict, kinds.run(CupyLauncher(DEVICE), DEVICE, kernel_seconds))
 
 
+def weight_rows() -> Iterator[Any]:
+    yield from map(asdict, weights.run(CupyLauncher(DEVICE), DEVICE, kernel_seconds))
+
+
 def transfer_rows() -> Iterator[Any]:
     device = CudaDevice(0)
     spec = preset("llama-3-8b", dtype=None).kv_spec()
@@ -91,6 +95,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Any]]] = {
     "prefill": prefill_rows,
     "kinds": kind_rows,
     "transfers": transfer_rows,
+    "weights": weight_rows,
 }
 
 

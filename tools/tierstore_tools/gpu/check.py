@@ -112,7 +112,7 @@ def steps(python: str) -> list[CheckStep]:
         environment = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
         command = (*environment, sanitizer, "--tool", tool, "--error-exitcode", "9")
         # All kernels except the copy of pages.
-        files = ("golden", "merge", "rope_write", "decode", "prefill", "latents", "states")
+        files = ("golden", "merge", "rope_write", "decode", "prefill", "latents", "states", "packed")
         where = [f"{_KERNEL_TESTS}/test_{name}.py" for name in files]
         plain = tests(f"sanitizer {tool}", "-k", "not any_", *where, limit_s=limit_s)
         return CheckStep(plain.name, (*command, *plain.command), limit_s, needs=_SANITIZER)
@@ -126,6 +126,7 @@ def steps(python: str) -> list[CheckStep]:
         bench("transfers", 120),
         bench("prefill", 120),
         bench("kinds", 120),
+        bench("weights", 120),
         CheckStep(
             "longctx",
             (python, *longctx, "--device", "cuda", "--store", tempfile.gettempdir(), "--json"),
