@@ -35,6 +35,7 @@
 
 #define LANES 8
 #define BLOCK 32
+#define LINE 64 /* bytes of a cache line */
 #define SEGMENT 1024
 #define TILE 16
 #define MOST_WIDTH 1024
@@ -596,34 +597,73 @@ INLINE void unpack_row(const struct unpacking *of, size_t number) {
 
 /* ---- attention over one block of tokens ------------------------------------------------------------------------------- */
 
-/* scores[g][t] = q[g] · k[t], for `count` queries of `stride` numbers and `tokens` keys. */
-INLINE void multiply(const float *queries, size_t count, size_t width, const char *keys, size_t tokens,
-                     float (*scores)[BLOCK], int format) {
+/* scores[g][t] = q[g] · k[t], for `count` queries of `stride` numbers and `tokens` keys. Four queries and two keys at a
+ * time: eight sums that do not wait for one another, and each number is read for several of them. The values of these
+ * tokens are fetched meanwhile: they are read by columns, which the processor does not foresee. */
+INLINE void multiply(const float *queries, size_t count, size_t width, const char *keys, const char *values,
+                     size_t tokens, float (*scores)[BLOCK], int format) {
     const size_t even = width / LANES * LANES, row = width * number_bytes(format);
+    for (size_t at = 0; at < tokens * row; at += LINE)
+        __builtin_prefetch(values + at);
     for (size_t g = 0; g < count; g += 4) {
         const size_t last = count - 1;
         const float *q[4];
         for (size_t i = 0; i < 4; i++)
             q[i] = queries + (g + i < last ? g + i : last) * width;
-        for (size_t t = 0; t < tokens; t++) {
-            const char *key = keys + t * row;
-            floats s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+        for (size_t t = 0; t < tokens; t += 2) {
+            const size_t some = t + 1 < tokens ? 2 : 1;
+            const char *const key[2] = {keys + t * row, keys + (t + some - 1) * row};
+            floats s00 = {0}, s01 = {0}, s10 = {0}, s11 = {0}, s20 = {0}, s21 = {0}, s30 = {0}, s31 = {0};
             for (size_t w = 0; w < even; w += LANES) {
-                floats k = read(key, w, format);
-                s0 += load(q[0] + w) * k;
-                s1 += load(q[1] + w) * k;
-                s2 += load(q[2] + w) * k;
-                s3 += load(q[3] + w) * k;
+                const floats k0 = read(key[0], w, format), k1 = read(key[1], w, format);
+                const floats q0 = load(q[0] + w), q1 = load(q[1] + w), q2 = load(q[2] + w), q3 = load(q[3] + w);
+                s00 += q0 * k0, s01 += q0 * k1;
+                s10 += q1 * k0, s11 += q1 * k1;
+                s20 += q2 * k0, s21 += q2 * k1;
+                s30 += q3 * k0, s31 += q3 * k1;
             }
-            float s[4] = {sum(s0), sum(s1), sum(s2), sum(s3)};
-            for (size_t w = even; w < width; w++) {
-                float k = read_one(key, w, format);
-                for (size_t i = 0; i < 4; i++)
-                    s[i] += q[i][w] * k;
-            }
+            float s[4][2] = {{sum(s00), sum(s01)}, {sum(s10), sum(s11)}, {sum(s20), sum(s21)}, {sum(s30), sum(s31)}};
+            for (size_t w = even; w < width; w++)
+                for (size_t j = 0; j < 2; j++) {
+                    const float k = read_one(key[j], w, format);
+                    for (size_t i = 0; i < 4; i++)
+                        s[i][j] += q[i][w] * k;
+                }
             for (size_t i = 0; i < 4 && g + i < count; i++)
-                scores[g + i][t] = s[i];
+                memcpy(&scores[g + i][t], s[i], some * sizeof(float));
         }
+    }
+}
+
+/* sums[g] += Σ shares[g][t] v[t], for `vectors` (1 or 2) vectors from number `w` on */
+INLINE void add_some(float *const to[4], const float *const share[4], size_t w, size_t vectors, const char *values,
+                     size_t tokens, size_t row, int format) {
+    const size_t next = w + (vectors - 1) * LANES;
+    floats a0 = load(to[0] + w), a1 = load(to[1] + w), a2 = load(to[2] + w), a3 = load(to[3] + w);
+    floats b0 = load(to[0] + next), b1 = load(to[1] + next), b2 = load(to[2] + next), b3 = load(to[3] + next);
+    for (size_t t = 0; t < tokens; t++) {
+        const floats v = read(values + t * row, w, format);
+        a0 += share[0][t] * v;
+        a1 += share[1][t] * v;
+        a2 += share[2][t] * v;
+        a3 += share[3][t] * v;
+        if (vectors == 2) {
+            const floats u = read(values + t * row, next, format);
+            b0 += share[0][t] * u;
+            b1 += share[1][t] * u;
+            b2 += share[2][t] * u;
+            b3 += share[3][t] * u;
+        }
+    }
+    store(to[0] + w, a0); /* a repeated query is stored again with the same numbers */
+    store(to[1] + w, a1);
+    store(to[2] + w, a2);
+    store(to[3] + w, a3);
+    if (vectors == 2) {
+        store(to[0] + next, b0);
+        store(to[1] + next, b1);
+        store(to[2] + next, b2);
+        store(to[3] + next, b3);
     }
 }
 
@@ -633,26 +673,19 @@ INLINE void add_values(float (*sums)[MOST_WIDTH], size_t count, size_t width, co
     const size_t even = width / LANES * LANES, row = width * number_bytes(format);
     for (size_t g = 0; g < count; g += 4) {
         const size_t last = count - 1;
-        size_t at[4];
-        for (size_t i = 0; i < 4; i++)
-            at[i] = g + i < last ? g + i : last;
-        for (size_t w = 0; w < even; w += LANES) {
-            floats a0 = load(sums[at[0]] + w), a1 = load(sums[at[1]] + w);
-            floats a2 = load(sums[at[2]] + w), a3 = load(sums[at[3]] + w);
-            for (size_t t = 0; t < tokens; t++) {
-                floats v = read(values + t * row, w, format);
-                a0 += shares[at[0]][t] * v;
-                a1 += shares[at[1]][t] * v;
-                a2 += shares[at[2]][t] * v;
-                a3 += shares[at[3]][t] * v;
-            }
-            store(sums[at[0]] + w, a0); /* a repeated query is stored again with the same numbers */
-            store(sums[at[1]] + w, a1);
-            store(sums[at[2]] + w, a2);
-            store(sums[at[3]] + w, a3);
+        float *to[4];
+        const float *share[4];
+        for (size_t i = 0; i < 4; i++) {
+            to[i] = sums[g + i < last ? g + i : last];
+            share[i] = shares[g + i < last ? g + i : last];
         }
+        size_t w = 0;
+        for (; w + 2 * LANES <= even; w += 2 * LANES)
+            add_some(to, share, w, 2, values, tokens, row, format);
+        if (w < even)
+            add_some(to, share, w, 1, values, tokens, row, format);
         for (size_t i = 0; i < 4 && g + i < count; i++)
-            for (size_t w = even; w < width; w++)
+            for (w = even; w < width; w++)
                 for (size_t t = 0; t < tokens; t++)
                     sums[g + i][w] += shares[g + i][t] * read_one(values + t * row, w, format);
     }
@@ -773,7 +806,7 @@ INLINE void attend(const struct work *work, size_t task, int format) {
         tokens = left < tokens ? left : tokens;
         scales_of(key_scales, layer, 0, page, head, from, tokens, layer->scale, format);
         scales_of(value_scales, layer, 1, page, head, from, tokens, 1.0f, format);
-        multiply(queries, count, width, page + layer->start[0] + vector, tokens, scores, format);
+        multiply(queries, count, width, page + layer->start[0] + vector, page + layer->start[1] + vector, tokens, scores, format);
         weigh(&soft, scores, count, width, tokens, key_scales, value_scales, layer);
         add_values(soft.sums, count, width, page + layer->start[1] + vector, tokens, scores, format);
         if ((at + tokens) / SEGMENT != at / SEGMENT) {
