@@ -26,7 +26,7 @@ from tierstore.tiers.device import Device
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.group_pools import bytes_for
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.overflow import Overflow
+from tierstore.tiers.overflow import LEAST_STAGED, Overflow
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
@@ -413,8 +413,11 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None
 
 
 def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
-    """Raise :class:`UsageError` if the pages that one step may write do not fit ``pages`` pages of memory."""
+    """Raise :class:`UsageError` if the pages that one step may write do not fit ``pages`` pages of memory, or
+    those that it reads at a time do not fit the memory for that."""
     sequences = settings.max_sequences
+    if sequences > LEAST_STAGED:
+        raise UsageError(f"with an overflow file, max_sequences is at most {LEAST_STAGED}, got {sequences}")
     most = pages_for_tokens(spec, settings.batch_tokens - sequences) + 2 * sequences
     if most > pages:
         raise UsageError(

@@ -304,6 +304,9 @@ def test_what_is_refused(loaded: Callable[..., LoadedModel], tmp_path: Path) -> 
     tiny = loaded("tiny")
     with pytest.raises(UsageError, match="a step may write"):
         build_engine(tiny, pool_pages=4, overflow=Overflow(tmp_path, 1 << 24))
+    many = EngineSettings(max_sequences=65)
+    with pytest.raises(UsageError, match="at most 64, got 65"):
+        build_engine(tiny, pool_pages=400, settings=many, overflow=Overflow(tmp_path, 1 << 24))
     with pytest.raises(UsageError, match="no room for a page"):
         build_engine(tiny, pool_pages=400, overflow=Overflow(tmp_path, 1))
     with pytest.raises(UsageError, match="no room for an overflow file"):

@@ -58,10 +58,11 @@ _NONE, _MEMORY, _FILE, _LOST = range(4)  # where a page's content is
 _STAGING_BYTES = 24 * MIB  # of one staging buffer
 _STAGING = 3  # buffers: two are being read while one is used
 _BOUNCE_BYTES = 32 * MIB
-_LEAST_STAGED = 64  # pages in a staging buffer
 _READ_BYTES = 1 * MIB  # of one request
 _WRITERS = 4
 _IDLE_STEPS = 8  # a page that was not used for this long makes room for pages in use
+LEAST_STAGED = 64
+"""A staging buffer has room for this many pages: one of each sequence of a step."""
 ANSWER_S = 30.0
 """Longest wait for a read. A disk that takes longer counts as failed."""
 
@@ -287,7 +288,7 @@ class OverflowPool(PagePool):
         whole = len(self.file.starts) * self.file.stride
         self._bounce_pages = max(_BOUNCE_BYTES // whole, 1)
         self._bounce = Memory(self._bounce_pages * whole, shared=False)
-        self.staged_pages = max(staging_bytes // self.file.stride, _LEAST_STAGED)
+        self.staged_pages = max(staging_bytes // self.file.stride, LEAST_STAGED)
         self._staging = deque(
             Memory(self.staged_pages * self.file.stride, shared=False) for _ in range(_STAGING)
         )
