@@ -239,19 +239,6 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 1.5,
         },
     ),
-    "bamba": (
-        "Bamba",
-        {
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 2,
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 8,
-            "mamba_n_groups": 2,
-            "mamba_d_state": 12,
-            "mamba_d_head": 16,
-            "mamba_chunk_size": 32,
-        },
-    ),
     "jamba": (
         "Jamba",
         {
@@ -303,6 +290,19 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
 _FULL = ["full_attention"] * 3
 
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_head": 16,
+            "mamba_chunk_size": 32,
+        },
+    ),
     "granite-hybrid-dense": (
         "GraniteMoeHybrid",
         {

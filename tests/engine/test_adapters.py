@@ -318,7 +318,7 @@ def _named(key: str) -> Callable[[dict[str, torch.Tensor]], None]:
         (dict.clear, "has no tensor"),
         (_named("base_model.model.model.layers.9.self_attn.q_proj.lora_SIDE.weight"), "layers.9"),
         (_named("base_model.model.lm_head.lora_SIDE.weight"), "lm_head"),
-        (_named("base_model.model.model.embed_tokens.lora_embedding_SIDE"), "lora_embedding_A"),
+        (_named("base_model.model.model.embed_tokens.lora_embedding_SIDE"), "lora_embedding_"),
         (_named("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.SIDE"), "magnitude"),
     ],
 )

@@ -73,6 +73,11 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
     def __init__(self, model: Any, store: str | Path, **options: Any) -> None:
         if model.config.is_encoder_decoder:
             raise UsageError("TierStoreCache does not support encoder-decoder models")
+        if any(name.endswith("A_log") and each.dim() > 1 for name, each in model.named_parameters()):
+            raise UsageError(
+                "TierStoreCache does not support Mamba-1 layers (Jamba, Zamba, Falcon Mamba): transformers "
+                "computes the rest of a prompt without the state of its beginning"
+            )
         self._store = ModelStore.open(model, store, CacheOptions.parse(options))
         self._close = weakref.finalize(self, self._store.close)
         self.errors = self._store.errors
