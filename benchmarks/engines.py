@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -45,8 +45,8 @@ class EngineRow:
 
 
 def main(
-    model: str,
-    vllm_python: Path,
+    model: Annotated[str, typer.Option()],
+    vllm_python: Annotated[Path, typer.Option()],
     dtype: str = "float32",
     threads: int = 1,
     batches: str = "1,4,16",
