@@ -110,10 +110,18 @@ def room_for(
 
 def fits(pools: Sequence[PagePool], counts: Sequence[int], *, large_pages: int | None = None) -> bool:
     """Return whether ``counts`` pages of each of a model's pools fit at a time, if nothing else is held, in
-    memories of the target sizes (or in one of ``large_pages`` large pages)."""
+    memories of the target sizes (or in one of ``large_pages`` large pages).
+
+    >>> from tierstore.spec import LayerGroup, LayerKind
+    >>> spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=64, dtype="float16")
+    >>> pools = open_group_pools([spec], 32 << 10)
+    >>> fits(pools, [2]), fits(pools, [3]), fits(pools, [1], large_pages=0)
+    (True, False, False)
+    """
     large: dict[int, int] = {}
     for pool, count in zip(pools, counts, strict=True):
         memory = id(pool.large_pages)
         large[memory] = large.get(memory, 0) - (-count // pool.books.per_large)
     targets = {id(pool.large_pages): pool.large_pages.target for pool in pools}
-    return all(count <= (large_pages or targets[memory]) for memory, count in large.items())
+    most = {memory: targets[memory] if large_pages is None else large_pages for memory in large}
+    return all(count <= most[memory] for memory, count in large.items())
