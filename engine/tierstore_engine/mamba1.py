@@ -34,11 +34,7 @@ class CpuMamba1States:
     ) -> torch.Tensor:
         """Return the convolution of ``channels [tokens, width]`` for the layout's spans, in the same shape.
         Call this before :meth:`advance`."""
-        out = torch.empty_like(channels)
-        for span, page, rows in sequences(layout):
-            state = self._pages.before(span, layer, page)
-            out[rows] = state.convolve(channels[rows], weights.conv, weights.conv_bias)
-        return out
+        return self._pages.convolve(layer, channels, weights.conv, weights.conv_bias, layout)
 
     def advance(
         self,

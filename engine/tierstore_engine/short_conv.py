@@ -12,7 +12,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.quantised import linear
-from tierstore_engine.states import StatePages, sequences
+from tierstore_engine.states import StatePages
 from tierstore_engine.weights import ShortConvWeights
 
 
@@ -27,11 +27,7 @@ class CpuShortConvStates:
     ) -> torch.Tensor:
         """Return the convolution of ``channels [tokens, channels]`` for the layout's spans, in the same
         shape. The pages then have the states after the spans."""
-        out = torch.empty_like(channels)
-        for span, page, rows in sequences(layout):
-            state = self._pages.before(span, layer, page)
-            out[rows] = state.convolve(channels[rows], weights.conv, weights.conv_bias)
-        return out
+        return self._pages.convolve(layer, channels, weights.conv, weights.conv_bias, layout)
 
 
 class ShortConv:

@@ -54,6 +54,21 @@ class StatePages:
             state.matrices.zero_()
         return state
 
+    def convolve(
+        self,
+        layer: int,
+        channels: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        """Return the convolution of ``channels [tokens, channels]`` for the layout's spans, in the same
+        shape. The pages then have the inputs for the tokens after the spans."""
+        out = torch.empty_like(channels)
+        for span, page, rows in sequences(layout):
+            out[rows] = self.before(span, layer, page).convolve(channels[rows], weight, bias)
+        return out
+
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
