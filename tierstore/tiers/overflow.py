@@ -3,11 +3,10 @@
 Every page has an address, as in any pool. Only ``resident_pages`` of them have memory at a time. A page that
 is complete and has to make room is written to the file, and its memory goes back to the system::
 
-    pages          0      1      2      3      4      5        page i: bytes i × stride of the pool's
-    addresses content     memory  file  memory  none   file  memory      none: allocated or free, not written
-    yet
+    page        0       1     2       3     4     5          page i: bytes i × stride of the pool's addresses
+    content     memory  file  memory  none  file  memory     none: allocated or free, not written yet
 
-    the file    [ layer 0: page 0, 1, 2, … ][ layer 1: page 0, 1, 2, … ] …      opened with O_DIRECT, no name
+    the file    [ layer 0: page 0, 1, 2, … ][ layer 1: page 0, 1, 2, … ] …     opened with O_DIRECT, no name
 
 The engine computes layer by layer, and needs a layer of every page of a sequence at a time. So the file has
 the layers one after the other: neighbouring pages of a layer are read with one request. :class:`PageStream`
@@ -20,7 +19,8 @@ has a checksum in memory. A page that the disk does not return as it was written
 
 Memory is given and taken only in :meth:`OverflowPool.prepare`, between two steps of the engine. The other
 methods may run on other threads during a step, so they never take memory from a page: without room they write
-to the file."""
+to the file.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class OverflowFile:
                 view = memory.view(first + at * self.stride, run * self.stride)
                 writes.append((view, self._offset(layer, int(pages[at]))))
         list(self._writers.map(self._write_one, writes))
-        self._count(written=len(writes) and count * len(self.starts) * self.stride)
+        self._count(written=count * len(self.starts) * self.stride)
 
     def _write_one(self, write: tuple[memoryview, int]) -> None:
         view, offset = write
@@ -184,16 +184,20 @@ class OverflowFile:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             view, offset = view[done:], offset + done
 
-    def read(self, layer: int, pages: Numbers, memory: Memory, at: int = 0) -> Numbers:
-        """Read one layer of ``pages`` into ``memory`` from byte ``at`` on, :attr:`stride` bytes for each.
-        Return the positions of those that differ from what was written, or could not be read."""
+    def read(self, layer: int, pages: Numbers, memory: Memory) -> Numbers:
+        """Read one layer of ``pages`` into ``memory``, :attr:`stride` bytes for each. Return the positions of
+        those that differ from what was written, or could not be read, in two attempts."""
+        bad = self._read(layer, pages, memory)
+        return self._read(layer, pages, memory) if len(bad) else bad
+
+    def _read(self, layer: int, pages: Numbers, memory: Memory) -> Numbers:
         reads: list[QueuedRead] = []
         spans: list[tuple[int, int]] = []
         most = max(_READ_BYTES // self.stride, 1)
         for first, run in runs(pages):
             for begin in range(first, first + run, most):
                 count = min(most, first + run - begin)
-                view = memory.view(at + begin * self.stride, count * self.stride)
+                view = memory.view(begin * self.stride, count * self.stride)
                 reads.append(QueuedRead(self._fd, view, self._offset(layer, int(pages[begin]))))
                 spans.append((begin, count))
         good = np.zeros(len(pages), bool)
@@ -205,21 +209,14 @@ class OverflowFile:
         try:
             self._io.read_many(reads, landed)
         except OSError:  # the kernel has no queue for this file
-            for number, read in enumerate(reads):
-                if not good[spans[number][0]]:
-                    landed(number, self._read_one(read))
+            left = [number for number, (begin, _) in enumerate(spans) if not good[begin]]
+            one_by_one = [reads[number] for number in left]
+            FileIO.read_many(self._io, one_by_one, lambda number, result: landed(left[number], result))
         self._count(read=len(pages) * self.stride)
-        addresses = memory.address + at + np.arange(len(pages)) * self.stride
+        addresses = memory.address + np.arange(len(pages)) * self.stride
         sums = np.array(copying.hash_all(addresses.tolist(), self.slice_bytes), np.uint64)
         good &= sums == self._sums[layer, pages]
         return np.flatnonzero(~good)
-
-    def _read_one(self, read: QueuedRead) -> int:
-        """Return the number of bytes read; 0 if that failed."""
-        try:
-            return self._io.preadv(read.fd, [read.view], read.offset)
-        except OSError:
-            return 0
 
     def close(self) -> None:
         """Close the file, which frees its blocks."""
@@ -417,8 +414,7 @@ class OverflowPool(PagePool):
         if not len(pages):
             return
         lost = self._read_into(pages, self._start + pages * self.stride)
-        bad = set(lost)
-        good = np.array([page for page in pages.tolist() if page not in bad], np.int64)
+        good = np.setdiff1d(pages, lost)
         self._content[good] = _MEMORY
         self._kept[good] = True
         if lost:
@@ -429,10 +425,8 @@ class OverflowPool(PagePool):
         """Read whole pages from the file to addresses. Return the lost ones."""
         lost: set[int] = set()
         for first in range(0, len(pages), self._bounce_pages):
-            some, addresses = (
-                pages[first : first + self._bounce_pages],
-                targets[first : first + self._bounce_pages],
-            )
+            batch = slice(first, first + self._bounce_pages)
+            some, addresses = pages[batch], targets[batch]
             for layer, start in enumerate(self.file.starts):
                 bad = self.file.read(layer, some, self._bounce)
                 lost.update(some[bad].tolist())
@@ -608,11 +602,8 @@ class PageStream:
         wanted = next(self._wanted, None)
         if wanted is not None:
             layer, pages = wanted
-            self._coming.append((pages, memory, self._readers.submit(self._read, layer, pages, memory)))
-
-    def _read(self, layer: int, pages: Numbers, memory: Memory) -> Numbers:
-        bad = self._pool.file.read(layer, pages, memory)
-        return self._pool.file.read(layer, pages, memory) if len(bad) else bad  # a second try
+            reading = self._readers.submit(self._pool.file.read, layer, pages, memory)
+            self._coming.append((pages, memory, reading))
 
 
 def runs(pages: Numbers) -> list[tuple[int, int]]:

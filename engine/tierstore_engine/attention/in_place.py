@@ -66,13 +66,13 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Beyond:
-    """The queries of a batch over pages that are partly not in memory. ``places`` are the concatenated
-    tables: where each page is, in bytes from the pool's first one."""
+    """The queries of a batch over pages that are partly not in memory: for each window of chunks, the same
+    rows with the tokens that they see in it. ``places`` are the concatenated tables: where each page is, in
+    bytes from the pool's first one."""
 
     beyond: BeyondMemory
-    rows: np.ndarray[tuple[int], np.dtype[np.void]]
     places: Numbers
-    windows: list[ChunkWindow]
+    parts: list[tuple[ChunkWindow, np.ndarray[tuple[int], np.dtype[np.void]]]]
 
 
 class InPlace:
@@ -87,7 +87,6 @@ class InPlace:
         self._token_bytes = pool.spec.page_bytes // pool.spec.chunk_tokens // len(self._group.layers)
         self._fixed: list[torch.Tensor] = []  # kept, because the layers have their addresses
         self._layers = {layer: self._layer(layer, format_) for layer in self._group.layers}
-        self._loose = {layer: self._layer(layer, format_, page_bytes=1) for layer in self._group.layers}
         self._beyond: _Beyond | None = None
 
     @classmethod
@@ -101,13 +100,12 @@ class InPlace:
         format_ = native.DECODE_FORMATS.get(kinds.pop())
         return None if format_ is None else cls(native.DECODE, pool, config, format_)
 
-    def _layer(self, layer: int, format_: int, *, page_bytes: int | None = None) -> _Layer:
-        """Return a layer whose pages lie ``page_bytes`` apart (None: as in the pool)."""
+    def _layer(self, layer: int, format_: int) -> _Layer:
         config, pool, spec = self._config, self._pool, self._pool.spec
         planes = (0, self._group.planes - 1)  # latents are both keys and values
         made = _Layer(
             pages=pool.array.ctypes.data,
-            page_bytes=page_bytes or pool.array.strides[0],
+            page_bytes=pool.array.strides[0],
             start=tuple(spec.tile(layer, plane, 0).start for plane in planes),
             format=format_,
             chunk=spec.chunk_tokens,
@@ -164,7 +162,13 @@ class InPlace:
         counts = [span.tokens for span in batch.spans if self.takes(span.tokens)]
         rows["table"] = places.ctypes.data + np.repeat(starts, counts) * places.itemsize
         windows = beyond.windows(few)
-        self._beyond = _Beyond(beyond, rows, places, windows)
+        chunk, parts = self._pool.spec.chunk_tokens, []
+        for window in windows:
+            part = rows.copy()
+            for end in ("first", "stop"):
+                part[end] = rows[end].clip(window.first * chunk, window.stop * chunk)
+            parts.append((window, part))
+        self._beyond = _Beyond(beyond, places, parts)
         return [window.pages for window in windows if len(window.pages)]
 
     def attend_beyond(self, layer: int, queries: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -172,25 +176,23 @@ class InPlace:
         planned = self._beyond
         if planned is None:
             return
-        rows, chunk = planned.rows, self._pool.spec.chunk_tokens
-        states = torch.zeros(len(rows), *queries.shape[1:2], 2, self._group.head_dim + 2)
+        placed = _Layer.from_buffer_copy(self._layers[layer])
+        placed.page_bytes = 1  # the tables have bytes
+        rows = len(planned.parts[0][1])
+        states = torch.zeros(rows, queries.shape[1], 2, self._group.head_dim + 2)
         states[..., 0] = -torch.inf
-        for window in planned.windows:
+        for number, (window, part) in enumerate(planned.parts, 1):
             if len(window.pages):
                 planned.places[window.slots] = planned.beyond.staged_places(layer, window)
-            part, last = rows.copy(), window is planned.windows[-1]
-            part["first"] = np.maximum(rows["first"], window.first * chunk)
-            part["stop"] = rows["stop"] if last else np.minimum(rows["stop"], window.stop * chunk)
-            part["first"] = np.minimum(part["first"], part["stop"])
             self._library.tierstore_attend(
-                ctypes.byref(self._loose[layer]),
+                ctypes.byref(placed),
                 part.ctypes.data,
-                len(part),
+                rows,
                 queries.data_ptr(),
                 out.data_ptr(),
                 lse.data_ptr(),
                 states.data_ptr(),
-                last,
+                number == len(planned.parts),
                 threads_for(int((part["stop"] - part["first"]).sum()) * self._token_bytes),
             )
 
