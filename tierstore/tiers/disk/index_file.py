@@ -19,6 +19,7 @@ not found here: LMDB may still end the process when it reads such a page for the
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from collections.abc import Iterator
@@ -174,6 +175,7 @@ class IndexFile:
         self._page_bytes = 0
         self._file_pages = 0
         self._last = 1  # last page that may be in use
+        self._transaction = 0
         self._used: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._free = np.zeros(0, np.int64)  # free pages, in order
         self._payloads: list[tuple[_Numbers, _Numbers]] = []  # overflow pages of the trees: first, count
@@ -273,7 +275,7 @@ class IndexFile:
             if not (last + 1) * self._page_bytes <= map_bytes <= _MOST_MAP_BYTES:
                 raise _Damage(f"its page {start // self._page_bytes} names an impossible size")
             best = max(best, (transaction, free, main, last))
-        _, free, main, last = best
+        self._transaction, free, main, last = best
         return _Tree.decode(free), _Tree.decode(main), last
 
     def _trees(self, main: _Tree) -> dict[bytes, _Tree]:
@@ -342,13 +344,13 @@ class IndexFile:
     def _check_free(self, free: _Tree) -> None:
         """Check that no free page is in use or listed twice."""
         lists = [np.zeros(0, np.int64)]
-        entries = 0
         for nodes in self._nodes(self._walk(b"free", free), _LEAF):
-            entries += len(nodes.start)
             for node in range(len(nodes.start)):
                 lists.append(self._free_list(nodes, node))
-        if entries != free.entries:
-            raise _Damage(f"its list of free pages has {entries} entries, not {free.entries}")
+        if len(lists) - 1 != free.entries:
+            raise _Damage(f"its list of free pages has {len(lists) - 1} entries, not {free.entries}")
+        if free.entries:
+            self._check_free_keys(free.root, free.depth, 1, self._transaction + 1)
         numbers = np.concatenate(lists)
         # LMDB never writes pages that were taken and freed in one transaction, so they may be behind the end
         # of the file.
@@ -356,6 +358,24 @@ class IndexFile:
         if len(behind) and (behind[-1] > self._last or bool((np.diff(behind) == 0).any())):
             raise _Damage("its list of free pages is invalid")
         self._free = self._take(numbers[numbers < self._file_pages])
+
+    def _check_free_keys(self, root: int, depth: int, least: int, end: int) -> None:
+        """Check that the keys below ``root`` ascend, from ``least`` up to below ``end``.
+
+        A key is the transaction that freed the pages. LMDB takes the lists in the order of the tree, removes
+        them in the order of the keys, and ends the process if the two differ.
+        """
+        nodes = next(self._nodes(_as_numbers(root), _BRANCH if depth > 1 else _LEAF))
+        keys = [int.from_bytes(nodes.key(node), "little") for node in range(len(nodes.start))]
+        if depth > 1:
+            keys[0] = least  # LMDB never reads the first key of a branch
+        right = keys[0] >= least and bool((nodes.key_bytes[int(depth > 1) :] == 8).all())
+        if not right or any(one >= other for one, other in itertools.pairwise([*keys, end])):
+            raise _Damage("its list of free pages is out of order")
+        if depth > 1:
+            children = (nodes.low | nodes.flags << np.int64(32)).tolist()
+            for child, first, after in zip(children, keys, [*keys[1:], end], strict=True):
+                self._check_free_keys(child, depth - 1, first, after)
 
     def _free_list(self, nodes: _Nodes, node: int) -> _Numbers:
         data = nodes.value(node)

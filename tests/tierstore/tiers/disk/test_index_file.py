@@ -44,6 +44,14 @@ def leaf_pages(index):
     ]
 
 
+def free_lists(data, transaction):
+    """Offsets of the keys of the free lists, whose tree is one leaf."""
+    meta = PAGE * (int.from_bytes(data[PAGE + 144 : PAGE + 152], "little") == transaction)
+    leaf = PAGE * int.from_bytes(data[meta + 80 : meta + 88], "little")
+    pointers = range(leaf + 16, leaf + int.from_bytes(data[leaf + 12 : leaf + 14], "little"), 2)
+    return [leaf + int.from_bytes(data[at : at + 2], "little") + 8 for at in pointers]
+
+
 def swap(index, one, other):
     data = bytearray(index.read_bytes())
     data[one : one + PAGE], data[other : other + PAGE] = data[other : other + PAGE], data[one : one + PAGE]
@@ -116,10 +124,7 @@ def test_a_free_list_that_names_a_page_in_use_is_damage(copy):
         root = txn.get(b"facts")[40:48]
         transaction = env.info()["last_txnid"]
     data = bytearray(index.read_bytes())
-    meta = PAGE * (int.from_bytes(data[PAGE + 144 : PAGE + 152], "little") == transaction)
-    leaf = PAGE * int.from_bytes(data[meta + 80 : meta + 88], "little")
-    node = leaf + int.from_bytes(data[leaf + 16 : leaf + 18], "little")
-    first = node + 8 + 8 + 8  # the list's largest number, behind the node's head, its key, and the count
+    first = free_lists(data, transaction)[0] + 16  # the list's largest number, behind its key and its count
     assert int.from_bytes(data[first - 8 : first], "little") > 0
     data[first : first + 8] = root
     index.write_bytes(data)
@@ -127,10 +132,34 @@ def test_a_free_list_that_names_a_page_in_use_is_damage(copy):
         check_index(index)
 
 
+@pytest.mark.parametrize("damage", ["swapped", "equal", "none", "to come"])
+def test_free_lists_in_another_order_are_damage(copy, damage):
+    """LMDB would end the process at the first commit that uses them."""
+    index = copy / "index.lmdb"
+    with lmdb.open(str(index), subdir=False, map_size=4 * MIB, max_dbs=6) as env:
+        transaction = env.info()["last_txnid"]
+    check_index(index)
+    data = bytearray(index.read_bytes())
+    first, *_, last = free_lists(data, transaction)
+    assert first != last
+    keys = [data[at : at + 8] for at in (first, last)]
+    if damage == "swapped":
+        data[first : first + 8], data[last : last + 8] = reversed(keys)
+    elif damage == "equal":
+        data[last : last + 8] = keys[0]
+    elif damage == "none":
+        data[first : first + 8] = bytes(8)
+    else:
+        data[last : last + 8] = (transaction + 1).to_bytes(8, "little")
+    index.write_bytes(data)
+    with pytest.raises(DamagedIndexError, match="its list of free pages is out of order"):
+        check_index(index)
+
+
 def test_a_damaged_payload_page_in_a_large_index_stops_writing_and_nothing_else(
     open_shelf, monkeypatch, caplog
 ):
-    """Its head says how many pages a removal frees. Where it is found beside lookups, they go on."""
+    """Its head says how many pages a removal frees. Lookups continue if it is found beside them."""
     from tierstore.tiers.disk import opening
 
     shelf = open_shelf()
