@@ -149,7 +149,7 @@ class ReuseCurve:
         self._sample = _Sample(sample_pages, horizon_bytes)
         self._asked_tokens = 0.0
         self._whole_tokens = 0.0  # those in whole pages
-        self._sampled_tokens = 0.0  # the same, estimated from the sample's uses, hits or not
+        self._sampled_tokens = 0.0  # tokens in whole pages, estimated from all uses of sampled pages
         self._again = np.zeros(_BINS_PER_OCTAVE * _OCTAVES)  # tokens by reuse distance
         self._weighed_s = clock()
         self._enough = threading.Event()

@@ -48,7 +48,8 @@ print(daemon.pid)
 
 @dataclass(frozen=True, slots=True)
 class ChosenStore:
-    """The daemon that an engine uses. ``state`` says what is known about it, for the engine's log."""
+    """The daemon that an engine uses. ``state`` is a line for the engine's log: whether the daemon runs, and
+    which process started it."""
 
     url: str
     state: str

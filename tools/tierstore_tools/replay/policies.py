@@ -87,7 +87,7 @@ class FIFO(BlockQueue[E]):
 
 
 class LFU(BlockQueue[E]):
-    """The least frequently used page leaves first, among equals the least recently used. Uses count from the
+    """The least frequently used page leaves first. Among equally used pages the oldest use decides. Uses count from the
     page's arrival in the tier."""
 
     name = "lfu"
