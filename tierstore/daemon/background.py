@@ -48,8 +48,7 @@ print(daemon.pid)
 
 @dataclass(frozen=True, slots=True)
 class ChosenStore:
-    """The daemon that an engine uses. ``state`` is a line for the engine's log: whether the daemon runs, and
-    which process started it."""
+    """The daemon that an engine uses. ``state`` is for the engine's log, such as "it was running"."""
 
     url: str
     state: str

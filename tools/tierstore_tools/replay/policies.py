@@ -87,8 +87,8 @@ class FIFO(BlockQueue[E]):
 
 
 class LFU(BlockQueue[E]):
-    """The least frequently used page leaves first. Among equally used pages the oldest use decides. Uses count from the
-    page's arrival in the tier."""
+    """The least frequently used page leaves first. Among equally used pages the oldest use decides.
+    Uses count from the page's arrival in the tier."""
 
     name = "lfu"
 
