@@ -87,7 +87,7 @@ class FIFO(BlockQueue[E]):
 
 
 class LFU(BlockQueue[E]):
-    """The least frequently used page leaves first. Among equally used pages the oldest use decides.
+    """The least frequently used page leaves first. Among equals it is the least recently used page.
     Uses count from the page's arrival in the tier."""
 
     name = "lfu"
