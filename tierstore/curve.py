@@ -10,8 +10,7 @@ This module is its fixed-size variant, weighted by bytes:
   ``sample_pages``, the border falls. With a share R of all keys below it, distances are divided by R, and
   each sampled use stands for 1/R uses.
 * The difference between the sample's uses and all uses is corrected at the shortest distance (the paper's
-  SHARDS-adj). Most of this error comes from a few hot pages, such as a system prompt's, being in the sample
-  or not.
+  SHARDS-adj), because it comes mostly from a few hot pages.
 
 **Prefixes.** A hit needs the whole prefix. The pages of a prompt count as used from the last to the first, as
 they leave a tier. So distances never fall along a prompt, and if one page is a hit, all pages before it are.
@@ -25,10 +24,6 @@ separate thread processes the queue: 30 to 80 µs a prompt, 400 µs for one of 1
 most 1/20 of one core's time. Lookups and saves that come faster are left out and counted. The estimate is
 then too low for large capacities, because related uses are separated. ``python benchmarks/curve.py`` measures
 all of this.
-
-On a public trace of 12,031 conversations (182,790 pages), the estimate is within 2.1 points of an exact
-replay at eight capacities from 913 pages to all, for six different samples. A sample of half the size is
-within 2.6 points.
 
 The estimate is forgotten when the store is closed. Traffic that is half a day old has a weight of 1/4. The
 border never rises again: a page that entered the sample late would count as never seen.
@@ -149,7 +144,7 @@ class ReuseCurve:
         self._sample = _Sample(sample_pages, horizon_bytes)
         self._asked_tokens = 0.0
         self._whole_tokens = 0.0  # those in whole pages
-        self._sampled_tokens = 0.0  # the same, estimated from the sample's uses, hits or not
+        self._sampled_tokens = 0.0  # tokens in whole pages, estimated from all uses of sampled pages
         self._again = np.zeros(_BINS_PER_OCTAVE * _OCTAVES)  # tokens by reuse distance
         self._weighed_s = clock()
         self._enough = threading.Event()

@@ -68,9 +68,9 @@ class Turn:
 class Spent:
     """The work of one step, by the requests that it is done for.
 
-    ``prompts`` has tokens by the request that they are computed for. ``short``: slots or pages do not hold
-    all waiting requests. ``first`` is the earliest request whose prompt is not computed. ``kept_out`` is the
-    earliest request without room while a later one has some.
+    ``prompts`` maps a request to the number of tokens that the step computed for it. ``short`` is true if
+    slots or pages do not hold all waiting requests. ``first`` is the earliest request whose
+    prompt is not computed. ``kept_out`` is the earliest request without room while a later one has some.
     """
 
     prompts: dict[Place, int] = field(default_factory=dict)

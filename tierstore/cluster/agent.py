@@ -413,8 +413,8 @@ def _room(objects: Sequence[PageObject]) -> int:
 def _runs(
     held: Sequence[PageObject], wanted: Collection[str], staging: StagingMemory
 ) -> list[tuple[int, list[PageObject]]]:
-    """Return runs of consecutive pages of a hit (``held``) with ``wanted`` names, each at most as long as a
-    lane, and the position of each run in the hit."""
+    """Divide the ``wanted`` pages of a hit into runs of consecutive pages. Return each run with its position
+    in the hit. ``held`` has all pages of the hit. A run fits one lane of the staging memory."""
     runs: list[tuple[int, list[PageObject]]] = []
     for at, each in enumerate(held):
         if each.name not in wanted:

@@ -306,8 +306,8 @@ class Lookups:
             in_hbm = max(in_hbm - in_tier, 0)
 
     def _afterwards(self, work: Callable[[], None]) -> None:
-        """Do work that an answer need not wait for: after the answer, or now if nothing can do it later. Then
-        it has the lock, too."""
+        """Do work that the answer does not depend on: after the answer, or now without ``core.defer``. The
+        work runs under the lock in both cases."""
         if self.core.defer is None:
             work()
         else:

@@ -17,8 +17,7 @@ slots that the daemon names. An engine on another host receives and sends pages 
 process that connects receives the arena's file descriptor and a token, and keeps the connection for all
 messages. The connection also shows that the process lives: when it dies, in any way, the kernel closes the
 connection, and the daemon immediately takes back what the process held. In the same way a client learns at
-once that the daemon has died, and its lookups miss from then on without waiting. Heartbeats would be slower,
-and would mistake a stopped process for a dead one. (TCP clients use heartbeats.)
+once that the daemon has died, and its lookups miss from then on. TCP clients use heartbeats instead.
 
 **Reading under a lease.** A lease ends ``lease_s`` after the daemon gave it. The client counts from the time
 of its *request*, so its own end is earlier. After a copy it compares its clock: before the end the bytes are

@@ -48,7 +48,7 @@ print(daemon.pid)
 
 @dataclass(frozen=True, slots=True)
 class ChosenStore:
-    """The daemon that an engine uses. ``state`` says what is known about it, for the engine's log."""
+    """The daemon that an engine uses. ``state`` is for the engine's log, such as "it was running"."""
 
     url: str
     state: str

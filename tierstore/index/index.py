@@ -28,8 +28,8 @@ _PAGES_A_TICK = 64  # named pages per tick: later ones of a prompt count as olde
 
 
 class EvictionQueues:
-    """The copies that may be evicted: one queue for each pool in HBM and one for the host tier. For the disk,
-    the pages that may be unloaded.
+    """The copies that may be evicted: one queue for each pool in HBM and one for the host tier. ``idle``
+    has the pages on disk that may be unloaded.
 
     The index reports when a copy may have become evictable (:meth:`offer`). Not thread-safe.
     """

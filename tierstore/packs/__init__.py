@@ -1,15 +1,14 @@
 """KV packs: pages in a file that can be carried to another machine and verified there.
 
 A pack has the pages of some prompts, their tokens, the identity under which they were computed, checksums and
-an optional Ed25519 signature. It can warm a fleet with a system prompt, accompany a bug report, or move a
-cache to another host.
+an optional Ed25519 signature.
 
 **What a pack guarantees.** A page that comes out of a pack is the page that went in, for the same tokens and
 the same identity. Otherwise it is rejected. XXH3 finds accidental damage, as everywhere in tierstore, but
 does not stop an attacker. So each page also has a BLAKE3 or SHA-256 hash (``hashing.py``), and a chain of
 SHA-256 covers head, index and all tables of checksums. Each link of the chain is signed, not only the end. So
 a reader can verify each block (16 MiB of pages) when it arrives, and needs neither the whole pack nor memory
-for it. This makes packs streamable and resumable.
+for it.
 
 **What it does not guarantee.** A signature says who made the pack, not that a model computed its pages.
 Without a key to compare with (:class:`Trust`), a signature only proves that the pack is complete.

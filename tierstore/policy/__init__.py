@@ -10,13 +10,11 @@ costs nothing. A disk has millions of pages as columns of numbers and needs all 
 a formula over facts, and everything to remember about single pages is in the facts.
 
 **Memory of evicted pages** (``ghosts.py``, 32 to 64 bytes a page): a page that returns within a few turnovers
-still has its hits. (Pages that were unloaded before they left the disk are not remembered, because the page
-table has no keys.)
+still has its hits. Pages that were unloaded before they left the disk are not remembered.
 
 **The default** is :class:`FrequencyAgedLRU`. On a public trace of conversations, it finds 14 % more than LRU
 in a small cache and never more than 1 % less. LRU finds more if all frequently used pages become useless at
-once. In synthetic traffic the difference was up to 3 % (chats), 4 % (changing sets of popular documents) and
-6 % (prompts that are used six times and then never again, in a small cache).
+once: up to 6 % in synthetic traffic.
 
 **Falling scores.** When a hint says "done", or a time to live ends, the index offers the page again. When the
 mean lifetime falls (``revision``), pages with an outdated, too high score would stay until they reach the
@@ -25,11 +23,9 @@ that leaves after a revision, eight others are scored again.
 
 Rejected alternatives:
 
-* To sort everything again at once would hold the store's lock for a second or more per million pages.
-* To run LRU and a challenger as shadow caches over a sample and follow the better one depends on the sample:
-  in 4 of 66 runs the result was more than 1 % below LRU.
-* A method per event and linked lists in the policy, as in memory caches, add work to every use. A disk would
-  need millions of list nodes.
+* Sorting everything at once: it holds the store's lock for a second or more per million pages.
+* Shadow caches of two policies: the choice depends on the sample.
+* Linked lists in the policy: a disk would need millions of nodes.
 * Admission control: a page that is not admitted cuts off those behind it.
 """
 

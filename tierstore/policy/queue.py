@@ -27,8 +27,8 @@ class EvictionQueue(Generic[E]):
     """The copies that may leave one memory tier: ready, without a lease, without a child in the tier.
 
     A heap that is updated lazily. A use costs nothing here: a copy is scored again when it reaches the front.
-    Since scores only grow with use, the front is then right. A copy whose score has *fallen* (a hint, an
-    expired time to live) must be offered again. An eviction costs O(log n).
+    A use only raises a score, so a copy that keeps its place at the front has the lowest. A copy whose score
+    has *fallen* (a hint, an expired time to live) must be offered again. An eviction costs O(log n).
 
     ``facts`` returns the facts about a copy, and ``may_leave`` whether it may leave now. Not thread-safe: the
     owner of the index locks.

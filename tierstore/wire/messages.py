@@ -228,10 +228,10 @@ class FindHit(Message):
 
 
 class GroupFound(msgspec.Struct, array_like=True):
-    """The pages of one layer group that a hit needs and the client does not have. The pages of ``lease`` lie
-    in ``tiers``, as in :class:`Found`: the first ``tokens`` tokens of a chain, or the pages that the group's
-    rule names, in prompt order. ``path`` and ``known`` are as in :class:`Found`. Other hosts probably have
-    the pages that end at the tokens ``remote_ends`` (uint32)."""
+    """The pages of one layer group that a hit needs and the client does not have. ``lease`` holds
+    them, in prompt order: those of the first ``tokens`` tokens of a chain, or those that the group's rule
+    names. ``tiers``, ``path`` and ``known`` are as in :class:`Found`. Other hosts probably have the pages
+    that end at the tokens ``remote_ends`` (uint32)."""
 
     lease: int
     tokens: int

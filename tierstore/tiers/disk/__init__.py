@@ -9,8 +9,7 @@
 
 **What is where.** A payload of ``inline_bytes`` or less is in the index, in pieces of one LMDB page each. All
 other payloads are in extents, which are preallocated and use O_DIRECT between the disk and the caller's
-memory. (LMDB alone was tried: values of 1 MiB are written at a fifth of the speed of extents, and each is in
-memory twice.)
+memory.
 
 **How a page is saved.** ``reserve`` picks a place, in memory. ``write`` copies the payload there and computes
 its checksum. ``commit`` syncs the extent files, and then writes record, inline payload, removals and use
@@ -50,7 +49,8 @@ each.
 children's, and two pages under one key are two pages. The root of each identity has a serial too
 (index_db.py).
 
-**Rejected alternatives.** One file per page (a directory entry, an inode and two syncs for each). Buffered
+**Rejected alternatives.** LMDB alone (values of 1 MiB are written at a fifth of the speed of extents).
+One file per page (a directory entry, an inode and two syncs for each). Buffered
 writes (a sixth of the speed of O_DIRECT here, and they evict other processes' pages from the page cache). A
 free list on disk (one more structure to keep consistent, to save a second at open). LMDB's ``metasync=False``
 (an acknowledged page could be lost). Growing LMDB's map while running (it races with readers).

@@ -87,8 +87,8 @@ class FIFO(BlockQueue[E]):
 
 
 class LFU(BlockQueue[E]):
-    """The least frequently used page leaves first, among equals the least recently used. Uses count from the
-    page's arrival in the tier."""
+    """The least frequently used page leaves first. Among equals it is the least recently used page.
+    Uses count from the page's arrival in the tier."""
 
     name = "lfu"
 

@@ -70,9 +70,9 @@ def fsck(
 ) -> FsckReport:
     """Check the store in ``path``, which no process may own. With ``repair``, repair it.
 
-    Without ``repair``, the directory does not change by a byte. With it, everything good stays, damaged and
-    unreachable pages are removed, and a second check finds only what needs a person. The first ``limit``
-    findings are kept with their text.
+    Without ``repair``, the directory does not change by a byte. A repair removes damaged and unreachable
+    pages and keeps all others. A second check then finds only damage that a person must repair. The first
+    ``limit`` findings are kept with their text.
 
     An index that LMDB must not open is a single finding. ``repair`` sets it aside as ``index.lmdb.damaged``,
     until the store is next opened, and creates an empty one: without its index, no page can be found.
