@@ -2,8 +2,8 @@
 
 A decode step has few rows. Then the time of a product is that of reading the matrix once, which torch's
 libraries reach for one row only: on the CPU they take twice that time for four rows. The compiled part
-(``tierstore/native/decode.c``) takes about as long for four rows as for one. It also computes products of many
-rows in bfloat16, for which torch is slow on processors without instructions for it.
+(``tierstore/native/decode.c``) takes about as long for four rows as for one. It also computes products of
+many rows in bfloat16, for which torch is slow on processors without instructions for it.
 
 A row has the same bits in every product of the compiled part. Within :func:`same_bits`, it computes all.
 """
@@ -28,7 +28,7 @@ _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("floa
 
 
 class _Rule(threading.local):
-    threads = 0  # of the compiled part, within same_bits; 0 outside of it
+    threads = 0  # the compiled part takes so many within same_bits; 0 outside of it
 
 
 _rule = _Rule()
@@ -62,8 +62,15 @@ def threads_for(nbytes: int) -> int:
     return (_rule.threads or torch.get_num_threads()) if nbytes > _THREADED_BYTES else 1
 
 
+def arithmetic() -> str:
+    """Return what decides the bits of numbers within :func:`same_bits`: processor and libraries."""
+    assert native.DECODE is not None
+    of_torch = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{of_torch}, decode {native.DECODE.tierstore_decode_arithmetic()}"
+
+
 def compiled_takes(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether the compiled part, where there is one, computes a product of ``rows`` rows of ``dtype``."""
+    """Return whether the compiled part, where there is one, computes products of ``rows`` rows."""
     return rows <= FEW_ROWS or bits_are_same() or dtype in _TORCH_EMULATES
 
 

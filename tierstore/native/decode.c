@@ -31,7 +31,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 3
+#define INTERFACE 5
 
 #define LANES 8
 #define BLOCK 32
@@ -969,6 +969,15 @@ static void run(void *(*part)(void *), void *work, size_t tasks, int threads) {
 }
 
 int tierstore_decode_interface(void) { return INTERFACE; }
+
+/* Equal numbers on two machines: equal bits of all results. Add 2 with each change of an order of sums. */
+int tierstore_decode_arithmetic(void) {
+#if X86
+    return 2 + wide();
+#else
+    return 2;
+#endif
+}
 
 /* out[i][j] = x[i] · weight[j]: `count` rows of float32 and `rows` of `format` (not INT8), each of `width` numbers. */
 void tierstore_multiply(const float *x, size_t count, const void *weight, size_t rows, size_t width, int format,
