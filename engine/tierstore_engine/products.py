@@ -28,7 +28,7 @@ _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("floa
 
 
 class _Rule(threading.local):
-    threads = 0  # the compiled part takes so many within same_bits; 0 outside of it
+    threads = 0  # within same_bits the compiled part takes this number of threads; 0 outside of it
 
 
 _rule = _Rule()
