@@ -36,6 +36,7 @@ from tierstore_engine.attention.base import pages_on_device
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
 from tierstore_engine.delta import CpuDeltaStates
+from tierstore_engine.deterministic import with_same_bits
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
@@ -117,6 +118,7 @@ def open_model(
     expand_weights: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
+    deterministic: bool = False,
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
     ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of the tokenizer and of the
@@ -125,7 +127,8 @@ def open_model(
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
-    ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``.
+    ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``. ``deterministic``: a token's
+    numbers have the same bits in every step (:mod:`~tierstore_engine.deterministic`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -136,13 +139,10 @@ def open_model(
     check_device(device)
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
-        return OpenModel(
-            config,
-            ByteTokenizer(),
-            None,
-            resolve_device(device, config.dtype),
-            adapters=read_adapters(config, adapters),
-        )
+        where = resolve_device(device, config.dtype)
+        if deterministic:
+            config = with_same_bits(config, where)
+        return OpenModel(config, ByteTokenizer(), None, where, adapters=read_adapters(config, adapters))
     source = Path(model)
     if not source.exists():
         raise UnknownModelError(
@@ -151,6 +151,9 @@ def open_model(
     gguf = source.is_file()
     read = config_from_gguf(source, dtype=dtype) if gguf else read_config(source, dtype=dtype)
     config = with_scales(replace(read, kv=kv), kv_scales, source)
+    where = resolve_device(device, config.dtype)
+    if deterministic:
+        config = with_same_bits(config, where)
     folder = Path(tokenizer) if tokenizer is not None else source.parent if gguf else source
     inside = gguf and tokenizer is None and not has_vocabulary(folder)
     words = HFTokenizer(vocabulary_of_gguf(source) if inside else folder)
@@ -159,7 +162,7 @@ def open_model(
         config,
         words,
         folder,
-        resolve_device(device, config.dtype),
+        where,
         source,
         expand_weights,
         read_adapters(config, adapters),
@@ -185,6 +188,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         kv_dtype=options.kv_dtype,
         kv_scales=options.kv_scales,
         adapters=options.adapter or (),
+        deterministic=options.deterministic,
         **options.reading(),
     )
 
@@ -199,6 +203,7 @@ def load_model(
     expand_weights: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
+    deterministic: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
     """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
@@ -213,6 +218,7 @@ def load_model(
             expand_weights=expand_weights,
             tokenizer=tokenizer,
             adapters=adapters,
+            deterministic=deterministic,
         )
     source = model
     _check_memory(source)

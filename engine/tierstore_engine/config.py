@@ -364,6 +364,8 @@ class ModelConfig:
     """Whether queries and keys are normed after rotation."""
     short_conv: ShortConvConfig | None = None
     mamba1: Mamba1Config | None = None
+    arithmetic: str = ""
+    """Where a token's numbers have the same bits in every step, what decides these (``--deterministic``)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

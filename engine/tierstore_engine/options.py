@@ -104,6 +104,13 @@ class EngineOptions(ModelOptions):
     kv_dtype: Annotated[
         str, typer.Option(help="auto (the model's dtype)|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V")
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="On a CPU: compute the same bits cold or warm, alone or with others (docs/serving.md)",
+        ),
+    ] = False
     adapter: Annotated[
         list[str] | None,
         typer.Option(

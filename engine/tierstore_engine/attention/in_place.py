@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tierstore import native
-from tierstore.spec import LayerKind
+from tierstore.spec import LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.overflow import Numbers
 from tierstore_engine.attention.base import BatchLayout, Prepared
@@ -93,12 +93,10 @@ class InPlace:
     def over(cls, pool: PagePool, config: ModelConfig) -> InPlace | None:
         """Return attention over the pages of ``pool``, or None if the compiled part is missing or does not
         know their format."""
-        kinds = {config.kv.keys, config.kv.values} if config.kv.quantised else {config.dtype}
         [group] = pool.spec.groups
-        if native.DECODE is None or len(kinds) > 1 or group.head_dim > _MOST_WIDTH:
+        if native.DECODE is None or not knows(config, group):
             return None
-        format_ = native.DECODE_FORMATS.get(kinds.pop())
-        return None if format_ is None else cls(native.DECODE, pool, config, format_)
+        return cls(native.DECODE, pool, config, native.DECODE_FORMATS[_kinds(config).pop()])
 
     def _layer(self, layer: int, format_: int) -> _Layer:
         config, pool, spec = self._config, self._pool, self._pool.spec
@@ -125,7 +123,7 @@ class InPlace:
 
     def takes(self, tokens: int) -> bool:
         """Return whether a span of ``tokens`` new tokens is attended to in place."""
-        return tokens <= MOST_TOKENS
+        return tokens <= MOST_TOKENS or bool(self._config.arithmetic)
 
     def attend(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, out: torch.Tensor, lse: torch.Tensor
@@ -221,3 +219,13 @@ class InPlace:
             number += span.tokens
         made = np.array(rows, _ROW)
         return _Rows(made, int((made["stop"] - made["first"]).sum()), batch.block_tables)
+
+
+def knows(config: ModelConfig, group: LayerGroup) -> bool:
+    """Return whether the compiled part knows the format of the pages of ``group``."""
+    kinds = _kinds(config)
+    return len(kinds) == 1 and kinds <= native.DECODE_FORMATS.keys() and group.head_dim <= _MOST_WIDTH
+
+
+def _kinds(config: ModelConfig) -> set[str]:
+    return {config.kv.keys, config.kv.values} if config.kv.quantised else {config.dtype}
