@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.spec import LayerKind
+from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.overflow import Numbers, OverflowPool
+from tierstore.tiers.overflow import OverflowPool
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.attention.beyond import BeyondMemory
 from tierstore_engine.attention.in_place import InPlace
@@ -113,7 +114,7 @@ class CpuAttention(Attention):
             return
         self._prepared = None
         tables = self._beyond.prepare(batch)
-        if any(self._beyond.pool.in_file(table).any() for table in tables):
+        if any(self._beyond.pool.is_beyond(table).any() for table in tables):
             batches = self._in_place.plan(batch, tables, self._beyond) if self._in_place is not None else []
             for span, table in zip(batch.spans, tables, strict=True):
                 if self._in_place is None or not self._in_place.takes(span.tokens):

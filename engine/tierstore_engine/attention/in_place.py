@@ -18,8 +18,8 @@ import torch
 
 from tierstore import native
 from tierstore.spec import LayerKind
+from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.overflow import Numbers
 from tierstore_engine.attention.base import BatchLayout, Prepared
 from tierstore_engine.attention.beyond import BeyondMemory, ChunkWindow
 from tierstore_engine.config import ModelConfig

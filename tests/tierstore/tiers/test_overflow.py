@@ -17,7 +17,8 @@ from tierstore.memory import Memory
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, FlipBit
 from tierstore.tiers import overflow
-from tierstore.tiers.overflow import LostPagesError, Overflow, OverflowFailedError, OverflowPool
+from tierstore.tiers.beyond import LostPagesError, OverflowFailedError
+from tierstore.tiers.overflow import Overflow, OverflowPool
 
 PAGES, RESIDENT = 12, 4
 SPECS = {
