@@ -20,8 +20,8 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.planner import Prefill, PrefillEstimate
 from tierstore.retention import checkpoint_tokens
-from tierstore.tiers.large_pages import PoolSize
 from tierstore.tiers.beyond import BeyondPool, LostPagesError, OverflowFailedError
+from tierstore.tiers.large_pages import PoolSize
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import Work, build_step, finishing

@@ -1,17 +1,17 @@
 """A pool with more pages than memory: which pages have memory, and which of them make room.
 
-Every page of a :class:`BeyondPool` has a number, as in any pool. Only ``resident_pages`` of them have memory at
-a time. The content of the others lies *beyond*::
+Every page of a :class:`BeyondPool` has a number, as in any pool. Only ``resident_pages`` of them have memory
+at a time. The content of the others lies *beyond*::
 
     page        0       1       2       3     4       5
     content     memory  beyond  memory  none  beyond  memory     none: allocated or free, not written yet
 
-Two pools work like this. One level beyond the memory of a CPU is a file (:mod:`tierstore.tiers.overflow`). One
-level beyond the memory of a GPU is that pool of the CPU, so the level after it is its file
-(:mod:`tierstore.tiers.device_overflow`).
+Beyond the memory of a CPU is a file (:mod:`tierstore.tiers.overflow`). Beyond the memory of a GPU is host
+memory, in such a pool of the CPU, and beyond that its file (:mod:`tierstore.tiers.device_overflow`).
 
-Memory is given and taken only in :meth:`BeyondPool.prepare`, between two steps of the engine. The other methods
-may run on other threads during a step, so they never take memory from a page. Without room they write beyond.
+Memory is given and taken only in :meth:`BeyondPool.prepare`, between two steps of the engine. The other
+methods may run on other threads during a step, so they never take memory from a page. Without room they write
+beyond.
 """
 
 from __future__ import annotations
@@ -245,10 +245,16 @@ class BeyondPool(PagePool):
         beyond it is lost."""
         with self._lock:
             pairs = list(copies)
+            targets = np.array([page for page, _ in pairs], np.int64)
+            new = targets[~self._backed[targets]]
             room = self.resident_pages - int(self._backed.sum())
-            new = [page for page, _ in pairs if not self._backed[page]][:room]
+            spare = np.setdiff1d(np.flatnonzero(self._backed & (self._content == NONE)), targets)
+            spare = spare[: max(len(new) - room, 0)]
+            self._backed[spare] = False
+            self._take_memory(spare)
+            new = new[: room + len(spare)]
             self._backed[new] = True
-            self._give_memory(np.array(new, np.int64))
+            self._give_memory(new)
             here = [pair for pair in pairs if self._backed[pair[0]]]
             there = [pair for pair in pairs if not self._backed[pair[0]]]
             self._write_here(here)

@@ -382,6 +382,11 @@ class OverflowPool(BeyondPool):
             lost.update(self._read_into(pages, targets))
         return lost
 
+    def read_as_far(self, copies: Sequence[tuple[int, int]]) -> set[int]:
+        """Copy pages to host addresses, as far as they are not lost. Return the lost ones."""
+        with self._lock:
+            return self._read(copies, None)
+
     def answers_not(self) -> None:
         """Note that the disk did not answer a read in time: nothing is read from it or written to it any
         more."""
