@@ -85,11 +85,6 @@ class DeviceOverflowPool(BeyondPool):
         assert self.is_resident(page), "only a page on the device has an address there"
         return self.hbm.page_address(int(self._slots[page]))
 
-    def prepare(self, written: Sequence[int] | Numbers, used: Sequence[int] | Numbers) -> None:
-        super().prepare(written, used)
-        needed = np.asarray(used, np.int64)
-        self.below.prepare((), needed[self.is_beyond(needed)])
-
     def _forget(self, pages: Numbers) -> None:
         super()._forget(pages)
         self.below.forget(pages)
