@@ -80,6 +80,22 @@ class Overflow:
     nbytes: int
     host_bytes: int = 0
 
+    def check(self, device: str) -> None:
+        """Raise :class:`UsageError` if a pool on ``device`` cannot have its pages here."""
+        if device == "cpu" and (self.host_bytes or self.directory is None):
+            raise UsageError(
+                "--overflow-host-bytes is for a GPU: on a CPU the pool is host memory, so give --hbm-bytes more"
+            )
+        if device != "cpu" and not self.host_bytes:
+            raise UsageError(
+                "on a GPU, --overflow needs --overflow-host-bytes: pages pass through host memory"
+            )
+        if self.directory is not None and self.host_bytes >= self.nbytes:
+            raise UsageError(
+                f"--overflow-host-bytes {format_size(self.host_bytes)} holds all that --overflow-bytes "
+                f"{format_size(self.nbytes)} would: leave --overflow out, or give the file more bytes"
+            )
+
     def pages(self, spec: KVSpec) -> int:
         """Return how many pages of ``spec`` lie beyond the memory. Raises :class:`UsageError` for none."""
         [group] = spec.groups
@@ -101,8 +117,8 @@ class Overflow:
         pages = self.host_bytes // round_up(spec.page_bytes, ALIGNMENT)
         if pages < 2:
             raise UsageError(
-                f"{format_size(self.host_bytes)} of host memory for pages beyond a GPU's memory have no room "
-                f"for two pages: give at least {format_size(2 * round_up(spec.page_bytes, ALIGNMENT))}"
+                f"{format_size(self.host_bytes)} of host memory for the pages that do not fit a GPU's memory "
+                f"is less than two pages: give at least {format_size(2 * round_up(spec.page_bytes, ALIGNMENT))}"
             )
         return pages
 

@@ -211,7 +211,9 @@ class InPlace:
         rows, number = [], 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
             if self.takes(span.tokens):
-                positions = [span.start - 1] * span.tokens if self._past_only else range(span.start, span.stop)
+                positions = (
+                    [span.start - 1] * span.tokens if self._past_only else range(span.start, span.stop)
+                )
                 if window is None:
                     firsts = [0] * span.tokens
                 elif chunked:
