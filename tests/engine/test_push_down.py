@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.engine.device import ONE_OF_EACH, FakeDevice, missing
+from tests.engine.device import ONE_OF_EACH, SCHEDULES, FakeDevice, missing
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.test_cuda_attention import memory_kind
 from tests.engine.test_decode import config_of
+from tierstore.errors import UsageError
+from tierstore.spec import KVSpec
 from tierstore.tiers.device import Stream
 from tierstore.tiers.device_overflow import DeviceOverflowPool
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.overflow import Overflow
+from tierstore_connectors.bundled import NoStore
+from tierstore_engine.attention import push_down as push_down_module
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.push_down import PushDownAttention
+from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.engine import Engine
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 from tierstore_engine.kv_format import KVFormat
+from tierstore_engine.model import Memory, Model
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
 
-CHUNK, PAGES, SLOTS, LAYERS = 16, 40, 7, 2
-HOST_PAGES = 6
+CHUNK, PAGES, SLOTS, LAYERS = 16, 24, 7, 2
+HOST_PAGES = 4
 
 
 class LateLauncher(Launcher):
@@ -47,8 +59,10 @@ class LateLauncher(Launcher):
         return launch
 
 
-def pool_over(device: FakeDevice, config: ModelConfig, directory: Path, *, file: bool) -> DeviceOverflowPool:
-    [spec] = config.kv_spec(chunk_tokens=CHUNK).split()
+def pool_over(
+    device: FakeDevice, config: ModelConfig, directory: Path, *, file: bool, spec: KVSpec | None = None
+) -> DeviceOverflowPool:
+    spec = spec or config.kv_spec(chunk_tokens=CHUNK)
     page = -(-spec.page_bytes // 4096) * 4096
     if not file:
         return DeviceOverflowPool.open(spec, SLOTS, Overflow(None, 0, host_bytes=PAGES * page), device)
@@ -101,8 +115,10 @@ class Sequences:
             values = None if config.latent else self.numbers(tokens, config.kv_heads)
             self.attention.write(layer, keys, values, batch)
             queries = self.numbers(tokens, config.heads)
-            found += self.attention.attend_with_lse(layer, queries, batch)
-            found.append(self.attention.attend(layer, queries, batch))
+            if layer:
+                found.append(self.attention.attend(layer, queries, batch))
+            else:
+                found += self.attention.attend_with_lse(layer, queries, batch)
         self.finish()
         return found
 
@@ -114,7 +130,7 @@ CONFIGS = {
     "int8": config_of(4, 2, 64, dtype="bfloat16", kv=KVFormat("int8", "int8")),
     "capped": config_of(4, 2, 64, dtype="bfloat16", score_cap=2.0),
 }
-STEPS = [(90, 20, 3), (40, 0, 40), (1, 1, 1), (1, 5, 0), (0, 1, 30), (1, 1, 1), (1, 1, 0)]
+STEPS = [(70, 0, 3), (40, 20, 0), (0, 0, 40), (1, 1, 1), (1, 5, 0), (0, 40, 30), (1, 1, 1), (1, 1, 0), (0, 3, 0), (1, 1, 1)]
 
 
 def errors(
@@ -161,3 +177,122 @@ def test_the_same_as_with_all_pages_on_the_device(name: str, file: bool, tmp_pat
 @pytest.mark.parametrize("seed", ONE_OF_EACH)
 def test_under_all_schedules(seed: int, tmp_path: Path) -> None:
     assert errors(CONFIGS["bfloat16"], tmp_path, seed, file=True) <= 3 * 2.0**-7
+
+
+# -- planted mistakes ------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "queries are not waited for": ("        runtime.synchronize(asked)\n", ""),
+    "queries go down after the wait is recorded": (
+        "        asked = runtime.record(stream)\n",
+        "",
+        "        queries = queries.contiguous()\n",
+        "        queries = queries.contiguous()\n        asked = runtime.record(stream)\n",
+    ),
+    "outputs go up after the merge": (
+        "        runtime.copy(stream, others.data_ptr(), up, rows * out_bytes)\n",
+        "",
+        "        return out, lse if merged",
+        "        runtime.copy(stream, others.data_ptr(), up, rows * out_bytes)\n"
+        "        return out, lse if merged",
+    ),
+    "the merge takes the wrong LSEs": (
+        "first, second = (out[run], lse[run]), (others[theirs], other_lse[theirs])",
+        "first, second = (out[run], lse[run]), (others[theirs], lse[run])",
+    ),
+    "a page is attended to twice": (
+        "away = table[slots == NO_SLOT]",
+        "away = table[(slots == NO_SLOT) | (np.cumsum(slots == NO_SLOT) == 1)]",
+    ),
+    "the device counts the tokens of pages beyond": ("span.stop - past)", "span.stop)"),
+    "rows of the second run are those of the first": ("        at += stop - first", "        at += 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_mistakes_are_caught(name: str, tmp_path: Path) -> None:
+    text = inspect.getsource(push_down_module)
+    changes = MISTAKES[name]
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert text.count(old) == 1, f"{name}: the text to change is there {text.count(old)} times"
+        text = text.replace(old, new)
+    planted: dict[str, Any] = {"__name__": push_down_module.__name__}
+    exec(compile(text, push_down_module.__file__, "exec"), planted)
+    for seed in SCHEDULES:
+        try:
+            kind = planted["PushDownAttention"]
+            if errors(CONFIGS["bfloat16"], tmp_path, seed, file=False, kind=kind) > 3 * 2.0**-7:
+                return
+        except (AssertionError, ValueError, RuntimeError, IndexError):
+            return
+    raise AssertionError(f"not caught: {name}")
+
+
+# -- the engine ------------------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True, keep_logits=True)
+
+
+def engine_over(model: LoadedModel, pools: Sequence[PagePool]) -> Engine:
+    connector = NoStore(pools, model.identity(model.kv_spec(chunk_tokens=CHUNK)))
+    memories: list[Memory] = []
+    for pool in pools:
+        if isinstance(pool, DeviceOverflowPool):
+            memories.append(push_down(pool, model.config, ExecutorLauncher()))
+        else:
+            kind = memory_kind(pool.spec, model.config)
+            memories.append(kind(torch.from_numpy(pool.array), pool.spec, model.config, ExecutorLauncher()))
+    runnable = Model(model.config, model.weights, memories, device="cpu")
+    return Engine(
+        runnable, model.tokenizer, connector, EngineSettings(prefill_chunk=48, max_sequences=2, plan="load")
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny", "deepseek-v3", "gemma3"])
+def test_an_engine_with_pages_beyond_its_memory(
+    name: str, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Chunked prefill and decoding of two sequences, each larger than the slots together."""
+    source = name if name == "tiny" else str(checkpoints(name))
+    model = load_model(source, device="cpu", dtype="float16")
+    parts = model.kv_spec(chunk_tokens=CHUNK).split()
+    device = FakeDevice(1)  # copies are done at once, because torch's operations are
+    first = pool_over(device, model.config, tmp_path, file=True, spec=parts[0])
+    others = [PagePool(part, 64) for part in parts[1:]]
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (150, 130)]
+    wanted = engine_over(model, [PagePool(part, 64) for part in parts])
+    found = engine_over(model, [first, *others])
+    try:
+        for expected, got in zip(
+            wanted.generate(prompts, GREEDY), found.generate(prompts, GREEDY), strict=True
+        ):
+            assert expected.logits is not None
+            assert got.logits is not None
+            # Up to the first token that rounding decides otherwise.
+            same = [a == b for a, b in zip(expected.tokens, got.tokens, strict=True)]
+            steps = same.index(False) + 1 if False in same else len(same)
+            assert np.abs(expected.logits[:steps] - got.logits[:steps]).max() < LOGITS
+        stats = found.stats().overflow
+        assert stats is not None
+        assert stats.written_bytes > 0
+    finally:
+        wanted.close()
+        found.close()
+
+
+LOGITS = 0.03
+"""The largest difference of logits of a model of random weights in float16. They are as large as 16, where the unit
+of float16 is 0.008."""
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    host = Overflow(None, 0, host_bytes=1 << 30)
+    with pytest.raises(UsageError, match="is for a GPU"):
+        host.check("cpu")
+    with pytest.raises(UsageError, match="needs --overflow-host-bytes"):
+        Overflow(tmp_path, 1 << 30).check("cuda")
+    with pytest.raises(UsageError, match="leave --overflow out"):
+        Overflow(tmp_path, 1 << 30, host_bytes=1 << 30).check("cuda")
+    [spec] = CONFIGS["bfloat16"].kv_spec(chunk_tokens=CHUNK).split()
+    with pytest.raises(UsageError, match="less than two pages"):
+        Overflow(None, 0, host_bytes=1).pages(spec)
