@@ -61,11 +61,11 @@ class OverflowStats:
     written_bytes: int
     lost_pages: int
     failed: bool  # whether the file takes no more pages
-    host_pages: int = 0  # of a GPU's pool: whose content is in host memory
+    host_pages: int = 0  # pages of a GPU's pool whose content is in host memory
 
 
 class BeyondPool(PagePool):
-    """A pool of which at most ``resident_pages`` pages have memory. ``spec`` has one layer group.
+    """A pool in which at most ``resident_pages`` pages have memory. ``spec`` has one layer group.
 
     A subclass says how pages get memory and where their content goes: :meth:`_give_memory`,
     :meth:`_take_memory`, :meth:`_write_here`, :meth:`_write_beyond`, :meth:`_bring` and :meth:`_read`. They

@@ -1,4 +1,4 @@
-"""Attention over pages of which some are on a GPU and the others in host memory or in a file.
+"""Attention over pages on a GPU and pages in host memory or in a file.
 
 The kernels attend to the pages on the device, and the CPU to the others where they lie. Only queries go down,
 and only outputs with their LSEs come up. The ``merge`` kernel merges the two, the device's first::
@@ -7,8 +7,8 @@ and only outputs with their LSEs come up. The ``merge`` kernel merges the two, t
     host                          └ attention over the other pages ────┘
 
 The pages that are not on the device are complete, so every query sees all of their tokens. The device's part
-of a sequence is a sequence without these pages: its keys were rotated when they were written, and the order of
-whole pages does not matter to a mask that hides only the newest tokens.
+of a sequence is a sequence without these pages. Its keys were rotated when they were written, and the mask
+hides only the newest tokens.
 
 Everything on the device is on the compute stream, so one wait is enough: the host waits for the queries of a
 layer. It then also knows that the outputs of the layer before have gone up, and writes new ones in their
@@ -33,7 +33,7 @@ from tierstore_engine.attention.cuda_latents import CudaLatentAttention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.pointwise import Pointwise
 
-_ROWS = 64  # of the smallest buffers
+_ROWS = 64  # the smallest buffers have room for so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PushDownAttention(Attention):
         self._heads, self._width = config.heads, group.head_dim
         self._rank = group.head_dim if config.latent is None else config.latent.rank
         self._buffers = _Buffers(pool, _ROWS, self._row_bytes)
-        self._split: tuple[BatchLayout, _Split] | None = None  # of the newest batch
+        self._split: tuple[BatchLayout, _Split] | None = None  # the newest batch
 
     @property
     def _row_bytes(self) -> tuple[int, int, int]:
