@@ -65,8 +65,8 @@ __all__ = [
     "connect",
     "lookup_all",
     "open",
-    "open_pool",
     "open_overflow_pools",
+    "open_pool",
     "open_pools",
 ]
 

@@ -1,4 +1,4 @@
-"""Attention over pages of which some are on a device, and the others in host memory or in a file."""
+"""Attention over pages on a device, and pages in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -130,7 +130,18 @@ CONFIGS = {
     "int8": config_of(4, 2, 64, dtype="bfloat16", kv=KVFormat("int8", "int8")),
     "capped": config_of(4, 2, 64, dtype="bfloat16", score_cap=2.0),
 }
-STEPS = [(70, 0, 3), (40, 20, 0), (0, 0, 40), (1, 1, 1), (1, 5, 0), (0, 40, 30), (1, 1, 1), (1, 1, 0), (0, 3, 0), (1, 1, 1)]
+STEPS = [
+    (70, 0, 3),
+    (40, 20, 0),
+    (0, 0, 40),
+    (1, 1, 1),
+    (1, 5, 0),
+    (0, 40, 30),
+    (1, 1, 1),
+    (1, 1, 0),
+    (0, 3, 0),
+    (1, 1, 1),
+]
 
 
 def errors(

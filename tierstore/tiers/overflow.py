@@ -83,9 +83,7 @@ class Overflow:
     def check(self, device: str) -> None:
         """Raise :class:`UsageError` if a pool on ``device`` cannot have its pages here."""
         if device == "cpu" and (self.host_bytes or self.directory is None):
-            raise UsageError(
-                "--overflow-host-bytes is for a GPU: on a CPU the pool is host memory, so give --hbm-bytes more"
-            )
+            raise UsageError("--overflow-host-bytes is for a GPU: on a CPU, give --hbm-bytes more")
         if device != "cpu" and not self.host_bytes:
             raise UsageError(
                 "on a GPU, --overflow needs --overflow-host-bytes: pages pass through host memory"
@@ -114,11 +112,12 @@ class Overflow:
     def host_pages(self, spec: KVSpec) -> int:
         """Return how many pages of ``spec`` lie in host memory at most. Raises :class:`UsageError` for less
         than two."""
-        pages = self.host_bytes // round_up(spec.page_bytes, ALIGNMENT)
+        page_bytes = round_up(spec.page_bytes, ALIGNMENT)
+        pages = self.host_bytes // page_bytes
         if pages < 2:
             raise UsageError(
                 f"{format_size(self.host_bytes)} of host memory for the pages that do not fit a GPU's memory "
-                f"is less than two pages: give at least {format_size(2 * round_up(spec.page_bytes, ALIGNMENT))}"
+                f"is less than two pages: give at least {format_size(2 * page_bytes)}"
             )
         return pages
 

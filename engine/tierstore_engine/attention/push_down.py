@@ -33,7 +33,7 @@ from tierstore_engine.attention.cuda_latents import CudaLatentAttention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.pointwise import Pointwise
 
-_ROWS = 64  # the smallest buffers have room for so many
+_ROWS = 64  # rows of the smallest buffers
 
 
 @dataclass(frozen=True, slots=True)
