@@ -200,13 +200,7 @@ MISTAKES = {
         "        queries = queries.contiguous()\n",
         "        queries = queries.contiguous()\n        asked = runtime.record(stream)\n",
     ),
-    "outputs go up after the merge": (
-        "        runtime.copy(stream, others.data_ptr(), up, rows * out_bytes)\n",
-        "",
-        "        return out, lse if merged",
-        "        runtime.copy(stream, others.data_ptr(), up, rows * out_bytes)\n"
-        "        return out, lse if merged",
-    ),
+    "outputs of the host are left out": ("merge_into(first, second,", "merge_into(first, first,"),
     "the merge takes the wrong LSEs": (
         "first, second = (out[run], lse[run]), (others[theirs], other_lse[theirs])",
         "first, second = (out[run], lse[run]), (others[theirs], lse[run])",
@@ -216,7 +210,6 @@ MISTAKES = {
         "away = table[(slots == NO_SLOT) | (np.cumsum(slots == NO_SLOT) == 1)]",
     ),
     "the device counts the tokens of pages beyond": ("span.stop - past)", "span.stop)"),
-    "rows of the second run are those of the first": ("        at += stop - first", "        at += 0"),
 }
 
 
@@ -292,8 +285,12 @@ def test_an_engine_with_pages_beyond_its_memory(
 
 
 LOGITS = 0.03
-"""The largest difference of logits of a model of random weights in float16. They are as large as 16, where the unit
-of float16 is 0.008."""
+"""The largest difference of logits in float16, whose unit is 0.008 for logits from 8 to 16."""
+
+
+def test_runs_of_rows_are_put_one_behind_the_other() -> None:
+    placed = list(push_down_module._placed(((2, 5), (9, 10), (12, 14))))
+    assert placed == [(slice(2, 5), 0), (slice(9, 10), 3), (slice(12, 14), 4)]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
