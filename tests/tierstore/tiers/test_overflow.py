@@ -1,5 +1,5 @@
-"""A pool with pages beyond its memory against a plain dict of pages: on a CPU, on a device with host memory or
-a file below, and with a disk that fails."""
+"""A pool with pages beyond its memory against a plain dict of pages: on a CPU, on a device with host memory
+and with a file below, and with a disk that fails."""
 
 from __future__ import annotations
 
