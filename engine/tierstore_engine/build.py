@@ -351,8 +351,8 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
     """Return the model over a pool for each of its layer groups, on their device."""
     memories = [make_memory(pool, model.config) for pool in pools]
     runnable = Model(model.config, model.weights, memories, device=model.device, adapters=model.adapters)
-    on_device = [pool.hbm if isinstance(pool, DeviceOverflowPool) else pool for pool in pools]
-    on_device = [pool for pool in on_device if isinstance(pool, DevicePool)]
+    slots = [pool.hbm if isinstance(pool, DeviceOverflowPool) else pool for pool in pools]
+    on_device = [pool for pool in slots if isinstance(pool, DevicePool)]
     if on_device:
         from tierstore_engine.device import CudaRunner
 

@@ -200,10 +200,13 @@ MISTAKES = {
         "        queries = queries.contiguous()\n",
         "        queries = queries.contiguous()\n        asked = runtime.record(stream)\n",
     ),
-    "outputs of the host are left out": ("merge_into(first, second,", "merge_into(first, first,"),
-    "the merge takes the wrong LSEs": (
-        "first, second = (out[run], lse[run]), (others[theirs], other_lse[theirs])",
-        "first, second = (out[run], lse[run]), (others[theirs], lse[run])",
+    "outputs of the host do not go up": (
+        "        runtime.copy(stream, others.data_ptr(), up, rows * out_bytes)\n",
+        "",
+    ),
+    "LSEs of the host do not go up": (
+        "        runtime.copy(stream, other_lse.data_ptr(), up_lse, rows * lse_bytes)\n",
+        "",
     ),
     "a page is attended to twice": (
         "away = table[slots == NO_SLOT]",
