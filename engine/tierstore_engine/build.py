@@ -23,6 +23,7 @@ from tierstore.machine import memory_bytes
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Device
+from tierstore.tiers.device_overflow import DeviceOverflowPool
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.group_pools import bytes_for
 from tierstore.tiers.hbm import PagePool
@@ -268,7 +269,7 @@ def build_engine(
     - ``pool_pages``: the pool's size. None, on a GPU only, takes the free memory.
     - ``most_pool_bytes``: the largest size for :meth:`Engine.resize_pool`. None means the first size on a
       CPU; on a GPU the pool then cannot be resized.
-    - ``overflow``: where pages lie that do not fit the pool, on a CPU. The others are in memory.
+    - ``overflow``: where pages lie that do not fit the pool. The others are in memory.
     - ``store``: the store's directory or address. None keeps pages only in the pool.
     - ``prefix_cache``: whether pages are reused at all.
     - ``model_name``: the model's public name.
@@ -356,7 +357,8 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
     """Return the model over a pool for each of its layer groups, on their device."""
     memories = [make_memory(pool, model.config) for pool in pools]
     runnable = Model(model.config, model.weights, memories, device=model.device, adapters=model.adapters)
-    on_device = [pool for pool in pools if isinstance(pool, DevicePool)]
+    slots = [pool.hbm if isinstance(pool, DeviceOverflowPool) else pool for pool in pools]
+    on_device = [pool for pool in slots if isinstance(pool, DevicePool)]
     if on_device:
         from tierstore_engine.device import CudaRunner
 

@@ -20,8 +20,8 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.planner import Prefill, PrefillEstimate
 from tierstore.retention import checkpoint_tokens
+from tierstore.tiers.beyond import BeyondPool, LostPagesError, OverflowFailedError
 from tierstore.tiers.large_pages import PoolSize
-from tierstore.tiers.overflow import LostPagesError, OverflowFailedError, OverflowPool
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import Work, build_step, finishing
@@ -415,7 +415,7 @@ class Engine:
             total_pages=pool.capacity,
             late_requests=self._late_requests,
             longest_overtaken_s=self._scheduler.longest_overtaken_s,
-            overflow=pool.stats if isinstance(pool, OverflowPool) else None,
+            overflow=pool.stats if isinstance(pool, BeyondPool) else None,
         )
 
     def close(self) -> None:

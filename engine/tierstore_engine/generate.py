@@ -51,7 +51,8 @@ def run(
         stop=tuple(options.stop or ()),
         ignore_eos=options.ignore_eos,
     )
-    settings, opened, overflow = options.settings(), open_model_of(options), options.overflow_file()
+    settings, opened = options.settings(), open_model_of(options)
+    overflow = options.overflow_of(opened.device)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(prompt)
@@ -164,12 +165,12 @@ def _pool_pages(
         return needed
     pages = pages_within(spec, options.hbm_bytes, settings)
     check_pool(spec, pages, model.device, nbytes=options.hbm_bytes)
-    overflow = options.overflow_file()
+    overflow = options.overflow_of(model.device)
     beyond = overflow.pages(spec.split()[0]) if overflow is not None else 0
     if pages + beyond < needed:
         raise RequestError(
             f"the prompt's {len(tokens)} tokens and up to {options.max_new_tokens} new ones need "
             f"{needed} pages ({format_size(nbytes)}), but --hbm-bytes holds {pages}"
-            + (f" and --overflow-bytes {beyond}" if overflow is not None else "")
+            + (f" and the overflow {beyond}" if overflow is not None else "")
         )
     return pages

@@ -90,10 +90,17 @@ class EngineOptions(ModelOptions):
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="On a CPU: keep pages that do not fit --hbm-bytes in a file in DIR (docs/beyond-memory.md)",
+            help="Keep pages that do not fit --hbm-bytes in a file in DIR; on a GPU behind "
+            "--overflow-host-bytes (docs/beyond-memory.md)",
         ),
     ] = None
     overflow_bytes: Annotated[int, size_option("Size of the file in --overflow")] = 16 * GIB
+    overflow_host_bytes: Annotated[
+        int | None,
+        size_option(
+            "On a GPU: host memory for pages that do not fit --hbm-bytes, with or without --overflow"
+        ),
+    ] = None
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a page (see docs/sizing.md)")] = 64
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024
     plan: Annotated[
@@ -124,16 +131,18 @@ class EngineOptions(ModelOptions):
     def settings(self) -> EngineSettings:
         return EngineSettings(prefill_chunk=self.prefill_chunk, plan=self.plan)
 
-    def overflow_file(self) -> Overflow | None:
-        """Return where pages lie that do not fit the pool's memory. Raises :class:`UsageError` for a pool
-        that has no size."""
-        if self.overflow is None:
+    def overflow_of(self, device: str) -> Overflow | None:
+        """Return where pages lie that do not fit the pool's memory on ``device``. Raises :class:`UsageError`
+        for a pool that has no size, and for options that do not fit the device."""
+        if self.overflow is None and self.overflow_host_bytes is None:
             return None
         if self.hbm_bytes is None:
             raise UsageError("--overflow needs --hbm-bytes: the memory that pages may take")
         from tierstore.tiers.overflow import Overflow
 
-        return Overflow(self.overflow, self.overflow_bytes)
+        overflow = Overflow(self.overflow, self.overflow_bytes, self.overflow_host_bytes or 0)
+        overflow.check(device)
+        return overflow
 
     def keeping(self) -> dict[str, Any]:
         """Return where pages are kept, as arguments of :func:`~tierstore_engine.build.build_engine`."""

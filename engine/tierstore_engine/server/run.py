@@ -61,7 +61,7 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
         raise UsageError(f"--adapter {server.model_name} has the model's name: give it another one")
     template = load_template(opened.folder, server.chat_template)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
-    overflow = options.overflow_file()
+    overflow = options.overflow_of(opened.device)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
