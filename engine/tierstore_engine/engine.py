@@ -248,6 +248,11 @@ class Engine:
         self._cancelled.append(self._retire(sequence, text, ()))
         return True
 
+    @property
+    def longest(self) -> int:
+        """Return the largest number of tokens that a sequence may have in this model and this pool."""
+        return self._limits.longest
+
     def pool_size(self) -> PoolSize:
         """Return the size of the page pool."""
         pool = self.connector.pool

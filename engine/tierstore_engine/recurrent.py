@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from tierstore.spec import LAYER_KINDS, LayerKind, blocks, layer_kinds, positive
+from tierstore.spec import LAYER_KINDS, LayerKind, blocks, kv_dtype, layer_kinds, positive
 from tierstore_engine.config import (
     ExpertsConfig,
     Mamba1Config,
@@ -15,7 +16,7 @@ from tierstore_engine.config import (
     ShortConvConfig,
     TensorNames,
 )
-from tierstore_engine.config_fields import Raw, check_kinds, common_fields, number_of
+from tierstore_engine.config_fields import Raw, check_kinds, common_fields, number_of, token_ids
 from tierstore_engine.errors import ModelError
 from tierstore_engine.llama_like import llama
 
@@ -58,7 +59,7 @@ def _granite_mamba2(raw: Raw) -> Mamba2Config:
     heads = positive(raw, "mamba_n_heads")
     width = positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
     head_dim = raw.get("mamba_d_head", "auto")
-    limits = [number_of(each) for each in raw.get("time_step_limit") or (0.0, math.inf)]
+    least, most = _step_limits(raw)
     return Mamba2Config(
         heads=heads,
         head_dim=width // heads if head_dim == "auto" else positive(raw, "mamba_d_head"),
@@ -67,9 +68,15 @@ def _granite_mamba2(raw: Raw) -> Mamba2Config:
         conv_width=positive(raw, "mamba_d_conv"),
         conv_bias=bool(raw.get("mamba_conv_bias", True)),
         biased=bool(raw.get("mamba_proj_bias", False)),
-        least_step=limits[0],
-        most_step=limits[1] if math.isfinite(limits[1]) else None,
+        least_step=least,
+        most_step=most,
     )
+
+
+def _step_limits(raw: Raw) -> tuple[float, float | None]:
+    """Return the least and the largest step of Mamba-2; None without a limit."""
+    least, most = (number_of(each) for each in raw.get("time_step_limit") or (0.0, math.inf))
+    return least, most if math.isfinite(most) else None
 
 
 def _nemotron_h(raw: Raw) -> ModelConfig:
@@ -181,6 +188,8 @@ def _jamba(raw: Raw) -> ModelConfig:
         conv_width=int(raw.get("mamba_d_conv") or 4),
         conv_bias=bool(raw.get("mamba_conv_bias", True)),
         biased=bool(raw.get("mamba_proj_bias", False)),
+        norm_eps=plain.norm_eps,
+        trained_norms=True,
     )
     names = TensorNames(
         mlp="feed_forward",
@@ -243,10 +252,78 @@ _LFM2_NAMES = (
     ("model.norm", "model.embedding_norm"),
 )
 
+_LONGEST = 1 << 20
+"""Tokens of the longest sequence of a model without attention, which has no limit of its own."""
+
+
+def _states_only(raw: Raw, *, tied: bool, **changes: Any) -> ModelConfig:
+    """Return a model whose layers are a norm and a mixer with a state."""
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelError("config.json: hidden_act other than silu is not supported with this architecture")
+    layers = positive(raw, "num_hidden_layers")
+    return ModelConfig(
+        vocab_size=positive(raw, "vocab_size"),
+        hidden_size=positive(raw, "hidden_size"),
+        intermediate_size=0,
+        layers=layers,
+        heads=0,
+        kv_heads=0,
+        head_dim=0,
+        max_positions=_LONGEST,
+        dtype=kv_dtype(raw),
+        norm_eps=float(raw.get("layer_norm_epsilon") or 1e-5),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", tied)),
+        eos_ids=token_ids(raw.get("eos_token_id")),
+        kinds=(LayerKind.RECURRENT_STATE,) * layers,
+        ropes=(None,) * layers,
+        bare_layers=tuple(range(layers)),
+        names=TensorNames(blocks=True),
+        **changes,
+    )
+
+
+def _mamba(raw: Raw, *, norm_eps: float | None = None) -> ModelConfig:
+    hidden, rank = positive(raw, "hidden_size"), raw.get("time_step_rank", "auto")
+    mamba = Mamba1Config(
+        width=int(raw.get("intermediate_size") or hidden * int(raw.get("expand") or 2)),
+        state_dim=positive(raw, "state_size"),
+        rank=-(-hidden // 16) if rank == "auto" else positive(raw, "time_step_rank"),
+        conv_width=positive(raw, "conv_kernel"),
+        conv_bias=bool(raw.get("use_conv_bias", True)),
+        biased=bool(raw.get("use_bias", False)),
+        norm_eps=norm_eps,
+    )
+    return _states_only(raw, tied=True, mamba1=mamba)
+
+
+def _falcon_mamba(raw: Raw) -> ModelConfig:
+    """Read Falcon Mamba: its steps, keys and queries have norms without weights."""
+    return _mamba(raw, norm_eps=float(raw.get("mixer_rms_eps") or 1e-6))
+
+
+def _mamba2(raw: Raw) -> ModelConfig:
+    least, most = _step_limits(raw)
+    mamba = Mamba2Config(
+        heads=positive(raw, "num_heads"),
+        head_dim=positive(raw, "head_dim"),
+        state_dim=positive(raw, "state_size"),
+        groups=positive(raw, "n_groups"),
+        conv_width=positive(raw, "conv_kernel"),
+        conv_bias=bool(raw.get("use_conv_bias", True)),
+        biased=bool(raw.get("use_bias", False)),
+        least_step=least,
+        most_step=most,
+    )
+    return _states_only(raw, tied=False, mamba=mamba)
+
+
 READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "BambaForCausalLM": _bamba,
+    "FalconMambaForCausalLM": _falcon_mamba,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "JambaForCausalLM": _jamba,
     "Lfm2ForCausalLM": _lfm2,
+    "Mamba2ForCausalLM": _mamba2,
+    "MambaForCausalLM": _mamba,
     "NemotronHForCausalLM": _nemotron_h,
 }

@@ -27,6 +27,7 @@ from tierstore_engine.build import (
     open_model_of,
     pages_within,
     pool_bytes,
+    pool_pages_for,
 )
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
@@ -142,7 +143,7 @@ def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int |
     settings = options.settings()
     if options.hbm_bytes is None and opened.device != "cpu":
         return None
-    pages = _DEFAULT_POOL_TOKENS // spec.chunk_tokens
+    pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)
     if options.hbm_bytes is not None:
         pages = pages_within(spec, options.hbm_bytes, settings)
     nbytes, most = pool_bytes(spec, pages, settings), options.most_hbm_bytes
