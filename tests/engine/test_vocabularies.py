@@ -19,6 +19,7 @@ from tokenizers import decoders as fast_decoders
 
 from tests.tiny_models import train_tokenizer
 from tierstore_engine.errors import ModelError
+from tierstore_engine.fetch import write_tokenizer
 from tierstore_engine.tokenizer import HFTokenizer, Tokenizer
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 
@@ -283,6 +284,17 @@ def test_a_byte_level_vocabulary_in_gguf(pre: str, tmp_path: Path) -> None:
         assert HFTokenizer(found).decode(found.encode(text).ids) == original.decode(original.encode(text).ids)
 
     check()
+
+
+def test_a_fetched_model_cuts_numbers_as_its_gguf_file_says(tmp_path: Path) -> None:
+    """SmolLM2's vocabulary takes digits one by one. transformers 5.24 converts it without that."""
+    words, digits = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(True)
+    bpe(words).save(str(tmp_path / "tokenizer.json"))
+    assert "34" in names(HFTokenizer(tmp_path), "a 1234")
+    write_tokenizer(gguf_of(tmp_path / "m.gguf", bpe(words), "smollm"), tmp_path)
+    original = bpe(words)
+    original.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    assert HFTokenizer(tmp_path).encode("a 1234") == original.encode("a 1234").ids
 
 
 def test_the_ends_of_a_prompt_in_gguf(tmp_path: Path) -> None:
