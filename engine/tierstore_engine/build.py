@@ -65,7 +65,7 @@ from tierstore_engine.weights import (
     weights_bytes,
 )
 
-_STATE_PAGES = 4  # of a sequence: the live state, the copy at its last chunk's end, and two for hits
+_STATE_PAGES = 4  # a sequence takes a live state and a copy of it; hits may take as many again
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ class OpenModel:
     source: Path | None = None
     expand: bool = False
     adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def gguf(self) -> Path | None:
+        """Return the GGUF file that the model is in; None for a folder or a preset."""
+        return self.source if self.source is not None and self.source.is_file() else None
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
     opened = open_model_of(options)
     if any(each.name == server.model_name for each in opened.adapters):
         raise UsageError(f"--adapter {server.model_name} has the model's name: give it another one")
-    template = load_template(opened.folder, server.chat_template)
+    template = load_template(opened.folder, server.chat_template, gguf=opened.gguf)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
     overflow = options.overflow_file()
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
