@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierstore.gguf import CONFIG_FIELDS, GGUFHeader, config_fields
 from tierstore.spec import positive
-from tierstore_connectors.llamacpp.gguf import CONFIG_FIELDS, GGUFHeader, config_fields
 from tierstore_engine.checkpoint import StoredWeights
 from tierstore_engine.config import ModelConfig, RopeConfig, TensorNames
 from tierstore_engine.errors import ModelError

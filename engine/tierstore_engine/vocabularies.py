@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from tierstore.errors import SpecError
+from tierstore.gguf import GGUFHeader
 from tierstore.spec import read_json
-from tierstore_connectors.llamacpp.gguf import GGUFHeader
 from tierstore_engine.errors import ModelError
 
 MODEL_FILE = "tokenizer.model"

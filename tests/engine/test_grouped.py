@@ -258,7 +258,7 @@ def test_the_room_for_states_does_not_depend_on_the_tokens(
 ) -> None:
     """Four pages for a prompt of 21 chunks, and then for a second sequence beside it."""
     engine = engine_of(model, pages=4, max_sequences=2)
-    assert engine.longest == model.config.max_positions
+    assert engine.limits.longest == model.config.max_positions
     for completion in engine.generate([oracle.prompt, oracle.prompt], GREEDY):
         assert_same(completion, oracle)
     with pytest.raises(RequestError, match="width 3"):

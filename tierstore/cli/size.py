@@ -11,6 +11,7 @@ import typer
 from tierstore import sizing
 from tierstore.cli import show
 from tierstore.errors import UsageError
+from tierstore.gguf import read_config
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, read_json
 from tierstore.units import format_size, parse_size
 
@@ -136,7 +137,5 @@ def _config(model: str) -> Mapping[str, Any]:
     if not path.exists():
         raise UsageError(f"there is no {path}; known models are {', '.join(sizing.PRESETS)}")
     if path.suffix == _GGUF:
-        from tierstore_connectors.llamacpp.gguf import read_config
-
         return read_config(path)
     return read_json(path)

@@ -219,7 +219,7 @@ class ApiServer:
         self._template = template
         self._defaults = defaults
         self._config = engine.model.config
-        self._positions = engine.longest
+        self._positions = engine.limits.longest
         self._created = int(time.time())
         self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")
         self._page = EngineDashboard(
