@@ -67,6 +67,8 @@ from tierstore_engine.weights import (
     weights_bytes,
 )
 
+_STATE_PAGES = 4  # a sequence takes a live state and a copy of it; hits may take as many again
+
 
 @dataclass(frozen=True)
 class OpenModel:
@@ -80,6 +82,11 @@ class OpenModel:
     source: Path | None = None
     expand: bool = False
     adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def gguf(self) -> Path | None:
+        """Return the GGUF file that the model is in; None for a folder or a preset."""
+        return self.source if self.source is not None and self.source.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -287,6 +294,7 @@ def build_engine(
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     if overflow is not None:
+        overflow.pages(spec.split()[0])  # refuses models that it does not suit, at any size
         check_resident(spec, pages, settings)
     connector = open_connector(
         spec,
@@ -335,6 +343,8 @@ def build_draft_model(
             f"a draft model must have the model's vocabulary: it has {draft.config.vocab_size} tokens, "
             f"the model {model.config.vocab_size}"
         )
+    if draft.config.states:
+        raise UsageError("a draft model cannot have recurrent states, which do not go back: use another one")
     settings, spec = settings or EngineSettings(), draft.kv_spec(chunk_tokens=chunk_tokens)
     check_pool(spec, pool_pages, draft.device)
     connector = open_connector(
@@ -369,13 +379,13 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
 def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]:
     """Return the pages of each layer group's pool, if the first pool has ``pages``. Window pools hold what
     the concurrent sequences need, plus a quarter of all tokens. State pools hold two states per sequence, and
-    as many again for hits."""
+    as many again for hits. ``pages`` are states, if the model has nothing else."""
     tokens = pages * spec.chunk_tokens
     counts = [pages]
     for part in spec.split()[1:]:
         [group] = part.groups
         if group.window is None:
-            counts.append(4 * min(pages, settings.max_sequences))
+            counts.append(_STATE_PAGES * min(pages, settings.max_sequences))
         else:
             most = min(tokens, group.window + settings.prefill_chunk + 2 * spec.chunk_tokens)
             counts.append(min(pages // 4 + 2 * pages_for_tokens(spec, most) + 2, 2 * pages + 2))
@@ -400,6 +410,14 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     launcher = CupyLauncher(pool.device)  # first: its error says what is missing
     kind = CudaDeltaStates if config.mamba is None else CudaMamba2States
     return kind(pages_on_device(pool), pool.spec, config, launcher)
+
+
+def pool_pages_for(spec: KVSpec, tokens: int, *, sequences: int) -> int:
+    """Return the pages of the first layer group's pool for ``tokens`` tokens in ``sequences`` sequences."""
+    [group] = spec.split()[0].groups
+    if group.kind is LayerKind.RECURRENT_STATE:
+        return _STATE_PAGES * sequences
+    return pages_for_tokens(spec, tokens)
 
 
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:

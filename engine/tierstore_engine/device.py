@@ -61,7 +61,9 @@ class CudaRunner(Runner):
         self._stream = external(pool.compute, pool.device)
         # The weights were made on torch's default stream, which this stream does not wait for by itself.
         self._stream.wait_stream(torch.cuda.default_stream(torch.device(pool.device)))
-        positions = min(model.config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
+        # The tables of a model that has only states are one page long.
+        pages = pool.num_pages if model.config.attends else 1
+        positions = min(model.config.max_positions, pages * pool.spec.chunk_tokens)
         with (
             shortage_explained(pool, settings),
             torch.inference_mode(),

@@ -158,9 +158,9 @@ class Engine:
             self._keeper, self.settings, prefill=lambda: self._prefills.prefill, clock=clock
         )
         self._drafter = drafter
-        self._limits = Limits(model.config, self._keeper)
-        self._roster = Roster(self._keeper, self._scheduler, self._limits, tokenizer, drafter)
-        self._beams = Beams(self._roster, self._limits, self.settings.max_sequences)
+        self.limits = Limits(model.config, self._keeper)
+        self._roster = Roster(self._keeper, self._scheduler, self.limits, tokenizer, drafter)
+        self._beams = Beams(self._roster, self.limits, self.settings.max_sequences)
         self._mailboxes: dict[RequestId, deque[StepOutput]] = {}
         self._cancelled: list[StepOutput] = []
         self._steps = self._computed_tokens = self._generated_tokens = 0
@@ -200,7 +200,7 @@ class Engine:
         started = time.monotonic()
         params = params or SamplingParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._limits.check_prompt(tokens, params)
+        self.limits.check_prompt(tokens, params)
         session = checked_session(session)
         if adapter is not None and adapter not in self.adapters:
             raise RequestError(f"no adapter {adapter!r} (known: {', '.join(self.adapters) or 'none'})")
@@ -263,7 +263,7 @@ class Engine:
         """
         for sequence in self._roster:
             group = self._beams.of(sequence)
-            self._limits.check_resize(nbytes, sequence, group.search.width if group is not None else 1)
+            self.limits.check_resize(nbytes, sequence, group.search.width if group is not None else 1)
         size = self.connector.resize(nbytes)
         self._scheduler.room_grew()  # may be False: then they continue to wait
         return size

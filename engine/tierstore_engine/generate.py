@@ -15,9 +15,9 @@ from tierstore_engine.build import (
     check_pool,
     load_model,
     open_model_of,
-    pages_for_tokens,
     pages_within,
     pool_bytes,
+    pool_pages_for,
 )
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
@@ -158,7 +158,8 @@ def _pool_pages(
     """Return the size of the pool, after checking that the request fits."""
     config = model.config
     check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
-    needed = pages_for_tokens(spec, min(len(tokens) + options.max_new_tokens, config.max_positions))
+    most = min(len(tokens) + options.max_new_tokens, config.max_positions)
+    needed = pool_pages_for(spec, most, sequences=1)
     nbytes = pool_bytes(spec, needed, settings)
     if options.hbm_bytes is None:
         check_pool(spec, needed, model.device, nbytes=nbytes)

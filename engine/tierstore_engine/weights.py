@@ -134,7 +134,7 @@ class ShortConvWeights:
 @dataclass(frozen=True, slots=True)
 class Mamba1Weights:
     """The weights of a Mamba-1 layer. The projection yields the channels and their gates, the selection the
-    inputs of ``steps``, the keys and the queries."""
+    inputs of ``steps``, the keys and the queries. The norms are None if they have no weights."""
 
     projection: Matrix
     projection_bias: torch.Tensor | None
@@ -145,9 +145,9 @@ class Mamba1Weights:
     step_bias: torch.Tensor
     a_log: torch.Tensor
     skip: torch.Tensor
-    step_norm: torch.Tensor
-    key_norm: torch.Tensor
-    query_norm: torch.Tensor
+    step_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    query_norm: torch.Tensor | None
     o: Matrix
     o_bias: torch.Tensor | None
 
@@ -525,9 +525,9 @@ def _mamba1_slots(weights: Mamba1Weights) -> Iterator[Slot]:
     yield Slot("mamba.dt_proj.bias", weights.step_bias)
     yield Slot("mamba.A_log", weights.a_log)
     yield Slot("mamba.D", weights.skip)
-    yield Slot("mamba.dt_layernorm.weight", weights.step_norm)
-    yield Slot("mamba.b_layernorm.weight", weights.key_norm)
-    yield Slot("mamba.c_layernorm.weight", weights.query_norm)
+    yield from _optional("mamba.dt_layernorm.weight", weights.step_norm)
+    yield from _optional("mamba.b_layernorm.weight", weights.key_norm)
+    yield from _optional("mamba.c_layernorm.weight", weights.query_norm)
     yield Slot("mamba.out_proj.weight", weights.o)
     yield from _optional("mamba.out_proj.bias", weights.o_bias)
 
@@ -755,9 +755,9 @@ class _Maker:
             step_bias=self.empty(width),
             a_log=self.empty(width, mamba.state_dim),
             skip=self.empty(width),
-            step_norm=self.empty(mamba.rank),
-            key_norm=self.empty(mamba.state_dim),
-            query_norm=self.empty(mamba.state_dim),
+            step_norm=self.empty(mamba.rank) if mamba.trained_norms else None,
+            key_norm=self.empty(mamba.state_dim) if mamba.trained_norms else None,
+            query_norm=self.empty(mamba.state_dim) if mamba.trained_norms else None,
             o=self.matrix(hidden, width),
             o_bias=self.empty(hidden) if mamba.biased else None,
         )

@@ -219,9 +219,7 @@ class ApiServer:
         self._template = template
         self._defaults = defaults
         self._config = engine.model.config
-        # The longest sequence that the model and the pool allow.
-        pool = engine.connector.pool
-        self._positions = min(self._config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
+        self._positions = engine.limits.longest
         self._created = int(time.time())
         self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")
         self._page = EngineDashboard(

@@ -27,6 +27,7 @@ from tierstore_engine.build import (
     open_model_of,
     pages_within,
     pool_bytes,
+    pool_pages_for,
 )
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
@@ -59,7 +60,7 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
     opened = open_model_of(options)
     if any(each.name == server.model_name for each in opened.adapters):
         raise UsageError(f"--adapter {server.model_name} has the model's name: give it another one")
-    template = load_template(opened.folder, server.chat_template)
+    template = load_template(opened.folder, server.chat_template, gguf=opened.gguf)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
     overflow = options.overflow_of(opened.device)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
@@ -142,7 +143,7 @@ def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int |
     settings = options.settings()
     if options.hbm_bytes is None and opened.device != "cpu":
         return None
-    pages = _DEFAULT_POOL_TOKENS // spec.chunk_tokens
+    pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)
     if options.hbm_bytes is not None:
         pages = pages_within(spec, options.hbm_bytes, settings)
     nbytes, most = pool_bytes(spec, pages, settings), options.most_hbm_bytes
