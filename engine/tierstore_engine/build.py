@@ -65,6 +65,8 @@ from tierstore_engine.weights import (
     weights_bytes,
 )
 
+_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with everything else
+
 
 @dataclass(frozen=True)
 class OpenModel:
@@ -418,12 +420,21 @@ def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
     sequences = settings.max_sequences
     if sequences > LEAST_STAGED:
         raise UsageError(f"with an overflow file, max_sequences is at most {LEAST_STAGED}, got {sequences}")
-    most = pages_for_tokens(spec, settings.batch_tokens - sequences) + 2 * sequences
-    if most > pages:
+    if sequences > resident_sequences(spec, pages, settings):
+        most = _prompt_pages(spec, settings) + 2 * sequences
         raise UsageError(
             f"a step may write {most} pages, and {pages} fit the pool's memory: give it more "
             f"({format_size(most * spec.split()[0].page_bytes)}), or lower max_sequences or prefill_chunk"
         )
+
+
+def resident_sequences(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
+    """Return of how many sequences one step may write, if ``pages`` pages are in memory. May be negative."""
+    return min((pages - _prompt_pages(spec, settings)) // 2, LEAST_STAGED)
+
+
+def _prompt_pages(spec: KVSpec, settings: EngineSettings) -> int:
+    return pages_for_tokens(spec, settings.prompt_tokens - 1)
 
 
 def check_device(device: str) -> None:
@@ -460,6 +471,20 @@ def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int
     """Return :func:`pages_within` the part of the device's free memory that a pool may take."""
     first = spec.split()[0]
     return pages_within(spec, pages_that_fit(first, device) * first.page_bytes, settings)
+
+
+def pages_wanted(
+    options: EngineOptions, opened: OpenModel, spec: KVSpec, settings: EngineSettings
+) -> int | None:
+    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` holds, on a CPU by default
+    for 65,536 tokens. None for a GPU's whole free memory. Raises the errors of :func:`check_pool`."""
+    if options.hbm_bytes is None and opened.device != "cpu":
+        return None
+    pages = _DEFAULT_POOL_TOKENS // spec.chunk_tokens
+    if options.hbm_bytes is not None:
+        pages = pages_within(spec, options.hbm_bytes, settings)
+    check_pool(spec, pages, opened.device, nbytes=pool_bytes(spec, pages, settings))
+    return pages
 
 
 def pages_within(spec: KVSpec, nbytes: int, settings: EngineSettings) -> int:

@@ -3,7 +3,8 @@
 A decode step has few rows. Then the time of a product is that of reading the matrix once, which torch's
 libraries reach for one row only: on the CPU they take twice that time for four rows. The compiled part
 (``tierstore/native/decode.c``) takes about as long for four rows as for one. A row's result is the same for
-any number of rows up to :data:`MOST_ROWS`.
+any number of rows that it computes: up to :data:`MOST_ROWS`, and any number in bfloat16 on a processor
+without AVX-512, where torch computes bfloat16 at a quarter of its speed (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from torch.nn import functional
 
 from tierstore import native
 
-MOST_ROWS = 16
-"""With more rows, torch computes the product: it is no longer bound by memory."""
+MOST_ROWS = 64
+"""With more rows torch computes the product: it is no longer bound by memory."""
 
 _THREADED_BYTES = 1 << 20  # fewer are read before further threads have started (about 30 µs)
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
+_SLOW = {torch.bfloat16} if torch.backends.cpu.get_cpu_capability() == "AVX2" else set()  # in torch
 
 
 def threads_for(nbytes: int) -> int:
@@ -31,7 +33,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     >>> multiply(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[3., 7.]])
     """
-    if not _few_on_the_cpu(x, weight):
+    if not _compiled(x, weight):
         return functional.linear(x, weight, bias)
     assert native.DECODE is not None
     rows, wide = len(x), x.float().contiguous()
@@ -50,13 +52,13 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     return out.to(x.dtype)
 
 
-def _few_on_the_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _compiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         native.DECODE is not None
         and weight.device.type == "cpu"
         and weight.dtype in _FORMATS
         and x.dtype == weight.dtype
         and x.dim() == 2
-        and len(x) <= MOST_ROWS
+        and (len(x) <= MOST_ROWS or x.dtype in _SLOW)
         and weight.is_contiguous()
     )

@@ -31,7 +31,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 3
+#define INTERFACE 4
 
 #define LANES 8
 #define BLOCK 32
@@ -39,7 +39,7 @@
 #define SEGMENT 1024
 #define TILE 16
 #define MOST_WIDTH 1024
-#define MOST_ROWS 16 /* of activations */
+#define MOST_ROWS 64 /* of activations */
 #define MOST_THREADS 64
 #define INLINE static inline __attribute__((always_inline))
 
