@@ -1,9 +1,10 @@
 """``tierstore-engine generate --batch``: compute all requests of a file together.
 
-The time to a first token does not matter here, so requests are ordered for throughput. Requests with a common beginning
-are neighbours: one of them computes it, and the others find its pages. The engine always has more requests
-than it computes at a time, so that its steps stay full to the end. A step then reads each weight once for all
-its sequences, and each page that several of them share once (:mod:`tierstore_engine.attention.beyond`).
+The time to a first token does not matter here, so requests are ordered for throughput. Requests with a
+common beginning are neighbours: one of them computes it, and the others find its pages. The engine always has
+more requests than it computes at a time, so that its steps stay full to the end. A step then reads each
+weight once for all its sequences, and each page that several of them share once
+(:mod:`tierstore_engine.attention.beyond`).
 """
 
 from __future__ import annotations
