@@ -71,7 +71,8 @@ _DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with eve
 @dataclass(frozen=True)
 class OpenModel:
     """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
-    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so."""
+    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
+    ``on_disk``: weights stay in their files."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -79,6 +80,7 @@ class OpenModel:
     device: str
     source: Path | None = None
     expand: bool = False
+    on_disk: bool = False
     adapters: tuple[Adapter, ...] = ()
 
 
@@ -117,6 +119,7 @@ def open_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    weights_on_disk: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
 ) -> OpenModel:
@@ -127,7 +130,8 @@ def open_model(
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
-    ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``.
+    ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA
+    adapters, each as ``NAME=DIR``.
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -136,6 +140,9 @@ def open_model(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     check_device(device)
+    if weights_on_disk and (model in PRESETS or expand_weights):
+        why = "a preset has no file" if model in PRESETS else "--expand-weights makes others of them"
+        raise UsageError(f"weights cannot stay on disk: {why}")
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
         return OpenModel(
@@ -164,6 +171,7 @@ def open_model(
         resolve_device(device, config.dtype),
         source,
         expand_weights,
+        weights_on_disk,
         read_adapters(config, adapters),
     )
     if opened.device != "cpu":
@@ -173,6 +181,8 @@ def open_model(
 
 def _check_gpu(opened: OpenModel) -> None:
     """Raise :class:`UsageError` for a model that is computed on the CPU only."""
+    if opened.on_disk:
+        raise UsageError("weights can stay on disk on the CPU only: give --device cpu")
     if opened.config.short_conv is not None or opened.config.mamba1 is not None:
         raise UsageError(
             "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
@@ -199,6 +209,7 @@ def load_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    weights_on_disk: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
     seed: int = 0,
@@ -213,17 +224,24 @@ def load_model(
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             expand_weights=expand_weights,
+            weights_on_disk=weights_on_disk,
             tokenizer=tokenizer,
             adapters=adapters,
         )
     source = model
-    _check_memory(source)
+    if not source.on_disk:
+        _check_memory(source)
     if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
         kernels = None if source.device == "cpu" else _matrix_kernels(source)
         weights = load_weights(
-            source.config, source.source, device=source.device, expand=source.expand, kernels=kernels
+            source.config,
+            source.source,
+            device=source.device,
+            expand=source.expand,
+            on_disk=source.on_disk,
+            kernels=kernels,
         )
     digest = digest_weights(source.config, weights)
     return LoadedModel(source.config, source.tokenizer, weights, digest, source.device, source.adapters)

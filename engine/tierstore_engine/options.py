@@ -38,11 +38,20 @@ class ModelOptions:
         bool,
         typer.Option("--expand-weights", help="Expand quantised weights to the dtype when they are read"),
     ] = False
+    weights_on_disk: Annotated[
+        bool,
+        typer.Option("--weights-on-disk", help="On a CPU: read weights from their file for each step"),
+    ] = False
 
     def reading(self) -> dict[str, Any]:
         """Return how weights and tokenizer are read, as arguments of
         :func:`~tierstore_engine.build.open_model`."""
-        return {"dtype": self.dtype, "expand_weights": self.expand_weights, "tokenizer": self.tokenizer}
+        return {
+            "dtype": self.dtype,
+            "expand_weights": self.expand_weights,
+            "weights_on_disk": self.weights_on_disk,
+            "tokenizer": self.tokenizer,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
