@@ -251,10 +251,13 @@ class _Batch:
     def _begin(self, entry: Entry, request: Request) -> None:
         """Raises :class:`ApiError` or :class:`UsageError` for a request that this model or pool cannot
         serve."""
-        chat = isinstance(request, ChatRequest)
-        plan = self._planner.chat(request, None) if chat else self._planner.text(request, None)
+        kind: type[Answer]
+        if isinstance(request, ChatRequest):
+            kind, plan = ChatAnswer, self._planner.chat(request, None)
+        else:
+            kind, plan = TextAnswer, self._planner.text(request, None)
         ids = plan.add(self._engine)
-        answer = (ChatAnswer if chat else TextAnswer)(
+        answer = kind(
             request.model,
             self._engine.tokenizer,
             prompts=plan.prompts,

@@ -158,11 +158,12 @@ class BeamSearch:
 @dataclass(slots=True)
 class BeamGroup:
     """A search with the sequence of each beam. ``offers`` are those of the current step: the group advances
-    when all members have offered."""
+    when all members have offered. It ends as a whole if one of them cannot go on."""
 
     search: BeamSearch
     members: list[Sequence]
     offers: dict[RequestId, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    error: str | None = None  # why it has ended without a result
 
     @property
     def complete(self) -> bool:
@@ -214,6 +215,11 @@ class Beams:
         for beam in group.members:
             self._drop(beam)
         group.members = []
+
+    def fail(self, group: BeamGroup, why: str) -> None:
+        """End a search without a result."""
+        group.error = why
+        self.end(group)
 
     def end_all(self) -> None:
         for group in list(self._groups.values()):

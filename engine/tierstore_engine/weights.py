@@ -235,7 +235,7 @@ class Slot:
         if isinstance(target, QuantisedMatrix):
             if packed is None:
                 plain = checkpoint.read(stored_name, turned)
-                kept = checkpoint.mapped and not self.swapped
+                kept = bool(checkpoint.mapped) and not self.swapped
                 packed = _viewed(plain) if kept else _unquantised(plain, target.dtype, self.swapped)
             if checkpoint.mapped and not _in_files(packed, checkpoint):
                 raise ModelError(
