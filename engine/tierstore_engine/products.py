@@ -3,8 +3,8 @@
 A decode step has few rows. Then the time of a product is that of reading the matrix once, which torch's
 libraries reach for one row only: on the CPU they take twice that time for four rows. The compiled part
 (``tierstore/native/decode.c``) takes about as long for four rows as for one. A row's result is the same for
-any number of rows that it computes: up to :data:`MOST_ROWS`, and any number in bfloat16 on a processor
-without AVX-512, where torch computes bfloat16 at a quarter of its speed (docs/benchmarks.md).
+any number of rows that it computes. It computes up to :data:`MOST_ROWS`, and without AVX-512 any number in
+bfloat16: torch has a quarter of its speed there (docs/benchmarks.md).
 """
 
 from __future__ import annotations

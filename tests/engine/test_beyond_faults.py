@@ -1,8 +1,11 @@
-"""A campaign of faults of the overflow file's disk: no wrong token, and an engine that goes on.
+"""A campaign of faults of the overflow file's disk: no token is wrong, and the engine continues to serve.
 
 Each round has an engine with a disk of its own, whose calls are slow, fail, are torn, or lie. Sequences,
 samples and a beam search run at the same time. Each result is that of an engine with all pages in memory, or
 an error of that request.
+
+The models have no mixture of experts. A recomputation has other shapes, which change the last bits, and a
+router with a near tie then chooses other experts. (The tiny qwen3-next has a tie of 7e-8 in this prompt.)
 """
 
 from __future__ import annotations
@@ -64,9 +67,9 @@ FATAL: list[Callable[[Random], Effect]] = [
 ]
 
 
-def faults_of(random: Random) -> list[Fault]:
-    """The faults of one round. One round in four has writes that fail, after which the file is not used."""
-    often = random.choice((0.0002, 0.001, 0.005))
+def faults_of(random: Random, often: float) -> list[Fault]:
+    """The faults of one round, each with a share of about ``often`` of the calls. One round in four has writes that fail, after which the file is not used."""
+    often *= random.choice((0.2, 1.0, 5.0))
 
     def sometimes(kind: str, share: float = 1.0) -> Callable[[IoCall], bool]:
         return lambda call: call.kind == kind and random.random() < often * share
@@ -157,10 +160,11 @@ def check_round(
     return results, errors
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3-next"])
+@pytest.mark.parametrize(("name", "often"), [("llama3", 0.001), ("granite-hybrid-dense", 0.005)])
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=[SOAK, pytest.mark.timeout(7200)])])
 def test_no_wrong_token(
     name: str,
+    often: float,
     count: int,
     loaded: Callable[..., LoadedModel],
     checkpoints: Callable[..., Path],
@@ -173,7 +177,7 @@ def test_no_wrong_token(
     while hits < count:
         io = FaultyIO()
         monkeypatch.setattr(overflow, "QueuedIO", lambda io=io: io)
-        faults = faults_of(random)
+        faults = faults_of(random, often)
         right, failed = check_round(model, expected, tmp_path / str(rounds), io, faults)
         results, errors = results + right, errors + failed
         hits += sum(fault.hits for fault in faults)
