@@ -68,7 +68,8 @@ FATAL: list[Callable[[Random], Effect]] = [
 
 
 def faults_of(random: Random, often: float) -> list[Fault]:
-    """The faults of one round, each with a share of about ``often`` of the calls. One round in four has writes that fail, after which the file is not used."""
+    """The faults of one round, each with a share of about ``often`` of the calls. One round in four has
+    writes that fail, after which the file is not used."""
     often *= random.choice((0.2, 1.0, 5.0))
 
     def sometimes(kind: str, share: float = 1.0) -> Callable[[IoCall], bool]:
