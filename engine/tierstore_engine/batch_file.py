@@ -26,7 +26,7 @@ _MOST_ID = 4096  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BatchLine:
     """One line of a batch: the ``body`` of a request to ``url``. ``id`` is its ``custom_id``, or ``line-N``.
     ``error`` says why the line is no request; None if it is one."""
 
@@ -37,7 +37,7 @@ class Entry:
     error: str | None = None
 
 
-def read_batch(file: Path) -> list[Entry]:
+def read_batch(file: Path) -> list[BatchLine]:
     """Return the requests of ``file``, one for each line that is not empty.
 
     A line is a request of OpenAI's batch files, or the body of a request alone. In a file whose name ends
@@ -78,48 +78,48 @@ def read_batch(file: Path) -> list[Entry]:
     return entries
 
 
-def _prompt(number: int, line: str) -> Entry:
-    return Entry(f"line-{number}", _digest(line), body={"prompt": line})
+def _prompt(number: int, line: str) -> BatchLine:
+    return BatchLine(f"line-{number}", _digest(line), body={"prompt": line})
 
 
-def _request(number: int, line: str) -> Entry:
+def _request(number: int, line: str) -> BatchLine:
     name, digest = f"line-{number}", _digest(line)
     try:
         raw = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError):
-        return Entry(name, digest, error="the line is not JSON")
+        return BatchLine(name, digest, error="the line is not JSON")
     if not isinstance(raw, dict):
-        return Entry(name, digest, error="the line is not a JSON object")
+        return BatchLine(name, digest, error="the line is not a JSON object")
     given = raw.get("custom_id", name)
     if not isinstance(given, str) or not 0 < len(given) <= _MOST_ID:
-        return Entry(name, digest, error=f"custom_id is not a text of 1 to {_MOST_ID} characters")
+        return BatchLine(name, digest, error=f"custom_id is not a text of 1 to {_MOST_ID} characters")
     if "body" not in raw:
         body = {key: value for key, value in raw.items() if key != "custom_id"}
-        return Entry(given, digest, CHAT if "messages" in body else TEXT, body)
+        return BatchLine(given, digest, CHAT if "messages" in body else TEXT, body)
     url, body = raw.get("url"), raw["body"]
     if unknown := sorted(raw.keys() - _FIELDS):
-        return Entry(given, digest, error=f"{unknown[0]!r} is no field of a request with a body")
+        return BatchLine(given, digest, error=f"{unknown[0]!r} is no field of a request with a body")
     if raw.get("method", "POST") != "POST":
-        return Entry(given, digest, error=f"method must be POST, got {raw['method']!r}")
+        return BatchLine(given, digest, error=f"method must be POST, got {raw['method']!r}")
     if url not in (TEXT, CHAT):
-        return Entry(given, digest, error=f"url must be {TEXT} or {CHAT}, got {url!r}")
+        return BatchLine(given, digest, error=f"url must be {TEXT} or {CHAT}, got {url!r}")
     if not isinstance(body, dict):
-        return Entry(given, digest, error="body is not a JSON object")
-    return Entry(given, digest, url, body)
+        return BatchLine(given, digest, error="body is not a JSON object")
+    return BatchLine(given, digest, url, body)
 
 
 def _digest(line: str) -> str:
     return f"batch_req_{xxhash.xxh3_128_hexdigest(line.encode())}"
 
 
-class Results:
+class BatchResults:
     """The results of a batch, in a file or on a stream. ``done`` are the ids that had a result in the file
     when it was opened, ``failed`` counts those with an error.
 
     A file belongs to one process at a time, until :meth:`close`.
     """
 
-    def __init__(self, file: Path | None, entries: Iterable[Entry], out: TextIO) -> None:
+    def __init__(self, file: Path | None, entries: Iterable[BatchLine], out: TextIO) -> None:
         """Open ``file``, or write to ``out`` without one. A torn last line is dropped.
 
         Raises :class:`UsageError` for a file that cannot be written, that another process writes, or that has

@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypeAlias
 import msgspec
 
 from tierstore.errors import TierStoreError, UsageError
-from tierstore_engine.batch_file import CHAT, Entry, Results, read_batch
+from tierstore_engine.batch_file import CHAT, BatchLine, BatchResults, read_batch
 from tierstore_engine.build import (
     OpenModel,
     build_engine,
@@ -34,7 +34,7 @@ from tierstore_engine.outputs import RequestId
 from tierstore_engine.server.chat import ChatTemplate, load_template
 from tierstore_engine.server.defaults import SamplingDefaults
 from tierstore_engine.server.errors import ApiError, bad_request
-from tierstore_engine.server.planning import Choices, Planner, api_error
+from tierstore_engine.server.planning import Choices, RequestPlanner, api_error
 from tierstore_engine.server.requests import ChatRequest, CompletionRequest, GenerationRequest, parse
 from tierstore_engine.server.responses import Answer, ChatAnswer, TextAnswer
 from tierstore_engine.server.settings import ServerSettings
@@ -59,7 +59,7 @@ def run(
     assert batch.batch is not None
     entries = read_batch(batch.batch)
     opened, overflow = open_model_of(options), options.overflow_file()
-    names, asked = _Names.of(options, opened), _Asked.of(options)
+    names, asked = _Names.of(options, opened), _Fallbacks.of(options)
     template = load_template(opened.folder, batch.chat_template)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     most = _SEQUENCES if batch.max_sequences is None else batch.max_sequences
@@ -68,7 +68,7 @@ def run(
     pages = pages_wanted(options, opened, spec, settings)
     if overflow is not None and pages is not None and batch.max_sequences is None:
         settings = replace(settings, max_sequences=max(resident_sequences(spec, pages, settings), 1))
-    results = Results(batch.output, entries, out)
+    results = BatchResults(batch.output, entries, out)
     try:
         progress = _Progress(len(entries), len(results.done), results.failed, err)
         todo = [_parsed(entry, names, asked) for entry in entries if entry.id not in results.done]
@@ -109,7 +109,7 @@ class _Names:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Fallbacks:
     """The command's options for what a request leaves out."""
 
     defaults: SamplingDefaults
@@ -119,7 +119,7 @@ class _Asked:
     ignore_eos: bool
 
     @classmethod
-    def of(cls, options: GenerateOptions) -> _Asked:
+    def of(cls, options: GenerateOptions) -> _Fallbacks:
         """Raises :class:`UsageError` for values out of range."""
         options.sampling()
         defaults = SamplingDefaults(options.temperature, options.top_p, options.top_k, options.min_p)
@@ -140,12 +140,12 @@ class _Parsed:
     """A line of the batch, with its request or what is wrong with it. ``order`` sorts requests, so that those
     with a common beginning are neighbours."""
 
-    entry: Entry
+    entry: BatchLine
     request: Request | ApiError
     order: tuple[Any, ...] = ()
 
 
-def _parsed(entry: Entry, names: _Names, asked: _Asked) -> _Parsed:
+def _parsed(entry: BatchLine, names: _Names, asked: _Fallbacks) -> _Parsed:
     if entry.error is not None:
         return _Parsed(entry, bad_request(entry.error))
     kind: type[Request] = ChatRequest if entry.url == CHAT else CompletionRequest
@@ -177,18 +177,20 @@ def _order(request: Request) -> tuple[Any, ...]:
     return request.model, 1 if isinstance(first, str) else 2, first
 
 
-def _planner(engine: Engine, opened: OpenModel, template: ChatTemplate | None, asked: _Asked) -> Planner:
+def _planner(
+    engine: Engine, opened: OpenModel, template: ChatTemplate | None, asked: _Fallbacks
+) -> RequestPlanner:
     pool, config = engine.connector.pool, engine.model.config
     positions = min(config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
     limits = ServerSettings(max_new_tokens=positions)
-    return Planner(config, opened.tokenizer, template, asked.defaults, limits, positions=positions)
+    return RequestPlanner(config, opened.tokenizer, template, asked.defaults, limits, positions=positions)
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningLine:
     """A request in the engine."""
 
-    entry: Entry
+    entry: BatchLine
     request: GenerationRequest
     answer: Answer
     choices: Choices
@@ -204,9 +206,9 @@ class _Batch:
     def __init__(
         self,
         engine: Engine,
-        planner: Planner,
+        planner: RequestPlanner,
         settings: EngineSettings,
-        results: Results,
+        results: BatchResults,
         progress: _Progress,
     ) -> None:
         self._engine = engine
@@ -214,7 +216,7 @@ class _Batch:
         self._most = settings.max_sequences + _AHEAD
         self._results = results
         self._progress = progress
-        self._running: dict[RequestId, _Running] = {}
+        self._running: dict[RequestId, _RunningLine] = {}
         self._found: list[dict[str, Any]] = []  # results that are not written yet
 
     def run(self, todo: Sequence[_Parsed]) -> None:
@@ -248,7 +250,7 @@ class _Batch:
                 self._fail(each.entry, error)
         return bool(self._running)
 
-    def _begin(self, entry: Entry, request: Request) -> None:
+    def _begin(self, entry: BatchLine, request: Request) -> None:
         """Raises :class:`ApiError` or :class:`UsageError` for a request that this model or pool cannot
         serve."""
         kind: type[Answer]
@@ -266,10 +268,10 @@ class _Batch:
             include_usage=False,
             echoes=plan.echoes,
         )
-        running = _Running(entry, request, answer, Choices(ids, plan.samples))
+        running = _RunningLine(entry, request, answer, Choices(ids, plan.samples))
         self._running.update((request_id, running) for request_id in ids)
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: _RunningLine) -> None:
         choices = running.choices
         try:
             choices.check_ended()
@@ -280,7 +282,7 @@ class _Batch:
         self._progress.ended(choices.usage())
         self._found.append(_result(running.entry, 200, body, None))
 
-    def _fail(self, entry: Entry, error: ApiError) -> None:
+    def _fail(self, entry: BatchLine, error: ApiError) -> None:
         self._progress.failed += 1
         said = {"code": str(error.status), "message": str(error)}
         self._found.append(_result(entry, error.status, error.body, said))
@@ -293,7 +295,7 @@ class _Batch:
 
 
 def _result(
-    entry: Entry, status: int, body: Mapping[str, Any], error: Mapping[str, str] | None
+    entry: BatchLine, status: int, body: Mapping[str, Any], error: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """Return a line of OpenAI's output files."""
     response = {"status_code": status, "request_id": entry.digest, "body": body}

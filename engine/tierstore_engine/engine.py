@@ -376,13 +376,7 @@ class Engine:
                 self.step()
         finally:
             self._beams.end(group)
-        if group.error is not None:
-            raise OverflowFailedError(f"the beam search has ended: {group.error}")
-        eos = self.model.config.eos_ids
-        return [
-            BeamHypothesis(self.tokenizer.decode(each[:-1] if each[-1] in eos else each), each, score)
-            for score, each in group.search.hypotheses
-        ]
+        return self._beams.hypotheses(group, self.tokenizer)
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """Add a request and yield its outputs, stepping the engine as needed. Closing the iterator early
@@ -475,9 +469,7 @@ class Engine:
 
     def _failed(self, sequence: Sequence, why: str) -> list[StepOutput]:
         """End a request with an error. None of its pages are saved. The search of a beam ends with it."""
-        group = self._beams.of(sequence)
-        if group is not None:
-            self._beams.fail(group, why)
+        self._beams.fail(sequence, why)
         if self._roster.get(sequence.request_id) is None:  # another beam of its search has failed, too
             return []
         sequence.error = why

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.forked import Forked
 from tierstore.errors import UsageError
 from tierstore.testing.clock import wait_until
-from tierstore_engine.batch_file import Entry, Results, read_batch
+from tierstore_engine.batch_file import BatchLine, BatchResults, read_batch
 from tierstore_engine.build import build_engine, check_resident, load_model, open_model, resident_sequences
 from tierstore_engine.cli import main
 from tierstore_engine.sampling import SamplingParams
@@ -167,7 +167,7 @@ def test_options_that_need_a_batch(run: Run, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_full_disk_ends_the_run_with_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results before it stay, and the next run continues."""
+    """BatchResults before it stay, and the next run continues."""
     lines = [{"prompt": str(number)} for number in range(6)]
     write, calls = os.write, []
 
@@ -223,26 +223,26 @@ def test_killed_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert out.read_bytes().startswith(before)
 
 
-ENTRIES = [Entry(f"é{number}", f"batch_req_{number}") for number in range(5)]
+ENTRIES = [BatchLine(f"é{number}", f"batch_req_{number}") for number in range(5)]
 
 
 @given(cut=st.integers(0, 1000), failed=st.sets(st.integers(0, 4)))
 def test_a_file_cut_anywhere_has_its_whole_lines(cut: int, failed: set[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "out"
-        results = Results(file, ENTRIES, io.StringIO())
+        results = BatchResults(file, ENTRIES, io.StringIO())
         errors = [{"message": "it\nfailed"} if at in failed else None for at in range(5)]
         results.add(
             {"id": entry.digest, "custom_id": entry.id, "error": error}
             for entry, error in zip(ENTRIES, errors, strict=True)
         )
         with pytest.raises(UsageError, match="another process writes"):
-            Results(file, ENTRIES, io.StringIO())
+            BatchResults(file, ENTRIES, io.StringIO())
         results.close()
         whole = file.read_bytes()[:cut].count(b"\n")
         with file.open("r+b") as cutting:
             cutting.truncate(min(cut, file.stat().st_size))
-        again = Results(file, ENTRIES, io.StringIO())
+        again = BatchResults(file, ENTRIES, io.StringIO())
         again.close()
         assert again.done == {entry.id for entry in ENTRIES[:whole]}
         assert again.failed == sum(at in failed for at in range(whole))

@@ -341,8 +341,9 @@ class OverflowPool(PagePool):
         with self._lock:
             self._step += 1
             self._used_at[needed] = self._step
-            lost = needed[self._content[needed] == _LOST]
-            if len(lost):
+            if (self._content[needed] == _LOST).any():
+                # All at once: otherwise the next attempt could find another one in the cache.
+                lost = np.flatnonzero(self._content == _LOST)
                 raise LostPagesError(lost.tolist(), "the overflow file has failed")
             missing = wanted[~self._backed[wanted]]
             if len(wanted) > self.resident_pages:

@@ -50,7 +50,7 @@ from tierstore_engine.server.diagnostics import (
 from tierstore_engine.server.errors import ApiError
 from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, has_key, not_routed, require_key
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
-from tierstore_engine.server.planning import Choices, PlannedRequest, Planner, api_error, cut_off
+from tierstore_engine.server.planning import Choices, PlannedRequest, RequestPlanner, api_error, cut_off
 from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -117,7 +117,7 @@ class ApiServer:
         pool = engine.connector.pool
         self._positions = min(self._config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
         self._created = int(time.time())
-        self._planner = Planner(
+        self._planner = RequestPlanner(
             self._config, self._tokenizer, template, defaults, settings, positions=self._positions
         )
         self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")

@@ -131,7 +131,7 @@ class Choices:
         return found
 
 
-class Planner:
+class RequestPlanner:
     """Turn requests into prompts of token ids and sampling parameters, within the limits of ``settings`` and
     of a model with ``positions``. Thread-safe: tokenizing a long text takes seconds, so that callers may
     use other threads."""
