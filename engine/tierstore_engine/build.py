@@ -68,12 +68,14 @@ from tierstore_engine.weights import (
 )
 
 _STATE_PAGES = 4  # a sequence takes a live state and a copy of it; hits may take as many again
+_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with everything else
 
 
 @dataclass(frozen=True)
 class OpenModel:
     """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
-    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so."""
+    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
+    ``on_disk``: weights stay in their files."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -81,6 +83,7 @@ class OpenModel:
     device: str
     source: Path | None = None
     expand: bool = False
+    on_disk: bool = False
     adapters: tuple[Adapter, ...] = ()
 
     @property
@@ -124,6 +127,7 @@ def open_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    weights_on_disk: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
     deterministic: bool = False,
@@ -135,8 +139,9 @@ def open_model(
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
-    ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``. ``deterministic``: a token's
-    numbers have the same bits in every step (:mod:`~tierstore_engine.deterministic`).
+    ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
+    ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
+    (:mod:`~tierstore_engine.deterministic`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -145,6 +150,9 @@ def open_model(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     check_device(device)
+    if weights_on_disk and (model in PRESETS or expand_weights):
+        why = "a preset has no file" if model in PRESETS else "--expand-weights makes others of them"
+        raise UsageError(f"weights cannot stay on disk: {why}")
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
         where = resolve_device(device, config.dtype)
@@ -173,6 +181,7 @@ def open_model(
         where,
         source,
         expand_weights,
+        weights_on_disk,
         read_adapters(config, adapters),
     )
     if opened.device != "cpu":
@@ -182,6 +191,8 @@ def open_model(
 
 def _check_gpu(opened: OpenModel) -> None:
     """Raise :class:`UsageError` for a model that is computed on the CPU only."""
+    if opened.on_disk:
+        raise UsageError("weights can stay on disk on the CPU only: give --device cpu")
     if opened.config.short_conv is not None or opened.config.mamba1 is not None:
         raise UsageError(
             "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
@@ -209,6 +220,7 @@ def load_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    weights_on_disk: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
     deterministic: bool = False,
@@ -224,18 +236,25 @@ def load_model(
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             expand_weights=expand_weights,
+            weights_on_disk=weights_on_disk,
             tokenizer=tokenizer,
             adapters=adapters,
             deterministic=deterministic,
         )
     source = model
-    _check_memory(source)
+    if not source.on_disk:
+        _check_memory(source)
     if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
         kernels = None if source.device == "cpu" else _matrix_kernels(source)
         weights = load_weights(
-            source.config, source.source, device=source.device, expand=source.expand, kernels=kernels
+            source.config,
+            source.source,
+            device=source.device,
+            expand=source.expand,
+            on_disk=source.on_disk,
+            kernels=kernels,
         )
     digest = digest_weights(source.config, weights)
     return LoadedModel(source.config, source.tokenizer, weights, digest, source.device, source.adapters)
@@ -444,12 +463,21 @@ def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
     sequences = settings.max_sequences
     if sequences > LEAST_STAGED:
         raise UsageError(f"with an overflow file, max_sequences is at most {LEAST_STAGED}, got {sequences}")
-    most = pages_for_tokens(spec, settings.batch_tokens - sequences) + 2 * sequences
-    if most > pages:
+    if sequences > resident_sequences(spec, pages, settings):
+        most = _prompt_pages(spec, settings) + 2 * sequences
         raise UsageError(
             f"a step may write {most} pages, and {pages} fit the pool's memory: give it more "
             f"({format_size(most * spec.split()[0].page_bytes)}), or lower max_sequences or prefill_chunk"
         )
+
+
+def resident_sequences(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
+    """Return of how many sequences one step may write, if ``pages`` pages are in memory. May be negative."""
+    return min((pages - _prompt_pages(spec, settings)) // 2, LEAST_STAGED)
+
+
+def _prompt_pages(spec: KVSpec, settings: EngineSettings) -> int:
+    return pages_for_tokens(spec, settings.prompt_tokens - 1)
 
 
 def check_device(device: str) -> None:
@@ -486,6 +514,20 @@ def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int
     """Return :func:`pages_within` the part of the device's free memory that a pool may take."""
     first = spec.split()[0]
     return pages_within(spec, pages_that_fit(first, device) * first.page_bytes, settings)
+
+
+def pages_wanted(
+    options: EngineOptions, opened: OpenModel, spec: KVSpec, settings: EngineSettings
+) -> int | None:
+    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` holds, on a CPU by default
+    for 65,536 tokens. None for a GPU's whole free memory. Raises the errors of :func:`check_pool`."""
+    if options.hbm_bytes is None and opened.device != "cpu":
+        return None
+    pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)
+    if options.hbm_bytes is not None:
+        pages = pages_within(spec, options.hbm_bytes, settings)
+    check_pool(spec, pages, opened.device, nbytes=pool_bytes(spec, pages, settings))
+    return pages
 
 
 def pages_within(spec: KVSpec, nbytes: int, settings: EngineSettings) -> int:

@@ -364,22 +364,19 @@ class Engine:
 
         If pages run out, each beam may have to be loaded back separately. So the pool must be able to hold
         all beams unshared. Raises :class:`RequestError` if it cannot, and for more beams than
-        ``max_sequences``.
+        ``max_sequences``. Raises :class:`~tierstore.tiers.overflow.OverflowFailedError` if an overflow file
+        loses a beam's pages too often, or has no room for them.
         """
         params = params or BeamParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         group = self._beams.begin(tokens, params, session)
         self._last_progress = time.monotonic()
         try:
-            while not group.search.done:
+            while not group.search.done and group.error is None:
                 self.step()
         finally:
             self._beams.end(group)
-        eos = self.model.config.eos_ids
-        return [
-            BeamHypothesis(self.tokenizer.decode(each[:-1] if each[-1] in eos else each), each, score)
-            for score, each in group.search.hypotheses
-        ]
+        return self._beams.hypotheses(group, self.tokenizer)
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """Add a request and yield its outputs, stepping the engine as needed. Closing the iterator early
@@ -468,13 +465,16 @@ class Engine:
             if sequence not in failed and (sequence in affected or stateful):
                 self._keeper.leave(sequence, save=sequence not in affected)
                 self._scheduler.requeue(sequence, preempted=False)
-        return [self._failed(sequence, str(error)) for sequence in failed]
+        return [output for sequence in failed for output in self._failed(sequence, str(error))]
 
-    def _failed(self, sequence: Sequence, why: str) -> StepOutput:
-        """End a request with an error. None of its pages are saved."""
+    def _failed(self, sequence: Sequence, why: str) -> list[StepOutput]:
+        """End a request with an error. None of its pages are saved. The search of a beam ends with it."""
+        self._beams.fail(sequence, why)
+        if self._roster.get(sequence.request_id) is None:  # another beam of its search has failed, too
+            return []
         sequence.error = why
         sequence.no_save = True
-        return self._retire(sequence, sequence.finish(FinishReason.ERROR), ())
+        return [self._retire(sequence, sequence.finish(FinishReason.ERROR), ())]
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
         """Compute the next layers of a sequence whose pages are arriving: those that have arrived, or all of

@@ -41,16 +41,7 @@ def run(
     The whole request is checked before weights are read and before the store is opened.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    params = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=tuple(options.stop or ()),
-        ignore_eos=options.ignore_eos,
-    )
+    params = options.sampling()
     settings, opened = options.settings(), open_model_of(options)
     overflow = options.overflow_of(opened.device)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)

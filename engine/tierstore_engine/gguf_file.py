@@ -19,7 +19,7 @@ import torch
 
 from tierstore.gguf import CONFIG_FIELDS, GGUFHeader, config_fields
 from tierstore.spec import positive
-from tierstore_engine.checkpoint import StoredWeights
+from tierstore_engine.checkpoint import StoredWeights, mapped_file
 from tierstore_engine.config import ModelConfig, RopeConfig, TensorNames
 from tierstore_engine.errors import ModelError
 from tierstore_engine.families import config_from_hf
@@ -87,8 +87,7 @@ def read_gguf(file: Path) -> GGUFContents:
     """
     try:
         with file.open("rb") as opened:
-            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        return _contents(data)
+            return _contents(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except struct.error as error:
         raise ModelError(f"{file} is not a readable GGUF file: it ends within its metadata") from error
     except (OSError, OverflowError, ValueError) as error:
@@ -224,9 +223,11 @@ class GGUFWeights(StoredWeights):
 
     quantised = "GGUF"
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, mapped: bool = False) -> None:
+        """``mapped``: matrices are views of the file (:mod:`tierstore_engine.weights_on_disk`)."""
         self._file = file
-        self._tensors = read_gguf(file).tensors
+        self.mapped = [mapped_file(file)] if mapped else []
+        self._tensors = read_gguf(file).tensors if not mapped else _contents(self.mapped[0].data).tensors
 
     def close(self) -> None:
         """Do nothing: the file is mapped until the last tensor of it goes."""
@@ -270,4 +271,5 @@ class GGUFWeights(StoredWeights):
                 f"{self._file}: tensor {name} has shape {list(tensor.shape)}, but the metadata asks for "
                 f"{list(shape)}"
             )
-        return PackedMatrix(GGUF_FORMATS[self._format(name)], torch.from_numpy(tensor.data.copy()))
+        data = tensor.data if self.mapped else tensor.data.copy()
+        return PackedMatrix(GGUF_FORMATS[self._format(name)], torch.from_numpy(data))

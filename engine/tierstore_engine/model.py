@@ -135,6 +135,7 @@ class Model:
         for index in layers:
             layer = weights[index]
             step.arrivals.wait(index)
+            self._begin(index)
             given = self._mixed(index, normed, step, positions)
             if layer.mixer_post_norm is not None:
                 given = pointwise.norm(given, layer.mixer_post_norm)
@@ -152,6 +153,11 @@ class Model:
             hidden, normed = _added(pointwise, hidden, given, weights[index + 1].mixer_norm)
         return hidden
 
+    def _begin(self, layer: int) -> None:
+        """Note that the weights of a layer are read now; those of the head come after the last layer."""
+        if self._weights.stream is not None:
+            self._weights.stream.begin(layer)
+
     def _scaled(self, given: torch.Tensor) -> torch.Tensor:
         scale = self.config.residual_scale
         return given if scale == 1.0 else given * scale
@@ -163,6 +169,7 @@ class Model:
         return mixer.compute(hidden, layout, positions)
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
+        self._begin(self.config.layers)
         last = self._pointwise.norm(hidden[step.logit_rows], self._weights.norm)
         logits = linear(last, self._weights.head).float()
         if self.config.logit_divisor != 1.0:

@@ -15,6 +15,7 @@ from tierstore_engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from tierstore.tiers.overflow import Overflow
+    from tierstore_engine.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,20 @@ class ModelOptions:
         bool,
         typer.Option("--expand-weights", help="Expand quantised weights to the dtype when they are read"),
     ] = False
+    weights_on_disk: Annotated[
+        bool,
+        typer.Option("--weights-on-disk", help="On a CPU: read weights from their file for each step"),
+    ] = False
 
     def reading(self) -> dict[str, Any]:
         """Return how weights and tokenizer are read, as arguments of
         :func:`~tierstore_engine.build.open_model`."""
-        return {"dtype": self.dtype, "expand_weights": self.expand_weights, "tokenizer": self.tokenizer}
+        return {
+            "dtype": self.dtype,
+            "expand_weights": self.expand_weights,
+            "weights_on_disk": self.weights_on_disk,
+            "tokenizer": self.tokenizer,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +182,57 @@ class GenerateOptions(EngineOptions):
 
     def settings(self) -> EngineSettings:
         return replace(super().settings(), max_sequences=1)
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters. Raises :class:`UsageError` for values out of range."""
+        from tierstore_engine.sampling import SamplingParams
+
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Many prompts instead of one. ``max_sequences`` None takes as many as the memory allows."""
+
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            help="Continue all requests of a file in OpenAI's batch format or a simpler one (docs/batches.md)"
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Append the results of --batch to a file, which continues an interrupted run"),
+    ] = None
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja template of --batch [default: the model's]", show_default=False)
+    ] = None
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequences of --batch in one step at most [default: what memory allows, up to 64]",
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self, prompt: PromptOptions, *, json: bool) -> None:
+        """Check the combination of options. Raises :class:`UsageError`."""
+        if self.batch is None:
+            if (self.output, self.chat_template, self.max_sequences) != (None, None, None):
+                raise UsageError("--output, --chat-template and --max-sequences need --batch")
+        elif prompt.prompt is not None or prompt.prompt_file is not None:
+            raise UsageError("give --batch, or a prompt, but not both")
+        elif json:
+            raise UsageError("--json is for one prompt: the results of --batch are JSON already")
 
 
 @dataclass(frozen=True, kw_only=True)

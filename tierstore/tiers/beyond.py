@@ -160,8 +160,9 @@ class BeyondPool(PagePool):
         with self._lock:
             self._step += 1
             self._used_at[needed] = self._step
-            lost = needed[self._content[needed] == LOST]
-            if len(lost):
+            if (self._content[needed] == LOST).any():
+                # All at once: otherwise the next attempt could find another one in the cache.
+                lost = np.flatnonzero(self._content == LOST)
                 raise LostPagesError(lost.tolist(), "the overflow file has failed")
             if len(wanted) > self.resident_pages:
                 raise OverflowFailedError(

@@ -293,6 +293,7 @@ class OverflowPool(BeyondPool):
         region = HostRegion(round_up(spec.page_bytes, ALIGNMENT), num_pages, touched=False)
         self._memory = region.memory
         self._place(spec, region, WholePages(region.large_pages))
+        self.silent = False  # whether the disk has stopped answering reads
         whole = len(self.file.starts) * self.file.stride
         self._bounce_pages = max(_BOUNCE_BYTES // whole, 1)
         self._track(num_pages, at_once=self._bounce_pages)
@@ -406,6 +407,7 @@ class OverflowPool(BeyondPool):
         """Note that the disk did not answer a read in time: nothing is read from it or written to it any
         more."""
         with self._lock:
+            self.silent = True
             self._fail(f"the overflow file's disk did not answer within {self.answer_s:g} s")
             self.lose(np.flatnonzero(self._content == BEYOND).tolist())
 
@@ -471,12 +473,15 @@ class PageStream:
         return memory.address
 
     def close(self) -> None:
-        """Wait until nothing is read any more, unless the disk has stopped answering."""
+        """Wait until nothing is read any more, unless the disk has stopped answering. A read that ended later
+        would overwrite what the next stream has read into its buffer. A silent disk has no next stream."""
         self._wanted = iter(())
         for _, _, reading in self._coming:
-            if not reading.cancel() and self._pool.failed is None:
-                with contextlib.suppress(FutureTimeoutError):
+            if not reading.cancel() and not self._pool.silent:
+                try:
                     reading.exception(self._pool.answer_s)
+                except FutureTimeoutError:
+                    self._pool.answers_not()
 
     def _read_next(self, memory: Memory) -> None:
         wanted = next(self._wanted, None)

@@ -25,9 +25,8 @@ from tierstore_engine.build import (
     load_model,
     open_model,
     open_model_of,
-    pages_within,
+    pages_wanted,
     pool_bytes,
-    pool_pages_for,
 )
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
@@ -40,7 +39,6 @@ from tierstore_engine.server.settings import NONE, ServerSettings
 
 PROMPT_LOOKUP = "prompt-lookup"
 
-_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with everything else
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _log = logging.getLogger(__name__)
@@ -141,13 +139,10 @@ async def _serve(
 def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:
     """Return the size of the pool in pages; None for a GPU's whole free memory."""
     settings = options.settings()
-    if options.hbm_bytes is None and opened.device != "cpu":
+    pages = pages_wanted(options, opened, spec, settings)
+    if pages is None:
         return None
-    pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)
-    if options.hbm_bytes is not None:
-        pages = pages_within(spec, options.hbm_bytes, settings)
     nbytes, most = pool_bytes(spec, pages, settings), options.most_hbm_bytes
-    check_pool(spec, pages, opened.device, nbytes=nbytes)
     if most is not None:
         if most < nbytes:
             raise UsageError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from tests.engine.device import ONE_OF_EACH, FakeDevice, missing
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, FlipBit
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, FlipBit, Stall
 from tierstore.tiers import overflow
 from tierstore.tiers.beyond import BEYOND, NONE, BeyondPool, LostPagesError, OverflowFailedError
 from tierstore.tiers.device_overflow import DeviceOverflowPool
@@ -258,6 +260,43 @@ def test_a_read_that_fails_once_is_tried_again(pool: OverflowPool, io: FaultyIO)
         rows = pool.staging_array(stream.take()).reshape(-1, pool.file.stride)
         assert set(rows[0, : pool.file.slice_bytes]) == {0}
         assert set(rows[1, : pool.file.slice_bytes]) == {1}
+
+
+def test_a_stream_waits_for_its_reads_though_the_file_takes_no_more_pages(
+    pool: OverflowPool, io: FaultyIO
+) -> None:
+    """A late read would overwrite what the next stream reads into the same buffer."""
+    stall = Stall()
+    io.set(
+        Fault(lambda call: call.kind == "preadv", stall, times=1),
+        Fault(lambda call: call.kind == "pwritev", Fail(errno.ENOSPC)),
+    )
+    opened = ExitStack()
+    opened.enter_context(pool.streaming([np.array([0, 1])]))
+    stall.entered.wait()
+    more = pool.allocate(1)
+    assert more is not None
+    with pytest.raises(OverflowFailedError):
+        pool.prepare(more, [2, 3, 4, 5])
+    closing = threading.Thread(target=opened.close)
+    closing.start()
+    closing.join(0.2)
+    waits = closing.is_alive()
+    stall.release()
+    closing.join()
+    assert waits
+
+
+def test_a_stream_whose_reads_do_not_end_is_the_last(pool: OverflowPool, io: FaultyIO) -> None:
+    stall = Stall()
+    pool.answer_s = 0.1
+    io.set(Fault(lambda call: call.kind == "preadv", stall, times=1))
+    with pool.streaming([np.array([0, 1])]):
+        stall.entered.wait()
+    stall.release()
+    assert pool.failed
+    with pytest.raises(LostPagesError):
+        pool.prepare([], [0])
 
 
 def test_a_file_that_takes_no_pages(
