@@ -328,7 +328,7 @@ def open_overflow_pools(
     first: PagePool
     compute = None
     if runtime is None:
-        pages = counts[0] + overflow.pages(first_spec)
+        pages = overflow.pages(first_spec, counts[0])
         first = OverflowPool(first_spec, pages, resident_pages=counts[0], directory=overflow.directory)
     else:
         first = DeviceOverflowPool.open(first_spec, counts[0], overflow, runtime)

@@ -58,7 +58,8 @@ def run(
     out, err = out or sys.stdout, err or sys.stderr
     assert batch.batch is not None
     entries = read_batch(batch.batch)
-    opened, overflow = open_model_of(options), options.overflow_file()
+    opened = open_model_of(options)
+    overflow = options.overflow_of(opened.device)
     names, asked = _Names.of(options, opened), _Fallbacks.of(options)
     template = load_template(opened.folder, batch.chat_template)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)

@@ -21,7 +21,7 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from tierstore.tiers.overflow import OverflowFailedError
+from tierstore.tiers.beyond import OverflowFailedError
 from tierstore.types import checked_session
 from tierstore_engine.errors import RequestError
 from tierstore_engine.limits import Limits

@@ -313,7 +313,7 @@ def build_engine(
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     if overflow is not None:
-        overflow.pages(spec.split()[0])  # refuses models that it does not suit, at any size
+        overflow.pages(spec.split()[0], pages)  # refuses models that it does not suit, at any size
         check_resident(spec, pages, settings)
     connector = open_connector(
         spec,

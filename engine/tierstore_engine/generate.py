@@ -158,11 +158,11 @@ def _pool_pages(
     pages = pages_within(spec, options.hbm_bytes, settings)
     check_pool(spec, pages, model.device, nbytes=options.hbm_bytes)
     overflow = options.overflow_of(model.device)
-    beyond = overflow.pages(spec.split()[0]) if overflow is not None else 0
-    if pages + beyond < needed:
+    total = overflow.pages(spec.split()[0], pages) if overflow is not None else pages
+    if total < needed:
         raise RequestError(
             f"the prompt's {len(tokens)} tokens and up to {options.max_new_tokens} new ones need "
             f"{needed} pages ({format_size(nbytes)}), but --hbm-bytes holds {pages}"
-            + (f" and the overflow {beyond}" if overflow is not None else "")
+            + (f", and {total} with --overflow" if overflow is not None else "")
         )
     return pages

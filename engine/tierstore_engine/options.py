@@ -104,7 +104,7 @@ class EngineOptions(ModelOptions):
             "--overflow-host-bytes (docs/beyond-memory.md)",
         ),
     ] = None
-    overflow_bytes: Annotated[int, size_option("Size of the file in --overflow")] = 16 * GIB
+    overflow_bytes: Annotated[int, size_option("Size of the file in --overflow, for all pages")] = 16 * GIB
     overflow_host_bytes: Annotated[
         int | None,
         size_option(

@@ -325,7 +325,7 @@ def test_what_is_refused(loaded: Callable[..., LoadedModel], tmp_path: Path) -> 
     many = EngineSettings(max_sequences=65)
     with pytest.raises(UsageError, match="at most 64, got 65"):
         build_engine(tiny, pool_pages=400, settings=many, overflow=Overflow(tmp_path, 1 << 24))
-    with pytest.raises(UsageError, match="no room for a page"):
+    with pytest.raises(UsageError, match="holds 0 pages, and the memory 400"):
         build_engine(tiny, pool_pages=400, overflow=Overflow(tmp_path, 1))
     with pytest.raises(UsageError, match="no room for an overflow file"):
         build_engine(tiny, pool_pages=400, overflow=Overflow(tmp_path, 1 << 44))

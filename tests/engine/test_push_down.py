@@ -306,4 +306,4 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Overflow(tmp_path, 1 << 30, host_bytes=1 << 30).check("cuda")
     [spec] = CONFIGS["bfloat16"].kv_spec(chunk_tokens=CHUNK).split()
     with pytest.raises(UsageError, match="less than two pages"):
-        Overflow(None, 0, host_bytes=1).pages(spec)
+        Overflow(None, 0, host_bytes=1).pages(spec, 1)

@@ -55,7 +55,7 @@ class DeviceOverflowPool(BeyondPool):
     def open(cls, spec: KVSpec, slots: int, overflow: Overflow, device: Device) -> DeviceOverflowPool:
         """Open a pool with ``slots`` pages on ``device`` and further ones in ``overflow``. Raises
         :class:`~tierstore.errors.UsageError` if a part of it has no room."""
-        pages, moved = slots + overflow.pages(spec), overflow.moved_pages(spec)
+        pages, moved = overflow.pages(spec, slots), overflow.moved_pages(spec)
         below = OverflowPool(
             spec, pages, resident_pages=overflow.host_pages(spec), directory=overflow.directory
         )

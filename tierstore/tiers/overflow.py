@@ -72,8 +72,9 @@ ANSWER_S = 30.0
 class Overflow:
     """Where the pages that do not fit the memory of a pool lie.
 
-    They lie in a file of ``nbytes`` bytes in ``directory``. For a pool on a GPU, up to ``host_bytes`` of them
-    lie in host memory before they go to the file. Without a directory all of them lie there.
+    They lie in a file of at most ``nbytes`` bytes in ``directory``, which has a place for every page of the
+    pool. For a pool on a GPU, up to ``host_bytes`` of them lie in host memory before they go to the file.
+    Without a directory all of them lie there.
     """
 
     directory: Path | None
@@ -94,8 +95,9 @@ class Overflow:
                 f"{format_size(self.nbytes)} would: leave --overflow out, or give the file more bytes"
             )
 
-    def pages(self, spec: KVSpec) -> int:
-        """Return how many pages of ``spec`` lie beyond the memory. Raises :class:`UsageError` for none."""
+    def pages(self, spec: KVSpec, resident: int) -> int:
+        """Return the number of pages of a pool of ``spec``, ``resident`` of which fit its memory. Raises
+        :class:`UsageError` if there are no others."""
         [group] = spec.groups
         if group.kind not in (LayerKind.FULL_ATTENTION, LayerKind.MLA_LATENT):
             raise UsageError(
@@ -103,10 +105,14 @@ class Overflow:
                 f"{group.kind.value}, which needs little memory"
             )
         if self.directory is None:
-            return self.host_pages(spec) - self.moved_pages(spec)
-        pages = self.nbytes // (len(group.layers) * round_up(spec.layer(group.layers[0]).nbytes, ALIGNMENT))
-        if pages < 1:
-            raise UsageError(f"an overflow file of {format_size(self.nbytes)} has no room for a page")
+            return resident + self.host_pages(spec) - self.moved_pages(spec)
+        page_bytes = len(group.layers) * round_up(spec.layer(group.layers[0]).nbytes, ALIGNMENT)
+        pages = self.nbytes // page_bytes
+        if pages <= resident:
+            raise UsageError(
+                f"an overflow file of {format_size(self.nbytes)} holds {pages} pages, and the memory "
+                f"{resident}: give it more than {format_size(resident * page_bytes)}, or leave it out"
+            )
         return pages
 
     def host_pages(self, spec: KVSpec) -> int:

@@ -169,7 +169,7 @@ class DeviceOverflowModel(OverflowModel):
         layers = -(-self.spec.layer(0).nbytes // 4096) * 4096 * self.spec.num_layers
         if self.directory.name == "host":
             return Overflow(None, 0, host_bytes=(PAGES - RESIDENT + 2) * page)
-        return Overflow(self.directory, (PAGES - RESIDENT) * layers, host_bytes=3 * page)
+        return Overflow(self.directory, PAGES * layers, host_bytes=3 * page)
 
     def put(self, page: int, data: bytes) -> None:
         assert isinstance(self.pool, DeviceOverflowPool)
@@ -345,9 +345,15 @@ def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_models_have_an_overflow_file(tmp_path: Path) -> None:
     window = LayerGroup(LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=128)
     with pytest.raises(UsageError, match="sliding_window"):
-        Overflow(tmp_path, 1 << 30).pages(KVSpec((window,), "float16"))
+        Overflow(tmp_path, 1 << 30).pages(KVSpec((window,), "float16"), 1)
     spec = SPECS["odd sizes"]
-    assert Overflow(tmp_path, 20 * 2 * 4096).pages(spec) == 20  # a layer of a page takes a whole block
+    size = Overflow(tmp_path, 20 * 2 * 4096)
+    assert size.pages(spec, 19) == 20  # a layer of a page takes a whole block
+    pool = OverflowPool(spec, size.pages(spec, 3), resident_pages=3, directory=tmp_path)
+    assert pool.file.nbytes <= size.nbytes
+    pool.close()
+    with pytest.raises(UsageError, match="holds 20 pages, and the memory 20: give it more than 160 KiB"):
+        size.pages(spec, 20)
 
 
 def test_runs() -> None:

@@ -21,7 +21,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.machine import memory_bytes
 from tierstore.spec import KVSpec
 from tierstore.tiers.hbm import COMPLETED, PagePool
-from tierstore.tiers.overflow import Overflow, OverflowPool
+from tierstore.tiers.overflow import OverflowPool
 from tierstore.units import format_size
 from tierstore_engine.attention.base import Span
 from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model
@@ -149,9 +149,8 @@ def _measure(
     fitting = -(-tokens // spec.chunk_tokens)
     pages = times * fitting
     kv_bytes = pages * spec.page_bytes
-    size = Overflow(directory, int(kv_bytes * 1.1) + (64 << 20))
     resident = fitting + _SPARE_PAGES
-    pool = OverflowPool(spec, resident + size.pages(spec), resident_pages=resident, directory=directory)
+    pool = OverflowPool(spec, resident + pages, resident_pages=resident, directory=directory)
     try:
         beyond = DecodedContext(model, pool, pages)
         beyond.step()
