@@ -197,6 +197,10 @@ def _check_gpu(opened: OpenModel) -> None:
         raise UsageError(
             "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
         )
+    if opened.config.kv.quantised and opened.config.latent is not None:
+        raise UsageError(
+            "quantised latents are computed on the CPU only: give --device cpu, or leave --kv-dtype out"
+        )
 
 
 def open_model_of(options: EngineOptions) -> OpenModel:

@@ -380,10 +380,10 @@ class ModelConfig:
             raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if (self.recurrent is None) == (LayerKind.RECURRENT_STATE in self.kinds):
             raise ModelError("a model needs a state's shape exactly if it has layers with a recurrent state")
-        unquantised = {LayerKind.MLA_LATENT, LayerKind.RECURRENT_STATE} & set(self.kinds)
-        if self.kv.quantised and unquantised:
-            [kind, *_] = sorted(unquantised)
-            raise ModelError(f"--kv-dtype is for keys and values: this model keeps a {kind.value}")
+        if self.kv.keys != self.kv.values and LayerKind.MLA_LATENT in self.kinds:
+            raise ModelError("latents are keys and values at once: give --kv-dtype one format for both")
+        if self.kv.quantised and set(self.kinds) == {LayerKind.RECURRENT_STATE}:
+            raise ModelError("--kv-dtype is for keys and values: this model keeps only states")
 
     # -- of one layer ----------------------------------------------------------------------------------
 

@@ -234,10 +234,11 @@ def test_limits_of_steps_as_transformers_writes_them() -> None:
     assert (limited.least_step, limited.most_step) == (0.1, 2.0)
 
 
-@pytest.mark.parametrize("name", ["tiny-deepseek", "tiny-qwen3-next", "tiny-nemotron-h"])
-def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
-    with pytest.raises(ModelError, match="--kv-dtype is for keys and values: this model keeps a "):
-        replace(preset(name), kv=KVFormat.parse("int8"))
+def test_kv_formats_that_a_model_cannot_have() -> None:
+    with pytest.raises(ModelError, match="latents are keys and values at once: give --kv-dtype one format"):
+        replace(preset("tiny-deepseek"), kv=KVFormat.parse("k8v4"))
+    with pytest.raises(ModelError, match="--kv-dtype is for keys and values: this model keeps only states"):
+        replace(preset("tiny-mamba2"), kv=KVFormat.parse("int8"))
 
 
 @pytest.mark.parametrize(

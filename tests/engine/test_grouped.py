@@ -265,6 +265,35 @@ def test_the_room_for_states_does_not_depend_on_the_tokens(
         engine.beam_search(oracle.prompt, BeamParams(width=3))
 
 
+@pytest.mark.parametrize("family", ["granite-hybrid", "qwen3-next", "deepseek-v3"])
+def test_quantised_pages_beside_states_from_each_tier(
+    family: str,
+    checkpoints: Callable[..., Path],
+    loaded: Callable[..., LoadedModel],
+    engine_of: Callable[..., Engine],
+) -> None:
+    """A warm run has the answer of a cold one. Float pages have another identity."""
+    plain, model = (loaded(str(checkpoints(family)), kv_dtype=bits) for bits in ("auto", "int8"))
+    prompt = [token % 300 for token in range(7, 7 + 11 * 200, 11)]
+    other = engine_of(plain, disk="store")
+    other.generate([prompt], GREEDY)
+    close(other)
+    [cold] = engine_of(model, stored=False).generate([prompt], GREEDY)
+    engine = engine_of(model, disk="store")
+    for tier in ("", "host", "disk"):
+        if tier == "host":
+            forget(engine)
+        if tier == "disk":
+            close(engine)
+            engine = engine_of(model, disk="store")
+        [found] = engine.generate([prompt], GREEDY)
+        assert (tier in found.metrics.reused_by_tier) == bool(tier)
+        assert found.tokens == cold.tokens
+        assert found.logits is not None
+        assert cold.logits is not None
+        assert abs(found.logits - cold.logits).max() < MAX_LOGIT_DIFF
+
+
 @pytest.mark.parametrize("name", STATES, indirect=True)
 def test_states_refuse_what_needs_attention(model: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="an overflow file needs layers that read every token"):

@@ -89,9 +89,10 @@ class _QuantisedPages(KVPages):
         self._format = config.kv
         self._spec = spec
         self._start_of = start_of
-        self._heads = config.kv_heads
+        [group] = spec.groups
+        self._heads = group.kv_heads
         self._memory = memory
-        planes = itertools.product(range(config.layers if config.kv.ranges else 0), range(2))
+        planes = itertools.product(range(config.layers if config.kv.ranges else 0), range(group.planes))
         self._static = {plane: config.kv.static_scales(*plane) for plane in planes}
 
     def put(
@@ -106,7 +107,7 @@ class _QuantisedPages(KVPages):
         self._codes(layer, plane)[pages, :, offsets] = codes
 
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
-        for plane, code in enumerate(self._format.codes):
+        for plane, code in enumerate(self._format.codes[: len(out)]):
             held, static = self._codes(layer, plane), self._static.get((layer, plane))
             for head in range(self._heads):  # one at a time: decoded data stays in the cache
                 numbers = code.decode(held[:, head].index_select(0, pages))
