@@ -157,8 +157,8 @@ class BeamSearch:
 
 @dataclass(slots=True)
 class BeamGroup:
-    """A search with the sequence of each beam. ``offers`` are those of the current step: the group advances
-    when all members have offered."""
+    """A search with the sequence of each beam. ``offers`` has the offers of the current step. The group
+    advances when all members have offered."""
 
     search: BeamSearch
     members: list[Sequence]

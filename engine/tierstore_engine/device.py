@@ -49,7 +49,7 @@ class CudaRunner(Runner):
         pools: Sequence[DevicePool],
         settings: EngineSettings,
     ) -> None:
-        """``memories`` and ``pools`` are those of the model's layer groups."""
+        """``memories`` and ``pools`` have one entry for each layer group of the model."""
         attention, pool = memories[0], pools[0]
         captured = [cast(Captured, memory) for memory in memories]
         self._model = model

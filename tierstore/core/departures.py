@@ -113,8 +113,8 @@ class Departures:
         return int(self._clock())
 
     def left_since(self, at_s: int) -> int:
-        """Return the number of bytes that have left since ``at_s``. A page that left then would still be there
-        if the tiers were larger by about this."""
+        """Return the number of bytes that have left since ``at_s``. A page that left then would still be
+        there if the tiers were larger by about this."""
         first = bisect_left(self._volumes, (at_s, 0))
         return self._left_bytes - self._volumes[first][1] if first < len(self._volumes) else 0
 
