@@ -331,6 +331,24 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Of which transformers computes other logits with a cache: there it does not limit the steps of Mamba-2."""
 
 
+_MAMBA = {"state_size": 12, "time_step_rank": 8, "tie_word_embeddings": True}
+
+STATES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("Mamba", {**_MAMBA, "use_bias": True}),
+    "falcon-mamba": ("FalconMamba", {**_MAMBA, "mixer_rms_eps": 1e-3, "use_conv_bias": False}),
+    "mamba2": (
+        "Mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 12,
+            "n_groups": 2,
+            "chunk_size": 32,
+        },
+    ),
+}
+"""Models without attention: all that they remember is a recurrent state."""
+
 _LAYERS = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 37}
 
 LLAMA_LIKE: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -433,7 +451,7 @@ def reference_model(name: str) -> transformers.PreTrainedModel:
     import transformers  # seconds, and not everywhere where the kernels are tested
 
     transformers.utils.logging.disable_progress_bar()
-    family, fields = {**ARCHITECTURES, **GROUPED, **VARIANTS, **LLAMA_LIKE}[name]
+    family, fields = {**ARCHITECTURES, **GROUPED, **VARIANTS, **STATES, **LLAMA_LIKE}[name]
     text = "Text" if family in ("Gemma3", "Llama4") else ""  # the others of that name take images
     if family == "Mistral3":
         model = _with_images(_BASE | fields)

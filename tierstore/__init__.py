@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tierstore.store import Hit, Store, lookup_all
     from tierstore.tiers.device import Device
     from tierstore.tiers.hbm import PagePool
+    from tierstore.tiers.overflow import Overflow
     from tierstore.tiers.pinned import Pin
     from tierstore.transfer import Progress, Transfer, TransferState
     from tierstore.types import Hint, Loaded, Promise
@@ -64,6 +65,7 @@ __all__ = [
     "connect",
     "lookup_all",
     "open",
+    "open_overflow_pools",
     "open_pool",
     "open_pools",
 ]
@@ -307,6 +309,34 @@ def open_pools(
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         return (open_pool(spec, nbytes // spec.page_bytes, device=device, most=most),)
     return group_pools.open_group_pools(spec.split(), nbytes, most_bytes=most_bytes, device=_device(device))
+
+
+def open_overflow_pools(
+    spec: KVSpec, counts: Sequence[int], overflow: Overflow, *, device: str = "cpu"
+) -> tuple[PagePool, ...]:
+    """Return a pool for each layer group of ``spec``, of ``counts`` pages each. The first pool has further
+    pages in ``overflow``: on a CPU in a file, on a GPU in host memory and then in a file.
+
+    Raises :class:`UsageError` for a first layer group that needs no such pages, for a size without room, and
+    for an ``overflow`` that does not fit the device."""
+    from tierstore.tiers.device_overflow import DeviceOverflowPool
+    from tierstore.tiers.group_pools import bytes_for, open_group_pools
+    from tierstore.tiers.overflow import OverflowPool
+
+    overflow.check(device)
+    runtime, (first_spec, *specs) = _device(device), spec.split()
+    first: PagePool
+    compute = None
+    if runtime is None:
+        pages = counts[0] + overflow.pages(first_spec)
+        first = OverflowPool(first_spec, pages, resident_pages=counts[0], directory=overflow.directory)
+    else:
+        first = DeviceOverflowPool.open(first_spec, counts[0], overflow, runtime)
+        compute = first.hbm.compute
+    if not specs:
+        return (first,)
+    nbytes = bytes_for(specs, counts[1:])
+    return (first, *open_group_pools(specs, nbytes, device=runtime, compute=compute))
 
 
 def _device(device: str) -> Device | None:

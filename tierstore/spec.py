@@ -404,6 +404,7 @@ LAYER_KINDS = {
 _BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # in Nemotron-H's hybrid_override_pattern
 # Fields of models with different layers, in which no list says which layer is which.
 _MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
+_STATES_ONLY = ("mamba", "mamba2", "falcon_mamba")  # values of model_type: models without attention
 _FULL = LayerKind.FULL_ATTENTION
 _STATE_BYTES = 4  # a number of a recurrent state, stored as float32 with any model dtype
 
@@ -442,14 +443,14 @@ def layer_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
     if config.get("kv_lora_rank"):
         width = positive(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
         return [LayerGroup(LayerKind.MLA_LATENT, tuple(range(len(kinds))), 1, width)]
-    heads, kv_heads = positive(config, "num_attention_heads"), kv_heads_of(config)
-    head_dim = int(config.get("head_dim") or positive(config, "hidden_size") // heads)
     groups = []
     for kind in dict.fromkeys(kinds):
         members = tuple(at for at, each in enumerate(kinds) if each is kind)
         if kind is LayerKind.RECURRENT_STATE:
             groups.append(LayerGroup(kind, members, state_bytes=_state_bytes(config)))
         else:
+            heads, kv_heads = positive(config, "num_attention_heads"), kv_heads_of(config)
+            head_dim = int(config.get("head_dim") or positive(config, "hidden_size") // heads)
             groups.append(LayerGroup(kind, members, kv_heads, head_dim, _window(config, kind)))
     return groups
 
@@ -487,6 +488,8 @@ def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
         if unknown:
             raise SpecError(f"config.json: layer_types names {unknown}, which are not supported")
         return [LAYER_KINDS[each] for each in named]
+    if config.get("model_type") in _STATES_ONLY:
+        return [LayerKind.RECURRENT_STATE] * positive(config, "num_hidden_layers")
     if config.get("model_type") == "jamba":
         period, offset = positive(config, "attn_layer_period"), int(config.get("attn_layer_offset") or 0)
         numbers = range(positive(config, "num_hidden_layers"))
@@ -543,12 +546,18 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
     if config.get("ssm_state_size"):  # Nemotron-H
         values = positive(config, "mamba_num_heads") * positive(config, "mamba_head_dim")
         return _mamba2_bytes(config, values, "ssm_state_size", "n_groups", "conv_kernel")
+    if config.get("model_type") == "mamba2":
+        values = positive(config, "num_heads") * positive(config, "head_dim")
+        return _mamba2_bytes(config, values, "state_size", "n_groups", "conv_kernel")
+    if config.get("model_type") in _STATES_ONLY:  # Mamba-1
+        width = int(config.get("intermediate_size") or 0)
+        width = width or positive(config, "hidden_size") * positive(config, "expand")
+        return _mamba1_bytes(config, width, "state_size", "conv_kernel")
     if config.get("conv_L_cache"):  # LFM2
         return positive(config, "hidden_size") * (positive(config, "conv_L_cache") - 1) * _STATE_BYTES
-    if config.get("mamba_dt_rank"):  # Jamba: a column of the state for each channel
+    if config.get("mamba_dt_rank"):  # Jamba
         width = positive(config, "hidden_size") * positive(config, "mamba_expand")
-        kept = positive(config, "mamba_d_state") + positive(config, "mamba_d_conv") - 1
-        return width * kept * _STATE_BYTES
+        return _mamba1_bytes(config, width, "mamba_d_state", "mamba_d_conv")
     if config.get("mamba_n_heads"):  # Granite 4.0-H and Bamba
         values = positive(config, "mamba_n_heads")
         if config.get("mamba_d_head", "auto") == "auto":
@@ -557,6 +566,12 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
             values *= positive(config, "mamba_d_head")
         return _mamba2_bytes(config, values, "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
     raise SpecError("config.json: its layers with a recurrent state are not supported")
+
+
+def _mamba1_bytes(config: Mapping[str, Any], channels: int, size: str, width: str) -> int:
+    """Return the state bytes of one layer with this many channels: each has a column of the state. The names
+    are those of the fields with the other sizes."""
+    return channels * (positive(config, size) + positive(config, width) - 1) * _STATE_BYTES
 
 
 def _mamba2_bytes(config: Mapping[str, Any], values: int, size: str, groups: str, width: str) -> int:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import tierstore
-from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool, open_pools
+from tierstore import (
+    DEFAULT_DISK_BYTES,
+    DEFAULT_HOST_BYTES,
+    Store,
+    open_overflow_pools,
+    open_pool,
+    open_pools,
+)
 from tierstore import Hit as StoreHit
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
@@ -271,7 +278,7 @@ def open_connector(
     the pools share one memory, which holds this many pages of each group at once. ``most_bytes`` is the
     largest size that the pool may be resized to (None: on a CPU its first size; a pool on another device is
     not resizable). With ``overflow``, the first group's pool has these pages in memory and further ones in
-    the overflow file (:mod:`tierstore.tiers.overflow`), on a CPU only.
+    the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory.
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
     or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
@@ -335,14 +342,6 @@ def _open_pools(
             return open_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         return [open_pool(spec, counts[0], device=device, most=most)]
-    if device != "cpu":
-        raise UsageError("an overflow file works on a CPU only: leave it out, or use device cpu")
     if most_bytes is not None:
         raise UsageError("a pool with an overflow file cannot be resized: leave one of the two out")
-    from tierstore.tiers.overflow import OverflowPool
-
-    pages = counts[0] + overflow.pages(parts[0])
-    first = OverflowPool(parts[0], pages, resident_pages=counts[0], directory=overflow.directory)
-    rest = replace(spec, groups=spec.groups[1:]) if len(parts) > 1 else None
-    others = open_pools(rest, bytes_for(parts[1:], counts[1:])) if rest is not None else ()
-    return (first, *others)
+    return open_overflow_pools(spec, counts, overflow, device=device)

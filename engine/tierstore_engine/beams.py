@@ -21,6 +21,7 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from tierstore.tiers.overflow import OverflowFailedError
 from tierstore.types import checked_session
 from tierstore_engine.errors import RequestError
 from tierstore_engine.limits import Limits
@@ -28,6 +29,7 @@ from tierstore_engine.outputs import RequestId, TokenLogprob
 from tierstore_engine.roster import Roster
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import Sequence
+from tierstore_engine.tokenizer import Tokenizer
 
 EarlyStopping: TypeAlias = Literal["never"] | bool
 
@@ -158,11 +160,12 @@ class BeamSearch:
 @dataclass(slots=True)
 class BeamGroup:
     """A search with the sequence of each beam. ``offers`` has the offers of the current step. The group
-    advances when all members have offered."""
+    advances when all members have offered, and ends as a whole if one of them cannot continue."""
 
     search: BeamSearch
     members: list[Sequence]
     offers: dict[RequestId, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    error: str | None = None  # why it has ended without a result
 
     @property
     def complete(self) -> bool:
@@ -214,6 +217,23 @@ class Beams:
         for beam in group.members:
             self._drop(beam)
         group.members = []
+
+    def fail(self, sequence: Sequence, why: str) -> None:
+        """End the search that has ``sequence`` as a beam, if there is one, without a result."""
+        group = self.of(sequence)
+        if group is not None:
+            group.error = why
+            self.end(group)
+
+    def hypotheses(self, group: BeamGroup, tokenizer: Tokenizer) -> list[BeamHypothesis]:
+        """Return the result of a search that is done. Raises :class:`OverflowFailedError` if it failed."""
+        if group.error is not None:
+            raise OverflowFailedError(f"the beam search has ended: {group.error}")
+        eos = self._limits.config.eos_ids
+        return [
+            BeamHypothesis(tokenizer.decode(each[:-1] if each[-1] in eos else each), each, score)
+            for score, each in group.search.hypotheses
+        ]
 
     def end_all(self) -> None:
         for group in list(self._groups.values()):

@@ -23,6 +23,7 @@ from tierstore.machine import memory_bytes
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Device
+from tierstore.tiers.device_overflow import DeviceOverflowPool
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.group_pools import bytes_for
 from tierstore.tiers.hbm import PagePool
@@ -36,6 +37,7 @@ from tierstore_engine.attention.base import pages_on_device
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
 from tierstore_engine.delta import CpuDeltaStates
+from tierstore_engine.deterministic import with_same_bits
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
@@ -65,11 +67,15 @@ from tierstore_engine.weights import (
     weights_bytes,
 )
 
+_STATE_PAGES = 4  # a sequence takes a live state and a copy of it; hits may take as many again
+_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with everything else
+
 
 @dataclass(frozen=True)
 class OpenModel:
     """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
-    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so."""
+    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
+    ``on_disk``: weights stay in their files."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -77,7 +83,13 @@ class OpenModel:
     device: str
     source: Path | None = None
     expand: bool = False
+    on_disk: bool = False
     adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def gguf(self) -> Path | None:
+        """Return the GGUF file that the model is in; None for a folder or a preset."""
+        return self.source if self.source is not None and self.source.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -115,8 +127,10 @@ def open_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    weights_on_disk: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
+    deterministic: bool = False,
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
     ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of the tokenizer and of the
@@ -125,7 +139,9 @@ def open_model(
     ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
-    ``expand_weights``. ``adapters`` are LoRA adapters, each as ``NAME=DIR``.
+    ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
+    ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
+    (:mod:`~tierstore_engine.deterministic`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -134,15 +150,15 @@ def open_model(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     check_device(device)
+    if weights_on_disk and (model in PRESETS or expand_weights):
+        why = "a preset has no file" if model in PRESETS else "--expand-weights makes others of them"
+        raise UsageError(f"weights cannot stay on disk: {why}")
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
-        return OpenModel(
-            config,
-            ByteTokenizer(),
-            None,
-            resolve_device(device, config.dtype),
-            adapters=read_adapters(config, adapters),
-        )
+        where = resolve_device(device, config.dtype)
+        if deterministic:
+            config = with_same_bits(config, where)
+        return OpenModel(config, ByteTokenizer(), None, where, adapters=read_adapters(config, adapters))
     source = Path(model)
     if not source.exists():
         raise UnknownModelError(
@@ -151,6 +167,9 @@ def open_model(
     gguf = source.is_file()
     read = config_from_gguf(source, dtype=dtype) if gguf else read_config(source, dtype=dtype)
     config = with_scales(replace(read, kv=kv), kv_scales, source)
+    where = resolve_device(device, config.dtype)
+    if deterministic:
+        config = with_same_bits(config, where)
     folder = Path(tokenizer) if tokenizer is not None else source.parent if gguf else source
     inside = gguf and tokenizer is None and not has_vocabulary(folder)
     words = HFTokenizer(vocabulary_of_gguf(source) if inside else folder)
@@ -159,9 +178,10 @@ def open_model(
         config,
         words,
         folder,
-        resolve_device(device, config.dtype),
+        where,
         source,
         expand_weights,
+        weights_on_disk,
         read_adapters(config, adapters),
     )
     if opened.device != "cpu":
@@ -171,6 +191,8 @@ def open_model(
 
 def _check_gpu(opened: OpenModel) -> None:
     """Raise :class:`UsageError` for a model that is computed on the CPU only."""
+    if opened.on_disk:
+        raise UsageError("weights can stay on disk on the CPU only: give --device cpu")
     if opened.config.short_conv is not None or opened.config.mamba1 is not None:
         raise UsageError(
             "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
@@ -185,6 +207,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         kv_dtype=options.kv_dtype,
         kv_scales=options.kv_scales,
         adapters=options.adapter or (),
+        deterministic=options.deterministic,
         **options.reading(),
     )
 
@@ -197,8 +220,10 @@ def load_model(
     kv_dtype: str = AUTO,
     kv_scales: str = DYNAMIC,
     expand_weights: bool = False,
+    weights_on_disk: bool = False,
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
+    deterministic: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
     """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
@@ -211,17 +236,25 @@ def load_model(
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             expand_weights=expand_weights,
+            weights_on_disk=weights_on_disk,
             tokenizer=tokenizer,
             adapters=adapters,
+            deterministic=deterministic,
         )
     source = model
-    _check_memory(source)
+    if not source.on_disk:
+        _check_memory(source)
     if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
         kernels = None if source.device == "cpu" else _matrix_kernels(source)
         weights = load_weights(
-            source.config, source.source, device=source.device, expand=source.expand, kernels=kernels
+            source.config,
+            source.source,
+            device=source.device,
+            expand=source.expand,
+            on_disk=source.on_disk,
+            kernels=kernels,
         )
     digest = digest_weights(source.config, weights)
     return LoadedModel(source.config, source.tokenizer, weights, digest, source.device, source.adapters)
@@ -262,7 +295,7 @@ def build_engine(
     - ``pool_pages``: the pool's size. None, on a GPU only, takes the free memory.
     - ``most_pool_bytes``: the largest size for :meth:`Engine.resize_pool`. None means the first size on a
       CPU; on a GPU the pool then cannot be resized.
-    - ``overflow``: where pages lie that do not fit the pool, on a CPU. The others are in memory.
+    - ``overflow``: where pages lie that do not fit the pool. The others are in memory.
     - ``store``: the store's directory or address. None keeps pages only in the pool.
     - ``prefix_cache``: whether pages are reused at all.
     - ``model_name``: the model's public name.
@@ -280,6 +313,7 @@ def build_engine(
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     if overflow is not None:
+        overflow.pages(spec.split()[0])  # refuses models that it does not suit, at any size
         check_resident(spec, pages, settings)
     connector = open_connector(
         spec,
@@ -328,6 +362,8 @@ def build_draft_model(
             f"a draft model must have the model's vocabulary: it has {draft.config.vocab_size} tokens, "
             f"the model {model.config.vocab_size}"
         )
+    if draft.config.states:
+        raise UsageError("a draft model cannot have recurrent states, which do not go back: use another one")
     settings, spec = settings or EngineSettings(), draft.kv_spec(chunk_tokens=chunk_tokens)
     check_pool(spec, pool_pages, draft.device)
     connector = open_connector(
@@ -350,7 +386,8 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
     """Return the model over a pool for each of its layer groups, on their device."""
     memories = [make_memory(pool, model.config) for pool in pools]
     runnable = Model(model.config, model.weights, memories, device=model.device, adapters=model.adapters)
-    on_device = [pool for pool in pools if isinstance(pool, DevicePool)]
+    slots = [pool.hbm if isinstance(pool, DeviceOverflowPool) else pool for pool in pools]
+    on_device = [pool for pool in slots if isinstance(pool, DevicePool)]
     if on_device:
         from tierstore_engine.device import CudaRunner
 
@@ -361,13 +398,13 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
 def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]:
     """Return the pages of each layer group's pool, if the first pool has ``pages``. Window pools hold what
     the concurrent sequences need, plus a quarter of all tokens. State pools hold two states per sequence, and
-    as many again for hits."""
+    as many again for hits. ``pages`` are states, if the model has nothing else."""
     tokens = pages * spec.chunk_tokens
     counts = [pages]
     for part in spec.split()[1:]:
         [group] = part.groups
         if group.window is None:
-            counts.append(4 * min(pages, settings.max_sequences))
+            counts.append(_STATE_PAGES * min(pages, settings.max_sequences))
         else:
             most = min(tokens, group.window + settings.prefill_chunk + 2 * spec.chunk_tokens)
             counts.append(min(pages // 4 + 2 * pages_for_tokens(spec, most) + 2, 2 * pages + 2))
@@ -394,6 +431,14 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     return kind(pages_on_device(pool), pool.spec, config, launcher)
 
 
+def pool_pages_for(spec: KVSpec, tokens: int, *, sequences: int) -> int:
+    """Return the pages of the first layer group's pool for ``tokens`` tokens in ``sequences`` sequences."""
+    [group] = spec.split()[0].groups
+    if group.kind is LayerKind.RECURRENT_STATE:
+        return _STATE_PAGES * sequences
+    return pages_for_tokens(spec, tokens)
+
+
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
     """Return how many pages hold the KV of ``tokens`` tokens of one sequence."""
     return -(-tokens // spec.chunk_tokens)
@@ -418,12 +463,21 @@ def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
     sequences = settings.max_sequences
     if sequences > LEAST_STAGED:
         raise UsageError(f"with an overflow file, max_sequences is at most {LEAST_STAGED}, got {sequences}")
-    most = pages_for_tokens(spec, settings.batch_tokens - sequences) + 2 * sequences
-    if most > pages:
+    if sequences > resident_sequences(spec, pages, settings):
+        most = _prompt_pages(spec, settings) + 2 * sequences
         raise UsageError(
             f"a step may write {most} pages, and {pages} fit the pool's memory: give it more "
             f"({format_size(most * spec.split()[0].page_bytes)}), or lower max_sequences or prefill_chunk"
         )
+
+
+def resident_sequences(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
+    """Return of how many sequences one step may write, if ``pages`` pages are in memory. May be negative."""
+    return min((pages - _prompt_pages(spec, settings)) // 2, LEAST_STAGED)
+
+
+def _prompt_pages(spec: KVSpec, settings: EngineSettings) -> int:
+    return pages_for_tokens(spec, settings.prompt_tokens - 1)
 
 
 def check_device(device: str) -> None:
@@ -460,6 +514,20 @@ def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int
     """Return :func:`pages_within` the part of the device's free memory that a pool may take."""
     first = spec.split()[0]
     return pages_within(spec, pages_that_fit(first, device) * first.page_bytes, settings)
+
+
+def pages_wanted(
+    options: EngineOptions, opened: OpenModel, spec: KVSpec, settings: EngineSettings
+) -> int | None:
+    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` holds, on a CPU by default
+    for 65,536 tokens. None for a GPU's whole free memory. Raises the errors of :func:`check_pool`."""
+    if options.hbm_bytes is None and opened.device != "cpu":
+        return None
+    pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)
+    if options.hbm_bytes is not None:
+        pages = pages_within(spec, options.hbm_bytes, settings)
+    check_pool(spec, pages, opened.device, nbytes=pool_bytes(spec, pages, settings))
+    return pages
 
 
 def pages_within(spec: KVSpec, nbytes: int, settings: EngineSettings) -> int:

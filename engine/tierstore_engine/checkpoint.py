@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -22,6 +23,7 @@ from tierstore_engine.errors import ModelError
 from tierstore_engine.families import check_quantisation, config_from_hf, unread_tensors, weight_scheme
 from tierstore_engine.quantised import PackedMatrix
 from tierstore_engine.weight_schemes import CODE_DTYPES
+from tierstore_engine.weights_on_disk import MappedFile
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -37,6 +39,18 @@ QUANTISATION_FILES = (
 )
 """Files beside ``config.json`` that quantisation tools write."""
 
+VIEWED_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 _READ_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
@@ -73,6 +87,8 @@ class StoredWeights(ABC):
     weights, None without any."""
 
     quantised: str | None
+    mapped: list[MappedFile]
+    """The files that tensors and matrices are views of; empty if they are copies."""
 
     def __enter__(self) -> StoredWeights:
         return self
@@ -117,11 +133,15 @@ class StoredWeights(ABC):
 class Checkpoint(StoredWeights):
     """The tensors of a folder's safetensors files, whole or sharded. Files are opened lazily."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, mapped: bool = False) -> None:
+        """``mapped``: tensors are views of the files (:mod:`tierstore_engine.weights_on_disk`)."""
         self._folder = folder
         self._files = _tensor_files(folder)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
+        self._mapped = {each: mapped_file(each) for each in set(self._files.values())} if mapped else {}
+        self._places: dict[Path, Mapping[str, Any]] = {}
+        self.mapped = list(self._mapped.values())
         self._config = _read_json(folder / CONFIG_FILE)
         self._scheme = weight_scheme(self._config)
         self.quantised = None if self._scheme is None else self._scheme.method
@@ -209,10 +229,27 @@ class Checkpoint(StoredWeights):
                 raise ModelError(
                     f"{file}: tensor {name} has shape {list(found)}, but config.json asks for {list(shape)}"
                 )
-            tensor: torch.Tensor = handle.get_tensor(name)
+            tensor: torch.Tensor = handle.get_tensor(name) if not self.mapped else self._view(file, name)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
         return tensor
+
+    def _view(self, file: Path, name: str) -> torch.Tensor:
+        """Return a tensor as a view of its file."""
+        data = self._mapped[file].bytes
+        start = 8 + int.from_bytes(bytes(data[:8]), "little")
+        if file not in self._places:
+            self._places[file] = msgspec.json.decode(bytes(data[8:start]))
+        place = self._places[file][name]
+        first, stop = place["data_offsets"]
+        flat = data[start + first : start + stop]
+        try:
+            return flat.view(VIEWED_DTYPES[place["dtype"]]).view(place["shape"])
+        except (KeyError, RuntimeError) as error:
+            raise ModelError(
+                f"{file}: tensor {name} ({place['dtype']}) cannot be used where it lies: "
+                "leave out --weights-on-disk"
+            ) from error
 
     def packed(self, name: str, shape: torch.Size) -> PackedMatrix | None:
         scheme, stem = self._scheme, self._stem(name)
@@ -224,7 +261,9 @@ class Checkpoint(StoredWeights):
             *layout.needed,
             *(each for each in layout.optional if stem + each in self._files),
         ]
-        tensors = {end: self.read(stem + end).clone() for end in ends}
+        tensors = {end: self.read(stem + end) for end in ends}
+        if not self.mapped:
+            tensors = {end: tensor.clone() for end, tensor in tensors.items()}
         wanted = (math.prod(shape[:-1]), shape[-1])
         try:
             found = layout.pack(scheme, tensors)
@@ -244,6 +283,14 @@ class Checkpoint(StoredWeights):
         if file not in self._open:
             self._open[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         return self._open[file]
+
+
+def mapped_file(file: Path) -> MappedFile:
+    """Map a file of weights. Raises :class:`ModelError`."""
+    try:
+        return MappedFile(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot map {file}: {error}") from error
 
 
 def _tensor_files(folder: Path) -> Mapping[str, Path]:

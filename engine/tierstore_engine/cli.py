@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.command_line import make_app, one_line_errors, version_option, with_options
-from tierstore_engine.options import GenerateOptions, ModelOptions, PromptOptions, ServeOptions
+from tierstore_engine.options import BatchOptions, GenerateOptions, ModelOptions, PromptOptions, ServeOptions
 from tierstore_engine.server.settings import ServerSettings
 
 app = make_app()
@@ -30,12 +30,18 @@ def _commands(version: Annotated[bool, version_option("tierstore-engine")] = Fal
 
 @app.command()
 @with_options
-def generate(options: GenerateOptions, prompt: PromptOptions) -> None:
-    """Continue a prompt.
+def generate(options: GenerateOptions, prompt: PromptOptions, batch: BatchOptions) -> None:
+    """Continue a prompt, or all requests of a file.
 
     The text goes to stdout as it is generated, one line about the run to stderr.
     """
+    batch.check(prompt, json=options.json)
     # Imported here because torch takes seconds to import and --help should not.
+    if batch.batch is not None:
+        from tierstore_engine import batch_run
+
+        batch_run.run(options, batch)
+        return
     from tierstore_engine.generate import run
 
     run(options, prompt.text())

@@ -168,6 +168,10 @@ class Mamba1Config(StateConfig):
     conv_bias: bool = True
     biased: bool = False
     """Whether the projections into and out of the layer have biases."""
+    norm_eps: float | None = None
+    """Epsilon of the norms of steps, keys and queries; None without these norms."""
+    trained_norms: bool = False
+    """Whether these norms have weights."""
 
     @property
     def channels(self) -> int:
@@ -364,13 +368,15 @@ class ModelConfig:
     """Whether queries and keys are normed after rotation."""
     short_conv: ShortConvConfig | None = None
     mamba1: Mamba1Config | None = None
+    arithmetic: str = ""
+    """Where a token's numbers have the same bits in every step, what decides these (``--deterministic``)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ModelError(f"model dtype {self.dtype!r} is not supported (use one of {', '.join(DTYPES)})")
-        if self.heads % self.kv_heads:
+        if self.attends and self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
-        if self.head_dim < 2 or self.head_dim % 2:
+        if self.attends and (self.head_dim < 2 or self.head_dim % 2):
             raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if (self.recurrent is None) == (LayerKind.RECURRENT_STATE in self.kinds):
             raise ModelError("a model needs a state's shape exactly if it has layers with a recurrent state")
@@ -422,6 +428,12 @@ class ModelConfig:
             assert self.latent is not None
             return LayerGroup(kind, layers, 1, self.latent.width)
         return LayerGroup(kind, layers, self.kv_heads, self.head_dim, window)
+
+    @property
+    def attends(self) -> bool:
+        """Return whether any layer attends to keys, values or latents. The layers of other models have
+        recurrent states only, and ``heads``, ``kv_heads`` and ``head_dim`` are 0."""
+        return set(self.kinds) != {LayerKind.RECURRENT_STATE}
 
     @property
     def recurrent(self) -> StateConfig | None:

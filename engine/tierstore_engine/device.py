@@ -21,6 +21,7 @@ from tierstore.units import format_size
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges, choose, least_tokens
+from tierstore_engine.attention.push_down import PushDownAttention
 from tierstore_engine.choices import kept_choice, per_call
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.gather import LARGEST_BYTES, KernelGather, OnStream, crossover
@@ -51,14 +52,18 @@ class CudaRunner(Runner):
     ) -> None:
         """``memories`` and ``pools`` have one entry for each layer group of the model."""
         attention, pool = memories[0], pools[0]
-        captured = [cast(Captured, memory) for memory in memories]
+        beyond = isinstance(attention, PushDownAttention)
+        if isinstance(attention, PushDownAttention):
+            attention = attention.device
         self._model = model
         self._pool = pool
         self._settings = settings
         self._stream = external(pool.compute, pool.device)
         # The weights were made on torch's default stream, which this stream does not wait for by itself.
         self._stream.wait_stream(torch.cuda.default_stream(torch.device(pool.device)))
-        positions = min(model.config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
+        # The tables of a model that has only states are one page long.
+        pages = pool.num_pages if model.config.attends else 1
+        positions = min(model.config.max_positions, pages * pool.spec.chunk_tokens)
         with (
             shortage_explained(pool, settings),
             torch.inference_mode(),
@@ -68,14 +73,18 @@ class CudaRunner(Runner):
                 attention.library_at = _prefill_ranges(attention, model.config, pool, settings, positions)
             for each in pools:
                 each.gather = _gather(each)
-            self.graphs = DecodeGraphs(
-                model,
-                captured,
-                CudaRecorder(pool.device),
-                max_sequences=settings.max_sequences,
-                width=-(-positions // pool.spec.chunk_tokens),
-            )
+            # The host takes part in a step over pages beyond the memory, so it cannot be captured.
+            self.graphs = None if beyond else self._capture(memories, -(-positions // pool.spec.chunk_tokens))
         self._stream.synchronize()
+
+    def _capture(self, memories: Sequence[Memory], width: int) -> DecodeGraphs:
+        return DecodeGraphs(
+            self._model,
+            [cast(Captured, memory) for memory in memories],
+            CudaRecorder(self._pool.device),
+            max_sequences=self._settings.max_sequences,
+            width=width,
+        )
 
     @property
     def config(self) -> ModelConfig:
@@ -83,7 +92,7 @@ class CudaRunner(Runner):
 
     def compute(self, step: Step) -> torch.Tensor:
         with shortage_explained(self._pool, self._settings), torch.cuda.stream(self._stream):
-            logits = self.graphs.compute(step)
+            logits = None if self.graphs is None else self.graphs.compute(step)
             return self._model.compute(step) if logits is None else logits
 
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:

@@ -20,8 +20,8 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.planner import Prefill, PrefillEstimate
 from tierstore.retention import checkpoint_tokens
+from tierstore.tiers.beyond import BeyondPool, LostPagesError, OverflowFailedError
 from tierstore.tiers.large_pages import PoolSize
-from tierstore.tiers.overflow import LostPagesError, OverflowFailedError, OverflowPool
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import Work, build_step, finishing
@@ -158,9 +158,9 @@ class Engine:
             self._keeper, self.settings, prefill=lambda: self._prefills.prefill, clock=clock
         )
         self._drafter = drafter
-        self._limits = Limits(model.config, self._keeper)
-        self._roster = Roster(self._keeper, self._scheduler, self._limits, tokenizer, drafter)
-        self._beams = Beams(self._roster, self._limits, self.settings.max_sequences)
+        self.limits = Limits(model.config, self._keeper)
+        self._roster = Roster(self._keeper, self._scheduler, self.limits, tokenizer, drafter)
+        self._beams = Beams(self._roster, self.limits, self.settings.max_sequences)
         self._mailboxes: dict[RequestId, deque[StepOutput]] = {}
         self._cancelled: list[StepOutput] = []
         self._steps = self._computed_tokens = self._generated_tokens = 0
@@ -200,7 +200,7 @@ class Engine:
         started = time.monotonic()
         params = params or SamplingParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._limits.check_prompt(tokens, params)
+        self.limits.check_prompt(tokens, params)
         session = checked_session(session)
         if adapter is not None and adapter not in self.adapters:
             raise RequestError(f"no adapter {adapter!r} (known: {', '.join(self.adapters) or 'none'})")
@@ -263,7 +263,7 @@ class Engine:
         """
         for sequence in self._roster:
             group = self._beams.of(sequence)
-            self._limits.check_resize(nbytes, sequence, group.search.width if group is not None else 1)
+            self.limits.check_resize(nbytes, sequence, group.search.width if group is not None else 1)
         size = self.connector.resize(nbytes)
         self._scheduler.room_grew()  # may be False: then they continue to wait
         return size
@@ -364,22 +364,19 @@ class Engine:
 
         If pages run out, each beam may have to be loaded back separately. So the pool must be able to hold
         all beams unshared. Raises :class:`RequestError` if it cannot, and for more beams than
-        ``max_sequences``.
+        ``max_sequences``. Raises :class:`~tierstore.tiers.overflow.OverflowFailedError` if an overflow file
+        loses a beam's pages too often, or has no room for them.
         """
         params = params or BeamParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         group = self._beams.begin(tokens, params, session)
         self._last_progress = time.monotonic()
         try:
-            while not group.search.done:
+            while not group.search.done and group.error is None:
                 self.step()
         finally:
             self._beams.end(group)
-        eos = self.model.config.eos_ids
-        return [
-            BeamHypothesis(self.tokenizer.decode(each[:-1] if each[-1] in eos else each), each, score)
-            for score, each in group.search.hypotheses
-        ]
+        return self._beams.hypotheses(group, self.tokenizer)
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """Add a request and yield its outputs, stepping the engine as needed. Closing the iterator early
@@ -415,7 +412,7 @@ class Engine:
             total_pages=pool.capacity,
             late_requests=self._late_requests,
             longest_overtaken_s=self._scheduler.longest_overtaken_s,
-            overflow=pool.stats if isinstance(pool, OverflowPool) else None,
+            overflow=pool.stats if isinstance(pool, BeyondPool) else None,
         )
 
     def close(self) -> None:
@@ -468,13 +465,16 @@ class Engine:
             if sequence not in failed and (sequence in affected or stateful):
                 self._keeper.leave(sequence, save=sequence not in affected)
                 self._scheduler.requeue(sequence, preempted=False)
-        return [self._failed(sequence, str(error)) for sequence in failed]
+        return [output for sequence in failed for output in self._failed(sequence, str(error))]
 
-    def _failed(self, sequence: Sequence, why: str) -> StepOutput:
-        """End a request with an error. None of its pages are saved."""
+    def _failed(self, sequence: Sequence, why: str) -> list[StepOutput]:
+        """End a request with an error. None of its pages are saved. The search of a beam ends with it."""
+        self._beams.fail(sequence, why)
+        if self._roster.get(sequence.request_id) is None:  # another beam of its search has failed, too
+            return []
         sequence.error = why
         sequence.no_save = True
-        return self._retire(sequence, sequence.finish(FinishReason.ERROR), ())
+        return [self._retire(sequence, sequence.finish(FinishReason.ERROR), ())]
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
         """Compute the next layers of a sequence whose pages are arriving: those that have arrived, or all of

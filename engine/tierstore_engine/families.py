@@ -7,22 +7,18 @@ of the field.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tierstore.errors import SpecError
-from tierstore.spec import LAYER_KINDS, LayerKind, blocks, layer_kinds, positive, rope_layers
-from tierstore_engine import llama_like
+from tierstore.spec import LayerKind, layer_kinds, positive, rope_layers
+from tierstore_engine import llama_like, recurrent
 from tierstore_engine.config import (
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
-    Mamba1Config,
-    Mamba2Config,
     ModelConfig,
-    ShortConvConfig,
     Temperature,
     TensorNames,
 )
@@ -33,13 +29,13 @@ from tierstore_engine.config_fields import (
     common_fields,
     every_other,
     mixed_layers,
-    number_of,
     read_rope,
     rope_fields,
     windows_of,
     yarn_growth,
 )
 from tierstore_engine.errors import ModelError
+from tierstore_engine.llama_like import llama
 from tierstore_engine.weight_schemes import WeightScheme, read_scheme
 
 
@@ -113,13 +109,8 @@ def unread_tensors(raw: Raw) -> Mapping[str, str]:
 # -- one reader for each architecture ------------------------------------------------------------------
 
 
-def _llama(raw: Raw, *, partial: bool = False) -> ModelConfig:
-    bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(**common_fields(raw, partial=partial), qkv_bias=bias, o_bias=bias)
-
-
 def _mistral(raw: Raw) -> ModelConfig:
-    return replace(_llama(raw), windows=windows_of(raw))
+    return replace(llama(raw), windows=windows_of(raw))
 
 
 def _qwen2(raw: Raw) -> ModelConfig:
@@ -203,7 +194,7 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
         sharpness=float(raw.get("swiglu_alpha") or 1.702),
     )
     return replace(
-        _llama({"attention_bias": True, **raw}),
+        llama({"attention_bias": True, **raw}),
         **mixed_layers(raw, every_other(raw), "sliding_window"),
         sinks=True,
         experts=experts,
@@ -226,7 +217,7 @@ def _llama4(raw: Raw) -> ModelConfig:
         scaled_input=True,
         shared_width=width,
     )
-    plain = _llama({**raw, "intermediate_size": raw.get("intermediate_size_mlp") or width})
+    plain = llama({**raw, "intermediate_size": raw.get("intermediate_size_mlp") or width})
     rope = replace(plain.rope, interleaved=True)
     return replace(
         plain,
@@ -287,7 +278,7 @@ def _deepseek(raw: Raw, experts: ExpertsConfig, *, interleaved: bool) -> ModelCo
         query_rank=positive(raw, "q_lora_rank") if raw.get("q_lora_rank") else None,
     )
     width = latent.nope_dim + latent.rope_dim
-    plain = _llama({**raw, "head_dim": width, "num_key_value_heads": None})
+    plain = llama({**raw, "head_dim": width, "num_key_value_heads": None})
     scaling = rope_fields(raw)
     stretched = plain.rope.kind != "default" and scaling.get("mscale_all_dim")
     grown = yarn_growth(plain.rope.factor, float(scaling["mscale_all_dim"])) if stretched else 1.0
@@ -325,238 +316,15 @@ def _qwen3_next(raw: Raw) -> ModelConfig:
         value_dim=positive(raw, "linear_value_head_dim"),
         conv_width=positive(raw, "linear_conv_kernel_dim"),
     )
-    plain = _llama({"partial_rotary_factor": 0.25, **raw}, partial=True)
+    plain = llama({"partial_rotary_factor": 0.25, **raw}, partial=True)
     return _with_qwen_experts(
         replace(plain, kinds=kinds, delta=delta, qk_norm=True, centred_norms=True, gated_attention=True),
         {"norm_topk_prob": True, **raw},
     )
 
 
-def _granite_hybrid(raw: Raw) -> ModelConfig:
-    """Read Granite 4.0-H: Mamba-2 and attention, the latter mostly without rotation. In a layer without
-    experts, the MLP beside the experts is the only one."""
-    width = positive(raw, "shared_intermediate_size")
-    experts = None
-    if raw.get("num_local_experts"):
-        experts = ExpertsConfig(
-            count=positive(raw, "num_local_experts"),
-            chosen=positive(raw, "num_experts_per_tok"),
-            width=positive(raw, "intermediate_size"),
-            scoring="softmax of chosen",
-            shared_width=width,
-        )
-    plain = _llama({**raw, "intermediate_size": width})
-    if plain.activation != "silu":
-        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
-    kinds = tuple(layer_kinds({"layer_types": ["mamba"] * plain.layers, **raw}))
-    check_kinds(kinds)
-    hybrid = LayerKind.RECURRENT_STATE in kinds
-    turned = raw.get("position_embedding_type") == "rope"
-    return replace(
-        plain,
-        kinds=kinds if hybrid else (),
-        mamba=_granite_mamba2(raw) if hybrid else None,
-        ropes=() if turned else (None,) * plain.layers,
-        experts=experts,
-        embed_scale=float(raw.get("embedding_multiplier") or 1.0),
-        residual_scale=float(raw.get("residual_multiplier") or 1.0),
-        score_scale=float(raw.get("attention_multiplier") or 1.0),
-        logit_divisor=float(raw.get("logits_scaling") or 1.0),
-        names=TensorNames(mlp="block_sparse_moe", router="router.layer", aside="shared_mlp", joined=True),
-    )
-
-
-def _granite_mamba2(raw: Raw) -> Mamba2Config:
-    heads = positive(raw, "mamba_n_heads")
-    width = positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
-    head_dim = raw.get("mamba_d_head", "auto")
-    limits = [number_of(each) for each in raw.get("time_step_limit") or (0.0, math.inf)]
-    return Mamba2Config(
-        heads=heads,
-        head_dim=width // heads if head_dim == "auto" else positive(raw, "mamba_d_head"),
-        state_dim=positive(raw, "mamba_d_state"),
-        groups=positive(raw, "mamba_n_groups"),
-        conv_width=positive(raw, "mamba_d_conv"),
-        conv_bias=bool(raw.get("mamba_conv_bias", True)),
-        biased=bool(raw.get("mamba_proj_bias", False)),
-        least_step=limits[0],
-        most_step=limits[1] if math.isfinite(limits[1]) else None,
-    )
-
-
-def _nemotron_h(raw: Raw) -> ModelConfig:
-    """Read Nemotron-H: its blocks are a mixer (Mamba-2, or attention without rotation) or an MLP. A layer
-    here is a mixer's block with the MLP block that follows it, if there is one."""
-    names = blocks(raw) or [str(each) for each in raw.get("layer_types") or ()]
-    unknown = sorted(set(names) - {*_MIXERS, "mlp", "moe"})
-    if unknown or not names:
-        raise ModelError(f"config.json: layers_block_type names {', '.join(unknown) or 'nothing'}: not known")
-    mixers = [at for at, kind in enumerate(names) if kind in _MIXERS]
-    follow = [names[at + 1] if at + 1 < len(names) else None for at in mixers]
-    if len(mixers) + sum(kind in ("mlp", "moe") for kind in follow) != len(names):
-        raise ModelError("config.json: an MLP that does not follow a mixer is not supported")
-    kinds = tuple(LAYER_KINDS[names[at]] for at in mixers)
-    check_kinds(kinds)
-    activations = raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")
-    if activations != ("relu2", "silu"):
-        raise ModelError(
-            "config.json: of Nemotron-H only mlp_hidden_act relu2 and mamba_hidden_act silu are known"
-        )
-    for name in ("attention_bias", "moe_latent_size", "sliding_window"):
-        if raw.get(name):
-            raise ModelError(f"config.json: {name} is not supported with Nemotron-H")
-    head_dim = raw.get("head_dim") or raw.get("attention_head_dim") or 128
-    common = common_fields(
-        {**raw, "head_dim": head_dim, "num_hidden_layers": len(mixers), "hidden_act": "silu"}
-    )
-    layers = range(len(mixers))
-    experts = _nemotron_experts(raw) if "moe" in follow else None
-    if experts is not None and common["mlp_bias"]:
-        raise ModelError("config.json: mlp_bias is not supported with experts")
-    return ModelConfig(
-        **{
-            **common,
-            "norm_eps": float(raw.get("layer_norm_epsilon") or 1e-5),
-            "activation": "relu2",
-        },
-        kinds=kinds,
-        ropes=(None,) * len(mixers),
-        mamba=_nemotron_mamba2(raw) if LayerKind.RECURRENT_STATE in kinds else None,
-        experts=experts,
-        dense_layers=tuple(at for at in layers if follow[at] == "mlp") if experts is not None else (),
-        bare_layers=tuple(at for at in layers if follow[at] not in ("mlp", "moe")),
-        names=TensorNames(shared="shared_experts", blocks=True),
-    )
-
-
-_MIXERS = ("mamba", "linear_attention", "attention", "full_attention")
-
-
-def _nemotron_mamba2(raw: Raw) -> Mamba2Config:
-    # As in transformers: time_step_min is the limit, and time_step_limit is not read.
-    return Mamba2Config(
-        heads=positive(raw, "mamba_num_heads"),
-        head_dim=positive(raw, "mamba_head_dim"),
-        state_dim=positive(raw, "ssm_state_size"),
-        groups=positive(raw, "n_groups"),
-        conv_width=positive(raw, "conv_kernel"),
-        conv_bias=bool(raw.get("use_conv_bias", True)),
-        biased=bool(raw.get("use_bias", False)),
-        least_step=float(raw.get("time_step_min", 0.001)),
-    )
-
-
-def _nemotron_experts(raw: Raw) -> ExpertsConfig:
-    return ExpertsConfig(
-        count=positive(raw, "n_routed_experts"),
-        chosen=positive(raw, "num_experts_per_tok"),
-        width=positive(raw, "moe_intermediate_size"),
-        scoring="sigmoid",
-        normalised=bool(raw.get("norm_topk_prob", True)),
-        scale=float(raw.get("routed_scaling_factor") or 1.0),
-        groups=int(raw.get("n_group") or 1),
-        best_groups=int(raw.get("topk_group") or 1),
-        group_members=2,
-        correction=True,
-        shared_width=positive(raw, "moe_shared_expert_intermediate_size"),
-    )
-
-
-def _bamba(raw: Raw) -> ModelConfig:
-    """Read Bamba: Mamba-2, and a few layers of attention that rotate half of each head."""
-    kinds = tuple(layer_kinds(raw))
-    check_kinds(kinds)
-    plain = _llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}, partial=True)
-    if plain.activation != "silu":
-        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
-    names = TensorNames(
-        mlp="feed_forward", mlp_norm="pre_ff_layernorm", renamed=(("model.norm", "model.final_layernorm"),)
-    )
-    return replace(plain, kinds=kinds, mamba=_granite_mamba2(raw), names=names)
-
-
-def _jamba(raw: Raw) -> ModelConfig:
-    """Read Jamba: Mamba-1, few layers of attention without rotation, and experts in every second layer."""
-    kinds = tuple(layer_kinds({"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 4, **raw}))
-    check_kinds(kinds)
-    plain = _llama(raw)
-    if plain.activation != "silu":
-        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-1 layers")
-    count = int(raw.get("num_experts", raw.get("num_local_experts", 16)))
-    chosen = int(raw.get("num_experts_per_tok") or 2)
-    every, offset = int(raw.get("expert_layer_period") or 2), int(raw.get("expert_layer_offset", 1))
-    rank, hidden = raw.get("mamba_dt_rank", "auto"), positive(raw, "hidden_size")
-    mamba = Mamba1Config(
-        width=hidden * int(raw.get("mamba_expand") or 2),
-        state_dim=int(raw.get("mamba_d_state") or 16),
-        rank=-(-hidden // 16) if rank == "auto" else positive(raw, "mamba_dt_rank"),
-        conv_width=int(raw.get("mamba_d_conv") or 4),
-        conv_bias=bool(raw.get("mamba_conv_bias", True)),
-        biased=bool(raw.get("mamba_proj_bias", False)),
-    )
-    names = TensorNames(
-        mlp="feed_forward",
-        mlp_norm="pre_ff_layernorm",
-        router="router",
-        renamed=(("model.norm", "model.final_layernorm"),),
-    )
-    return replace(
-        plain,
-        kinds=kinds,
-        mamba1=mamba if LayerKind.RECURRENT_STATE in kinds else None,
-        ropes=(None,) * plain.layers,
-        experts=ExpertsConfig(count, chosen, plain.intermediate_size) if count > 1 else None,
-        dense_layers=tuple(at for at in range(plain.layers) if at % every != offset) if count > 1 else (),
-        names=names,
-    )
-
-
-def _lfm2(raw: Raw) -> ModelConfig:
-    """Read LFM2: short convolutions, and some layers of attention."""
-    kinds = tuple(layer_kinds(raw))
-    check_kinds(kinds)
-    width = raw.get("block_ff_dim") or positive(raw, "intermediate_size")
-    if raw.get("block_auto_adjust_ff_dim", True):
-        width = int(2 * width / 3)
-        if (factor := raw.get("block_ffn_dim_multiplier", 1.0)) is not None:
-            multiple = int(raw.get("block_multiple_of") or 256)
-            width = -(-int(factor * width) // multiple) * multiple
-    plain = _llama(
-        {
-            "rope_theta": 1000000.0,
-            **raw,
-            "intermediate_size": width,
-            "rms_norm_eps": raw.get("norm_eps") or 1e-5,
-            "tie_word_embeddings": raw.get("tie_embedding", raw.get("tie_word_embeddings", True)),
-        }
-    )
-    conv = ShortConvConfig(
-        positive(raw, "hidden_size"), int(raw.get("conv_L_cache") or 3), bool(raw.get("conv_bias"))
-    )
-    recurrent = LayerKind.RECURRENT_STATE in kinds
-    return replace(
-        plain,
-        kinds=kinds if recurrent else (),
-        short_conv=conv if recurrent else None,
-        qk_norm=True,
-        names=TensorNames(renamed=_LFM2_NAMES),
-    )
-
-
-_LFM2_NAMES = (
-    ("self_attn.o_proj", "self_attn.out_proj"),
-    ("self_attn.q_norm", "self_attn.q_layernorm"),
-    ("self_attn.k_norm", "self_attn.k_layernorm"),
-    ("input_layernorm", "operator_norm"),
-    ("post_attention_layernorm", "ffn_norm"),
-    ("mlp.gate_proj", "feed_forward.w1"),
-    ("mlp.up_proj", "feed_forward.w3"),
-    ("mlp.down_proj", "feed_forward.w2"),
-    ("model.norm", "model.embedding_norm"),
-)
-
 _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
-    "LlamaForCausalLM": _llama,
+    "LlamaForCausalLM": llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
@@ -572,11 +340,7 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Qwen3NextForCausalLM": _qwen3_next,
-    "GraniteMoeHybridForCausalLM": _granite_hybrid,
-    "NemotronHForCausalLM": _nemotron_h,
-    "BambaForCausalLM": _bamba,
-    "JambaForCausalLM": _jamba,
-    "Lfm2ForCausalLM": _lfm2,
+    **recurrent.READERS,
     **llama_like.READERS,
 }
 ARCHITECTURES = tuple(_READERS)

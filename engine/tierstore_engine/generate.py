@@ -15,9 +15,9 @@ from tierstore_engine.build import (
     check_pool,
     load_model,
     open_model_of,
-    pages_for_tokens,
     pages_within,
     pool_bytes,
+    pool_pages_for,
 )
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
@@ -41,17 +41,9 @@ def run(
     The whole request is checked before weights are read and before the store is opened.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    params = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=tuple(options.stop or ()),
-        ignore_eos=options.ignore_eos,
-    )
-    settings, opened, overflow = options.settings(), open_model_of(options), options.overflow_file()
+    params = options.sampling()
+    settings, opened = options.settings(), open_model_of(options)
+    overflow = options.overflow_of(opened.device)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(prompt)
@@ -157,19 +149,20 @@ def _pool_pages(
     """Return the size of the pool, after checking that the request fits."""
     config = model.config
     check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
-    needed = pages_for_tokens(spec, min(len(tokens) + options.max_new_tokens, config.max_positions))
+    most = min(len(tokens) + options.max_new_tokens, config.max_positions)
+    needed = pool_pages_for(spec, most, sequences=1)
     nbytes = pool_bytes(spec, needed, settings)
     if options.hbm_bytes is None:
         check_pool(spec, needed, model.device, nbytes=nbytes)
         return needed
     pages = pages_within(spec, options.hbm_bytes, settings)
     check_pool(spec, pages, model.device, nbytes=options.hbm_bytes)
-    overflow = options.overflow_file()
+    overflow = options.overflow_of(model.device)
     beyond = overflow.pages(spec.split()[0]) if overflow is not None else 0
     if pages + beyond < needed:
         raise RequestError(
             f"the prompt's {len(tokens)} tokens and up to {options.max_new_tokens} new ones need "
             f"{needed} pages ({format_size(nbytes)}), but --hbm-bytes holds {pages}"
-            + (f" and --overflow-bytes {beyond}" if overflow is not None else "")
+            + (f" and the overflow {beyond}" if overflow is not None else "")
         )
     return pages

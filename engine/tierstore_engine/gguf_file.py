@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierstore.gguf import CONFIG_FIELDS, GGUFHeader, config_fields
 from tierstore.spec import positive
-from tierstore_connectors.llamacpp.gguf import GGUFHeader
-from tierstore_engine.checkpoint import StoredWeights
+from tierstore_engine.checkpoint import StoredWeights, mapped_file
 from tierstore_engine.config import ModelConfig, RopeConfig, TensorNames
 from tierstore_engine.errors import ModelError
 from tierstore_engine.families import config_from_hf
@@ -54,18 +54,6 @@ _GEMMA3_NAMES = TensorNames(
         ("post_feedforward_layernorm", "post_ffw_norm"),
     ),
 )
-_FIELDS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "rope.freq_base": "rope_theta",
-}
 _CHECKED = ("attention.value_length", "rope.dimension_count")  # equal to key_length
 _ROPE = ("rope.scaling.type", "rope.scaling.factor")
 _UNREAD = ("vocab_size",)  # the rows of the embeddings
@@ -99,8 +87,7 @@ def read_gguf(file: Path) -> GGUFContents:
     """
     try:
         with file.open("rb") as opened:
-            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        return _contents(data)
+            return _contents(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except struct.error as error:
         raise ModelError(f"{file} is not a readable GGUF file: it ends within its metadata") from error
     except (OSError, OverflowError, ValueError) as error:
@@ -152,17 +139,19 @@ def config_from_gguf(file: Path, *, dtype: str | None = None) -> ModelConfig:
     Raises :class:`ModelError` for other architectures, and for metadata that is not known here.
     """
     contents = read_gguf(file)
-    architecture = str(contents.fields.get("general.architecture"))
-    if architecture not in ("llama", "gemma3"):
-        raise ModelError(f"{file}: architecture {architecture} is not read from GGUF (llama and gemma3 are)")
+    try:
+        raw = dict(config_fields(contents.fields))
+    except ValueError as error:
+        raise ModelError(f"{file}: {error}") from error
+    architecture = contents.fields["general.architecture"]
     own = {
         name.removeprefix(f"{architecture}."): value
         for name, value in contents.fields.items()
         if name.startswith(f"{architecture}.")
     }
-    if unknown := sorted(own.keys() - _FIELDS.keys() - {*_CHECKED, *_ROPE, *_UNREAD}):
+    if unknown := sorted(own.keys() - CONFIG_FIELDS.keys() - {*_CHECKED, *_ROPE, *_UNREAD}):
         raise ModelError(f"{file}: {architecture}.{unknown[0]} is not read from GGUF")
-    raw = _fields(file, contents, own)
+    raw |= _fields(file, contents, own, raw)
     if architecture == "gemma3":
         return _gemma3(file, raw, dtype)
     raw["architectures"] = ["LlamaForCausalLM"]
@@ -179,22 +168,22 @@ def _config(file: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelConfi
         raise ModelError(f"{file}: {str(error).removeprefix('config.json: ')}") from error
 
 
-def _fields(file: Path, contents: GGUFContents, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``config.json``."""
+def _fields(
+    file: Path, contents: GGUFContents, own: Mapping[str, Any], read: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a ``config.json`` that follow from tensors, from several keys or from none,
+    beside those that were ``read``."""
     embeddings = contents.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ModelError(f"{file}: tensor token_embd.weight is missing")
-    raw: dict[str, Any] = {"vocab_size": embeddings.shape[0], "dtype": "float32", "rope_theta": 10000.0}
-    raw |= {_FIELDS[name]: value for name, value in own.items() if name in _FIELDS}
+    raw: dict[str, Any] = {"vocab_size": embeddings.shape[0], "rope_theta": read.get("rope_theta", 10000.0)}
     raw["tie_word_embeddings"] = "output.weight" not in contents.tensors
     ends = (contents.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     raw["eos_token_id"] = sorted({int(each) for each in ends if each is not None})
-    heads = raw.get("num_attention_heads")
-    if isinstance(heads, int) and heads > 0 and isinstance(raw.get("hidden_size"), int):
-        raw.setdefault("head_dim", raw["hidden_size"] // heads)
+    head_dim = read.get("head_dim")
     for name in _CHECKED:
-        if own.get(name, raw.get("head_dim")) != raw.get("head_dim"):
-            raise ModelError(f"{file}: {name} {own[name]!r} is not the length of keys, {raw['head_dim']!r}")
+        if own.get(name, head_dim) != head_dim:
+            raise ModelError(f"{file}: {name} {own[name]!r} is not the length of keys, {head_dim!r}")
     kind = own.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise ModelError(f"{file}: RoPE of type {kind!r} is not read from GGUF")
@@ -225,7 +214,7 @@ def _gemma3(file: Path, raw: dict[str, Any], dtype: str | None) -> ModelConfig:
     if raw.get("num_hidden_layers") == 62:  # the 27B divides queries by the root of another width
         scalar = positive(raw, "hidden_size") // positive(raw, "num_attention_heads")
     raw |= {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": scalar}
-    raw |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
+    raw["rope_local_base_freq"] = 10000.0
     return replace(_config(file, raw, dtype), centred_norms=False, names=_GEMMA3_NAMES)
 
 
@@ -234,9 +223,11 @@ class GGUFWeights(StoredWeights):
 
     quantised = "GGUF"
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, mapped: bool = False) -> None:
+        """``mapped``: matrices are views of the file (:mod:`tierstore_engine.weights_on_disk`)."""
         self._file = file
-        self._tensors = read_gguf(file).tensors
+        self.mapped = [mapped_file(file)] if mapped else []
+        self._tensors = read_gguf(file).tensors if not mapped else _contents(self.mapped[0].data).tensors
 
     def close(self) -> None:
         """Do nothing: the file is mapped until the last tensor of it goes."""
@@ -280,4 +271,5 @@ class GGUFWeights(StoredWeights):
                 f"{self._file}: tensor {name} has shape {list(tensor.shape)}, but the metadata asks for "
                 f"{list(shape)}"
             )
-        return PackedMatrix(GGUF_FORMATS[self._format(name)], torch.from_numpy(tensor.data.copy()))
+        data = tensor.data if self.mapped else tensor.data.copy()
+        return PackedMatrix(GGUF_FORMATS[self._format(name)], torch.from_numpy(data))

@@ -70,8 +70,15 @@ class PageKeeper:
         return sum(table.group.shared_pages for table in self._empty)
 
     def pages_for(self, tokens: int) -> int:
-        """Return how many pages hold the KV of ``tokens`` tokens."""
-        return -(-tokens // self.chunk_tokens)
+        """Return how many pages of the first layer group a sequence of ``tokens`` tokens keeps: one for each
+        chunk, or two of a model that has only states."""
+        return self._empty[0].kept(tokens)
+
+    def longest(self, pages: int) -> int | None:
+        """Return how many tokens a sequence of that many pages of the first layer group has; None if the
+        pages do not limit it, because the model has only states."""
+        table = self._empty[0]
+        return pages * self.chunk_tokens if table.group.rule.chained else None
 
     def peaks(self, tokens: int) -> list[int]:
         """Return, by layer group, the most pages that a sequence of ``tokens`` tokens has at once."""
@@ -161,9 +168,9 @@ class PageKeeper:
             hit.release()
             return self._begin(sequence, Loaded(0))
         deadline_s = _UNKNOWN_S if plan.deadline_s is None else plan.deadline_s
-        started = time.monotonic()
+        started, chunks = time.monotonic(), -(-loaded // self.chunk_tokens)
         transfer = self.connector.load_part(
-            hit, 0, self.pages_for(loaded), deadline_s=None if loaded == in_hbm else deadline_s, last=True
+            hit, 0, chunks, deadline_s=None if loaded == in_hbm else deadline_s, last=True
         )
         sequence.loading = Loading(transfer, clip_tiers(hit.by_tier, loaded), started)
         sequence.state = SequenceState.LOADING

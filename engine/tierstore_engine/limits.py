@@ -22,6 +22,12 @@ class Limits:
         self._keeper = keeper
         self._connector = keeper.connector
 
+    @property
+    def longest(self) -> int:
+        """Return the largest number of tokens that a sequence may have in this model and this pool."""
+        most = self._keeper.longest(self._connector.pool.num_pages)
+        return self.config.max_positions if most is None else min(self.config.max_positions, most)
+
     def max_tokens(self, prompt_tokens: int, new_tokens: int) -> int:
         """Return the largest number of tokens that a sequence may reach."""
         return min(prompt_tokens + new_tokens, self.config.max_positions)
@@ -42,7 +48,7 @@ class Limits:
         if pages > pool.target:
             raise RequestError(
                 f"the prompt's {len(tokens)} tokens and up to {params.max_new_tokens} new ones need {pages} "
-                f"pages of {pool.spec.chunk_tokens} tokens, but the pool has {pool.target}"
+                f"pages, but the pool has {pool.target}"
             )
         self._check_groups(most)
 

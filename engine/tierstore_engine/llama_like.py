@@ -29,11 +29,21 @@ from tierstore_engine.errors import ModelError
 _JOINED_MLP = (("mlp.input_linear", "mlp.gate_up_proj"), ("mlp.output_linear", "mlp.down_proj"))
 
 
-def _plain(raw: Raw, *, biases: str = "attention_bias", **changes: Any) -> ModelConfig:
-    """Return a Llama with ``changes``. ``biases`` is the field that gives all projections of attention a
-    bias."""
+def llama(raw: Raw, *, partial: bool = False, biases: str = "attention_bias", **changes: Any) -> ModelConfig:
+    """Return a Llama with ``changes``. ``partial`` allows a RoPE that rotates a part of each head. ``biases``
+    is the field that gives all projections of attention a bias.
+
+    >>> sizes = {"vocab_size": 32, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    >>> llama({**sizes, "num_hidden_layers": 1, "max_position_embeddings": 64}).head_dim
+    4
+    """
     biased = bool(raw.get(biases, False))
-    return replace(ModelConfig(**common_fields(raw, partial=True), qkv_bias=biased, o_bias=biased), **changes)
+    plain = ModelConfig(**common_fields(raw, partial=partial), qkv_bias=biased, o_bias=biased)
+    return replace(plain, **changes)
+
+
+def _plain(raw: Raw, **changes: Any) -> ModelConfig:
+    return llama(raw, partial=True, **changes)
 
 
 def _with_layer_norm(raw: Raw, field: str, default: float, **changes: Any) -> dict[str, Any]:

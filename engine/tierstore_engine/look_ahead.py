@@ -33,7 +33,6 @@ class LookAhead:
     def __init__(self, keeper: PageKeeper) -> None:
         self._keeper = keeper
         self._connector = keeper.connector
-        self._token_bytes = self._connector.pool.spec.page_bytes / self._connector.pool.spec.chunk_tokens
         self._ahead: dict[RequestId, _Ahead] = {}
         self._promised: dict[RequestId, Transfer[None]] = {}
         self._bytes = 0
@@ -107,7 +106,8 @@ class LookAhead:
         fetching = self._connector.fetch_remote(hit)
         if transfer is None:
             hit.release()
-        nbytes = round(wanted * self._token_bytes)
+        spec = self._connector.pool.spec
+        nbytes = len(self._connector.rules[0].pages(wanted, spec.chunk_tokens)) * spec.page_bytes
         self._ahead[sequence.request_id] = _Ahead(hit, transfer, nbytes, fetching)
         self._bytes += nbytes
 

@@ -1,4 +1,4 @@
-"""Mamba-1 (Jamba): a state of each channel, whose decay and additions every token chooses.
+"""Mamba-1: a state of each channel, whose decay and additions every token chooses.
 
 With a step ``Δ > 0`` of each channel, a key ``B`` and a query ``C`` of all channels, and the channels' values
 ``x`` after a convolution::
@@ -66,7 +66,7 @@ class CpuMamba1States:
 
 
 class Mamba1:
-    """One Mamba-1 layer, with norms of steps, keys and queries."""
+    """One Mamba-1 layer."""
 
     def __init__(
         self, layer: int, config: ModelConfig, weights: Mamba1Weights, states: CpuMamba1States
@@ -76,7 +76,7 @@ class Mamba1:
         self._mamba = config.mamba1
         self._weights = weights
         self._states = states
-        self._norm = Pointwise(config.norm_eps).norm
+        self._norm = None if self._mamba.norm_eps is None else Pointwise(self._mamba.norm_eps).norm
         self._decay = -weights.a_log.float().exp().T.contiguous()
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
@@ -86,11 +86,16 @@ class Mamba1:
         values = silu(self._states.convolve(self._layer, channels, weights, layout))
         chosen = linear(values, weights.selection)
         steps, keys, queries = torch.split(chosen, [mamba.rank, mamba.state_dim, mamba.state_dim], dim=1)
-        steps = linear(self._norm(steps, weights.step_norm), weights.steps).float()
+        steps = linear(self._normed(steps, weights.step_norm), weights.steps).float()
         steps = softplus(steps + weights.step_bias.float())
-        keys = self._norm(keys, weights.key_norm).float()
-        queries = self._norm(queries, weights.query_norm).float()
+        keys = self._normed(keys, weights.key_norm).float()
+        queries = self._normed(queries, weights.query_norm).float()
         wide = values.float()
         out = self._states.advance(self._layer, steps * wide, steps, keys, queries, self._decay, layout)
         out = (out + wide * weights.skip.float()) * silu(gates.float())
         return linear(out.to(hidden.dtype), weights.o, weights.o_bias)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if self._norm is None:
+            return x
+        return self._norm(x, x.new_ones(x.shape[1]) if weight is None else weight)

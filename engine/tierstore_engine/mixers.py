@@ -11,7 +11,8 @@ import torch
 
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
-from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.pointwise import Pointwise, each
+from tierstore_engine.products import bits_are_same, multiply
 from tierstore_engine.quantised import linear
 from tierstore_engine.rope import paired_by_halves, rotate
 from tierstore_engine.weights import AttentionWeights, LatentWeights
@@ -67,10 +68,12 @@ class SelfAttention:
         else:
             attended, lse = self._attention.attend_with_lse(self._layer, queries, layout)
             # A sink's part of the softmax has no value, so the rest is scaled by its share.
-            attended = attended * torch.sigmoid(lse - weights.sinks.float()).unsqueeze(-1).to(attended.dtype)
+            attended = attended * each(torch.sigmoid, lse - weights.sinks.float()).unsqueeze(-1).to(
+                attended.dtype
+            )
         attended = attended.reshape(len(hidden), -1)
         if gates is not None:
-            attended = attended * torch.sigmoid(gates.reshape(len(hidden), -1))
+            attended = attended * each(torch.sigmoid, gates.reshape(len(hidden), -1))
         return linear(attended, weights.o, weights.o_bias)
 
     def _write(
@@ -119,7 +122,7 @@ class SelfAttention:
 
 def _warmth(positions: torch.Tensor, temperature: Temperature) -> torch.Tensor:
     steps = torch.floor((positions.float() + 1.0) / temperature.floor)
-    return torch.log1p(steps) * temperature.scale + 1.0
+    return each(torch.log1p, steps.unsqueeze(-1)).squeeze(-1) * temperature.scale + 1.0
 
 
 class LatentAttention:
@@ -155,13 +158,21 @@ class LatentAttention:
         shared = self._turned(shared.unsqueeze(1), rotations)
         self._attention.write(self._layer, torch.cat((latents, shared), dim=-1), None, layout)
         to_keys, to_values = torch.split(weights.kv_up, [latent.nope_dim, latent.value_dim], dim=1)
-        absorbed = torch.einsum("thn,hnr->thr", queries, to_keys)
+        absorbed = _by_heads(queries, to_keys.mT)
         queries = torch.cat((absorbed, self._turned(turning, rotations)), dim=-1)
         attended = self._attention.attend(self._layer, queries, layout)[..., : latent.rank]
-        values = torch.einsum("thr,hvr->thv", attended, to_values)
+        values = _by_heads(attended, to_values)
         return linear(values.flatten(1), weights.o)
 
     def _turned(self, x: torch.Tensor, rotations: Rotations) -> torch.Tensor:
         if self._rope.interleaved:
             x = paired_by_halves(x, rotations[0].shape[-1])
         return rotate(x, *rotations)
+
+
+def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the products of ``x [tokens, heads, columns]`` with ``weight [heads, rows, columns]``."""
+    if not bits_are_same():
+        return torch.einsum("thc,hrc->thr", x, weight)
+    heads = zip(x.unbind(1), weight, strict=True)
+    return torch.stack([multiply(each.contiguous(), rows.contiguous()) for each, rows in heads], dim=1)

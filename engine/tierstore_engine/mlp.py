@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch.nn.functional import gelu, relu, silu, softplus
 
 from tierstore_engine.config import ExpertsConfig, ModelConfig
-from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.quantised import linear
 from tierstore_engine.weights import ExpertsWeights, MLPWeights
 
@@ -41,13 +42,13 @@ class MLPs:
             "gelu": _gelu_mul,
         }
         alone: dict[str, _Activation] = {
-            "silu": silu,
+            "silu": _silu,
             "gelu_tanh": _gelu_tanh,
-            "gelu": gelu,
+            "gelu": _gelu,
             "relu2": _relu_squared,
         }
         activations = gated if config.gated_mlps else alone
-        self._gated = activations.get(config.activation, silu)  # xIELU has numbers of each layer
+        self._gated = activations.get(config.activation, _silu)  # xIELU has numbers of each layer
 
     def compute(self, hidden: torch.Tensor, weights: MLPWeights | ExpertsWeights) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of any tokens. Return the same shape."""
@@ -61,7 +62,7 @@ class MLPs:
             return mixed
         shared = self.compute(hidden, weights.shared)
         if weights.shared_gate is not None:
-            shared = torch.sigmoid(linear(hidden, weights.shared_gate)) * shared
+            shared = each(torch.sigmoid, linear(hidden, weights.shared_gate)) * shared
         return mixed + shared
 
     def _mix(self, hidden: torch.Tensor, weights: ExpertsWeights, experts: ExpertsConfig) -> torch.Tensor:
@@ -106,7 +107,7 @@ def route(hidden: torch.Tensor, weights: ExpertsWeights, experts: ExpertsConfig)
     if experts.scoring == "softmax of chosen":
         best, chosen = logits.topk(experts.chosen, dim=-1)
         return Routing(chosen, best.softmax(-1))
-    scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+    scores = each(torch.sigmoid, logits) if experts.scoring == "sigmoid" else logits.softmax(-1)
     ranked = scores if weights.correction is None else scores + weights.correction
     chosen = _of_best_groups(ranked, experts).topk(experts.chosen, dim=-1).indices
     kept = scores.gather(1, chosen)
@@ -126,8 +127,16 @@ def _of_best_groups(ranked: torch.Tensor, experts: ExpertsConfig) -> torch.Tenso
     return by_group.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(1)
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return each(silu, x)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return each(gelu, x)
+
+
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return gelu(x, approximate="tanh")
+    return each(partial(gelu, approximate="tanh"), x)
 
 
 def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -137,14 +146,14 @@ def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate) * up
+    return _gelu(gate) * up
 
 
 def _xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Return the integral of a linear unit for positive numbers, and of ELU for negative ones (Apertus)."""
     positive, negative, beta, epsilon = numbers.unbind()
     above = softplus(positive) * x * x + beta * x
-    below = (torch.expm1(torch.minimum(x, epsilon)) - x) * (beta + softplus(negative)) + beta * x
+    below = (each(torch.expm1, torch.minimum(x, epsilon)) - x) * (beta + softplus(negative)) + beta * x
     return torch.where(x > 0, above, below)
 
 
@@ -159,6 +168,6 @@ def _clamped(limit: float, sharpness: float) -> Callable[[torch.Tensor], torch.T
     def gated(gate_up: torch.Tensor) -> torch.Tensor:
         gate = gate_up[..., ::2].clamp(max=limit)
         up = gate_up[..., 1::2].clamp(-limit, limit)
-        return (up + 1) * gate * torch.sigmoid(sharpness * gate)
+        return (up + 1) * gate * each(torch.sigmoid, sharpness * gate)
 
     return gated

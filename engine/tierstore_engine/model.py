@@ -8,6 +8,7 @@ configuration names both for each layer. One decoder serves all families.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import torch
@@ -20,7 +21,8 @@ from tierstore_engine.mamba1 import CpuMamba1States, Mamba1
 from tierstore_engine.mamba2 import Mamba2, Mamba2States
 from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
 from tierstore_engine.mlp import MLPs
-from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.pointwise import Pointwise, each
+from tierstore_engine.products import same_bits
 from tierstore_engine.quantised import AdapterRows, embedded, linear
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
@@ -86,11 +88,15 @@ class Model:
         assert isinstance(weights, AttentionWeights)
         return SelfAttention(layer, config, weights, memory, self._pointwise)
 
+    def _bits(self) -> AbstractContextManager[None]:
+        return same_bits() if self.config.arithmetic else nullcontext()
+
     def compute(self, step: Step) -> torch.Tensor:
         return self.forward(step.on(self.device, states=self.config.states))
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
-        return sample(logits, draws, rows).choices()
+        with self._bits():
+            return sample(logits, draws, rows).choices()
 
     def wait(self) -> None:
         """Do nothing: on the CPU everything is done when :meth:`compute` returns."""
@@ -99,14 +105,16 @@ class Model:
     def forward(self, step: StepInput) -> torch.Tensor:
         """Return logits, float32 ``[len(logit_rows), vocab_size]``. On the CPU the pages then have what the
         layers remember of all rows."""
-        return self._logits(step, self._through(step, self._embedded(step), range(self.config.layers)))
+        with self._bits():
+            return self._logits(step, self._through(step, self._embedded(step), range(self.config.layers)))
 
     @torch.inference_mode()
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
         step = partial.input or partial.step.on(self.device, states=self.config.states)
-        hidden = partial.hidden if partial.hidden is not None else self._embedded(step)
-        partial.input, partial.hidden = step, self._through(step, hidden, layers)
-        return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
+        with self._bits():
+            hidden = partial.hidden if partial.hidden is not None else self._embedded(step)
+            partial.input, partial.hidden = step, self._through(step, hidden, layers)
+            return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
 
     def _embedded(self, step: StepInput) -> torch.Tensor:
         hidden = embedded(step.tokens, self._weights.embed)
@@ -127,6 +135,7 @@ class Model:
         for index in layers:
             layer = weights[index]
             step.arrivals.wait(index)
+            self._begin(index)
             given = self._mixed(index, normed, step, positions)
             if layer.mixer_post_norm is not None:
                 given = pointwise.norm(given, layer.mixer_post_norm)
@@ -144,6 +153,11 @@ class Model:
             hidden, normed = _added(pointwise, hidden, given, weights[index + 1].mixer_norm)
         return hidden
 
+    def _begin(self, layer: int) -> None:
+        """Note that the weights of a layer are read now; those of the head come after the last layer."""
+        if self._weights.stream is not None:
+            self._weights.stream.begin(layer)
+
     def _scaled(self, given: torch.Tensor) -> torch.Tensor:
         scale = self.config.residual_scale
         return given if scale == 1.0 else given * scale
@@ -155,12 +169,13 @@ class Model:
         return mixer.compute(hidden, layout, positions)
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
+        self._begin(self.config.layers)
         last = self._pointwise.norm(hidden[step.logit_rows], self._weights.norm)
         logits = linear(last, self._weights.head).float()
         if self.config.logit_divisor != 1.0:
             logits = logits / self.config.logit_divisor
         cap = self.config.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else cap * each(torch.tanh, logits / cap)
 
 
 def _pointwise(config: ModelConfig, memories: Sequence[Memory]) -> Pointwise:

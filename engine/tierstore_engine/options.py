@@ -15,6 +15,7 @@ from tierstore_engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from tierstore.tiers.overflow import Overflow
+    from tierstore_engine.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,20 @@ class ModelOptions:
         bool,
         typer.Option("--expand-weights", help="Expand quantised weights to the dtype when they are read"),
     ] = False
+    weights_on_disk: Annotated[
+        bool,
+        typer.Option("--weights-on-disk", help="On a CPU: read weights from their file for each step"),
+    ] = False
 
     def reading(self) -> dict[str, Any]:
         """Return how weights and tokenizer are read, as arguments of
         :func:`~tierstore_engine.build.open_model`."""
-        return {"dtype": self.dtype, "expand_weights": self.expand_weights, "tokenizer": self.tokenizer}
+        return {
+            "dtype": self.dtype,
+            "expand_weights": self.expand_weights,
+            "weights_on_disk": self.weights_on_disk,
+            "tokenizer": self.tokenizer,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +100,17 @@ class EngineOptions(ModelOptions):
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="On a CPU: keep pages that do not fit --hbm-bytes in a file in DIR (docs/beyond-memory.md)",
+            help="Keep pages that do not fit --hbm-bytes in a file in DIR; on a GPU behind "
+            "--overflow-host-bytes (docs/beyond-memory.md)",
         ),
     ] = None
     overflow_bytes: Annotated[int, size_option("Size of the file in --overflow")] = 16 * GIB
+    overflow_host_bytes: Annotated[
+        int | None,
+        size_option(
+            "On a GPU: host memory for pages that do not fit --hbm-bytes, with or without --overflow"
+        ),
+    ] = None
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a page (see docs/sizing.md)")] = 64
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024
     plan: Annotated[
@@ -104,6 +121,13 @@ class EngineOptions(ModelOptions):
     kv_dtype: Annotated[
         str, typer.Option(help="auto (the model's dtype)|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V")
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="On a CPU: compute the same bits cold or warm, alone or with others (docs/serving.md)",
+        ),
+    ] = False
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -117,16 +141,18 @@ class EngineOptions(ModelOptions):
     def settings(self) -> EngineSettings:
         return EngineSettings(prefill_chunk=self.prefill_chunk, plan=self.plan)
 
-    def overflow_file(self) -> Overflow | None:
-        """Return where pages lie that do not fit the pool's memory. Raises :class:`UsageError` for a pool
-        that has no size."""
-        if self.overflow is None:
+    def overflow_of(self, device: str) -> Overflow | None:
+        """Return where pages lie that do not fit the pool's memory on ``device``. Raises :class:`UsageError`
+        for a pool that has no size, and for options that do not fit the device."""
+        if self.overflow is None and self.overflow_host_bytes is None:
             return None
         if self.hbm_bytes is None:
             raise UsageError("--overflow needs --hbm-bytes: the memory that pages may take")
         from tierstore.tiers.overflow import Overflow
 
-        return Overflow(self.overflow, self.overflow_bytes)
+        overflow = Overflow(self.overflow, self.overflow_bytes, self.overflow_host_bytes or 0)
+        overflow.check(device)
+        return overflow
 
     def keeping(self) -> dict[str, Any]:
         """Return where pages are kept, as arguments of :func:`~tierstore_engine.build.build_engine`."""
@@ -156,6 +182,57 @@ class GenerateOptions(EngineOptions):
 
     def settings(self) -> EngineSettings:
         return replace(super().settings(), max_sequences=1)
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters. Raises :class:`UsageError` for values out of range."""
+        from tierstore_engine.sampling import SamplingParams
+
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Many prompts instead of one. ``max_sequences`` None takes as many as the memory allows."""
+
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            help="Continue all requests of a file in OpenAI's batch format or a simpler one (docs/batches.md)"
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Append the results of --batch to a file, which continues an interrupted run"),
+    ] = None
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja template of --batch [default: the model's]", show_default=False)
+    ] = None
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequences of --batch in one step at most [default: what memory allows, up to 64]",
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self, prompt: PromptOptions, *, json: bool) -> None:
+        """Check the combination of options. Raises :class:`UsageError`."""
+        if self.batch is None:
+            if (self.output, self.chat_template, self.max_sequences) != (None, None, None):
+                raise UsageError("--output, --chat-template and --max-sequences need --batch")
+        elif prompt.prompt is not None or prompt.prompt_file is not None:
+            raise UsageError("give --batch, or a prompt, but not both")
+        elif json:
+            raise UsageError("--json is for one prompt: the results of --batch are JSON already")
 
 
 @dataclass(frozen=True, kw_only=True)

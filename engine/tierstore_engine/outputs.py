@@ -10,7 +10,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.tiers.overflow import OverflowStats
+from tierstore.tiers.beyond import OverflowStats
 
 RequestId = NewType("RequestId", int)
 

@@ -6,10 +6,31 @@ to eight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.products import bits_are_same
+
+_WHOLE = 64  # numbers: two of torch's longest vectors of 2-byte numbers
+
+
+def each(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return ``function`` of each number of ``x``, for a function that is not exact: an exponential, say.
+
+    torch computes most numbers in vectors, and the rest by other instructions, with other bits. Which
+    numbers are the rest depends on how many rows there are. Within
+    :func:`~tierstore_engine.products.same_bits`, rows are padded until there is no rest.
+
+    >>> each(torch.exp, torch.zeros(1, 3))
+    tensor([[1., 1., 1.]])
+    """
+    if not bits_are_same():
+        return function(x)
+    width = x.shape[-1]
+    return function(pad(x, (0, -width % _WHOLE)))[..., :width]
 
 
 class Pointwise:
@@ -64,4 +85,4 @@ class Pointwise:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return ``SiLU(gate) * up`` of rows whose first half are the gates."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate) * up
+        return each(silu, gate) * up

@@ -165,6 +165,19 @@ _TINY_NEMOTRON_H = replace(  # M-M*-M
     names=TensorNames(shared="shared_experts", blocks=True),
 )
 
+_TINY_MAMBA2 = replace(
+    _TINY,
+    layers=4,
+    heads=0,
+    kv_heads=0,
+    head_dim=0,
+    kinds=(_STATE,) * 4,
+    ropes=(None,) * 4,
+    mamba=_MAMBA,
+    bare_layers=(0, 1, 2, 3),
+    names=TensorNames(blocks=True),
+)
+
 # Attention is nearly all of the work, as in a real model at 100K tokens. A cold prefill of that length takes
 # about 40 s on two cores, 99 % of it in the attention kernel.
 _DEMO = ModelConfig(
@@ -253,6 +266,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     "tiny-qwen3-next": _TINY_QWEN3_NEXT,
     "tiny-granite-hybrid": _TINY_GRANITE_HYBRID,
     "tiny-nemotron-h": _TINY_NEMOTRON_H,
+    "tiny-mamba2": _TINY_MAMBA2,
     "demo": _DEMO,
     "deep": _DEEP,
     "wide": _WIDE,

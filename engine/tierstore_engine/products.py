@@ -2,27 +2,76 @@
 
 A decode step has few rows. Then the time of a product is that of reading the matrix once, which torch's
 libraries reach for one row only: on the CPU they take twice that time for four rows. The compiled part
-(``tierstore/native/decode.c``) takes about as long for four rows as for one. A row's result is the same for
-any number of rows up to :data:`MOST_ROWS`.
+(``tierstore/native/decode.c``) takes about as long for four rows as for one. It also computes products of
+many rows in bfloat16, for which torch is slow on processors without instructions for it.
+
+A row has the same bits in every product of the compiled part. Within :func:`same_bits`, it computes all.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn import functional
 
 from tierstore import native
 
-MOST_ROWS = 16
-"""With more rows, torch computes the product: it is no longer bound by memory."""
+FEW_ROWS = 16
+"""A product of more rows is not bound by reading the matrix."""
 
+_TORCH_EMULATES = {torch.bfloat16} if torch.backends.cpu.get_cpu_capability() == "AVX2" else set()
 _THREADED_BYTES = 1 << 20  # fewer are read before further threads have started (about 30 µs)
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
 
 
+class _Rule(threading.local):
+    threads = 0  # within same_bits the compiled part takes this number of threads; 0 outside of it
+
+
+_rule = _Rule()
+
+
+@contextmanager
+def same_bits() -> Iterator[None]:
+    """Compute every row with the same bits, whichever other rows it is computed with, in this thread.
+
+    The compiled part then computes all products. Torch works in one thread, because it cuts rows among its
+    threads, and computes the numbers at the cuts by other instructions. Without the compiled part a product
+    raises :class:`RuntimeError`.
+    """
+    threads = torch.get_num_threads()
+    _rule.threads = threads
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _rule.threads = 0
+
+
+def bits_are_same() -> bool:
+    """Return whether this thread is within :func:`same_bits`."""
+    return _rule.threads > 0
+
+
 def threads_for(nbytes: int) -> int:
     """Return how many threads the compiled part takes to read ``nbytes``."""
-    return torch.get_num_threads() if nbytes > _THREADED_BYTES else 1
+    return (_rule.threads or torch.get_num_threads()) if nbytes > _THREADED_BYTES else 1
+
+
+def arithmetic() -> str:
+    """Return what decides the bits of numbers within :func:`same_bits`: processor and libraries."""
+    assert native.DECODE is not None
+    of_torch = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{of_torch}, decode {native.DECODE.tierstore_decode_arithmetic()}"
+
+
+def compiled_takes(rows: int, dtype: torch.dtype) -> bool:
+    """Return whether the compiled part, where there is one, computes products of ``rows`` rows."""
+    return rows <= FEW_ROWS or bits_are_same() or dtype in _TORCH_EMULATES
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,7 +80,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     >>> multiply(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[3., 7.]])
     """
-    if not _few_on_the_cpu(x, weight):
+    if not _compiled(x, weight):
+        if bits_are_same():
+            raise RuntimeError(f"no product of {x.dtype} has the same bits for any number of rows")
         return functional.linear(x, weight, bias)
     assert native.DECODE is not None
     rows, wide = len(x), x.float().contiguous()
@@ -50,13 +101,13 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     return out.to(x.dtype)
 
 
-def _few_on_the_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _compiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         native.DECODE is not None
         and weight.device.type == "cpu"
         and weight.dtype in _FORMATS
         and x.dtype == weight.dtype
         and x.dim() == 2
-        and len(x) <= MOST_ROWS
+        and compiled_takes(len(x), x.dtype)
         and weight.is_contiguous()
     )

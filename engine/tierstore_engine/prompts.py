@@ -160,7 +160,8 @@ class PendingPrompts:
             found.release()
         gone = prompt.entry.held - plan.tokens
         prompt.entry.held, prompt.load_s = plan.tokens, plan.load_s
-        prompt.shared_pages, prompt.looked_at = in_hbm // self._keeper.chunk_tokens, self._clock()
+        prompt.shared_pages = min(found.hbm_pages, in_hbm // self._keeper.chunk_tokens)
+        prompt.looked_at = self._clock()
         return gone
 
     def refresh(self, prompts: Iterable[PendingPrompt]) -> None:

@@ -103,9 +103,9 @@ class PackedMatrix:
         """Return whether the compiled part computes the numbers."""
         return native.DECODE is not None and self.codes.device.type == "cpu"
 
-    def multiply_few(self, x: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, first: int, rows: int) -> torch.Tensor:
         """Return ``x`` times some transposed rows of this matrix, as float32, by the compiled part. ``x`` has
-        at most ``MOST_ROWS`` rows, in float32 or bfloat16, to which the matrix's numbers are rounded."""
+        the dtype float32 or bfloat16, to which the matrix's numbers are rounded."""
         assert native.DECODE is not None
         wide, out = x.float().contiguous(), torch.empty(len(x), rows)
         native.DECODE.tierstore_multiply_packed(
@@ -283,9 +283,9 @@ def _multiply_by_kernels(
 
 
 def _multiply_on_the_cpu(x: torch.Tensor, packed: PackedMatrix, inner: int, out: torch.Tensor) -> None:
-    few = len(x) <= products.MOST_ROWS and x.dtype in (torch.float32, torch.bfloat16)
-    if few and packed.compiled:
-        out.copy_(packed.multiply_few(x, inner, out.shape[1]))
+    known = packed.compiled and x.dtype in (torch.float32, torch.bfloat16)
+    if known and products.compiled_takes(len(x), x.dtype):
+        out.copy_(packed.multiply(x, inner, out.shape[1]))
         return
 
     def unpacked(start: int, stop: int) -> torch.Tensor:

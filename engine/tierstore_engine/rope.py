@@ -7,6 +7,7 @@ import math
 import torch
 
 from tierstore_engine.config import RopeConfig
+from tierstore_engine.pointwise import each
 
 
 class Rope:
@@ -20,7 +21,7 @@ class Rope:
         """Return cosines and sines ``[tokens, 1, rotary_dim]`` for int64 ``positions [tokens]``."""
         angles = positions.to(torch.float32)[:, None] * self._frequencies[None, :]
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cosines, sines = angles.cos(), angles.sin()
+        cosines, sines = each(torch.cos, angles), each(torch.sin, angles)
         if self._amplitude != 1.0:
             cosines, sines = cosines * self._amplitude, sines * self._amplitude
         return cosines.to(dtype), sines.to(dtype)

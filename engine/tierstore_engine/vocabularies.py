@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from tierstore.errors import SpecError
+from tierstore.gguf import GGUFHeader
 from tierstore.spec import read_json
-from tierstore_connectors.llamacpp.gguf import GGUFHeader
 from tierstore_engine.errors import ModelError
 
 MODEL_FILE = "tokenizer.model"
@@ -37,6 +37,7 @@ _WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2, _SMOLLM, _LLAMA3, _QWEN2 = "gpt-2", "smollm", "llama-bpe", "qwen2"
+_GGML = "tokenizer.ggml."  # before the names of metadata about vocabularies
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,8 @@ def read_vocabulary(folder: Path) -> FastTokenizer:
 def vocabulary_of_gguf(file: Path) -> FastTokenizer:
     """Return the tokenizer of the vocabulary in a GGUF file. Raises :class:`ModelError` for a vocabulary of a
     kind that is not read."""
-    try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            fields = dict(GGUFHeader(data, lists=True).fields())
-    except (OSError, OverflowError, ValueError, struct.error) as error:
-        raise ModelError(f"{file} is not a readable GGUF file: {error}") from error
     own = {
-        name.removeprefix("tokenizer.ggml."): value
-        for name, value in fields.items()
-        if name.startswith("tokenizer.ggml.")
+        name.removeprefix(_GGML): value for name, value in _metadata(file).items() if name.startswith(_GGML)
     }
     kind = own.get("model")
     lists = ("tokens", "token_type", "scores" if kind == "llama" else "merges")
@@ -94,6 +88,38 @@ def vocabulary_of_gguf(file: Path) -> FastTokenizer:
     if not len(own["tokens"]) == len(own["token_type"]) == len(own.get("scores", own["tokens"])):
         raise ModelError(f"{file}: the lists of its vocabulary differ in length")
     return _of_spm(file, own) if kind == "llama" else _of_bpe(file, own)
+
+
+@dataclass(frozen=True)
+class GGUFTemplate:
+    """The chat template in a GGUF file, with the tokens that it may name: ``bos_token`` and similar ones."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+
+
+def template_of_gguf(file: Path) -> GGUFTemplate | None:
+    """Return the chat template in a GGUF file, None without one. Raises :class:`ModelError` for a file that
+    is damaged."""
+    fields = _metadata(file)
+    source, tokens = fields.get("tokenizer.chat_template"), fields.get(f"{_GGML}tokens") or []
+    if not isinstance(source, str):
+        return None
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        token = fields.get(f"{_GGML}{key}_token_id")
+        if isinstance(token, int) and 0 <= token < len(tokens):
+            special[f"{name}_token"] = tokens[token]
+    return GGUFTemplate(source, special)
+
+
+def _metadata(file: Path) -> Mapping[str, Any]:
+    """Return the metadata of a GGUF file, with its lists."""
+    try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return dict(GGUFHeader(data, lists=True).fields())
+    except (OSError, OverflowError, ValueError, struct.error) as error:
+        raise ModelError(f"{file} is not a readable GGUF file: {error}") from error
 
 
 # -- SentencePiece -------------------------------------------------------------------------------------

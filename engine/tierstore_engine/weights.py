@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -35,6 +35,7 @@ from tierstore_engine.errors import ModelError
 from tierstore_engine.gguf_file import GGUFWeights
 from tierstore_engine.quantised import Matrix, MatrixKernels, PackedMatrix, QuantisedMatrix
 from tierstore_engine.weight_formats import dense_format
+from tierstore_engine.weights_on_disk import WeightStream
 
 _DIGEST_STEP_BYTES = 64 << 20
 
@@ -134,7 +135,7 @@ class ShortConvWeights:
 @dataclass(frozen=True, slots=True)
 class Mamba1Weights:
     """The weights of a Mamba-1 layer. The projection yields the channels and their gates, the selection the
-    inputs of ``steps``, the keys and the queries."""
+    inputs of ``steps``, the keys and the queries. The norms are None if they have no weights."""
 
     projection: Matrix
     projection_bias: torch.Tensor | None
@@ -145,9 +146,9 @@ class Mamba1Weights:
     step_bias: torch.Tensor
     a_log: torch.Tensor
     skip: torch.Tensor
-    step_norm: torch.Tensor
-    key_norm: torch.Tensor
-    query_norm: torch.Tensor
+    step_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    query_norm: torch.Tensor | None
     o: Matrix
     o_bias: torch.Tensor | None
 
@@ -205,6 +206,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Matrix
+    stream: WeightStream | None = None  # of weights that stay on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +233,16 @@ class Slot:
         kept = isinstance(target, QuantisedMatrix)
         packed = checkpoint.packed(stored_name, shape if kept else turned)
         if isinstance(target, QuantisedMatrix):
-            target.put(
-                packed or _unquantised(checkpoint.read(stored_name, turned), target.dtype, self.swapped)
-            )
+            if packed is None:
+                plain = checkpoint.read(stored_name, turned)
+                kept = bool(checkpoint.mapped) and not self.swapped
+                packed = _viewed(plain) if kept else _unquantised(plain, target.dtype, self.swapped)
+            if checkpoint.mapped and not _in_files(packed, checkpoint):
+                raise ModelError(
+                    f"weight {stored_name} is rearranged when it is read, so it cannot stay on disk: "
+                    "leave out --weights-on-disk"
+                )
+            target.put(packed)
             return
         if packed is None:
             stored = checkpoint.read(stored_name, shape)
@@ -260,9 +269,19 @@ def _unquantised(stored: torch.Tensor, dtype: torch.dtype, swapped: bool) -> Pac
     return PackedMatrix(dense_format(dtype), numbers.view(torch.uint8))
 
 
-def open_weights(source: Path) -> StoredWeights:
-    """Return the weights of a checkpoint folder or of a GGUF file."""
-    return GGUFWeights(source) if source.is_file() else Checkpoint(source)
+def _viewed(stored: torch.Tensor) -> PackedMatrix:
+    """Return a matrix of these numbers as they are stored."""
+    rows = stored.flatten(0, -2)
+    return PackedMatrix(dense_format(rows.dtype), rows.view(torch.uint8))
+
+
+def _in_files(packed: PackedMatrix, checkpoint: StoredWeights) -> bool:
+    return any(file.place(packed.codes) is not None for file in checkpoint.mapped)
+
+
+def open_weights(source: Path, *, mapped: bool = False) -> StoredWeights:
+    """Return the weights of a checkpoint folder or of a GGUF file. ``mapped``: they are views of the file."""
+    return (GGUFWeights if source.is_file() else Checkpoint)(source, mapped=mapped)
 
 
 def load_weights(
@@ -271,20 +290,34 @@ def load_weights(
     *,
     device: str,
     expand: bool = False,
+    on_disk: bool = False,
     kernels: MatrixKernels | None = None,
 ) -> ModelWeights:
     """Return the weights of a checkpoint, in ``config.dtype``. Quantised weights stay quantised unless
     ``expand``; a GPU computes with them by ``kernels``. This needs memory for the weights and one tensor.
+    ``on_disk``: matrices stay in their files (:mod:`tierstore_engine.weights_on_disk`).
 
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
-    with open_weights(source) as checkpoint:
+    with open_weights(source, mapped=on_disk) as checkpoint:
         stored = _stored_names(config, checkpoint)
-        keep = checkpoint.quantised is not None and not expand
+        keep = on_disk or (checkpoint.quantised is not None and not expand)
         weights = _allocate(config, device, keep=keep, kernels=kernels)
         for slot in slots(config, weights):
             slot.fill(checkpoint, stored(slot.name))
-    return weights
+        if not on_disk:
+            return weights
+        parts = [list(_codes(_slots_of(config, layer))) for layer in weights.layers]
+        parts.append(list(_codes([Slot("head", weights.head)])))
+        return replace(weights, stream=WeightStream(parts, checkpoint.mapped))
+
+
+def _codes(slots_: Iterable[Slot]) -> Iterator[torch.Tensor]:
+    """Yield the bytes of matrices that stay as they are stored."""
+    for slot in slots_:
+        if isinstance(slot.tensor, QuantisedMatrix):
+            for _, inner, rows, packed in slot.tensor.parts():
+                yield packed.codes[inner : inner + rows]
 
 
 def check_tensors(config: ModelConfig, source: Path) -> None:
@@ -355,6 +388,8 @@ def digest_weights(config: ModelConfig, weights: ModelWeights) -> str:
             flat = tensor.reshape(-1).view(torch.uint8)
             for start in range(0, flat.numel(), _DIGEST_STEP_BYTES):
                 digest.update(flat[start : start + _DIGEST_STEP_BYTES].cpu().numpy().data)
+        if weights.stream is not None:
+            weights.stream.release()
     return digest.hexdigest()
 
 
@@ -525,9 +560,9 @@ def _mamba1_slots(weights: Mamba1Weights) -> Iterator[Slot]:
     yield Slot("mamba.dt_proj.bias", weights.step_bias)
     yield Slot("mamba.A_log", weights.a_log)
     yield Slot("mamba.D", weights.skip)
-    yield Slot("mamba.dt_layernorm.weight", weights.step_norm)
-    yield Slot("mamba.b_layernorm.weight", weights.key_norm)
-    yield Slot("mamba.c_layernorm.weight", weights.query_norm)
+    yield from _optional("mamba.dt_layernorm.weight", weights.step_norm)
+    yield from _optional("mamba.b_layernorm.weight", weights.key_norm)
+    yield from _optional("mamba.c_layernorm.weight", weights.query_norm)
     yield Slot("mamba.out_proj.weight", weights.o)
     yield from _optional("mamba.out_proj.bias", weights.o_bias)
 
@@ -611,8 +646,8 @@ def _allocate(
     """Return weights to be filled. ``keep`` makes matrices that stay quantised, with ``kernels``."""
     if keep and config.names.fused_qkv == "heads":
         raise ModelError(
-            "quantised weights of an architecture that mixes the rows of Q, K and V are not kept: "
-            "give --expand-weights"
+            "weights of an architecture that mixes the rows of Q, K and V are rearranged when they are read: "
+            "give --expand-weights if they are quantised, and leave out --weights-on-disk"
         )
     make = _Maker(config, device, keep=keep, kernels=kernels)
     embed = make.matrix(config.vocab_size, config.hidden_size)
@@ -755,9 +790,9 @@ class _Maker:
             step_bias=self.empty(width),
             a_log=self.empty(width, mamba.state_dim),
             skip=self.empty(width),
-            step_norm=self.empty(mamba.rank),
-            key_norm=self.empty(mamba.state_dim),
-            query_norm=self.empty(mamba.state_dim),
+            step_norm=self.empty(mamba.rank) if mamba.trained_norms else None,
+            key_norm=self.empty(mamba.state_dim) if mamba.trained_norms else None,
+            query_norm=self.empty(mamba.state_dim) if mamba.trained_norms else None,
             o=self.matrix(hidden, width),
             o_bias=self.empty(hidden) if mamba.biased else None,
         )

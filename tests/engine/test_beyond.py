@@ -21,9 +21,10 @@ from tierstore.errors import UsageError
 from tierstore.testing.faulty_io import Effect, Fail, Fault, FaultyIO, FlipBit, Lose, Misdirect, Short, Stall
 from tierstore.tiers import overflow
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.overflow import Overflow, OverflowPool
+from tierstore.tiers.overflow import Overflow, OverflowFailedError, OverflowPool
 from tierstore_engine.attention import cpu, make_attention
 from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.beams import BeamParams
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.engine import Engine
@@ -271,6 +272,23 @@ def test_a_bad_disk_costs_time_or_its_own_request(
     assert engines.pool.stats.lost_pages or engines.pool.failed
     connector = engines.there.connector
     assert connector.available() == connector.pool.num_pages  # none has leaked
+
+
+def test_a_failing_disk_ends_a_beam_search(
+    engines_of: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with one error, and others go on."""
+    io = FaultyIO()
+    monkeypatch.setattr(overflow, "QueuedIO", lambda: io)
+    engines = engines_of("llama3")
+    io.set(Fault(lambda call: call.kind == "preadv", Fail(errno.EIO)))
+    with pytest.raises(OverflowFailedError, match="the beam search has ended"):
+        engines.there.beam_search(PROMPT, BeamParams(width=2, max_new_tokens=6))
+    assert not engines.there.has_work
+    [expected], [found] = (each.generate([PROMPT[:100]], GREEDY) for each in (engines.here, engines.there))
+    assert same(expected, found, within=1e-4)
+    connector = engines.there.connector
+    assert connector.available() == connector.pool.num_pages
 
 
 def test_a_disk_that_does_not_answer(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, VARIANTS, rewrite_json
+from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, STATES, VARIANTS, rewrite_json
 from tierstore.spec import LayerGroup, LayerKind, layer_groups
 from tierstore_engine.build import load_model, open_model
 from tierstore_engine.checkpoint import read_config
@@ -166,7 +166,7 @@ def test_every_byte_of_the_weights_has_a_slot() -> None:
         assert all(torch.isfinite(tensor).all() for tensor in owned)
 
 
-FAMILIES = sorted({**ARCHITECTURES, **GROUPED, **VARIANTS, **LLAMA_LIKE})
+FAMILIES = sorted({**ARCHITECTURES, **GROUPED, **VARIANTS, **STATES, **LLAMA_LIKE})
 
 
 @pytest.fixture(params=FAMILIES)

@@ -22,7 +22,7 @@ from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.in_place import MOST_TOKENS
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kv_format import KVFormat
-from tierstore_engine.products import MOST_ROWS, multiply
+from tierstore_engine.products import FEW_ROWS, multiply, same_bits
 
 CHUNK = 8
 PAGES = 48
@@ -71,7 +71,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @EACH
 @given(
-    rows=st.integers(1, MOST_ROWS + 2),
+    rows=st.integers(1, FEW_ROWS + 6),
     products=st.integers(1, 70),
     columns=st.integers(1, 70),
     biased=st.booleans(),
@@ -96,11 +96,46 @@ def test_products(
 def test_a_rows_product_does_not_depend_on_the_others_or_the_threads(threads: None) -> None:
     if native.DECODE is None:
         pytest.skip("tierstore was built without a C compiler")
-    x, weight = torch.randn(MOST_ROWS, 300), torch.randn(2048, 300)  # large enough for several threads
+    x, weight = torch.randn(FEW_ROWS, 300), torch.randn(2048, 300)  # large enough for several threads
     whole = multiply(x, weight)
     assert torch.equal(whole, torch.cat([multiply(row[None], weight) for row in x]))
     torch.set_num_threads(1)
     assert torch.equal(whole, multiply(x, weight))
+
+
+@EACH
+@given(
+    cuts=st.lists(st.integers(1, 150), min_size=2, max_size=4),
+    products=st.integers(1, 60),
+    columns=st.sampled_from([1, 7, 64, 101, 512, 513, 600, 1031]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_rows_have_the_same_bits_in_every_product(
+    library: str, cuts: list[int], products: int, columns: int, dtype: torch.dtype, threads: int, seed: int
+) -> None:
+    if native.DECODE is None:
+        pytest.skip("tierstore was built without a C compiler")
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(rows, columns, generator=generator).to(dtype) for rows in (sum(cuts), products))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    with same_bits():
+        parts = torch.cat([multiply(part, weight) for part in x.split(cuts)])
+        whole = multiply(x, weight)
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    assert torch.equal(whole, parts)
+    assert torch.equal(whole[-1], multiply(x[-1:], weight)[0])  # as in a decode step
+    exact = x.double() @ weight.double().T
+    close = {"atol": 1e-4, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 5e-2, "rtol": 1e-2}
+    torch.testing.assert_close(whole.double(), exact, **close)
+
+
+def test_no_product_is_left_to_torch_where_bits_must_be_the_same() -> None:
+    with same_bits(), pytest.raises(RuntimeError, match="float64"):
+        multiply(torch.ones(2, 8).double(), torch.ones(3, 8).double())
 
 
 def test_a_part_of_a_matrix_with_gaps_between_its_rows() -> None:

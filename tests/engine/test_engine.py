@@ -156,7 +156,7 @@ def test_the_last_position_ends_it(tiny: LoadedModel, engine_of: EngineOf) -> No
         ([0, 258], "between 0 and 257"),
         ([-1], "between 0 and 257"),
         ([0] * 8192, "has 8192 tokens, but the model allows 8192"),
-        ([0] * 1100, r"1100 tokens and up to 24 new ones need 71 pages of 16 tokens, but the pool has 64"),
+        ([0] * 1100, r"1100 tokens and up to 24 new ones need 71 pages, but the pool has 64"),
     ],
 )
 def test_requests_that_can_never_be_served(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.portions import SOAK
-from tests.tiny_models import GROUPED, LLAMA_LIKE, VARIANTS, VOCAB, reference_model
+from tests.tiny_models import GROUPED, LLAMA_LIKE, STATES, VARIANTS, VOCAB, reference_model
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule, Past
 from tierstore.tiers.hbm import COMPLETED, PagePool
@@ -26,7 +26,7 @@ CHUNK = 16
 TOKENS = 230  # more than four windows, and more than four attention chunks
 MAX_LOGIT_DIFF = 1e-4
 ONE_GROUP = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-yarn", "deepseek-v2", "deepseek-v3")
-FAMILIES = (*ONE_GROUP, *GROUPED, *VARIANTS, *LLAMA_LIKE)
+FAMILIES = (*ONE_GROUP, *GROUPED, *VARIANTS, *STATES, *LLAMA_LIKE)
 CUTS = {
     "whole": (TOKENS,),
     "pages": (*range(CHUNK, TOKENS, CHUNK), TOKENS),
@@ -177,7 +177,7 @@ def test_one_in_a_batch_and_from_copied_pages(name: str, model: LoadedModel) -> 
     close(torch.cat(found[1]), expected(name, 8))
 
 
-@pytest.mark.parametrize("name", ["jamba", "lfm2"])
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "mamba"])
 def test_states_without_kernels_are_refused_on_a_gpu(
     name: str, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ GROUPED = {
     ),
     "delta": replace(preset("tiny-qwen3-next", dtype="float16"), experts=None, max_positions=320),
     "mamba2": replace(preset("tiny-nemotron-h", dtype="float16"), max_positions=320),
+    "mamba2 alone": replace(preset("tiny-mamba2", dtype="float16"), max_positions=320),
 }
 
 

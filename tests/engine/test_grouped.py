@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -15,13 +16,17 @@ import torch
 
 import tierstore
 from tests.portions import chosen, diagonal, portion
-from tests.tiny_models import GROUPED, VOCAB, reference_model
+from tests.tiny_models import GROUPED, STATES, VOCAB, reference_model
 from tierstore.errors import UsageError
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
+from tierstore.tiers.overflow import Overflow
 from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import NoStore, StoreConnector
-from tierstore_engine.build import LoadedModel, make_runner
+from tierstore_engine.beams import BeamParams
+from tierstore_engine.build import LoadedModel, build_draft_model, build_engine, make_runner
 from tierstore_engine.engine import Engine
+from tierstore_engine.errors import ModelError, RequestError
+from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import EngineSettings
@@ -32,8 +37,12 @@ from .test_oracle import GREEDY, MAX_LOGIT_DIFF, assert_same, finish
 CHECKPOINT = 4 * STORED_CHUNK
 
 
-# Windows, attention chunks, and states of two kinds. The other families differ in what their layers compute.
-@pytest.fixture(params=chosen(GROUPED, "gemma3", "llama4", "qwen3-next", "nemotron-h"))
+REMEMBERING = (*GROUPED, *STATES)
+
+
+# Windows, attention chunks, states beside attention, and states alone. The other families differ in what
+# their layers compute.
+@pytest.fixture(params=chosen(REMEMBERING, "gemma3", "llama4", "qwen3-next", "nemotron-h", "mamba", "mamba2"))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -117,7 +126,7 @@ def last_chunk(tokens: int) -> int:
     return (tokens - 1) // STORED_CHUNK * STORED_CHUNK
 
 
-@pytest.mark.parametrize(*diagonal(name=GROUPED, prefill_chunk=[16, 112]), indirect=["name"])
+@pytest.mark.parametrize(*diagonal(name=REMEMBERING, prefill_chunk=[16, 112]), indirect=["name"])
 def test_cold(
     oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine], prefill_chunk: int
 ) -> None:
@@ -140,7 +149,7 @@ def test_in_a_mixed_batch(oracle: Oracle, model: LoadedModel, engine_of: Callabl
     assert_same(finish(engine)[request_id], oracle)
 
 
-@pytest.mark.parametrize(*diagonal(name=GROUPED, tier=["host", "disk", "hbm"]), indirect=["name"])
+@pytest.mark.parametrize(*diagonal(name=REMEMBERING, tier=["host", "disk", "hbm"]), indirect=["name"])
 def test_from_each_tier(
     tier: str, oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
 ) -> None:
@@ -207,6 +216,8 @@ def test_after_preemptions(
 ) -> None:
     """Both fit when admitted but not when they have grown: the memory gets smaller meanwhile, and comes
     back."""
+    if not model.config.attends:
+        pytest.skip("states do not grow")
     engine = engine_of(model, stored=stored)
     whole = engine.pool_size().nbytes
     first = engine.add(oracle.prompt[::-1], GREEDY)
@@ -224,6 +235,44 @@ def test_after_preemptions(
     assert metrics.preemptions == 1
     if stored:  # of states perhaps the last save point: there was no room for a later one
         assert metrics.recomputed_tokens < CHECKPOINT
+
+
+@pytest.mark.parametrize("name", STATES, indirect=True)
+def test_a_parked_state_goes_on(oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]) -> None:
+    """Without attention too: it is found at the token where its sequence left, in the middle of a page."""
+    engine = engine_of(model)
+    request = engine.add(oracle.prompt, GREEDY)
+    while engine.computed_tokens(request) < len(oracle.prompt) + 5:
+        engine.step()
+    assert engine.computed_tokens(request) % STORED_CHUNK
+    engine._scheduler._park()
+    completion = finish(engine)[request]
+    assert_same(completion, oracle)
+    assert completion.metrics.preemptions == 1
+    assert completion.metrics.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("name", STATES, indirect=True)
+def test_the_room_for_states_does_not_depend_on_the_tokens(
+    oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
+) -> None:
+    """Four pages for a prompt of 21 chunks, and then for a second sequence beside it."""
+    engine = engine_of(model, pages=4, max_sequences=2)
+    assert engine.limits.longest == model.config.max_positions
+    for completion in engine.generate([oracle.prompt, oracle.prompt], GREEDY):
+        assert_same(completion, oracle)
+    with pytest.raises(RequestError, match="width 3"):
+        engine.beam_search(oracle.prompt, BeamParams(width=3))
+
+
+@pytest.mark.parametrize("name", STATES, indirect=True)
+def test_states_refuse_what_needs_attention(model: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="an overflow file needs layers that read every token"):
+        build_engine(model, pool_pages=4, overflow=Overflow(tmp_path, 1 << 30))
+    with pytest.raises(UsageError, match="a draft model cannot have recurrent states"):
+        build_draft_model(model, model, pool_pages=4, tokens=2)
+    with pytest.raises(ModelError, match="--kv-dtype is for keys and values"):
+        replace(model.config, kv=KVFormat.parse("int8"))
 
 
 def test_a_fork_goes_on_by_itself(

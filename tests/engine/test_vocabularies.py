@@ -19,6 +19,7 @@ from tokenizers import decoders as fast_decoders
 
 from tests.tiny_models import train_tokenizer
 from tierstore_engine.errors import ModelError
+from tierstore_engine.fetch import write_tokenizer
 from tierstore_engine.tokenizer import HFTokenizer, Tokenizer
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 
@@ -207,10 +208,12 @@ def test_the_same_ids_as_sentencepiece(
 # -- GGUF ------------------------------------------------------------------------------------------------
 
 
-def write_vocabulary(file: Path, kind: str, **fields: Any) -> Path:
-    """A GGUF file with a vocabulary and nothing else."""
+def write_vocabulary(file: Path, kind: str, *, template: str | None = None, **fields: Any) -> Path:
+    """A GGUF file with a vocabulary, and perhaps a chat template, and nothing else."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model(kind)
+    if template is not None:
+        writer.add_chat_template(template)
     for name, value in fields.items():
         if isinstance(value, list):
             writer.add_array(f"tokenizer.ggml.{name}", value)
@@ -283,6 +286,31 @@ def test_a_byte_level_vocabulary_in_gguf(pre: str, tmp_path: Path) -> None:
         assert HFTokenizer(found).decode(found.encode(text).ids) == original.decode(original.encode(text).ids)
 
     check()
+
+
+def test_the_chat_template_in_gguf(tmp_path: Path) -> None:
+    """It is used if the folder has none, with the names of the file's own tokens."""
+    chat = pytest.importorskip("tierstore_engine.server.chat")
+    message = chat.ChatMessage(role="user", content="cat")
+    original = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    file = gguf_of(tmp_path / "a.gguf", original, "gpt-2", bos_token_id=0, eos_token_id=1)
+    assert chat.load_template(tmp_path, gguf=file) is None
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    file = gguf_of(tmp_path / "b.gguf", original, "gpt-2", bos_token_id=0, eos_token_id=1, template=template)
+    assert chat.load_template(tmp_path, gguf=file).render([message]) == "<s>cat</s>"
+    (tmp_path / "chat_template.jinja").write_text("of the folder")
+    assert chat.load_template(tmp_path, gguf=file).render([message]) == "of the folder"
+
+
+def test_a_fetched_model_cuts_numbers_as_its_gguf_file_says(tmp_path: Path) -> None:
+    """SmolLM2's vocabulary takes digits one by one. transformers 5.24 converts it without that."""
+    words, digits = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(True)
+    bpe(words).save(str(tmp_path / "tokenizer.json"))
+    assert "34" in names(HFTokenizer(tmp_path), "a 1234")
+    write_tokenizer(gguf_of(tmp_path / "m.gguf", bpe(words), "smollm"), tmp_path)
+    original = bpe(words)
+    original.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    assert HFTokenizer(tmp_path).encode("a 1234") == original.encode("a 1234").ids
 
 
 def test_the_ends_of_a_prompt_in_gguf(tmp_path: Path) -> None:

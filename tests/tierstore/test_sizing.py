@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -151,7 +153,7 @@ def test_weights_leave_room_for_sessions(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["llama-3-8b"])))
     run = CliRunner().invoke
     refused = run(app, ["size", str(tmp_path), "--device", "2GiB"])
-    assert "--device needs the folder of a model with weights" in str(refused.exception or refused.output)
+    assert "--device needs weights" in str(refused.exception or refused.output)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 30)
     session = ["size", str(tmp_path), "--tokens", "8192", "--json"]
@@ -196,3 +198,46 @@ def test_states_of_mamba_1():
     sizes = {each.group.kind: each for each in group_sizes(shape)}
     assert sizes[LayerKind.FULL_ATTENTION].group.layers == (4, 12, 20, 28)
     assert sizes[LayerKind.RECURRENT_STATE].state_bytes == 28 * 8192 * (16 + 3) * 4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_gguf_file_has_the_size_of_a_folder_with_its_configuration(
+    architecture: str, tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(12)
+    writer.add_embedding_length(96)
+    writer.add_head_count(6)
+    writer.add_head_count_kv(2)
+    config: dict[str, Any] = {
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "dtype": "float32",
+    }
+    if architecture == "gemma3":
+        writer.add_sliding_window(512)
+        config |= {"sliding_window": 512, "sliding_window_pattern": 6}
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = [CliRunner().invoke(app, ["size", str(each), "--json"]) for each in (file, tmp_path)]
+    of_file, of_folder = (json.loads(each.stdout) for each in sizes)
+    assert of_file["groups"] == of_folder["groups"]
+    assert of_file["weights_bytes"] == file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(b"GGUF", "cannot be read as GGUF"), (b"{}", "begin with GGUF")]
+)
+def test_a_damaged_gguf_file_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    refused = CliRunner().invoke(app, ["size", str(file)])
+    assert refused.exit_code
+    assert message in str(refused.exception or refused.output)

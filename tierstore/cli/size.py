@@ -11,15 +11,19 @@ import typer
 from tierstore import sizing
 from tierstore.cli import show
 from tierstore.errors import UsageError
+from tierstore.gguf import read_config
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, read_json
 from tierstore.units import format_size, parse_size
+
+_GGUF = ".gguf"
 
 
 def command(
     model: Annotated[
         str,
         typer.Argument(
-            help=f"A config.json, a folder that has one, or {', '.join(sizing.PRESETS)}", show_default=False
+            help=f"A config.json, a folder that has one, a GGUF file, or {', '.join(sizing.PRESETS)}",
+            show_default=False,
         ),
     ],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a session")] = 100_000,
@@ -32,7 +36,7 @@ def command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device memory for weights and pages: --hbm is what the weights of MODEL's folder leave",
+            help="Device memory for weights and pages: --hbm is what the weights of MODEL leave",
             show_default=False,
         ),
     ] = None,
@@ -109,14 +113,17 @@ def _show_groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int], token
     show.table(("layers that keep", "layers", "a token", "a state", f"a session of {tokens:,}"), rows)
 
 
-def _weights_bytes(folder: Path) -> int:
-    """Return the size of a folder's weights, 0 without any. Quantised weights take what their files take."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+def _weights_bytes(model: Path) -> int:
+    """Return the size of the weights in a folder or a GGUF file, 0 without any. Quantised weights take what
+    their files take."""
+    if model.suffix == _GGUF and model.is_file():
+        return model.stat().st_size
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
 
 
 def _left_by(weights: int, device: int, model: str) -> int:
     if not weights:
-        raise UsageError(f"--device needs the folder of a model with weights (*.safetensors), got {model}")
+        raise UsageError(f"--device needs weights: a folder with *.safetensors or a GGUF file, got {model}")
     if weights >= device:
         raise UsageError(f"the weights take {format_size(weights)}, --device is {format_size(device)}")
     return device - weights
@@ -129,4 +136,6 @@ def _config(model: str) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise UsageError(f"there is no {path}; known models are {', '.join(sizing.PRESETS)}")
+    if path.suffix == _GGUF:
+        return read_config(path)
     return read_json(path)

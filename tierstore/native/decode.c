@@ -31,7 +31,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 3
+#define INTERFACE 5
 
 #define LANES 8
 #define BLOCK 32
@@ -39,7 +39,7 @@
 #define SEGMENT 1024
 #define TILE 16
 #define MOST_WIDTH 1024
-#define MOST_ROWS 16 /* of activations */
+#define FEW_ROWS 16 /* of activations: their products take the time of reading the matrix */
 #define MOST_THREADS 64
 #define INLINE static inline __attribute__((always_inline))
 
@@ -189,6 +189,14 @@ INLINE floats tanh_of(floats x) {
 
 /* ---- products with a matrix ---------------------------------------------------------------------------- */
 
+/* Adds the products of the last columns, which do not fill a vector. fmaf: compilers may or may not round in between, and
+ * a row has to have the same bits on all paths. */
+INLINE float end_product(float product, const float *x, const char *w, size_t even, size_t width, int format) {
+    for (size_t at = even; at < width; at++)
+        product = fmaf(x[at], read_one(w, at, format), product);
+    return product;
+}
+
 /* products[i][j] = x[i] · w[j], for four rows of `x` and two of `w`, with pointers to each. */
 INLINE void multiply_tile(const float *const x[4], const char *const w[2], size_t width, float products[4][2],
                           int format) {
@@ -202,14 +210,10 @@ INLINE void multiply_tile(const float *const x[4], const char *const w[2], size_
         s20 += x2 * w0, s21 += x2 * w1;
         s30 += x3 * w0, s31 += x3 * w1;
     }
-    products[0][0] = sum(s00), products[0][1] = sum(s01);
-    products[1][0] = sum(s10), products[1][1] = sum(s11);
-    products[2][0] = sum(s20), products[2][1] = sum(s21);
-    products[3][0] = sum(s30), products[3][1] = sum(s31);
-    for (size_t at = even; at < width; at++)
+    const float sums[4][2] = {{sum(s00), sum(s01)}, {sum(s10), sum(s11)}, {sum(s20), sum(s21)}, {sum(s30), sum(s31)}};
+    for (size_t i = 0; i < 4; i++)
         for (size_t j = 0; j < 2; j++)
-            for (size_t i = 0; i < 4; i++)
-                products[i][j] += x[i][at] * read_one(w[j], at, format);
+            products[i][j] = end_product(sums[i][j], x[i], w[j], even, width, format);
 }
 
 /* Adds x · w[j] to s[j], lane by lane, for eight rows of `w`: memory is read faster in more places at a time. */
@@ -221,12 +225,6 @@ INLINE void add_products(floats s[8], const float *x, const char *const w[8], si
     }
 }
 
-INLINE float end_product(float product, const float *x, const char *w, size_t even, size_t width, int format) {
-    for (size_t at = even; at < width; at++)
-        product += x[at] * read_one(w, at, format);
-    return product;
-}
-
 /* The same as multiply_tile, for one row of `x` and eight of `w`. */
 INLINE void multiply_one(const float *x, const char *const w[8], size_t width, float products[8], int format) {
     const size_t even = width / LANES * LANES;
@@ -236,12 +234,14 @@ INLINE void multiply_one(const float *x, const char *const w[8], size_t width, f
         products[j] = end_product(sum(s[j]), x, w[j], even, width, format);
 }
 
+/* `count` rows of `x` times `rows` rows of a matrix: of `weight`, or from row `first` of `packed` on. */
 struct product {
     const float *x;
     const char *weight;
+    const struct packed *packed;
     float *out;
-    size_t count, rows, width;
-    int format;
+    size_t count, first, rows, width;
+    int format, rounded; /* rounded: to bfloat16, of `packed` */
     atomic_size_t next;
 };
 
@@ -536,20 +536,11 @@ INLINE void round_numbers(float *numbers, size_t count) {
     }
 }
 
-struct packed_product {
-    const struct packed *packed;
-    const float *x;
-    float *out;
-    size_t count, first, rows;
-    int rounded;
-    atomic_size_t next;
-};
-
-/* Products of all rows of `x` with eight rows of the matrix, or with as many as there are. */
-INLINE void multiply_packed_rows(const struct packed_product *of, size_t first) {
-    const size_t width = of->packed->columns, some = of->rows - first < 8 ? of->rows - first : 8;
+/* Products of a few rows of `x` with eight rows of the matrix, or with as many as there are. */
+INLINE void multiply_packed_rows(const struct product *of, size_t first) {
+    const size_t width = of->width, some = of->rows - first < 8 ? of->rows - first : 8;
     float tile[8][PACKED_COLUMNS] __attribute__((aligned(32)));
-    floats sums[MOST_ROWS][8];
+    floats sums[FEW_ROWS][8];
     const char *w[8];
     memset(sums, 0, of->count * sizeof sums[0]);
     for (size_t j = 0; j < 8; j++)
@@ -575,6 +566,86 @@ INLINE void multiply_packed_rows(const struct packed_product *of, size_t first) 
                     of->out[i * of->rows + first + j] = end_product(sum(s[j]), x, w[j], even, wide, FLOAT32);
         }
     }
+}
+
+/* ---- products of many rows ------------------------------------------------------------------------------ */
+
+/* The tile, the sums, and the columns of `x` that belong to them stay in an L2 cache of 512 KB. */
+#define TILE_ROWS 24  /* of the matrix */
+#define PANEL_ROWS 128 /* of `x` */
+
+/* Reads columns of a row as float32, from a multiple of PACKED_COLUMNS on. */
+INLINE void read_columns(const struct product *of, size_t row, size_t from, size_t columns, float *to) {
+    if (of->packed) {
+        decode_columns(of->packed, of->first + row, from, columns, to);
+        if (of->rounded)
+            round_numbers(to, columns);
+    } else if (of->format == FLOAT32) {
+        memcpy(to, of->weight + 4 * (row * of->width + from), 4 * columns);
+    } else {
+        const char *numbers = of->weight + 2 * (row * of->width + from);
+        const size_t even = columns / LANES * LANES;
+        for (size_t at = 0; at < even; at += LANES)
+            store(to + at, read(numbers, at, BFLOAT16));
+        for (size_t at = even; at < columns; at++)
+            to[at] = read_one(numbers, at, BFLOAT16);
+    }
+}
+
+/* Adds the products of four rows of `x` and three of the tile to their sums. Twelve sums, three vectors of the tile and
+ * one of `x` are the sixteen registers of AVX2. */
+INLINE void add_tile(const float *const x[4], float (*w)[PACKED_COLUMNS], size_t even, floats (*sums)[TILE_ROWS]) {
+    floats s[4][3];
+    for (size_t i = 0; i < 4; i++)
+        memcpy(s[i], sums[i], sizeof s[i]);
+    for (size_t at = 0; at < even; at += LANES) {
+        const floats w0 = load(w[0] + at), w1 = load(w[1] + at), w2 = load(w[2] + at);
+        for (size_t i = 0; i < 4; i++) {
+            const floats part = load(x[i] + at);
+            s[i][0] += part * w0, s[i][1] += part * w1, s[i][2] += part * w2;
+        }
+    }
+    for (size_t i = 0; i < 4; i++)
+        memcpy(sums[i], s[i], sizeof s[i]);
+}
+
+/* Products of up to PANEL_ROWS rows of `x` with TILE_ROWS rows of the matrix, or with as many as there are. Each is summed
+ * in the order in which products of a few rows are, so it has the same bits. */
+INLINE void multiply_panel(const struct product *of, size_t row, size_t first) {
+    const size_t count = of->count - row < PANEL_ROWS ? of->count - row : PANEL_ROWS;
+    const size_t some = of->rows - first < TILE_ROWS ? of->rows - first : TILE_ROWS;
+    float tile[TILE_ROWS][PACKED_COLUMNS] __attribute__((aligned(32)));
+    floats sums[PANEL_ROWS][TILE_ROWS];
+    memset(sums, 0, (count + 3) / 4 * 4 * sizeof sums[0]);
+    for (size_t j = some; j < TILE_ROWS; j++)
+        memset(tile[j], 0, sizeof tile[j]);
+    for (size_t at = 0; at < of->width; at += PACKED_COLUMNS) {
+        const size_t left = of->width - at, wide = left < PACKED_COLUMNS ? left : PACKED_COLUMNS;
+        const size_t even = wide / LANES * LANES;
+        for (size_t j = 0; j < some; j++)
+            read_columns(of, first + j, at, wide, tile[j]);
+        for (size_t i = 0; i < count; i += 4) {
+            const float *x[4];
+            for (size_t k = 0; k < 4; k++)
+                x[k] = of->x + (row + (i + k < count ? i + k : count - 1)) * of->width + at;
+            for (size_t j = 0; j < some; j += 3)
+                add_tile(x, tile + j, even, (floats(*)[TILE_ROWS]) & sums[i][j]);
+        }
+        for (size_t i = 0; wide == left && i < count; i++)
+            for (size_t j = 0; j < some; j++)
+                of->out[(row + i) * of->rows + first + j] = end_product(
+                    sum(sums[i][j]), of->x + (row + i) * of->width + at, (const char *)tile[j], even, wide, FLOAT32);
+    }
+}
+
+INLINE void multiply_panels(const struct product *of, size_t first) {
+    for (size_t row = 0; row < of->count; row += PANEL_ROWS)
+        multiply_panel(of, row, first);
+}
+
+/* Rows of the matrix in a task. */
+INLINE size_t task_rows(const struct product *of) {
+    return of->count > FEW_ROWS ? TILE_ROWS : of->packed ? 8 : ROWS;
 }
 
 struct unpacking {
@@ -836,8 +907,7 @@ INLINE void attend(const struct work *work, size_t task, int format) {
             call; \
     }
 #define TASKS_work(work) (work)->tasks
-#define TASKS_product(work) ((work)->rows + ROWS - 1) / ROWS
-#define TASKS_packed_product(work) ((work)->rows + 7) / 8
+#define TASKS_product(work) ((work)->rows + task_rows(work) - 1) / task_rows(work)
 #define TASKS_unpacking(work) (work)->count
 #define FOR_EACH_FORMAT(prefix, suffix) \
     prefix FOR_EACH_TASK(attend_float32##suffix, work, attend(work, task, FLOAT32)) \
@@ -845,7 +915,8 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     prefix FOR_EACH_TASK(attend_int8##suffix, work, attend(work, task, INT8)) \
     prefix FOR_EACH_TASK(multiply_float32##suffix, product, multiply_rows(work, task * ROWS, FLOAT32)) \
     prefix FOR_EACH_TASK(multiply_bfloat16##suffix, product, multiply_rows(work, task * ROWS, BFLOAT16)) \
-    prefix FOR_EACH_TASK(multiply_packed##suffix, packed_product, multiply_packed_rows(work, task * 8)) \
+    prefix FOR_EACH_TASK(multiply_packed##suffix, product, multiply_packed_rows(work, task * 8)) \
+    prefix FOR_EACH_TASK(multiply_many##suffix, product, multiply_panels(work, task * TILE_ROWS)) \
     prefix FOR_EACH_TASK(unpack##suffix, unpacking, unpack_row(work, task))
 
 #define PLAIN
@@ -873,12 +944,10 @@ static void *attend_some(void *work_) {
 
 static void *multiply_some(void *work_) {
     struct product *work = work_;
-    (work->format == FLOAT32 ? CHOSEN(multiply_float32) : CHOSEN(multiply_bfloat16))(work);
-    return NULL;
-}
-
-static void *multiply_packed_some(void *work) {
-    CHOSEN(multiply_packed)(work);
+    (work->count > FEW_ROWS        ? CHOSEN(multiply_many)
+     : work->packed                ? CHOSEN(multiply_packed)
+     : work->format == FLOAT32     ? CHOSEN(multiply_float32)
+                                   : CHOSEN(multiply_bfloat16))(work);
     return NULL;
 }
 
@@ -901,19 +970,28 @@ static void run(void *(*part)(void *), void *work, size_t tasks, int threads) {
 
 int tierstore_decode_interface(void) { return INTERFACE; }
 
+/* Equal numbers on two machines: equal bits of all results. Add 2 with each change of an order of sums. */
+int tierstore_decode_arithmetic(void) {
+#if X86
+    return 2 + wide();
+#else
+    return 2;
+#endif
+}
+
 /* out[i][j] = x[i] · weight[j]: `count` rows of float32 and `rows` of `format` (not INT8), each of `width` numbers. */
 void tierstore_multiply(const float *x, size_t count, const void *weight, size_t rows, size_t width, int format,
                         float *out, int threads) {
-    struct product work = {x, weight, out, count, rows, width, format, 0};
+    struct product work = {x, weight, NULL, out, count, 0, rows, width, format, 0, 0};
     run(multiply_some, &work, TASKS_product(&work), threads);
 }
 
-/* out[i][j] = x[i] · row first + j of `packed`: `count` rows of `x`, at most MOST_ROWS, and `rows` of the matrix, whose
+/* out[i][j] = x[i] · row first + j of `packed`: `count` rows of `x` and `rows` of the matrix, whose
  * numbers are rounded to bfloat16 if `rounded`. */
 void tierstore_multiply_packed(const struct packed *packed, const float *x, size_t count, size_t first, size_t rows,
                                float *out, int rounded, int threads) {
-    struct packed_product work = {packed, x, out, count, first, rows, rounded, 0};
-    run(multiply_packed_some, &work, TASKS_packed_product(&work), threads);
+    struct product work = {x, NULL, packed, out, count, first, rows, packed->columns, 0, rounded, 0};
+    run(multiply_some, &work, TASKS_product(&work), threads);
 }
 
 /* out[i] = row rows[i] of `packed`, for `count` rows. */

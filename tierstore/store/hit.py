@@ -418,7 +418,7 @@ class Hit:
 
     def _count(self) -> dict[str, int]:
         tiers = {tier for part in self.parts for tier, _ in part.page_runs()}
-        if len(tiers) == 1 and self.parts[0].leading:  # the usual case: everything in one tier
+        if len(tiers) == 1:  # the usual case: everything in one tier
             return dict.fromkeys(tiers, self.tokens)
         slowest = self._slowest()
         counts = np.bincount(slowest, minlength=len(LABELS)) * self.chunk_tokens

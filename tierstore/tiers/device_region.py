@@ -68,7 +68,16 @@ class DeviceRegion:
     memory.
     """
 
-    def __init__(self, device: Device, large_bytes: int, present: int, *, most: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        large_bytes: int,
+        present: int,
+        *,
+        most: int | None = None,
+        compute: Stream | None = None,
+    ) -> None:
+        """``compute`` is the stream of computation on the pages (None: a new one)."""
         if most is not None and not device.granule_bytes:
             _log.warning("%s cannot map memory piece by piece: its page pool keeps its size", device.name)
             most = None
@@ -92,7 +101,7 @@ class DeviceRegion:
         # At interpreter exit the driver may be unloaded first, so the finalizer must not call it then.
         weakref.finalize(self, _give_back, device, self._streams, memory).atexit = False
         self.reach = Reach(device)
-        self.compute = self.stream()
+        self.compute = self.stream() if compute is None else compute
         self._lock = threading.Lock()
         self._left: dict[int, _Left] = {}  # guarded by the lock; by large page
 

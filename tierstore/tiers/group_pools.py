@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
-from tierstore.tiers.device import Device, DeviceMemoryError
+from tierstore.tiers.device import Device, DeviceMemoryError, Stream
 from tierstore.tiers.hbm import HostRegion, PagePool
 from tierstore.tiers.two_level import books_of, checked_cut, cut
 from tierstore.units import format_size
@@ -23,11 +23,12 @@ def open_group_pools(
     most_bytes: int | None = None,
     device: Device | None = None,
     layered_bytes: int | None = None,
+    compute: Stream | None = None,
 ) -> tuple[PagePool, ...]:
     """Open pools for these layouts (of one group each: :meth:`KVSpec.split`) in one memory of ``nbytes``
     bytes of ``device`` (None: of this process). :meth:`PagePool.resize` of any of them can grow the memory to
     ``most_bytes``. ``layered_bytes`` is the size from which a device's loads are copied layer by layer (None:
-    the default).
+    the default). ``compute`` is the stream of computation on a device (None: a new one).
 
     Raise :class:`UsageError` if the memory is too small for a page of each, or the device has less.
 
@@ -53,7 +54,7 @@ def open_group_pools(
     from tierstore.tiers.device_region import DeviceRegion
 
     try:
-        on_device = DeviceRegion(device, pages.large_bytes, present, most=most)
+        on_device = DeviceRegion(device, pages.large_bytes, present, most=most, compute=compute)
     except DeviceMemoryError as error:
         memory = device.memory()
         raise UsageError(

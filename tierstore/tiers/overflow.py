@@ -1,10 +1,8 @@
 """A pool on the CPU with more pages than memory: the other pages lie in an overflow file.
 
 Every page has an address, as in any pool. Only ``resident_pages`` of them have memory at a time. A page that
-is complete and has to make room is written to the file, and its memory goes back to the system::
-
-    page        0       1     2       3     4     5          page i: bytes i × stride of the pool's addresses
-    content     memory  file  memory  none  file  memory     none: allocated or free, not written yet
+is complete and has to make room is written to the file, and its memory goes back to the system
+(:mod:`tierstore.tiers.beyond`)::
 
     the file    [ layer 0: page 0, 1, 2, … ][ layer 1: page 0, 1, 2, … ] …     opened with O_DIRECT, no name
 
@@ -16,10 +14,6 @@ The file belongs to this process: it has no name, and is gone after kill -9. Its
 opened, so a full volume is an error at the start and not in the middle of a sequence. Each layer of each page
 has a checksum in memory. A page that the disk does not return as it was written is *lost*
 (:class:`LostPagesError`).
-
-Memory is given and taken only in :meth:`OverflowPool.prepare`, between two steps of the engine. The other
-methods may run on other threads during a step, so they never take memory from a page: without room they write
-to the file.
 """
 
 from __future__ import annotations
@@ -41,26 +35,33 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import copying
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.errors import UsageError
 from tierstore.memory import ALIGNMENT, Memory
 from tierstore.spec import KVSpec, LayerKind
+from tierstore.tiers.beyond import (
+    BEYOND,
+    LOST,
+    MEMORY,
+    NONE,
+    BeyondPool,
+    LostPagesError,
+    Numbers,
+    OverflowFailedError,
+    OverflowStats,
+)
 from tierstore.tiers.device import Event
 from tierstore.tiers.disk.io import FileIO, QueuedIO, QueuedRead
-from tierstore.tiers.hbm import COMPLETED, HostRegion, PagePool, PendingCopy, check_pages
-from tierstore.tiers.large_pages import PoolSize, WholePages
+from tierstore.tiers.hbm import HostRegion, PagePool, check_pages
+from tierstore.tiers.large_pages import WholePages
 from tierstore.units import MIB, format_size, round_up
-
-Numbers = npt.NDArray[np.int64]
 
 _log = logging.getLogger(__name__)
 
-_NONE, _MEMORY, _FILE, _LOST = range(4)  # where a page's content is
 _STAGING_BYTES = 24 * MIB  # of one staging buffer
 _STAGING = 3  # buffers: two are being read while one is used
 _BOUNCE_BYTES = 32 * MIB
 _READ_BYTES = 1 * MIB  # of one request
 _WRITERS = 4
-_IDLE_STEPS = 8  # a page that was not used for this long makes room for pages in use
 LEAST_STAGED = 64
 """A staging buffer has room for this many pages: one of each sequence of a step."""
 ANSWER_S = 30.0
@@ -69,67 +70,80 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """Where the pages that do not fit the memory of a pool lie: a file of at most ``nbytes`` in
-    ``directory``."""
+    """Where the pages that do not fit the memory of a pool lie.
 
-    directory: Path
+    They lie in a file of ``nbytes`` bytes in ``directory``. For a pool on a GPU, up to ``host_bytes`` of them
+    lie in host memory before they go to the file. Without a directory all of them lie there.
+    """
+
+    directory: Path | None
     nbytes: int
+    host_bytes: int = 0
+
+    def check(self, device: str) -> None:
+        """Raise :class:`UsageError` if a pool on ``device`` cannot have its pages here."""
+        if device == "cpu" and (self.host_bytes or self.directory is None):
+            raise UsageError("--overflow-host-bytes is for a GPU: on a CPU, give --hbm-bytes more")
+        if device != "cpu" and not self.host_bytes:
+            raise UsageError(
+                "on a GPU, --overflow needs --overflow-host-bytes: pages pass through host memory"
+            )
+        if self.directory is not None and self.host_bytes >= self.nbytes:
+            raise UsageError(
+                f"--overflow-host-bytes {format_size(self.host_bytes)} holds all that --overflow-bytes "
+                f"{format_size(self.nbytes)} would: leave --overflow out, or give the file more bytes"
+            )
 
     def pages(self, spec: KVSpec) -> int:
-        """Return how many pages of ``spec`` the file holds. Raises :class:`UsageError` for none."""
+        """Return how many pages of ``spec`` lie beyond the memory. Raises :class:`UsageError` for none."""
         [group] = spec.groups
         if group.kind not in (LayerKind.FULL_ATTENTION, LayerKind.MLA_LATENT):
             raise UsageError(
                 f"an overflow file needs layers that read every token, and this model has only "
                 f"{group.kind.value}, which needs little memory"
             )
+        if self.directory is None:
+            return self.host_pages(spec) - self.moved_pages(spec)
         pages = self.nbytes // (len(group.layers) * round_up(spec.layer(group.layers[0]).nbytes, ALIGNMENT))
         if pages < 1:
             raise UsageError(f"an overflow file of {format_size(self.nbytes)} has no room for a page")
         return pages
 
+    def host_pages(self, spec: KVSpec) -> int:
+        """Return how many pages of ``spec`` lie in host memory at most. Raises :class:`UsageError` for less
+        than two."""
+        page_bytes = round_up(spec.page_bytes, ALIGNMENT)
+        pages = self.host_bytes // page_bytes
+        if pages < 2:
+            raise UsageError(
+                f"{format_size(self.host_bytes)} of host memory for the pages that do not fit a GPU's memory "
+                f"is less than two pages: give at least {format_size(2 * page_bytes)}"
+            )
+        return pages
 
-class LostPagesError(TierStoreError):
-    """The overflow file did not return these pages as they were written."""
-
-    def __init__(self, pages: Iterable[int], why: str) -> None:
-        self.pages = frozenset(pages)
-        super().__init__(f"{len(self.pages)} pages are lost: {why}")
-
-
-class OverflowFailedError(TierStoreError):
-    """The overflow file takes no more pages."""
-
-
-@dataclass(frozen=True, slots=True)
-class OverflowStats:
-    """A snapshot of an overflow file. Counters start with the pool."""
-
-    file_bytes: int
-    pages: int  # whose content is only in the file
-    read_bytes: int
-    written_bytes: int
-    lost_pages: int
-    failed: bool  # whether the file takes no more pages
+    def moved_pages(self, spec: KVSpec) -> int:
+        """Return how many pages go up and down together between a GPU and host memory. Pages go down before
+        others come up in their place, so host memory has this much spare room."""
+        return max(min(_BOUNCE_BYTES // spec.page_bytes, self.host_pages(spec) // 4), 1)
 
 
 class OverflowFile:
     """The file of ``pages`` pages: for each layer of ``spec``, in order, the part of every page. Thread-safe
     for separate pages."""
 
-    def __init__(self, spec: KVSpec, pages: int, directory: Path, io: FileIO) -> None:
-        """Create the file in ``directory``. Raises :class:`UsageError` if that is impossible or the volume is
-        too small."""
+    def __init__(self, spec: KVSpec, pages: int, directory: Path | None, io: FileIO) -> None:
+        """Create the file in ``directory`` (None: no file, and nothing may be written). Raises
+        :class:`UsageError` if that is impossible or the volume is too small."""
         [group] = spec.groups
         starts = [spec.layer(layer) for layer in group.layers]
         self.starts = [each.start for each in starts]
         self.slice_bytes = starts[0].nbytes
         self.stride = round_up(self.slice_bytes, ALIGNMENT)
-        self.nbytes = len(starts) * pages * self.stride
+        self.nbytes = len(starts) * pages * self.stride if directory is not None else 0
         self._pages = pages
         self._io = io
         self._sums = np.zeros((len(starts), pages), np.uint64)
-        self._fd = self._create(directory)
+        self._fd = None if directory is None else self._create(directory)
         self.read_bytes = self.written_bytes = 0
         self._counting = threading.Lock()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="tierstore-overflow-write")
@@ -179,7 +193,7 @@ class OverflowFile:
     def _write_one(self, write: tuple[memoryview, int]) -> None:
         view, offset = write
         while view:
-            done = self._io.pwritev(self._fd, [view], offset)
+            done = self._io.pwritev(self._descriptor, [view], offset)
             if done <= 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             view, offset = view[done:], offset + done
@@ -198,7 +212,7 @@ class OverflowFile:
             for begin in range(first, first + run, most):
                 count = min(most, first + run - begin)
                 view = memory.view(begin * self.stride, count * self.stride)
-                reads.append(QueuedRead(self._fd, view, self._offset(layer, int(pages[begin]))))
+                reads.append(QueuedRead(self._descriptor, view, self._offset(layer, int(pages[begin]))))
                 spans.append((begin, count))
         good = np.zeros(len(pages), bool)
 
@@ -221,7 +235,13 @@ class OverflowFile:
     def close(self) -> None:
         """Close the file, which frees its blocks."""
         self._writers.shutdown()
-        self._io.close(self._fd)
+        if self._fd is not None:
+            self._io.close(self._fd)
+
+    @property
+    def _descriptor(self) -> int:
+        assert self._fd is not None, "without a file all pages fit the memory"
+        return self._fd
 
     def _offset(self, layer: int, page: int) -> int:
         return (layer * self._pages + page) * self.stride
@@ -232,9 +252,9 @@ class OverflowFile:
             self.written_bytes += written
 
 
-class OverflowPool(PagePool):
+class OverflowPool(BeyondPool):
     """A pool of ``num_pages`` pages in this process's addresses. At most ``resident_pages`` of them have
-    memory. ``spec`` has one layer group.
+    memory, and the content of the others is in a file. ``spec`` has one layer group.
 
     The file is closed with :meth:`close`, or with the last reference to the pool.
 
@@ -252,20 +272,20 @@ class OverflowPool(PagePool):
     (1, False)
     """
 
-    own_memory = True
-
     def __init__(
         self,
         spec: KVSpec,
         num_pages: int,
         *,
         resident_pages: int,
-        directory: Path,
+        directory: Path | None,
         io: FileIO | None = None,
         answer_s: float = ANSWER_S,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
-        """Raises :class:`UsageError` for a pool without pages, and if the file cannot be made."""
+        """Without a ``directory`` there is no file: the caller never has content in more than
+        ``resident_pages`` pages. Raises :class:`UsageError` for a pool without pages, and if the file cannot
+        be made."""
         check_pages(spec, min(num_pages, resident_pages))
         self.resident_pages = min(resident_pages, num_pages)
         self.answer_s = answer_s
@@ -273,17 +293,11 @@ class OverflowPool(PagePool):
         region = HostRegion(round_up(spec.page_bytes, ALIGNMENT), num_pages, touched=False)
         self._memory = region.memory
         self._place(spec, region, WholePages(region.large_pages))
-        # Guarded by the lock.
-        self._lock = threading.RLock()
-        self._content = np.full(num_pages, _NONE, np.uint8)
-        self._backed = np.zeros(num_pages, bool)  # whether a page has memory
-        self._kept = np.zeros(num_pages, bool)  # whether the file has a copy of a page in memory
-        self._used_at = np.zeros(num_pages, np.int64)  # the last step that used a page
-        self._step = 0
-        self._lost = 0
-        self.failed: str | None = None  # why the file takes no more pages
+        self.silent = False  # whether the disk has stopped answering reads
         whole = len(self.file.starts) * self.file.stride
         self._bounce_pages = max(_BOUNCE_BYTES // whole, 1)
+        self._track(num_pages, at_once=self._bounce_pages)
+        self._failed: str | None = None
         self._bounce = Memory(self._bounce_pages * whole, shared=False)
         self.staged_pages = max(staging_bytes // self.file.stride, LEAST_STAGED)
         self._staging = deque(
@@ -293,107 +307,46 @@ class OverflowPool(PagePool):
         self._readers = ThreadPoolExecutor(_STAGING - 1, thread_name_prefix="tierstore-overflow-read")
 
     @property
+    def failed(self) -> str | None:
+        return self._failed
+
+    @property
     def target(self) -> int:
-        return self.resident_pages if self.failed else super().target
+        return self.resident_pages if self._failed else super().target
 
     @property
     def stats(self) -> OverflowStats:
         with self._lock:
-            pages = int((self._content == _FILE).sum())
+            pages = int((self._content == BEYOND).sum())
             return OverflowStats(
                 self.file.nbytes,
                 pages,
                 self.file.read_bytes,
                 self.file.written_bytes,
                 self._lost,
-                self.failed is not None,
+                self._failed is not None,
             )
 
-    def resize(self, nbytes: int) -> PoolSize:
-        raise UsageError("a pool with an overflow file cannot be resized")
-
-    def is_resident(self, page: int) -> bool:
-        return bool(self._content[page] == _MEMORY)
-
-    def in_file(self, pages: Numbers) -> npt.NDArray[np.bool_]:
-        """Return which of these pages have their content only in the file."""
-        there: npt.NDArray[np.bool_] = self._content[pages] == _FILE
-        return there
-
-    def free(self, pages: Sequence[int]) -> None:
+    def forget(self, pages: Numbers) -> None:
+        """Drop the content of these pages, which another pool owns, and keep their memory for the next
+        ones."""
         with self._lock:
-            self._content[pages] = _NONE  # the memory stays for the next pages, as long as it is not needed
-            self._kept[pages] = False
-            super().free(pages)
+            self._forget(pages)
 
-    # -- between two steps -----------------------------------------------------------------------------
+    def _give_memory(self, pages: Numbers) -> None:
+        """Do nothing: the kernel gives the memory with the first write."""
 
-    def prepare(self, written: Sequence[int] | Numbers, used: Sequence[int] | Numbers) -> None:
-        """Give memory to the pages that the next step writes, and to those of its other pages (``used``) for
-        which there is room.
+    def _take_memory(self, pages: Numbers) -> None:
+        for first, run in runs(pages):
+            start = int(pages[first]) * self.stride
+            self._memory.discard(start, start + run * self.stride)
 
-        Raises :class:`LostPagesError` if pages are lost that the step needs, and :class:`OverflowFailedError`
-        if the pages that have to make room cannot be written.
-        """
-        wanted = np.unique(np.asarray(written, np.int64))
-        needed = np.union1d(wanted, np.asarray(used, np.int64))
-        with self._lock:
-            self._step += 1
-            self._used_at[needed] = self._step
-            lost = needed[self._content[needed] == _LOST]
-            if len(lost):
-                raise LostPagesError(lost.tolist(), "the overflow file has failed")
-            missing = wanted[~self._backed[wanted]]
-            if len(wanted) > self.resident_pages:
-                raise OverflowFailedError(
-                    f"a step writes {len(wanted)} pages, but only {self.resident_pages} may be in memory"
-                )
-            self._make_room(len(missing), keep=wanted)
-            self._back(missing)
-            self._bring(wanted[self._content[wanted] == _FILE])
-            self._content[wanted] = _MEMORY
-            self._kept[wanted] = False  # they are about to change
-            outside = needed[self._content[needed] == _FILE]
-            if len(outside):
-                self._promote(outside)
+    def _write_here(self, copies: Sequence[tuple[int, int]]) -> None:
+        PagePool.write_pages(self, copies)
 
-    def _promote(self, pages: Numbers) -> None:
-        """Bring pages in use into memory, as far as there is room beside other pages in use."""
-        room = self.resident_pages - int(self._backed.sum())
-        spare = self._backed & ((self._content == _NONE) | (self._used_at < self._step - _IDLE_STEPS))
-        chosen = pages[: room + int(spare.sum())]
-        with contextlib.suppress(OverflowFailedError):  # they stay in the file
-            self._make_room(len(chosen), keep=np.flatnonzero(self._backed & ~spare))
-            self._back(chosen)
-            self._bring(chosen)
-
-    def _make_room(self, count: int, *, keep: Numbers) -> None:
-        """Take memory from pages other than ``keep`` until ``count`` pages can have some: first from pages
-        without content, and then from those that were not used for longest."""
-        excess = count - (self.resident_pages - int(self._backed.sum()))
-        if excess <= 0:
-            return
-        may_leave = self._backed.copy()
-        may_leave[keep] = False
-        candidates = np.flatnonzero(may_leave)
-        order = np.where(self._content[candidates] == _MEMORY, self._used_at[candidates], -1)
-        leaving = np.sort(candidates[np.argsort(order, kind="stable")[:excess]])
-        if len(leaving) < excess:
-            raise OverflowFailedError("the pages of one step do not fit the memory")
-        full = leaving[self._content[leaving] == _MEMORY]
-        try:
-            self._write_out(full[~self._kept[full]])
-            self._content[full] = _FILE
-        except OverflowFailedError:
-            if (self._used_at[full] == self._step).any():
-                raise
-            self.lose(full.tolist())  # pages of other steps are computed again
-        self._discard(leaving)
-
-    def _write_out(self, pages: Numbers, sources: Numbers | None = None) -> None:
-        """Write pages to the file, from ``sources`` or their own memory."""
-        if self.failed and len(pages):
-            raise OverflowFailedError(self.failed)
+    def _write_beyond(self, pages: Numbers, sources: Numbers | None = None) -> None:
+        if self._failed and len(pages):
+            raise OverflowFailedError(self._failed)
         if sources is None:
             sources = self._start + pages * self.stride
         for first in range(0, len(pages), self._bounce_pages):
@@ -402,20 +355,19 @@ class OverflowPool(PagePool):
                 self.file.write(pages[some], self._bounce, sources[some])
             except OSError as error:
                 self._fail(f"the overflow file takes no more pages: {error.strerror}")
-                raise OverflowFailedError(str(self.failed)) from error
+                raise OverflowFailedError(str(self._failed)) from error
 
     def _fail(self, why: str) -> None:
-        if self.failed is None:
-            self.failed = why
+        if self._failed is None:
+            self._failed = why
             _log.warning("%s: sequences that need more than %d pages end", why, self.resident_pages)
 
     def _bring(self, pages: Numbers) -> None:
-        """Read pages from the file into their memory. Raises :class:`LostPagesError`."""
         if not len(pages):
             return
         lost = self._read_into(pages, self._start + pages * self.stride)
         good = np.setdiff1d(pages, lost)
-        self._content[good] = _MEMORY
+        self._content[good] = MEMORY
         self._kept[good] = True
         if lost:
             self.lose(lost)
@@ -435,99 +387,29 @@ class OverflowPool(PagePool):
                 copying.copy_all(copies, self.file.slice_bytes)
         return sorted(lost)
 
-    def lose(self, pages: Iterable[int]) -> None:
-        """Note that the content of these pages is lost. They are lost until they are freed."""
+    def _read(self, copies: Sequence[tuple[int, int]], after: Event | None) -> set[int]:
+        content = self._content[[page for page, _ in copies]].tolist()
+        here = [copy for copy, where in zip(copies, content, strict=True) if where == MEMORY]
+        there = sorted(copy for copy, where in zip(copies, content, strict=True) if where == BEYOND)
+        lost = {page for (page, _), where in zip(copies, content, strict=True) if where in (LOST, NONE)}
+        PagePool.read_pages(self, here)
+        if there:
+            pages, targets = np.array(there, np.int64).T
+            lost.update(self._read_into(pages, targets))
+        return lost
+
+    def read_as_far(self, copies: Sequence[tuple[int, int]]) -> set[int]:
+        """Copy pages to host addresses, as far as they are not lost. Return the lost ones."""
         with self._lock:
-            lost = np.fromiter(pages, np.int64)
-            self._lost += int((self._content[lost] != _LOST).sum())
-            self._content[lost] = _LOST
+            return self._read(copies, None)
 
     def answers_not(self) -> None:
         """Note that the disk did not answer a read in time: nothing is read from it or written to it any
         more."""
         with self._lock:
+            self.silent = True
             self._fail(f"the overflow file's disk did not answer within {self.answer_s:g} s")
-            self.lose(np.flatnonzero(self._content == _FILE).tolist())
-
-    def _back(self, pages: Numbers) -> None:
-        self._backed[pages] = True  # the kernel gives the memory with the first write
-
-    def _discard(self, pages: Numbers) -> None:
-        self._backed[pages] = False
-        for first, run in runs(pages):
-            start = int(pages[first]) * self.stride
-            self._memory.discard(start, start + run * self.stride)
-
-    # -- on any thread ---------------------------------------------------------------------------------
-
-    def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
-        """Copy pages to host memory. Raises :class:`LostPagesError`."""
-        lost = self._read(list(copies))
-        if lost:
-            raise LostPagesError(lost, "the overflow file did not return what was written")
-
-    def read_and_hash(
-        self, copies: Sequence[tuple[int, int]], *, after: Event | None = None
-    ) -> Sequence[int | None]:
-        lost = self._read(copies)
-        sums = copying.hash_all([address for _, address in copies], self.spec.page_bytes)
-        return [None if page in lost else each for (page, _), each in zip(copies, sums, strict=True)]
-
-    def _read(self, copies: Sequence[tuple[int, int]]) -> set[int]:
-        """Copy pages to addresses. Return the lost ones."""
-        with self._lock:
-            content = self._content[[page for page, _ in copies]].tolist()
-            here = [copy for copy, where in zip(copies, content, strict=True) if where == _MEMORY]
-            there = sorted(copy for copy, where in zip(copies, content, strict=True) if where == _FILE)
-            lost = {page for (page, _), where in zip(copies, content, strict=True) if where in (_LOST, _NONE)}
-            super().read_pages(here)
-            if there:
-                pages, targets = np.array(there, np.int64).T
-                lost.update(self._read_into(pages, targets))
-        return lost
-
-    def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy from host memory into pages, in memory as far as there is room. A page that cannot be written
-        to the file is lost."""
-        with self._lock:
-            pairs = list(copies)
-            room = self.resident_pages - int(self._backed.sum())
-            here, there = [], []
-            for page, address in pairs:
-                if self._backed[page] or room > 0:
-                    room -= not self._backed[page]
-                    self._backed[page] = True
-                    here.append((page, address))
-                else:
-                    there.append((page, address))
-            super().write_pages(here)
-            held = np.array([page for page, _ in here], np.int64)
-            self._content[held] = _MEMORY
-            self._kept[held] = False
-            if there:
-                pages, sources = np.array(sorted(there), np.int64).T
-                try:
-                    self._write_out(pages, sources)
-                    self._content[pages] = _FILE
-                except OverflowFailedError:
-                    self.lose(pages.tolist())
-
-    def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy within the pool. The copy of a lost page is lost."""
-        with self._lock:
-            for to, of in copies:
-                if self._content[of] == _MEMORY:
-                    self.write_pages([(to, self.page_address(of))])
-                    continue
-                memory = Memory(self.spec.page_bytes, shared=False, huge_pages=False)
-                if self._read([(of, memory.address)]):
-                    self.lose([to])
-                else:
-                    self.write_pages([(to, memory.address)])
-
-    def start_writing(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
-        self.write_pages(copies)
-        return COMPLETED
+            self.lose(np.flatnonzero(self._content == BEYOND).tolist())
 
     def close(self) -> None:
         """Wait for reads, and free the file's blocks. The pool must not be used any more."""
@@ -591,12 +473,15 @@ class PageStream:
         return memory.address
 
     def close(self) -> None:
-        """Wait until nothing is read any more, unless the disk has stopped answering."""
+        """Wait until nothing is read any more, unless the disk has stopped answering. A read that ended later
+        would overwrite what the next stream has read into its buffer. A silent disk has no next stream."""
         self._wanted = iter(())
         for _, _, reading in self._coming:
-            if not reading.cancel() and self._pool.failed is None:
-                with contextlib.suppress(FutureTimeoutError):
+            if not reading.cancel() and not self._pool.silent:
+                try:
                     reading.exception(self._pool.answer_s)
+                except FutureTimeoutError:
+                    self._pool.answers_not()
 
     def _read_next(self, memory: Memory) -> None:
         wanted = next(self._wanted, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tierstore.spec import LayerKind
+from tierstore.tiers.device_overflow import DeviceOverflowPool
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import Attention, pages_on_device
 from tierstore_engine.config import ModelConfig
@@ -21,10 +22,12 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
     if torch.device(pool.device).type == "cuda":
         from tierstore_engine.attention.cuda import CudaAttention
         from tierstore_engine.attention.cuda_latents import CudaLatentAttention
+        from tierstore_engine.attention.push_down import PushDownAttention
         from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 
         [group] = pool.spec.groups
         kind = CudaLatentAttention if group.kind is LayerKind.MLA_LATENT else CudaAttention
         launcher = CupyLauncher(pool.device)  # first: its error says what is missing
-        return kind(pages_on_device(pool), pool.spec, config, launcher)
+        device = kind(pages_on_device(pool), pool.spec, config, launcher)
+        return PushDownAttention(pool, config, device) if isinstance(pool, DeviceOverflowPool) else device
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")

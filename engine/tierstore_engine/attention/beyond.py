@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierstore.tiers.overflow import Numbers, OverflowPool, PageStream, runs
+from tierstore.tiers.beyond import Numbers
+from tierstore.tiers.overflow import OverflowPool, PageStream, runs
 from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.attention.pages import KVPages, kv_pages
 from tierstore_engine.config import ModelConfig
@@ -83,7 +84,7 @@ class BeyondMemory:
 
     def batches(self, pages: Numbers) -> list[Numbers]:
         """Return the positions in ``pages`` of those in the file, as many at a time as are staged."""
-        positions = np.flatnonzero(self.pool.in_file(pages))
+        positions = np.flatnonzero(self.pool.is_beyond(pages))
         most = self.pool.staged_pages
         return [positions[first : first + most] for first in range(0, len(positions), most)]
 
@@ -91,7 +92,7 @@ class BeyondMemory:
         """Read pages in a row into ``out`` as :meth:`KVPages.gather` does: those in memory from ``here``, the
         others from the stream."""
         numbers = pages.numpy()
-        present = np.flatnonzero(~self.pool.in_file(numbers))
+        present = np.flatnonzero(~self.pool.is_beyond(numbers))
         for at, count in runs(present):
             first = int(present[at])
             here.gather(layer, pages[first : first + count], self._part(out, first, count))
@@ -121,7 +122,7 @@ class BeyondMemory:
         buffer."""
         pages = np.concatenate(tables)
         chunks = np.concatenate([np.arange(len(table)) for table in tables])
-        slots = np.flatnonzero(self.pool.in_file(pages))
+        slots = np.flatnonzero(self.pool.is_beyond(pages))
         slots = slots[np.argsort(chunks[slots], kind="stable")]
         found, at = pages[slots], chunks[slots]
         # A page that several sequences share is the same chunk in all of them.

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.spec import LayerKind
+from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.overflow import Numbers, OverflowPool
+from tierstore.tiers.overflow import OverflowPool
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.attention.beyond import BeyondMemory
 from tierstore_engine.attention.in_place import InPlace
@@ -52,9 +53,14 @@ class _Partial:
 
 class CpuAttention(Attention):
     """Attention on the CPU; see the module. It has one gather buffer of ``BLOCK_TOKENS`` tokens of one
-    layer."""
+    layer.
 
-    def __init__(self, pool: PagePool, config: ModelConfig) -> None:
+    With ``past_only``, every new token sees the tokens before its span, and not its span. This is for a span
+    whose own pages are on a device. The layers must see every token.
+    """
+
+    def __init__(self, pool: PagePool, config: ModelConfig, *, past_only: bool = False) -> None:
+        self._past_only = past_only
         self._config = config
         self._chunk = pool.spec.chunk_tokens
         self._block = max(BLOCK_TOKENS // self._chunk, 1) * self._chunk
@@ -69,11 +75,11 @@ class CpuAttention(Attention):
         self._pages = kv_pages(memory, pool.spec, config, gathered=tokens // self._chunk)
         self._beyond = BeyondMemory(pool, config) if isinstance(pool, OverflowPool) else None
         self._prepared: BatchLayout | None = None  # for which memory was given to the pages that it writes
-        self._in_place = InPlace.over(pool, config)
+        self._in_place = InPlace.over(pool, config, past_only=past_only)
         self._gathered = torch.empty((self._planes, self._kv_heads, tokens, self._width))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
-        self._prepare(batch)
+        self.prepare(batch)
         for plane, new in enumerate((keys,) if values is None else (keys, values)):
             self._pages.put(layer, plane, batch.pages, batch.offsets, new)
 
@@ -85,7 +91,7 @@ class CpuAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = queries.float().contiguous()
         out, lse = torch.empty_like(wide), torch.empty(queries.shape[:2])
-        self._prepare(batch)
+        self.prepare(batch)
         if self._in_place is not None:
             if self._beyond is not None and self._beyond.active:
                 self._in_place.attend_beyond(layer, wide, out, lse)
@@ -105,7 +111,7 @@ class CpuAttention(Attention):
                 row = rows.stop
         return out.to(queries.dtype), lse
 
-    def _prepare(self, batch: BatchLayout) -> None:
+    def prepare(self, batch: BatchLayout) -> None:
         """Once for each batch: give memory to the pages that it writes, and start to read those that have
         none. Raises the errors of :meth:`OverflowPool.prepare
         <tierstore.tiers.overflow.OverflowPool.prepare>`."""
@@ -113,7 +119,7 @@ class CpuAttention(Attention):
             return
         self._prepared = None
         tables = self._beyond.prepare(batch)
-        if any(self._beyond.pool.in_file(table).any() for table in tables):
+        if any(self._beyond.pool.is_beyond(table).any() for table in tables):
             batches = self._in_place.plan(batch, tables, self._beyond) if self._in_place is not None else []
             for span, table in zip(batch.spans, tables, strict=True):
                 if self._in_place is None or not self._in_place.takes(span.tokens):
@@ -123,14 +129,17 @@ class CpuAttention(Attention):
 
     def _past_batches(self, beyond: BeyondMemory, table: Numbers, start: int, stop: int) -> Iterator[Numbers]:
         """Yield the pages that a longer span reads, in the order of :meth:`_attend_span`."""
-        for first, _ in _cut(start, stop, self._block):
+        for first, _ in [(start, stop)] if self._past_only else _cut(start, stop, self._block):
             for begin, end in _cut(0, first, self._block):
                 pages = table[begin // self._chunk : -(-end // self._chunk)]
                 yield from (pages[positions] for positions in beyond.batches(pages))
 
     def _parts(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of a span that are attended to at once: within a block, and within an attention
-        chunk if the layer has chunks."""
+        chunk if the layer has chunks. A span that does not see itself is one part."""
+        if self._past_only:
+            yield start, stop
+            return
         for first, end in _cut(start, stop, self._block):
             yield from _cut(first, end, self._chunked(layer) or self._block)
 
@@ -150,6 +159,9 @@ class CpuAttention(Attention):
         elif (window := self._config.window(layer)) is not None and stop > window:
             return self._windowed(layer, queries, table, start, stop, window)
         past = self._over_past(layer, queries, table, range(first, start))
+        if self._past_only:
+            assert past is not None, "there is no token to see"
+            return past
         keys, values = self._gather(layer, table, start, stop)
         own = self._flash(queries, keys, values, causal=stop - start > 1)
         return own if past is None else past.merge(own)

@@ -144,18 +144,19 @@ class CudaAttention(Attention):
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return attention and LSEs from the kernels, because torch's attention gives no LSE. See
-        :meth:`merge`."""
+        :meth:`merge_into`."""
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(layer, queries, batch, lse), lse
 
-    def merge(
-        self, first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention over the keys of two parts, from attention over each: contiguous outputs with
-        LSEs."""
-        out, lse = torch.empty_like(first[0]), torch.empty_like(first[1])
-        self._kernels.merge(first, second, out, lse)
-        return out, lse
+    def merge_into(
+        self,
+        first: tuple[torch.Tensor, torch.Tensor],
+        second: tuple[torch.Tensor, torch.Tensor],
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Merge attention over two parts of the keys into the output of ``first``, and their LSEs into
+        ``lse`` if it is given."""
+        self._kernels.merge(first, second, first[0], lse)
 
     def _attend(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None

@@ -85,6 +85,16 @@ class CudaLatentAttention(Attention):
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(layer, queries, batch, lse), lse
 
+    def merge_into(
+        self,
+        first: tuple[torch.Tensor, torch.Tensor],
+        second: tuple[torch.Tensor, torch.Tensor],
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Merge attention over two parts of the keys into the output of ``first``, and their LSEs into
+        ``lse`` if it is given."""
+        self._kernels.merge(first, second, first[0], lse)
+
     def _attend(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
     ) -> torch.Tensor:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from tierstore import native
-from tierstore.spec import LayerKind
+from tierstore.spec import LayerGroup, LayerKind
+from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.overflow import Numbers
 from tierstore_engine.attention.base import BatchLayout, Prepared
 from tierstore_engine.attention.beyond import BeyondMemory, ChunkWindow
 from tierstore_engine.config import ModelConfig
@@ -78,8 +78,11 @@ class _Beyond:
 class InPlace:
     """Attention in place over the pages of one layer group. Made by :meth:`over`."""
 
-    def __init__(self, library: ctypes.CDLL, pool: PagePool, config: ModelConfig, format_: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, pool: PagePool, config: ModelConfig, format_: int, *, past_only: bool
+    ) -> None:
         self._library = library
+        self._past_only = past_only
         self._pool = pool
         self._config = config
         self._rows: dict[_Sight, Prepared[_Rows]] = {}
@@ -90,15 +93,14 @@ class InPlace:
         self._beyond: _Beyond | None = None
 
     @classmethod
-    def over(cls, pool: PagePool, config: ModelConfig) -> InPlace | None:
+    def over(cls, pool: PagePool, config: ModelConfig, *, past_only: bool = False) -> InPlace | None:
         """Return attention over the pages of ``pool``, or None if the compiled part is missing or does not
-        know their format."""
-        kinds = {config.kv.keys, config.kv.values} if config.kv.quantised else {config.dtype}
+        know their format. ``past_only`` is as for :class:`~tierstore_engine.attention.cpu.CpuAttention`."""
         [group] = pool.spec.groups
-        if native.DECODE is None or len(kinds) > 1 or group.head_dim > _MOST_WIDTH:
+        if native.DECODE is None or not knows(config, group):
             return None
-        format_ = native.DECODE_FORMATS.get(kinds.pop())
-        return None if format_ is None else cls(native.DECODE, pool, config, format_)
+        format_ = native.DECODE_FORMATS[_kinds(config).pop()]
+        return cls(native.DECODE, pool, config, format_, past_only=past_only)
 
     def _layer(self, layer: int, format_: int) -> _Layer:
         config, pool, spec = self._config, self._pool, self._pool.spec
@@ -125,7 +127,7 @@ class InPlace:
 
     def takes(self, tokens: int) -> bool:
         """Return whether a span of ``tokens`` new tokens is attended to in place."""
-        return tokens <= MOST_TOKENS
+        return tokens <= MOST_TOKENS or bool(self._config.arithmetic)
 
     def attend(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, out: torch.Tensor, lse: torch.Tensor
@@ -206,14 +208,16 @@ class InPlace:
         rows, number = [], 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
             if self.takes(span.tokens):
-                positions = range(span.start, span.stop)
+                positions = (
+                    [span.start - 1] * span.tokens if self._past_only else range(span.start, span.stop)
+                )
                 if window is None:
                     firsts = [0] * span.tokens
                 elif chunked:
                     firsts = [at - at % window for at in positions]
                 else:
                     firsts = [max(at - window + 1, 0) for at in positions]
-                seen = table[firsts[0] // chunk : -(-span.stop // chunk)]
+                seen = table[firsts[0] // chunk : positions[-1] // chunk + 1]
                 if int(seen.min()) < 0 or int(seen.max()) >= pages:
                     raise IndexError(f"tokens {span.start} … {span.stop} see a page that is not in the pool")
                 places = zip(range(number, number + span.tokens), firsts, positions, strict=True)
@@ -221,3 +225,13 @@ class InPlace:
             number += span.tokens
         made = np.array(rows, _ROW)
         return _Rows(made, int((made["stop"] - made["first"]).sum()), batch.block_tables)
+
+
+def knows(config: ModelConfig, group: LayerGroup) -> bool:
+    """Return whether the compiled part knows the format of the pages of ``group``."""
+    kinds = _kinds(config)
+    return len(kinds) == 1 and kinds <= native.DECODE_FORMATS.keys() and group.head_dim <= _MOST_WIDTH
+
+
+def _kinds(config: ModelConfig) -> set[str]:
+    return {config.kv.keys, config.kv.values} if config.kv.quantised else {config.dtype}

@@ -203,9 +203,10 @@ class LatentSet:
     write: Instance
     decode: Instance
     combine: Instance
+    merge: Instance
 
     def instances(self) -> tuple[Instance, ...]:
-        return self.write, self.decode, self.combine
+        return self.write, self.decode, self.combine, self.merge
 
 
 def latent_set(*, dtype: str, width: int, rank: int, page_tokens: int) -> LatentSet:
@@ -225,6 +226,7 @@ def latent_set(*, dtype: str, width: int, rank: int, page_tokens: int) -> Latent
         write=Instance("rope_write.cu", f"rope_write<{number}, {width}, {page_tokens}, false>", 256),
         decode=Instance("decode_mla.cu", name, warps * 32, shared),
         combine=Instance("merge.cu", f"combine_splits<{number}, {rank}, {page_tokens}>", rank),
+        merge=Instance("merge.cu", f"merge_states<{number}, {rank}>", rank),
     )
 
 

@@ -56,6 +56,7 @@ class LatentKernels:
         self._write = launcher.load(kernels.write)
         self._decode = launcher.load(kernels.decode)
         self._combine = launcher.load(kernels.combine)
+        self._merge = launcher.load(kernels.merge)
         self._scale = np.float32(score_scale)
 
     def write(self, layer: LayerPages, latents: torch.Tensor, slots: Slots) -> None:
@@ -66,6 +67,17 @@ class LatentKernels:
             *(layer.pool, np.int64(layer.page_stride), np.int64(layer.offset), np.int32(0), np.int32(1)),
         )
         self._write((len(latents),), arguments)
+
+    def merge(
+        self,
+        first: tuple[torch.Tensor, torch.Tensor],
+        second: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Merge attention over two disjoint parts of the latents; see
+        :meth:`AttentionKernels.merge <tierstore_engine.kernels.operations.AttentionKernels.merge>`."""
+        self._merge((first[1].numel(),), (*first, *second, out, lse))
 
     def attend(
         self,

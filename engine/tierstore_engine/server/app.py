@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -31,16 +30,10 @@ from starlette.routing import Route
 from tierstore.daemon.stats import version
 from tierstore.dashboard.feed import Feed, TooManyViewersError
 from tierstore.dashboard.site import MOST_BODY_BYTES, Site, WebAnswer, WebRequest
-from tierstore.errors import TierStoreError, UsageError
 from tierstore.explanation import Explanation
-from tierstore.tiers.device import DeviceMemoryError
 from tierstore.types import Promise, checked_session
 from tierstore_connectors.common import handover
-from tierstore_engine.engine import Engine, EngineStalledError
-from tierstore_engine.errors import DeadlineError
-from tierstore_engine.limits import check_tokens
-from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
-from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.engine import Engine
 from tierstore_engine.server.admission import Admission
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.dashboard import EngineDashboard
@@ -54,9 +47,10 @@ from tierstore_engine.server.diagnostics import (
     compare,
     place_document,
 )
-from tierstore_engine.server.errors import ApiError, bad_request
+from tierstore_engine.server.errors import ApiError
 from tierstore_engine.server.http import Exchange, Handler, MeteredRoute, has_key, not_routed, require_key
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
+from tierstore_engine.server.planning import Choices, PlannedRequest, RequestPlanner, api_error, cut_off
 from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -64,12 +58,11 @@ from tierstore_engine.server.requests import (
     PoolRequest,
     R,
     TokenizeRequest,
-    checked_hint,
     parse,
 )
-from tierstore_engine.server.responses import Answer, ChatAnswer, Json, TextAnswer, usage
+from tierstore_engine.server.responses import Answer, ChatAnswer, Json, TextAnswer
 from tierstore_engine.server.settings import ServerSettings
-from tierstore_engine.stepping import EngineClosedError, EngineThread, StepJob
+from tierstore_engine.stepping import EngineThread, StepJob
 from tierstore_engine.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
@@ -78,56 +71,6 @@ _POOL_S = 5.0  # how long the engine may take to answer between two steps
 _EXPLAIN_S = 2.0  # how long a request that asks for reasons may wait for the store's index on disk
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PlannedRequest:
-    """A request whose prompts are token ids, ready for the engine."""
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    samples: int
-    request: GenerationRequest
-    session: str | None
-    ttft_slo_s: float | None
-    promise: Promise | None
-    kept: KeptPrompt | None  # for later comparisons; None for several prompts
-    echoes: list[str] = field(default_factory=list)  # the text of each prompt, if choices begin with it
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    def add(self, engine: Engine) -> list[RequestId]:
-        """Add all prompts to the engine, or none. Runs on the engine's thread."""
-        ids: list[RequestId] = []
-        try:
-            for number, prompt in enumerate(self.prompts):
-                ids += self._add_one(engine, prompt, number * self.samples)
-        except BaseException:
-            engine.discard(*ids)
-            raise
-        return ids
-
-    def _add_one(self, engine: Engine, prompt: list[int], number: int) -> list[RequestId]:
-        cache, seed = self.request.cache, self.params.seed
-        params = self.params if seed is None else replace(self.params, seed=seed + number)
-        first = engine.add(
-            prompt,
-            params,
-            session=self.session,
-            hint=checked_hint(self.request),
-            save=not cache.no_save,
-            priority=self.request.priority or 0,
-            ttft_slo_s=self.ttft_slo_s,
-            promise=self.promise,
-            adapter=self.request.model if self.request.model in engine.adapters else None,
-        )
-        others = range(1, self.samples)
-        return [
-            first,
-            *(engine.fork(first, seed=None if seed is None else seed + number + other) for other in others),
-        ]
 
 
 @dataclass
@@ -147,53 +90,6 @@ class _EngineWatch:
     def end(self) -> None:
         if self.job is not None:
             self.job.cancel()
-
-
-@dataclass
-class _Choices:
-    """The outputs of a job, by continuation."""
-
-    ids: list[RequestId]
-    samples: int
-    completions: dict[RequestId, Completion] = field(default_factory=dict)
-
-    def index(self, output: StepOutput) -> int:
-        return self.ids.index(output.request_id)
-
-    def note(self, output: StepOutput) -> None:
-        if output.completion is not None:
-            self.completions[output.request_id] = output.completion
-
-    def check_ended(self) -> None:
-        """Raise :class:`ApiError` if a continuation was cut off."""
-        for completion in self.completions.values():
-            if completion.error is not None:
-                raise ApiError(500, completion.error)
-            if _cut_off(completion):
-                raise ApiError(503, "the server is shutting down", retry_after_s=1)
-
-    @property
-    def firsts(self) -> list[Completion]:
-        """Return one continuation of each prompt: the one that computed the prompt."""
-        return [self.completions[request_id] for request_id in self.ids[:: self.samples]]
-
-    def usage(self) -> Json:
-        generated = sum(len(completion.tokens) for completion in self.completions.values())
-        return usage((completion.metrics for completion in self.firsts), generated)
-
-    @property
-    def reused(self) -> list[int]:
-        """Return how many tokens of each prompt came from the cache."""
-        return [completion.metrics.reused_tokens for completion in self.firsts]
-
-    def best(self, n: int) -> list[Completion]:
-        """Return the ``n`` likeliest continuations (per token) of each prompt, in the order of the
-        prompts."""
-        found = []
-        for start in range(0, len(self.ids), self.samples):
-            group = [self.completions[request_id] for request_id in self.ids[start : start + self.samples]]
-            found += sorted(group, key=_mean_logprob, reverse=True)[:n] if n < len(group) else group
-        return found
 
 
 class ApiServer:
@@ -216,13 +112,12 @@ class ApiServer:
         self._computes = engine.settings.plan == "compute"
         self._kept = KeptPrompts()
         self._tokenizer: Tokenizer = engine.tokenizer
-        self._template = template
-        self._defaults = defaults
         self._config = engine.model.config
-        # The longest sequence that the model and the pool allow.
-        pool = engine.connector.pool
-        self._positions = min(self._config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
+        self._positions = engine.limits.longest
         self._created = int(time.time())
+        self._planner = RequestPlanner(
+            self._config, self._tokenizer, template, defaults, settings, positions=self._positions
+        )
         self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")
         self._page = EngineDashboard(
             settings.model_name, version(), self.engine, self._store.stats, self.admission
@@ -234,7 +129,7 @@ class ApiServer:
             key = None if public else settings.api_key
             # A foreign web page has no key, and a server with a key may have its own host name.
             host = settings.host if settings.api_key is None and handler != self._dashboard else None
-            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
+            return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=api_error)
 
         page = endpoint("dashboard", self._dashboard, public=True)  # the site checks the key itself
         self.app = Starlette(
@@ -285,7 +180,7 @@ class ApiServer:
         with self.admission.place():
             request = parse(body, TokenizeRequest)
             self._check_model(request.model)
-            tokens = await asyncio.to_thread(self._tokens_of, request)
+            tokens = await asyncio.to_thread(self._planner.tokens_of, request)
             document = {"count": len(tokens), "max_model_len": self._positions, "tokens": tokens}
             await exchange.reply(200, document)
 
@@ -398,10 +293,10 @@ class ApiServer:
     # -- generation ----------------------------------------------------------------------------------
 
     async def _completions(self, exchange: Exchange) -> None:
-        await self._generate(exchange, CompletionRequest, TextAnswer, self._text_plan)
+        await self._generate(exchange, CompletionRequest, TextAnswer, self._planner.text)
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, ChatRequest, ChatAnswer, self._chat_plan)
+        await self._generate(exchange, ChatRequest, ChatAnswer, self._planner.chat)
 
     async def _generate(
         self,
@@ -434,7 +329,7 @@ class ApiServer:
                 watch.begin(job)
                 if plan.kept is not None:
                     self._kept.add(key, answer.id, plan.kept)
-                choices = _Choices(job.ids, plan.samples)
+                choices = Choices(job.ids, plan.samples)
                 if request.stream:
                     await self._stream(exchange, job, choices, answer, watch, report)
                 else:
@@ -451,98 +346,6 @@ class ApiServer:
             if not watch.gone and len(choices.completions) == len(choices.ids):
                 self.metrics.served(exchange.seconds, choices.firsts)
                 self._page.lately.ended(choices.firsts)
-
-    # These two run on other threads: tokenizing a long text takes seconds.
-
-    def _text_plan(self, request: CompletionRequest, session: str | None) -> PlannedRequest:
-        asked = request.prompts
-        self._check_choices(len(asked) * request.samples)
-        encode = self._tokenizer.encode
-        prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
-        room = self._room(prompts)
-        asked_tokens = 16 if request.max_tokens is None else request.max_tokens
-        best_of = request.samples > request.choices
-        params = request.sampling(
-            self._defaults,
-            max_new_tokens=self._new_tokens(asked_tokens, room),
-            logprobs=0 if request.logprobs is None and best_of else request.logprobs,
-        )
-        decode = self._tokenizer.decode
-        echoes = [each if isinstance(each, str) else decode(each) for each in asked] if request.echo else []
-        return PlannedRequest(
-            prompts,
-            params,
-            request.samples,
-            request,
-            session,
-            self._slo_s(request),
-            request.promise(prompts),
-            KeptPrompt.of_text(prompts[0], asked[0]) if len(prompts) == 1 else None,
-            echoes,
-        )
-
-    def _chat_plan(self, request: ChatRequest, session: str | None) -> PlannedRequest:
-        self._check_choices(request.choices)
-        prompts = [self._chat_tokens(request)]
-        room = self._room(prompts)
-        asked = request.max_completion_tokens or request.max_tokens
-        tokens = min(room, self.settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        params = request.sampling(self._defaults, max_new_tokens=tokens, logprobs=logprobs)
-        return PlannedRequest(
-            prompts,
-            params,
-            request.samples,
-            request,
-            session,
-            self._slo_s(request),
-            request.promise(prompts),
-            KeptPrompt.of_chat(prompts[0], request.messages, request.chat_template_kwargs),
-        )
-
-    def _slo_s(self, request: GenerationRequest) -> float | None:
-        return self.settings.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
-
-    def _tokens_of(self, request: TokenizeRequest) -> list[int]:
-        return (
-            self._tokenizer.encode(request.prompt)
-            if request.prompt is not None
-            else self._chat_tokens(request)
-        )
-
-    def _chat_tokens(self, request: ChatRequest | TokenizeRequest) -> list[int]:
-        return self._tokenizer.encode(self._chat_text(request), begin=False)
-
-    def _chat_text(self, request: ChatRequest | TokenizeRequest, count: int | None = None) -> str:
-        """Return the text of a chat; with ``count`` that of its first messages, without the beginning of an
-        answer."""
-        if self._template is None:
-            raise bad_request("this model has no chat template: use /v1/completions, or --chat-template")
-        messages = (request.messages or [])[:count]
-        return self._template.render(messages, request.chat_template_kwargs, answer=count is None)
-
-    def _room(self, prompts: list[list[int]]) -> int:
-        """Return how many new tokens fit after the longest prompt. Raises :class:`RequestError` if none
-        do."""
-        for prompt in prompts:
-            check_tokens(prompt, vocab_size=self._config.vocab_size, limit=self._positions)
-        return self._positions - max(map(len, prompts))
-
-    def _check_choices(self, count: int) -> None:
-        most = self.settings.max_choices
-        if count > most:
-            raise bad_request(
-                f"{count} continuations are too many: the limit is {most} per request", param="n"
-            )
-
-    def _new_tokens(self, asked: int, room: int) -> int:
-        """Return the number of new tokens. Raises :class:`ApiError` above the limit."""
-        if asked > self.settings.max_new_tokens:
-            raise bad_request(
-                f"max_tokens must be at most {self.settings.max_new_tokens}, got {asked}",
-                param="max_tokens",
-            )
-        return min(asked, room)
 
     # -- the cache's report --------------------------------------------------------------------------
 
@@ -584,7 +387,7 @@ class ApiServer:
 
     def _messages_alone(self, request: GenerationRequest, count: int) -> int:
         assert isinstance(request, ChatRequest), "only chats have messages"
-        return len(self._tokenizer.encode(self._chat_text(request, count), begin=False))
+        return len(self._tokenizer.encode(self._planner.chat_text(request, count), begin=False))
 
     def _miss_place(self, request: GenerationRequest, number: int, explanation: Explanation) -> Json:
         """Return where a prompt diverges from the nearest held one; empty if unknown."""
@@ -596,7 +399,7 @@ class ApiServer:
     def _place(self, request: GenerationRequest, number: int, token: int, held_tokens: Sequence[int]) -> Json:
         """Return where a prompt diverges from another one, in the words of the request; empty if unknown."""
         if isinstance(request, ChatRequest):
-            text, render = self._chat_text(request), partial(self._chat_text, request)
+            text, render = self._planner.chat_text(request), partial(self._planner.chat_text, request)
             with contextlib.suppress(ApiError):  # the template refuses the first messages alone
                 return place_document(token, held_tokens, text, self._tokenizer, request.messages, render)
             return {}
@@ -617,7 +420,7 @@ class ApiServer:
         self,
         exchange: Exchange,
         job: StepJob,
-        choices: _Choices,
+        choices: Choices,
         answer: Answer,
         watch: _EngineWatch,
         report: CacheReport,
@@ -639,7 +442,7 @@ class ApiServer:
         self,
         exchange: Exchange,
         job: StepJob,
-        choices: _Choices,
+        choices: Choices,
         answer: Answer,
         watch: _EngineWatch,
         report: CacheReport,
@@ -650,7 +453,7 @@ class ApiServer:
             async for output in job:
                 choices.note(output)
                 index = choices.index(output)
-                if watch.gone or _cut_off(output.completion):
+                if watch.gone or cut_off(output.completion):
                     continue
                 if index not in opened:
                     opened.add(index)
@@ -660,10 +463,10 @@ class ApiServer:
                 self._check_ended(choices, watch)
                 await exchange.event(answer.closing(report.spent(choices.usage(), choices.reused)))
         except Exception as error:  # noqa: BLE001  # the status has been sent: report the error as an event
-            await exchange.event(_api_error(error).body)
+            await exchange.event(api_error(error).body)
         await exchange.end_events()
 
-    def _check_ended(self, choices: _Choices, watch: _EngineWatch) -> None:
+    def _check_ended(self, choices: Choices, watch: _EngineWatch) -> None:
         """Raise :class:`ApiError` if a request was cut off."""
         if watch.expired:
             raise ApiError(504, f"the request took longer than the limit of {self.settings.request_s:g} s")
@@ -696,33 +499,6 @@ class ApiServer:
                 await listener
 
 
-def _api_error(error: Exception) -> ApiError:
-    match error:
-        case ApiError():
-            return error
-        case DeadlineError(retry_after_s=None):
-            return ApiError(503, str(error))
-        case DeadlineError(retry_after_s=after_s):
-            return ApiError(429, str(error), retry_after_s=max(math.ceil(after_s or 0.0), 1))
-        case UsageError():
-            return bad_request(str(error))
-        case EngineStalledError() | EngineClosedError() | DeviceMemoryError():
-            return ApiError(503, str(error), retry_after_s=1)
-        case TierStoreError():
-            return ApiError(500, str(error))
-    _log.error("a request failed", exc_info=error)
-    return ApiError(500, "internal server error: see the server's log")
-
-
 def _session(http: Request, request: GenerationRequest) -> str | None:
     """Return the conversation of a request. Raises :class:`UsageError` for a name that is too long."""
     return checked_session(http.headers.get(SESSION_HEADER) or request.user or None)
-
-
-def _cut_off(completion: Completion | None) -> bool:
-    return completion is not None and completion.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR)
-
-
-def _mean_logprob(completion: Completion) -> float:
-    chosen = [entry.chosen.logprob for entry in completion.logprobs]
-    return sum(chosen) / max(len(chosen), 1)

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tierstore_engine.errors import ModelError
 from tierstore_engine.server.errors import bad_request
 from tierstore_engine.server.requests import ChatMessage
+from tierstore_engine.vocabularies import template_of_gguf
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -73,10 +74,13 @@ class ChatTemplate:
         return text
 
 
-def load_template(folder: Path | None, file: Path | None = None) -> ChatTemplate | None:
-    """Return the template in ``file``, or else the template in the model's folder.
+def load_template(
+    folder: Path | None, file: Path | None = None, *, gguf: Path | None = None
+) -> ChatTemplate | None:
+    """Return the template in ``file``, or else the one in the model's folder, or else the one in the model's
+    GGUF file.
 
-    Returns a plain template for a model without a folder, and None for a folder without a template. Raises
+    Returns a plain template for a model without a folder, and None if there is no template. Raises
     :class:`ModelError` for a file that cannot be read.
     """
     if file is not None:
@@ -88,7 +92,10 @@ def load_template(folder: Path | None, file: Path | None = None) -> ChatTemplate
     source = _tokenizer_config(folder).get("chat_template")
     if isinstance(source, list):  # several, by name
         source = next((each.get("template") for each in source if each.get("name") == "default"), None)
-    return ChatTemplate(source, _special_tokens(folder)) if isinstance(source, str) else None
+    if isinstance(source, str):
+        return ChatTemplate(source, _special_tokens(folder))
+    inside = template_of_gguf(gguf) if gguf is not None else None
+    return ChatTemplate(inside.source, inside.special_tokens) if inside is not None else None
 
 
 class _RefusedError(Exception):

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tierstore.stats import StoreStats
-from tierstore.tiers.overflow import OverflowStats
+from tierstore.tiers.beyond import OverflowStats
 from tierstore_engine.outputs import Completion, EngineStats, WaitReason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -122,6 +122,7 @@ def _of_overflow(stats: OverflowStats) -> Iterator[Metric]:
     for name, help, value in (
         ("overflow_bytes", "Size of the overflow file", stats.file_bytes),
         ("overflow_pages", "Pages whose content is only in the overflow file", stats.pages),
+        ("overflow_host_pages", "Pages of a GPU's pool whose content is in host memory", stats.host_pages),
         ("overflow_failed", "Whether the overflow file takes no more pages", int(stats.failed)),
     ):
         yield GaugeMetricFamily(f"{_PREFIX}_{name}", help, value=value)

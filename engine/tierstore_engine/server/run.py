@@ -25,7 +25,7 @@ from tierstore_engine.build import (
     load_model,
     open_model,
     open_model_of,
-    pages_within,
+    pages_wanted,
     pool_bytes,
 )
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
@@ -39,7 +39,6 @@ from tierstore_engine.server.settings import NONE, ServerSettings
 
 PROMPT_LOOKUP = "prompt-lookup"
 
-_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with everything else
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _log = logging.getLogger(__name__)
@@ -59,9 +58,9 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
     opened = open_model_of(options)
     if any(each.name == server.model_name for each in opened.adapters):
         raise UsageError(f"--adapter {server.model_name} has the model's name: give it another one")
-    template = load_template(opened.folder, server.chat_template)
+    template = load_template(opened.folder, server.chat_template, gguf=opened.gguf)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
-    overflow = options.overflow_file()
+    overflow = options.overflow_of(opened.device)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
@@ -140,13 +139,10 @@ async def _serve(
 def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:
     """Return the size of the pool in pages; None for a GPU's whole free memory."""
     settings = options.settings()
-    if options.hbm_bytes is None and opened.device != "cpu":
+    pages = pages_wanted(options, opened, spec, settings)
+    if pages is None:
         return None
-    pages = _DEFAULT_POOL_TOKENS // spec.chunk_tokens
-    if options.hbm_bytes is not None:
-        pages = pages_within(spec, options.hbm_bytes, settings)
     nbytes, most = pool_bytes(spec, pages, settings), options.most_hbm_bytes
-    check_pool(spec, pages, opened.device, nbytes=nbytes)
     if most is not None:
         if most < nbytes:
             raise UsageError(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import UsageError
+from tierstore.gguf import window_of
 from tierstore.testing.processes import free_port
-from tierstore_connectors.llamacpp.gguf import window_of
 from tierstore_connectors.llamacpp.server import LlamaProcess, split_files
 
 _LISTEN = """

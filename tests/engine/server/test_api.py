@@ -24,12 +24,13 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 
 from tests.engine.stored import Stored
 from tierstore.testing.clock import wait_until
-from tierstore_engine.build import LoadedModel
+from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import ModelError
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
+from tierstore_engine.settings import EngineSettings
 
 from .live import Live
 
@@ -64,6 +65,20 @@ def test_a_completion(live: Live, engine: Engine) -> None:
     assert answer.usage.prompt_tokens == len(PROMPT) + 1
     assert answer.usage.completion_tokens == 12
     assert answer.usage.total_tokens == len(PROMPT) + 13
+
+
+def test_a_model_without_attention(loaded: Callable[..., LoadedModel], serve: Callable[..., Live]) -> None:
+    """Its room does not depend on lengths: the longest sequence is the model's, in four pages of states."""
+    model = loaded("tiny-mamba2")
+    live = serve(build_engine(model, pool_pages=8, chunk_tokens=16, settings=EngineSettings(max_sequences=2)))
+    assert live.client.models.list().data[0].model_dump()["max_model_len"] == model.config.max_positions
+    ask = {"model": "tiny", "max_tokens": 12, "temperature": 0, "n": 2, "extra_body": EXTRA}
+    first = live.client.completions.create(prompt=PROMPT * 20, **ask)
+    again = live.client.completions.create(prompt=PROMPT * 20, **ask)
+    assert len({choice.text for answer in (first, again) for choice in answer.choices}) == 1
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens == len(PROMPT * 20) // 16 * 16
 
 
 def test_several_prompts_and_samples(live: Live, engine: Engine) -> None:

@@ -1,9 +1,12 @@
-"""A pool with an overflow file against a plain dict of pages, with and without a disk that fails."""
+"""A pool with pages beyond its memory against a plain dict of pages: on a CPU, on a device with host memory
+and with a file below, and with a disk that fails."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +15,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.engine.device import ONE_OF_EACH, FakeDevice, missing
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, FlipBit
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, FlipBit, Stall
 from tierstore.tiers import overflow
-from tierstore.tiers.overflow import LostPagesError, Overflow, OverflowFailedError, OverflowPool
+from tierstore.tiers.beyond import BEYOND, NONE, BeyondPool, LostPagesError, OverflowFailedError
+from tierstore.tiers.device_overflow import DeviceOverflowPool
+from tierstore.tiers.overflow import Overflow, OverflowPool
 
 PAGES, RESIDENT = 12, 4
 SPECS = {
@@ -37,10 +43,22 @@ class OverflowModel(RuleBasedStateMachine):
 
     directory: Path
 
+    def open(self) -> BeyondPool:
+        return pool_of(self.directory, self.spec)
+
+    def put(self, page: int, data: bytes) -> None:
+        """What the engine computes."""
+        self.pool.array[page] = np.frombuffer(data, np.uint8)
+
+    def beyond(self) -> OverflowPool:
+        """The pool with the pages that have no memory."""
+        assert isinstance(self.pool, OverflowPool)
+        return self.pool
+
     @initialize(spec=st.sampled_from(sorted(SPECS)))
     def begin(self, spec: str) -> None:
         self.spec = SPECS[spec]
-        self.pool = pool_of(self.directory, self.spec)
+        self.pool = self.open()
         self.held: dict[int, bytes | None] = {}  # None: nothing was written yet
         self.buffer = Memory(PAGES * self.spec.page_bytes, shared=False)
         self.random = np.random.default_rng(7)
@@ -74,14 +92,15 @@ class OverflowModel(RuleBasedStateMachine):
         self.pool.prepare(pages, used)
         for page in pages:
             self.held[page] = new = self.some()
-            self.pool.array[page] = np.frombuffer(new, np.uint8)
-        away = np.array([page for page in self.written() if not self.pool.is_resident(page)], np.int64)
-        with self.pool.streaming([away[::2], away[1::2]]) as stream:
+            self.put(page, new)
+        pool = self.beyond()
+        away = np.array([page for page in self.written() if pool.is_beyond(np.array([page]))[0]], np.int64)
+        with pool.streaming([away[::2], away[1::2]]) as stream:
             for layer in range(self.spec.num_layers):
                 part = self.spec.layer(layer)
                 for batch in (away[::2], away[1::2]):
                     address = stream.take()
-                    rows = self.pool.staging_array(address).reshape(-1, self.pool.file.stride)
+                    rows = pool.staging_array(address).reshape(-1, pool.file.stride)
                     for row, page in zip(rows, batch.tolist(), strict=False):
                         assert row[: part.nbytes].tobytes() == self.held[page][part.start : part.stop]
 
@@ -122,20 +141,80 @@ class OverflowModel(RuleBasedStateMachine):
         here = [page for page in range(PAGES) if self.pool.is_resident(page)]
         assert all(self.pool._backed[page] for page in here)
         for page in here:
-            assert self.pool.array[page].tobytes() == self.held[page]
+            assert self.here(page) == self.held[page]
+
+    def here(self, page: int) -> bytes:
+        """A page in memory."""
+        return bytes(self.pool.array[page])
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             self.pool.close()
 
 
-def test_any_order(tmp_path: Path) -> None:
-    OverflowModel.directory = tmp_path
-    OverflowModel.TestCase.settings = settings(
-        max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+class DeviceOverflowModel(OverflowModel):
+    """The same on a device, where computation happens when the schedule says so."""
+
+    seed = 0
+
+    def open(self) -> BeyondPool:
+        self.device = FakeDevice(self.seed)
+        made = DeviceOverflowPool.open(self.spec, RESIDENT, self.size(), self.device)
+        assert made.num_pages == PAGES
+        return made
+
+    def size(self) -> Overflow:
+        """As much as lets the pool have ``PAGES`` pages."""
+        page = -(-self.spec.page_bytes // 4096) * 4096
+        layers = -(-self.spec.layer(0).nbytes // 4096) * 4096 * self.spec.num_layers
+        if self.directory.name == "host":
+            return Overflow(None, 0, host_bytes=(PAGES - RESIDENT + 2) * page)
+        return Overflow(self.directory, (PAGES - RESIDENT) * layers, host_bytes=3 * page)
+
+    def put(self, page: int, data: bytes) -> None:
+        assert isinstance(self.pool, DeviceOverflowPool)
+        hbm, [slot] = self.pool.hbm, self.pool.slots(np.array([page]))
+        self.device.launch(hbm.compute, lambda: hbm.array.__setitem__(slot, np.frombuffer(data, np.uint8)))
+
+    def beyond(self) -> OverflowPool:
+        assert isinstance(self.pool, DeviceOverflowPool)
+        return self.pool.below
+
+    def here(self, page: int) -> bytes:
+        assert isinstance(self.pool, DeviceOverflowPool)
+        self.device.finish(self.pool.hbm.compute)
+        return bytes(self.pool.array[self.pool.slots(np.array([page]))[0]])
+
+    @invariant()
+    def every_page_is_in_one_place(self) -> None:
+        assert isinstance(self.pool, DeviceOverflowPool)
+        below = self.pool.below
+        held = np.flatnonzero(below._content != NONE)
+        assert (self.pool._content[held] == BEYOND).all()
+        assert len(held) == int((self.pool._content == BEYOND).sum())
+        assert int(below._backed.sum()) <= below.resident_pages
+        assert self.pool.hbm.used_pages == int(self.pool._backed.sum())
+
+
+def run_any_order(model: type[OverflowModel], directory: Path, *, examples: int = 30) -> None:
+    model.directory = directory
+    model.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
     )
-    OverflowModel.TestCase().runTest()
+    model.TestCase().runTest()
+
+
+def test_any_order(tmp_path: Path) -> None:
+    run_any_order(OverflowModel, tmp_path)
     assert not list(tmp_path.iterdir())  # the files have no names
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
+@pytest.mark.parametrize("below", ["host", "file"])
+@pytest.mark.parametrize("seed", ONE_OF_EACH)
+def test_any_order_on_a_device(tmp_path: Path, below: str, seed: int) -> None:
+    DeviceOverflowModel.seed = seed
+    run_any_order(DeviceOverflowModel, tmp_path / below, examples=10)
 
 
 @pytest.fixture
@@ -181,6 +260,43 @@ def test_a_read_that_fails_once_is_tried_again(pool: OverflowPool, io: FaultyIO)
         rows = pool.staging_array(stream.take()).reshape(-1, pool.file.stride)
         assert set(rows[0, : pool.file.slice_bytes]) == {0}
         assert set(rows[1, : pool.file.slice_bytes]) == {1}
+
+
+def test_a_stream_waits_for_its_reads_though_the_file_takes_no_more_pages(
+    pool: OverflowPool, io: FaultyIO
+) -> None:
+    """A late read would overwrite what the next stream reads into the same buffer."""
+    stall = Stall()
+    io.set(
+        Fault(lambda call: call.kind == "preadv", stall, times=1),
+        Fault(lambda call: call.kind == "pwritev", Fail(errno.ENOSPC)),
+    )
+    opened = ExitStack()
+    opened.enter_context(pool.streaming([np.array([0, 1])]))
+    stall.entered.wait()
+    more = pool.allocate(1)
+    assert more is not None
+    with pytest.raises(OverflowFailedError):
+        pool.prepare(more, [2, 3, 4, 5])
+    closing = threading.Thread(target=opened.close)
+    closing.start()
+    closing.join(0.2)
+    waits = closing.is_alive()
+    stall.release()
+    closing.join()
+    assert waits
+
+
+def test_a_stream_whose_reads_do_not_end_is_the_last(pool: OverflowPool, io: FaultyIO) -> None:
+    stall = Stall()
+    pool.answer_s = 0.1
+    io.set(Fault(lambda call: call.kind == "preadv", stall, times=1))
+    with pool.streaming([np.array([0, 1])]):
+        stall.entered.wait()
+    stall.release()
+    assert pool.failed
+    with pytest.raises(LostPagesError):
+        pool.prepare([], [0])
 
 
 def test_a_file_that_takes_no_pages(

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.gguf import window_of
 from tierstore_connectors.llamacpp.blocks import LlamaBlocks, ModelFacts
-from tierstore_connectors.llamacpp.gguf import window_of
 from tierstore_connectors.llamacpp.server import LlamaProcess
 from tierstore_connectors.llamacpp.state import (
     LlamaSequence,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,19 @@ from tierstore.errors import UsageError
 
 _VERSIONS = (2, 3)
 _KINDS = "BbHhIif?saQqd"  # of metadata, as struct names them, but s is a string and a an array
+CONFIG_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+"""The fields of a ``config.json`` by the keys of a model's metadata, without the architecture before them."""
 
 
 class GGUFHeader:
@@ -81,6 +94,38 @@ class GGUFHeader:
         else:
             self._bytes(length * struct.calcsize(f"<{kind}"))
         return None
+
+
+def config_fields(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a ``config.json`` that a file's metadata has. Keys and values are float32, as
+    llama.cpp computes on a CPU. Raises :class:`ValueError` for other architectures than Llama and Gemma 3.
+
+    >>> config_fields({"general.architecture": "llama", "llama.block_count": 30})["num_hidden_layers"]
+    30
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in ("llama", "gemma3"):
+        raise ValueError(f"architecture {architecture} is not read from GGUF (llama and gemma3 are)")
+    raw: dict[str, Any] = {"dtype": "float32"}
+    for key, name in CONFIG_FIELDS.items():
+        if (value := metadata.get(f"{architecture}.{key}")) is not None:
+            raw[name] = value
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if isinstance(heads, int) and heads > 0 and isinstance(hidden, int):
+        raw.setdefault("head_dim", hidden // heads)
+    if architecture == "gemma3":
+        raw["sliding_window_pattern"] = 6
+    return raw
+
+
+def read_config(model: Path) -> Mapping[str, Any]:
+    """Return :func:`config_fields` of a file. Raises :class:`UsageError` for a file that is damaged, not GGUF
+    or of another architecture."""
+    try:
+        with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return config_fields(dict(GGUFHeader(data, errors="replace").fields()))
+    except (OSError, OverflowError, ValueError, struct.error) as error:
+        raise UsageError(f"{model} cannot be read as GGUF: {error}") from error
 
 
 def window_of(model: Path) -> int:

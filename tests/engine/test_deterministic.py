@@ -1,0 +1,173 @@
+"""``--deterministic``: a token's logits have the same bits in every step, and from every tier."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.stored import Stored
+from tests.portions import chosen, portion
+from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, VOCAB
+from tierstore import native
+from tierstore.errors import UsageError
+from tierstore.tiers.hbm import COMPLETED, PagePool
+from tierstore_engine.attention.base import Span
+from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model
+from tierstore_engine.deterministic import with_same_bits
+from tierstore_engine.presets import preset
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Step
+
+from .test_oracle import finish
+
+CHUNK, TOKENS, SEQUENCES = 16, 150, 3
+PAGES = SEQUENCES * -(-TOKENS // CHUNK)
+PROMPTS = [[random.Random(seed).randrange(VOCAB) for _ in range(TOKENS)] for seed in range(SEQUENCES)]
+
+pytestmark = pytest.mark.skipif(native.DECODE is None, reason="tierstore was built without a C compiler")
+
+
+class Sequences:
+    """A model, and sequences in its pages, each computed up to a length."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.pools = [PagePool(spec, PAGES) for spec in model.kv_spec(chunk_tokens=CHUNK).split()]
+        self.runner = make_runner(model, self.pools, EngineSettings())
+        self.lengths = [0] * SEQUENCES
+
+    def table(self, number: int) -> range:
+        pages = PAGES // SEQUENCES
+        return range(number * pages, (number + 1) * pages)
+
+    def compute(self, stops: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """One step: sequences up to a length each. Return the logits of their new tokens."""
+        tables = {number: (self.table(number),) * len(self.pools) for number, _ in stops}
+        spans = [Span(tables[number], self.lengths[number], stop) for number, stop in stops]
+        tokens = [
+            token
+            for (number, _), span in zip(stops, spans, strict=True)
+            for token in PROMPTS[number][span.start : span.stop]
+        ]
+        step = Step(tuple(spans), tokens, range(len(tokens)), COMPLETED, CHUNK)
+        for number, stop in stops:
+            self.lengths[number] = stop
+        return list(torch.split(self.runner.compute(step), [span.tokens for span in spans]))
+
+
+def in_other_steps(model: LoadedModel, chance: random.Random) -> list[torch.Tensor]:
+    """Return the logits of all tokens of the sequences, computed in random steps."""
+    sequences, found = Sequences(model), [[] for _ in range(SEQUENCES)]
+    while any(length < TOKENS for length in sequences.lengths):
+        stops = []
+        for number in chance.sample(range(SEQUENCES), chance.randint(1, SEQUENCES)):
+            length = sequences.lengths[number]
+            if length < TOKENS:
+                most = chance.choice([1, 1, 4, 20, TOKENS])
+                stops.append((number, min(length + chance.randint(1, most), TOKENS)))
+        if stops:
+            for (number, _), logits in zip(stops, sequences.compute(stops), strict=True):
+                found[number].append(logits)
+    return [torch.cat(logits) for logits in found]
+
+
+STATES = ("qwen3-next", "granite-hybrid", "nemotron-h", "jamba", "lfm2")
+FAMILIES = [name for name in (*ARCHITECTURES, *GROUPED, *LLAMA_LIKE) if name not in STATES]
+KINDS = ("llama3", "gemma3", "deepseek-v3", "qwen2-moe", "gpt-oss")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", chosen(FAMILIES, *KINDS))
+@pytest.mark.parametrize("cases", portion(3, 30))
+def test_logits_have_the_same_bits_in_all_steps(
+    name: str, dtype: str, cases: int, checkpoints: Callable[..., Path]
+) -> None:
+    model = load_model(str(checkpoints(name)), device="cpu", dtype=dtype, deterministic=True)
+    sequences = Sequences(model)
+    right = [sequences.compute([(number, TOKENS)])[0] for number in range(SEQUENCES)]
+    threads = torch.get_num_threads()
+    try:
+        for seed in range(cases):
+            torch.set_num_threads(1 + seed % 3)
+            for logits, whole in zip(in_other_steps(model, random.Random(seed)), right, strict=True):
+                assert torch.equal(logits, whole)
+    finally:
+        torch.set_num_threads(threads)
+    plain = Sequences(load_model(str(checkpoints(name)), device="cpu", dtype=dtype))
+    [logits] = plain.compute([(0, TOKENS)])
+    assert (logits - right[0]).abs().max() <= (1e-4 if dtype == "float32" else 0.25)
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> LoadedModel:
+    return load_model(str(checkpoints("llama3")), device="cpu", kv_dtype=request.param, deterministic=True)
+
+
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, keep_logits=True)
+
+
+@pytest.mark.parametrize("model", ["auto", "int8"], indirect=True)
+def test_hits_from_every_tier_have_the_bits_of_a_cold_run(
+    model: LoadedModel, stored_engine: Callable[..., Stored]
+) -> None:
+    """Another engine computed the shared beginnings: in other steps, beside other prompts, and while requests
+    were preempted. Then a prompt's beginning comes from disk, from host memory and from the pool."""
+    chance = random.Random(1)
+    first = stored_engine(model, disk="store", pool_pages=22, prefill_chunk=48)
+    begun = [[*PROMPTS[0][: chance.randrange(1, TOKENS)], *PROMPTS[number % 3][:40]] for number in range(6)]
+    for prompt in (PROMPTS[1], PROMPTS[0][:-1], *begun):
+        first.engine.add(prompt, replace(GREEDY, max_new_tokens=60))
+    assert any(completion.metrics.preemptions for completion in finish(first.engine).values())
+    first.close()
+    [cold] = stored_engine(model, prefill_chunk=160).engine.generate([PROMPTS[0]], GREEDY)
+    stored = stored_engine(model, disk="store", prefill_chunk=32)
+    for tier in ("disk", "host", "hbm"):
+        number = stored.engine.add(PROMPTS[0], GREEDY)
+        for prompt in begun[:2]:
+            stored.engine.add(prompt, GREEDY)
+        warm = finish(stored.engine)[number]
+        assert warm.metrics.reused_by_tier.get(tier, 0) > 0
+        assert warm.tokens == cold.tokens
+        assert warm.logits is not None
+        assert warm.logits.tobytes() == cold.logits.tobytes()
+        assert stored.store.flush(30)
+        if tier == "disk":
+            stored.store.evict("hbm")
+
+
+@pytest.mark.parametrize("model", ["auto"], indirect=True)
+def test_pages_computed_otherwise_are_not_used(
+    model: LoadedModel, checkpoints: Callable[..., Path], stored_engine: Callable[..., Stored]
+) -> None:
+    plain = stored_engine(load_model(str(checkpoints("llama3")), device="cpu"), disk="store")
+    plain.engine.generate([PROMPTS[0]], GREEDY)
+    plain.close()
+    [completion] = stored_engine(model, disk="store").engine.generate([PROMPTS[0]], GREEDY)
+    assert completion.metrics.reused_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("tiny", {"kv_dtype": "fp8_e4m3"}, "takes KV in the model's dtype or as int8"),
+        ("tiny", {"kv_dtype": "k8v4"}, "takes KV in the model's dtype or as int8"),
+        ("tiny", {"dtype": "float16"}, "computes in float32 or bfloat16, not float16"),
+        ("tiny-qwen3-next", {}, "does not take models with recurrent states yet"),
+    ],
+)
+def test_what_cannot_have_the_same_bits_is_refused(model: str, options: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=f"--deterministic {words}"):
+        open_model(model, device="cpu", deterministic=True, **options)
+
+
+def test_it_needs_a_cpu_and_the_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="on a CPU only: add --device cpu"):
+        with_same_bits(preset("tiny"), "cuda")
+    monkeypatch.setattr(native, "DECODE", None)
+    with pytest.raises(UsageError, match="install a C compiler, then tierstore again"):
+        open_model("tiny", device="cpu", deterministic=True)
