@@ -63,7 +63,7 @@ class KnownPrompt:
 @dataclass(slots=True)
 class LookupRequest:
     """A prompt at the time of a request; it may grow meanwhile. Its tokens are the first ``nbytes`` of
-    ``data`` (copying a long prompt costs more than matching it). ``keys`` are those of its full chunks. The
+    ``data`` (copying a long prompt costs more than matching it). ``keys`` has a key for each full chunk. The
     first ``common`` chunks are also those of ``known``. Each page has ``page_bytes`` bytes.
 
     Each chunk follows the one before it. :class:`NamedRequest` is for chunks without a parent.
@@ -250,7 +250,7 @@ class Lease:
     ``ends`` on the store's clock, or until :meth:`Backend.release`. A lease without tokens holds nothing.
 
     ``runs`` are the pages' tiers in prefix order: (``host`` or ``disk``, number of pages). ``handle`` can
-    replace the pages in later requests. For named chunks, ``positions`` are those of the held ones.
+    replace the pages in later requests. For named chunks, ``positions`` has the positions of the held ones.
     """
 
     number: int
@@ -507,7 +507,7 @@ class Backend(Protocol):
         handle: PrefixHandle | None = None,
     ) -> Transfer[Reservation | None]:
         """Reserve room for chunks ``first … first + count`` of a prompt, including its partial tail.
-        ``count`` may be 0, to pass only ``hints``. ``handle`` is that of an earlier reservation of the same
+        ``count`` may be 0, to pass only ``hints``. ``handle`` comes from an earlier reservation of the same
         prompt."""
 
     def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:

@@ -63,7 +63,7 @@ class Codec(Protocol):
 
     def encode(self, page: memoryview, room: memoryview, layout: str) -> int:
         """Write the encoded page to the beginning of ``room``. Return its size, or 0 if the codec does not
-        make the page smaller by at least 1/16, or is not for it. ``layout`` is that of the page's identity.
+        make the page smaller by at least 1/16, or is not for it. ``layout`` is the identity's layout.
         """
 
     def decode(self, encoded: memoryview, page: memoryview) -> bool:

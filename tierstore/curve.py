@@ -157,7 +157,7 @@ class ReuseCurve:
         self, keys: Sequence[PageKey], tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
     ) -> None:
         """Note that ``tokens`` tokens of a prompt were requested and the first ``held_tokens`` were found.
-        ``keys`` are those of its whole pages. More keys may be appended, but none may change."""
+        ``keys`` has a key for each whole page. More keys may be appended, but none may change."""
         self._add(_Use(keys, tokens, held_tokens, page_tokens, page_bytes, False))
 
     def saved(self, keys: Sequence[PageKey], tokens: int, page_tokens: int, page_bytes: int) -> None:

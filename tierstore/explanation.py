@@ -234,7 +234,7 @@ def behind(misses: Iterable[Miss], first: int) -> list[Miss]:
 @dataclass(frozen=True, slots=True)
 class MissedRequest:
     """A request that a store remembers because tokens were missed: without the tokens of any prompt. ``at_s``
-    is on the wall clock. ``model`` is the name that the engine gave, the model of the identity, or the
+    is in seconds since 1970. ``model`` is the name that the engine gave, the model of the identity, or the
     beginning of the identity's digest."""
 
     at_s: int

@@ -360,7 +360,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
 
 def served_lengths(groups: Sequence[tuple[GroupRule, Held]], limit: int) -> list[int]:
     """Return all hits of 1 to ``limit`` tokens that every group supports with its held ranges, the longest
-    last. Used by an engine that must choose among them, because several of its ranks have to agree.
+    last. An engine needs all of them if several of its ranks have to agree on one.
 
     >>> served_lengths([(GroupRule.window(2), [range(0, 3), range(6, 9)]), (GroupRule.all(), [range(9)])], 9)
     [1, 2, 3, 8, 9]

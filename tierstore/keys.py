@@ -366,8 +366,8 @@ def names_at(
     root: bytes,
     chunk: Callable[[int], bytes],
 ) -> list[bytes]:
-    """Return the names of the pages that end at these tokens. ``names`` are those of the whole chunks, and
-    ``chunk(i)`` returns the token bytes of chunk ``i``."""
+    """Return the names of the pages that end at these tokens. ``names`` has the names of all whole chunks,
+    and ``chunk(i)`` returns the token bytes of chunk ``i``."""
     found = []
     for end in ends:
         whole, tokens = divmod(end, chunk_tokens)

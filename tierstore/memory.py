@@ -30,7 +30,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Memory:
-    """``nbytes`` of page-aligned memory at ``address``. ``fd`` is that of the shared-memory file, or None.
+    """``nbytes`` of page-aligned memory at ``address``. ``fd`` is the shared memory's descriptor, or None.
 
     Views from :meth:`view` keep the mapping alive. ``close()`` only releases this object's hold.
     """

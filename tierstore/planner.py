@@ -113,7 +113,7 @@ def plan(
 ) -> Plan:
     """Return the fastest way to a prompt's first token.
 
-    ``parts`` are those of the hit, in prompt order. A tier missing in ``rates`` has no known cost. With
+    ``parts`` has the parts of the hit, in prompt order. A tier missing in ``rates`` has no known cost. With
     ``block``, both ends may meet at its multiples, because an engine computes this many tokens at a time. A
     plan that loads from below HBM is chosen only if it takes no more than ``margin`` times the plan without
     loads.

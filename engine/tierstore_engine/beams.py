@@ -159,8 +159,8 @@ class BeamSearch:
 
 @dataclass(slots=True)
 class BeamGroup:
-    """A search with the sequence of each beam. ``offers`` are those of the current step: the group advances
-    when all members have offered. It ends as a whole if one of them cannot go on."""
+    """A search with the sequence of each beam. ``offers`` has the offers of the current step. The group
+    advances when all members have offered, and ends as a whole if one of them cannot continue."""
 
     search: BeamSearch
     members: list[Sequence]

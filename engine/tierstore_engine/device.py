@@ -50,7 +50,7 @@ class CudaRunner(Runner):
         pools: Sequence[DevicePool],
         settings: EngineSettings,
     ) -> None:
-        """``memories`` and ``pools`` are those of the model's layer groups."""
+        """``memories`` and ``pools`` have one entry for each layer group of the model."""
         attention, pool = memories[0], pools[0]
         beyond = isinstance(attention, PushDownAttention)
         if isinstance(attention, PushDownAttention):

@@ -66,7 +66,7 @@ class PageKeeper:
 
     @property
     def shared_pages(self) -> int:
-        """Return how many pages sharing saves: the pages of all sequences, minus the pages in use."""
+        """Return the number of pages saved by sharing: those of all sequences, minus those in use."""
         return sum(table.group.shared_pages for table in self._empty)
 
     def pages_for(self, tokens: int) -> int:

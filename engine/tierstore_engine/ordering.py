@@ -45,7 +45,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True)
 class WaitingEntry:
-    """A prompt that is not computed yet. ``keys`` are those of its full chunks (empty if others cannot use
+    """A prompt that is not computed yet. ``keys`` has a key for each full chunk (empty if others cannot use
     its pages). ``held`` leading tokens need no computing. ``deadline_s`` is when its first token is due."""
 
     place: Place

@@ -193,7 +193,7 @@ class MatrixKernels(ABC):
 
 class QuantisedMatrix:
     """A matrix ``[rows, columns]``, or one for each expert, whose rows are packed matrices one after the
-    other. ``dtype`` is that of results. Parts of it are views. With ``kernels`` it is on their device."""
+    other. ``dtype`` is the results' dtype. Parts of it are views. With ``kernels`` it is on their device."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, kernels: MatrixKernels | None = None) -> None:
         self.shape = shape

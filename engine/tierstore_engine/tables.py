@@ -66,7 +66,7 @@ class PageGroup:
 
     @property
     def shared_pages(self) -> int:
-        """Return how many pages sharing saves."""
+        """Return the number of pages that sequences save by sharing."""
         return self._shares.total()
 
     def count(self, tokens: int) -> int:

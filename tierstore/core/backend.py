@@ -299,8 +299,8 @@ class LocalBackend:
     # -- ending --------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Release everything that the client held. Called when the client has disconnected or died. Repeated
-        calls do nothing.
+        """Release everything that the client held. The daemon calls this when the client has disconnected or
+        died. Repeated calls do nothing.
         """
         client = self.client
         with self._state.lock:

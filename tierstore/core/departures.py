@@ -64,7 +64,7 @@ class Departure(NamedTuple):
     cause: Cause
     tier: Tier | None
     at_s: int
-    """On the wall clock."""
+    """Seconds since 1970, as all times of this module."""
 
 
 class Departures:
@@ -109,12 +109,12 @@ class Departures:
             self._volumes.append((now_s, self._left_bytes - nbytes))
 
     def now_s(self) -> int:
-        """Return the wall clock, in seconds."""
+        """Return the time in seconds since 1970."""
         return int(self._clock())
 
     def left_since(self, at_s: int) -> int:
-        """Return how many bytes have left since a time on the wall clock: a page that left then would still
-        be there if the tiers were larger by about this."""
+        """Return the number of bytes that have left since ``at_s``. A page that left then would still be
+        there if the tiers were larger by about this."""
         first = bisect_left(self._volumes, (at_s, 0))
         return self._left_bytes - self._volumes[first][1] if first < len(self._volumes) else 0
 

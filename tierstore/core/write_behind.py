@@ -222,8 +222,8 @@ class WriteBehind:
         return placed
 
     def _encode(self, batch: Sequence[Page]) -> dict[Page, Encoded]:
-        """Return the encoded payloads that replace some of these pages. Return none while more is queued than
-        the encoder has time for."""
+        """Return the encoded payloads that replace some of these pages. The result is empty while more is
+        queued than the encoder has time for."""
         if self._disk.encoder is None:
             return {}
         with self._state.lock:

@@ -273,8 +273,8 @@ class Server:
             self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
-        """End the connections of clients that were silent for too long. Runs only while there are clients
-        without an arena."""
+        """End the connections of clients that were silent for too long. This repeats while there are
+        clients without an arena."""
         self._sweeping = None
         silent_since = self._loop.time() - p.SILENCE_S
         for number, seen in list(self._seen.items()):

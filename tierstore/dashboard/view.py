@@ -119,8 +119,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state at one moment. ``at_s`` is the time since 1970. ``values`` are those of the plots' lines, by
-    the plots' keys."""
+    """The state at one moment. ``at_s`` is the time since 1970. ``values`` has the values of each plot's
+    lines, by the plot's key."""
 
     at_s: float
     view: View

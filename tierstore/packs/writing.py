@@ -280,7 +280,7 @@ class _Buffer:
 
 
 class _Export:
-    """One pack that is being written. ``digest`` is that of the last seal."""
+    """One pack that is being written. ``digest`` is the digest of the last seal."""
 
     def __init__(
         self,

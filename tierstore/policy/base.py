@@ -81,7 +81,7 @@ class Policy(ABC):
         deepest in its prompt. A use must not lower it."""
 
     def leaves(self, facts: PageFacts, score: float, tick: int) -> None:  # noqa: B027  # few policies need it
-        """Called when a page with this score leaves at ``tick`` to make room."""
+        """Take note that a page with this score leaves at ``tick`` to make room."""
 
 
 def hint_score(facts: PageFacts) -> Number:

@@ -149,7 +149,7 @@ class HbmTier:
         *,
         positions: Iterable[int] = (),
     ) -> PageLease:
-        """Lease pages that a lookup has found and note their use. ``positions`` are those of named pages."""
+        """Lease pages that a lookup has found and note their use. ``positions`` is given for named pages."""
         if not pages:
             return PageLease()
         lease = self.hold(pages, lease_s)

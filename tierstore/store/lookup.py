@@ -230,7 +230,7 @@ class ExplainedHit:
 
 
 class Lookup:
-    """One lookup, from its request to its hit. Used by one thread (or task)."""
+    """One lookup, from its request to its hit. Only one thread (or task) may use it."""
 
     def __init__(
         self,

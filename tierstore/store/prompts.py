@@ -60,8 +60,8 @@ class PromptCache:
         return LookupRequest(identity, page_bytes, self.chunk_tokens, data, len(data), keys, known, common)
 
     def request(self, identity: Identity, page_bytes: int, data: bytes, keys: list[PageKey]) -> LookupRequest:
-        """Return the request for the chained pages of these token bytes. ``keys`` are those of the full
-        chunks."""
+        """Return the request for the chained pages of these token bytes. ``keys`` has a key for each
+        full chunk."""
         known, common = self._recall(self._bucket(identity, data), data)
         if known is not None and identity.whole_pages:
             # Keys may cover more than tokens, so equal tokens are not enough.

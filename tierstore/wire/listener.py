@@ -83,7 +83,7 @@ class Places:
 
     @property
     def full(self) -> bool:
-        """Whether the maximum of connections is served."""
+        """Whether no more connections can be served."""
         return len(self.served) >= self._most
 
     def enter(self, hang_up: Callable[[], None]) -> ListenerPlace:

@@ -80,7 +80,7 @@ class _Question:
 
 
 class Proxy:
-    """The API over the engines of ``settings``. Used on one event loop, from :meth:`start` to
+    """The API over the engines of ``settings``. Use it on one event loop, from :meth:`start` to
     :meth:`close`."""
 
     def __init__(self, settings: ProxySettings) -> None:

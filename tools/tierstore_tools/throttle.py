@@ -45,8 +45,8 @@ class Throttle:
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
     ) -> Transfer[Located | None]:
-        """Locate pages as :meth:`~tierstore.backend.Backend.locate` does, later. A cancelled call does not
-        occupy the device."""
+        """Locate pages like :meth:`~tierstore.backend.Backend.locate`, but answer later. A cancelled call
+        does not occupy the device."""
         tier = lease.run_at(first)[0]
         rate = self.rates.get(tier)
         found = self._locate(lease, first, count, wait_s=wait_s)

@@ -72,12 +72,12 @@ _ELSEWHERE = _flags("""
 """)
 
 _UNSUPPORTED = {
-    "--context-shift": "its cells move to other positions",
-    "--cache-reuse": "its cells move to other positions",
-    "-gan": "its cells move to other positions",
-    "--grp-attn-n": "its cells move to other positions",
-    "--lora": "its scale can change at any time",
-    "--lora-scaled": "its scale can change at any time",
+    "--context-shift": "cells of the KV cache move to other positions",
+    "--cache-reuse": "cells of the KV cache move to other positions",
+    "-gan": "cells of the KV cache move to other positions",
+    "--grp-attn-n": "cells of the KV cache move to other positions",
+    "--lora": "an adapter's scale can change at any time",
+    "--lora-scaled": "an adapter's scale can change at any time",
     "--swa-full": "llama-server then continues sequences whose windows are not complete",
     "--no-slots": "the slots in use cannot be seen",
     "--no-cache-prompt": "it forgets every prompt",

@@ -21,7 +21,7 @@ class BlockWrite:
 @dataclass(frozen=True, slots=True)
 class PageSave:
     """Save pages after the pass: page ``first`` of the prompt ``tokens`` and all that follow it. ``blocks``
-    are those of these pages."""
+    has the blocks of these pages."""
 
     tokens: npt.NDArray[np.uint32]
     first: int

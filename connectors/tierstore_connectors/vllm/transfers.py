@@ -99,8 +99,8 @@ class BlockLoad:
             moved()
 
     def _start_parts(self, hits: Sequence[Hit]) -> list[Transfer[Loaded]]:
-        """Start the transfers, and release the hits that are not loaded. Start none if a group lacks a page
-        or the load was stopped."""
+        """Start the transfers, and release the hits that are not loaded. If a group lacks a page or the
+        load was stopped, start no transfer."""
         started = 0
         try:
             with self._lock:

@@ -78,7 +78,7 @@ def fit(
     policy: Policy,
 ) -> Fitted:
     """Evict and move pages until all remaining ones are in slots of ``space``, which is empty at first (None:
-    there are no slots). ``facts`` are those of the reachable pages. The extents are not cut yet.
+    there are no slots). ``facts`` has the facts of all reachable pages. The extents are not cut yet.
 
     Raise :class:`OSError` if the disk fails. Nothing is lost then, and the next opening continues.
     """

@@ -39,7 +39,7 @@ LARGE = (14336, 4096)
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """One case. ``nbytes`` are those of the packed matrix. ``fraction`` is their speed over the copy's.
+    """One case. ``nbytes`` is the size of the packed matrix, ``fraction`` its speed over the copy's.
     ``torch_s`` is the time of torch's product with the expanded matrix."""
 
     form: str

@@ -19,8 +19,8 @@ _NOTHING = -1  # the block before the first
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """One request as in the file. ``ids`` are unique within ``scope``. A scope does not return after another
-    one. ``timestamp_s`` and ``input_tokens`` are None if the file has none (then the prompt has whole
+    """One request as in the file. ``ids`` are unique within ``scope``, and the requests of a scope are
+    consecutive. ``timestamp_s`` and ``input_tokens`` are None if the file has none (then the prompt has whole
     blocks). ``stop`` is the reason of the answer's end, in the file's own word (``tool_use``, ``end_turn``,
     …)."""
 
@@ -48,7 +48,7 @@ class TraceRequest:
 
 
 class _Packed(NamedTuple):
-    """A request without its list of blocks: the last block leads to all before it."""
+    """A request that keeps only its last block, ``leaf``. Each block knows the one before it."""
 
     timestamp_s: float
     leaf: int

@@ -53,7 +53,7 @@ _READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class CheckWatcher:
-    """Receives the progress of a check. Called from several threads, possibly at the same time."""
+    """Receives the progress of a check. Several threads call it, possibly at the same time."""
 
     phase: Callable[[str], None] = lambda text: None
     expect: Callable[[int, int], None] = lambda pages, nbytes: None
