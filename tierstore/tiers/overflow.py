@@ -96,7 +96,7 @@ class Overflow:
             )
 
     def pages(self, spec: KVSpec, resident: int) -> int:
-        """Return the number of pages of a pool of ``spec``, ``resident`` of which fit its memory. Raises
+        """Return the number of pages of a pool of ``spec`` whose memory holds ``resident`` pages. Raises
         :class:`UsageError` if there are no others."""
         [group] = spec.groups
         if group.kind not in (LayerKind.FULL_ATTENTION, LayerKind.MLA_LATENT):
