@@ -22,13 +22,12 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore_engine.batch_file import CHAT, BatchLine, BatchResults, read_batch
 from tierstore_engine.build import (
     OpenModel,
-    build_engine,
-    load_model,
     open_model_of,
     pages_wanted,
     resident_sequences,
 )
 from tierstore_engine.engine import Engine
+from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import BatchOptions, GenerateOptions
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.server.chat import ChatTemplate, load_template
@@ -69,19 +68,14 @@ def run(
     pages = pages_wanted(options, opened, spec, settings)
     if overflow is not None and pages is not None and batch.max_sequences is None:
         settings = replace(settings, max_sequences=max(resident_sequences(spec, pages, settings), 1))
+    draft = open_draft(options, pages)
     results = BatchResults(batch.output, entries, out)
     try:
         progress = _Progress(len(entries), len(results.done), results.failed, err)
         todo = [_parsed(entry, names, asked) for entry in entries if entry.id not in results.done]
         if todo:
-            engine = build_engine(
-                load_model(opened),
-                pool_pages=pages,
-                overflow=overflow,
-                settings=settings,
-                model_name=options.model,
-                **options.keeping(),
-            )
+            name = options.model
+            engine = open_engine(options, opened, draft, pages=pages, settings=settings, model_name=name)
             try:
                 planner = _planner(engine, opened, template, asked)
                 _Batch(engine, planner, settings, results, progress).run(todo)

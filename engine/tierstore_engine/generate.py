@@ -11,9 +11,7 @@ from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_engine.build import (
     OpenModel,
-    build_engine,
     check_pool,
-    load_model,
     open_model_of,
     pages_within,
     pool_bytes,
@@ -22,6 +20,7 @@ from tierstore_engine.build import (
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
 from tierstore_engine.limits import check_tokens
+from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import GenerateOptions
 from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
@@ -43,20 +42,14 @@ def run(
     out, err = out or sys.stdout, err or sys.stderr
     params = options.sampling()
     settings, opened = options.settings(), open_model_of(options)
-    overflow = options.overflow_of(opened.device)
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(prompt)
     if len(opened.adapters) > 1:
         raise UsageError("a prompt takes one adapter: give --adapter once")
-    engine = build_engine(
-        load_model(opened),
-        pool_pages=_pool_pages(options, opened, spec, settings, tokens),
-        overflow=overflow,
-        settings=settings,
-        model_name=options.model,
-        **options.keeping(),
-    )
+    pages = _pool_pages(options, opened, spec, settings, tokens)
+    draft = open_draft(options, pages)
+    engine = open_engine(options, opened, draft, pages=pages, settings=settings, model_name=options.model)
     adapter = next((each.name for each in opened.adapters), None)
     try:
         completion = _generate(engine, tokens, params, adapter, _Screen(out, err, text=not options.json))
@@ -90,6 +83,8 @@ def report(completion: Completion) -> dict[str, Any]:
         "generated_tokens": metrics.generated_tokens,
         "reused_tokens": metrics.reused_tokens,
         "reused_tokens_by_tier": dict(metrics.reused_by_tier),
+        "drafted_tokens": metrics.drafted_tokens,
+        "accepted_tokens": metrics.accepted_tokens,
         "loaded_bytes": metrics.loaded_bytes,
         "load_s": metrics.load_s,
         "ttft_s": metrics.ttft_s,

@@ -74,7 +74,8 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ModelOptions):
-    """An engine of a model, over a store. Sizes are in bytes."""
+    """An engine of a model, over a store. Sizes are in bytes. ``draft`` is ``prompt-lookup``, a model, or
+    None."""
 
     store: Annotated[
         str | None,
@@ -137,6 +138,9 @@ class EngineOptions(ModelOptions):
     kv_scales: Annotated[
         str, typer.Option(help="Scales of a quantised KV: dynamic|checkpoint, or a file that calibrate wrote")
     ] = "dynamic"
+
+    draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None
+    draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step at most")] = 5
 
     def settings(self) -> EngineSettings:
         return EngineSettings(prefill_chunk=self.prefill_chunk, plan=self.plan)
@@ -240,7 +244,7 @@ class ServeOptions(EngineOptions):
     """An engine to serve.
 
     ``hbm_bytes`` None takes a GPU's free memory, and on a CPU pages for 65,536 tokens. ``most_hbm_bytes`` is
-    the largest size that the pool may be resized to. ``draft`` is ``prompt-lookup``, a model, or None.
+    the largest size that the pool may be resized to.
     """
 
     most_hbm_bytes: Annotated[
@@ -249,8 +253,6 @@ class ServeOptions(EngineOptions):
     kv_role: Annotated[
         str, typer.Option(help="With a daemon: kv_both|kv_producer (saves only)|kv_consumer (loads only)")
     ] = "kv_both"
-    draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None
-    draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step at most")] = 5
     max_sequences: Annotated[int, typer.Option(help="Sequences computed in one step at most")] = 32
     schedule: Annotated[
         str,

@@ -144,7 +144,7 @@ def test_mistakes(options: tuple[str, ...], message: str, run: Run, monkeypatch:
     def load(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("tierstore_engine.batch_run.load_model", load)
+    monkeypatch.setattr("tierstore_engine.opening.load_model", load)
     Path("binary").write_bytes(b"\xff\xfe\n")
     Path("empty").write_text("\n \n")
     Path("twice").write_text('{"prompt": "x", "custom_id": "a"}\n\n{"prompt": "y", "custom_id": "a"}\n')

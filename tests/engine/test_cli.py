@@ -55,6 +55,18 @@ def test_the_same_seed_gives_the_same_text(run: Run) -> None:
     assert first != run("generate", *options[:-1], "4", "--max-new-tokens", "30")[1]
 
 
+def test_drafts_and_the_same_bits(run: Run, tmp_path: Path) -> None:
+    options = ("--model", "tiny", "--prompt", PROMPT[:200] * 2, "--json", "--max-new-tokens", "30")
+    cold = json.loads(run("generate", *options, "--deterministic")[1])
+    for draft in ("prompt-lookup", "tiny"):
+        code, out, err = run("generate", *options, "--deterministic", "--draft", draft, "--store", "store")
+        assert code == 0, err
+        found = json.loads(out)
+        assert found["tokens"] == cold["tokens"]
+        assert found["drafted_tokens"] >= found["accepted_tokens"] >= (20 if draft == "tiny" else 0)
+        assert bool(found["reused_tokens"]) == (draft == "tiny")
+
+
 def test_json(run: Run) -> None:
     code, out, _ = run("generate", "--model", "tiny", "--prompt", "hi", "--json", "--max-new-tokens", "5")
     report = json.loads(out)
@@ -115,6 +127,12 @@ def test_pages_of_another_size_are_other_pages(run: Run, tmp_path: Path, chunk: 
         (("--model", "tiny", "--prompt", "x", "--device", "cuda:"), 2, "unknown device"),
         (("--model", "tiny", "--prompt", "x", "--dtype", "int4"), 2, "unknown dtype 'int4'"),
         (("--model", "tiny", "--prompt", "x", "--kv-dtype", "int3"), 2, "unknown KV dtype 'int3'"),
+        (("--model", "tiny", "--prompt", "x", "--draft", "huge"), 2, "neither a folder nor a preset"),
+        (
+            ("--model", "tiny", "--prompt", "x", "--deterministic", "--kv-dtype", "int4"),
+            2,
+            "takes KV in the model's dtype or as int8",
+        ),
         (
             ("--model", "tiny", "--prompt", "x", "--hbm-bytes", "99TiB"),
             2,

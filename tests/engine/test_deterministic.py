@@ -19,6 +19,7 @@ from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
 from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model
 from tierstore_engine.deterministic import with_same_bits
+from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -138,6 +139,20 @@ def test_hits_from_every_tier_have_the_bits_of_a_cold_run(
         assert stored.store.flush(30)
         if tier == "disk":
             stored.store.evict("hbm")
+
+
+@pytest.mark.parametrize("model", ["auto", "int8"], indirect=True)
+def test_drafts_do_not_change_the_bits(model: LoadedModel, stored_engine: Callable[..., Stored]) -> None:
+    prompt = PROMPTS[0][:20] * 4
+    plain, drafted = (
+        stored_engine(model, drafter=drafter).engine.generate([prompt], replace(GREEDY, max_new_tokens=40))[0]
+        for drafter in (None, PromptLookupDrafter(tokens=4))
+    )
+    assert drafted.metrics.accepted_tokens > 0
+    assert drafted.tokens == plain.tokens
+    assert plain.logits is not None
+    assert drafted.logits is not None
+    assert drafted.logits.tobytes() == plain.logits.tobytes()
 
 
 @pytest.mark.parametrize("model", ["auto"], indirect=True)

@@ -12,32 +12,25 @@ from pathlib import Path
 from typing import TextIO
 
 from tierstore.descriptors import raise_limit
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_connectors.common.handover import Role
 from tierstore_engine.build import (
-    LoadedModel,
     OpenModel,
-    build_draft_model,
-    build_engine,
     check_pool,
-    load_model,
-    open_model,
     open_model_of,
     pages_wanted,
     pool_bytes,
 )
-from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import ServeOptions
 from tierstore_engine.server.app import ApiServer
 from tierstore_engine.server.chat import ChatTemplate, load_template
 from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
 from tierstore_engine.server.http import listening_at, serve_app
 from tierstore_engine.server.settings import NONE, ServerSettings
-
-PROMPT_LOOKUP = "prompt-lookup"
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -60,60 +53,26 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
         raise UsageError(f"--adapter {server.model_name} has the model's name: give it another one")
     template = load_template(opened.folder, server.chat_template, gguf=opened.gguf)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
-    overflow = options.overflow_of(opened.device)
+    options.overflow_of(opened.device)  # refuses what does not fit together
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
-    draft = _open_draft(options, pages)
+    draft = open_draft(options, pages)
     with listening_at(server.host, server.port) as listening:
-        model = load_model(opened)
-        drafter = _drafter(options, model, pages, draft)
-        try:
-            engine = build_engine(
-                model,
-                pool_pages=pages,
-                most_pool_bytes=options.most_hbm_bytes,
-                overflow=overflow,
-                settings=settings,
-                drafter=drafter,
-                model_name=server.model_name,
-                role=role,
-                **options.keeping(),
-            )
-        except TierStoreError:
-            if drafter is not None:
-                drafter.close()
-            raise
+        engine = open_engine(
+            options,
+            opened,
+            draft,
+            pages=pages,
+            settings=settings,
+            most_pool_bytes=options.most_hbm_bytes,
+            model_name=server.model_name,
+            role=role,
+        )
         try:
             asyncio.run(_serve(engine, server, template, defaults, listening, err))
         finally:
             engine.close()
-
-
-def _open_draft(options: ServeOptions, pages: int | None) -> OpenModel | None:
-    """Return the draft model, if the drafter is a model."""
-    if options.draft is None or options.draft == PROMPT_LOOKUP:
-        return None
-    if pages is None:
-        raise UsageError("a draft model needs memory beside the model's pages: give --hbm-bytes")
-    return open_model(options.draft, device=options.device, **options.reading())
-
-
-def _drafter(
-    options: ServeOptions, model: LoadedModel, pages: int | None, draft: OpenModel | None
-) -> Drafter | None:
-    if options.draft == PROMPT_LOOKUP:
-        return PromptLookupDrafter(tokens=options.draft_tokens)
-    if draft is None or pages is None:
-        return None
-    return build_draft_model(
-        load_model(draft),
-        model,
-        pool_pages=pages,
-        tokens=options.draft_tokens,
-        settings=options.settings(),
-        **options.keeping(),
-    )
 
 
 async def _serve(
