@@ -3,7 +3,8 @@
 A decode step has few rows. Then the time of a product is that of reading the matrix once, which torch's
 libraries reach for one row only: on the CPU they take twice that time for four rows. The compiled part
 (``tierstore/native/decode.c``) takes about as long for four rows as for one. It also computes products of
-many rows in bfloat16, for which torch is slow on processors without instructions for it.
+more rows where it is faster: with AVX2 in bfloat16, for which torch has no instructions there, and up to 128
+rows in float32.
 
 A row has the same bits in every product of the compiled part. Within :func:`same_bits`, it computes all.
 """
@@ -22,7 +23,10 @@ from tierstore import native
 FEW_ROWS = 16
 """A product of more rows is not bound by reading the matrix."""
 
-_TORCH_EMULATES = {torch.bfloat16} if torch.backends.cpu.get_cpu_capability() == "AVX2" else set()
+# With AVX2 the compiled part is the faster one: in bfloat16 always, in float32 up to this number of rows
+# (benchmarks/products.py).
+_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+_MOST_ROWS = 128 if _AVX2 else FEW_ROWS
 _THREADED_BYTES = 1 << 20  # fewer are read before further threads have started (about 30 µs)
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
 
@@ -71,7 +75,7 @@ def arithmetic() -> str:
 
 def compiled_takes(rows: int, dtype: torch.dtype) -> bool:
     """Return whether the compiled part, where there is one, computes products of ``rows`` rows."""
-    return rows <= FEW_ROWS or bits_are_same() or dtype in _TORCH_EMULATES
+    return rows <= _MOST_ROWS or bits_are_same() or (_AVX2 and dtype is torch.bfloat16)
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

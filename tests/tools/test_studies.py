@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -77,6 +78,18 @@ def test_a_decode_step_with_and_without_the_compiled_part(measured):
     document = measured("decode.py", *arguments)
     assert [row["batch"] for row in document["rows"]] == [1, 3]
     assert all(min(row.values()) > 0 for row in document["rows"])
+
+
+def test_products_and_the_same_bits_beside_torch(ended):
+    sizes = ("--shapes", "64x96", "--rows", "1,20", "--times", "2")
+    code, out, _ = ended("products.py", *sizes)
+    assert code == 0
+    assert re.search(r"64 x 96 bfloat16: 1 rows \d+\.\d\d, 20 rows \d+\.\d\d", out)
+    code, out, _ = ended(
+        "deterministic.py", "--model", "tiny", "--tokens", "70", "--steps", "2", "--rounds", "1"
+    )
+    assert code == 0
+    assert re.search(r"--deterministic takes \d+\.\d\d × for the prompt, \d+\.\d\d × for a step", out)
 
 
 def test_the_curve_is_part_of_a_lookup(measured):
@@ -165,6 +178,8 @@ def test_the_output_of_the_linters_is_read(drift):
         ("curve.py", ["--tokens", "5"], "at least a page"),
         ("routing.py", ["--routers", "best"], "got best"),
         ("decode.py", ["--batches", "none"], "such as 1,4,16"),
+        ("products.py", ["--shapes", "576"], "like 576x1536,896x9728"),
+        ("deterministic.py", ["--tokens", "0"], "begin at 1"),
         ("drift.py", ["--kvlint", "/no/such/kvlint"], "names no program"),
     ],
 )
