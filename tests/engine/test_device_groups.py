@@ -126,7 +126,7 @@ def on_host(pool: PagePool, config: Any) -> Memory:
 
 
 @pytest.mark.parametrize("seed", SCHEDULES[:3])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "nemotron-h"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "nemotron-h", "falcon-h1"])
 def test_bits_are_those_without_overlap(
     name: str,
     seed: int,
@@ -144,7 +144,9 @@ def test_bits_are_those_without_overlap(
         assert np.array_equal(mine, reference), f"answer {number} differs"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "llama4", "qwen3-next", "granite-hybrid-dense", "nemotron-h"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "llama4", "qwen3-next", "falcon-h1", "granite-hybrid-dense", "nemotron-h"]
+)
 def test_the_kernels_over_groups_on_a_device_that_defers(
     name: str,
     oracles: Callable[[str], Oracle],
