@@ -16,8 +16,9 @@ Raw: TypeAlias = Mapping[str, Any]
 
 
 _FIELDS = {
-    "a positive number": "attention_in_multiplier factor key_multiplier layer_norm_eps layer_norm_epsilon lm_head_multiplier "
-    "norm_eps norm_epsilon partial_rotary_factor rms_norm_eps rope_local_base_freq rope_theta rotary_emb_base rotary_pct",
+    "a positive number": "attention_in_multiplier factor key_multiplier layer_norm_eps layer_norm_epsilon "
+    "lm_head_multiplier norm_eps norm_epsilon partial_rotary_factor rms_norm_eps rope_local_base_freq "
+    "rope_theta rotary_emb_base rotary_pct",
     "a number": "alpha attention_factor attention_multiplier attention_out_multiplier beta_fast beta_slow "
     "embedding_multiplier high_freq_factor logit_scale logits_scaling low_freq_factor mscale mscale_all_dim "
     "residual_multiplier ssm_in_multiplier ssm_out_multiplier",
