@@ -21,6 +21,7 @@ from tierstore_engine.attention.base import Span
 from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model, pages_for_tokens
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
+from tierstore_tools import machine, report
 
 _CHUNK = 512
 
@@ -32,8 +33,10 @@ def main(
     steps: int = 20,
     rounds: int = 3,
     threads: int = 1,
+    json: str | None = None,
 ) -> None:
     """Measure a prompt of TOKENS tokens and STEPS decode steps, ROUNDS times."""
+    report.require_targets(json)
     if min(tokens, steps, rounds, threads) < 1:
         raise UsageError("--tokens, --steps, --rounds and --threads begin at 1")
     torch.set_num_threads(threads)
@@ -45,11 +48,18 @@ def main(
         (plain, plain_step), (same, same_step) = (measured(way, tokens, steps) for way in ways)
         prompts.append(same / plain)
         decodes.append(same_step / plain_step)
-        typer.echo(f"prompt {plain:.2f} s and {same:.2f} s, step {plain_step:.4f} s and {same_step:.4f} s")
+        typer.echo(
+            f"prompt {plain:.2f} s and {same:.2f} s, step {plain_step:.4f} s and {same_step:.4f} s", err=True
+        )
+    prompt, step = statistics.median(prompts), statistics.median(decodes)
     typer.echo(
         f"{ways[0].config.dtype}, {tokens} tokens, {threads} threads: --deterministic takes "
-        f"{statistics.median(prompts):.2f} × for the prompt, {statistics.median(decodes):.2f} × for a step"
+        f"{prompt:.2f} × for the prompt, {step:.2f} × for a step",
+        err=json == "-",
     )
+    facts = {"machine": machine.describe(), "model": model, "dtype": ways[0].config.dtype}
+    facts |= {"tokens": tokens, "threads": threads}
+    report.write_json({**facts, "prompt_of_default": prompt, "step_of_default": step}, json)
 
 
 def measured(model: LoadedModel, tokens: int, steps: int) -> tuple[float, float]:

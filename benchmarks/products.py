@@ -18,6 +18,7 @@ from tierstore import native
 from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
 from tierstore_engine.products import multiply, same_bits
+from tierstore_tools import machine, report
 
 _MATRICES = 6
 
@@ -27,8 +28,10 @@ def main(
     rows: str = "1,4,17,64,128,512",
     threads: int = 1,
     times: int = 14,
+    json: str | None = None,
 ) -> None:
     """Measure products of ROWS rows with matrices of SHAPES (columns x rows)."""
+    report.require_targets(json)
     if native.DECODE is None:
         raise UsageError("the compiled part is missing: tierstore doctor says how to build it")
     try:
@@ -39,12 +42,19 @@ def main(
     if any(len(size) != 2 for size in sizes) or min(*counts, *(min(size) for size in sizes), threads) < 1:
         raise UsageError("--shapes are like 576x1536,896x9728, and all numbers are at least 1")
     torch.set_num_threads(threads)
-    typer.echo(f"{torch.backends.cpu.get_cpu_capability()}, {threads} threads: compiled ÷ torch")
+    capability = torch.backends.cpu.get_cpu_capability()
+    typer.echo(f"{capability}, {threads} threads: compiled ÷ torch", err=json == "-")
+    rows_of = []
     for columns, products in sizes:
         for dtype in (torch.float32, torch.bfloat16):
             matrices = [torch.randn(products, columns).to(dtype) for _ in range(_MATRICES)]
-            found = (f"{count} rows {ratio(matrices, count, times):.2f}" for count in counts)
-            typer.echo(f"{columns} x {products} {str(dtype).removeprefix('torch.')}: {', '.join(found)}")
+            name = str(dtype).removeprefix("torch.")
+            found = {count: ratio(matrices, count, times) for count in counts}
+            rows_of.append({"columns": columns, "rows": products, "dtype": name, "of_torch": found})
+            text = ", ".join(f"{count} rows {each:.2f}" for count, each in found.items())
+            typer.echo(f"{columns} x {products} {name}: {text}", err=json == "-")
+    facts = {"machine": machine.describe(), "capability": capability, "threads": threads}
+    report.write_json({**facts, "rows": rows_of}, json)
 
 
 def ratio(matrices: list[torch.Tensor], rows: int, times: int) -> float:

@@ -139,6 +139,26 @@ ARCHITECTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Models of one layer group."""
 
+_FALCON_H1 = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 32,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "key_multiplier": 0.7,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.6, 0.8, 1.4, 0.7, 1.1],
+    "mlp_multipliers": [0.75, 1.25],
+}
+
 GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",
@@ -216,6 +236,17 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 8,
             "full_attention_interval": 2,
             "partial_rotary_factor": 0.5,
+        },
+    ),
+    "falcon-h1": ("FalconH1", _FALCON_H1),
+    "falcon-h1-normed": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_d_ssm": None,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
     "granite-hybrid": (

@@ -475,7 +475,10 @@ def blocks(config: Mapping[str, Any]) -> list[str] | None:
 
 def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
     """Return what each layer remembers, from the list of layers or the fields that families have instead.
-    (Latents are no kind here: they are a field of the whole model.)"""
+    A layer with two memories side by side counts as two. (Latents are no kind here: they are a field of the
+    whole model.)"""
+    if config.get("model_type") == "falcon_h1":  # each layer has both, in this order
+        return [_FULL, LayerKind.RECURRENT_STATE] * positive(config, "num_hidden_layers")
     if (named := blocks(config)) is not None:
         named = [each for each in named if each not in ("mlp", "moe")]
     elif (types := config.get("layer_types")) is not None:
@@ -558,10 +561,11 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
     if config.get("mamba_dt_rank"):  # Jamba
         width = positive(config, "hidden_size") * positive(config, "mamba_expand")
         return _mamba1_bytes(config, width, "mamba_d_state", "mamba_d_conv")
-    if config.get("mamba_n_heads"):  # Granite 4.0-H and Bamba
+    if config.get("mamba_n_heads"):  # Granite 4.0-H, Bamba and Falcon-H1
         values = positive(config, "mamba_n_heads")
         if config.get("mamba_d_head", "auto") == "auto":
-            values = int(config.get("mamba_expand") or 2) * positive(config, "hidden_size")
+            expanded = int(config.get("mamba_expand") or 2) * positive(config, "hidden_size")
+            values = int(config.get("mamba_d_ssm") or expanded)
         else:
             values *= positive(config, "mamba_d_head")
         return _mamba2_bytes(config, values, "mamba_d_state", "mamba_n_groups", "mamba_d_conv")

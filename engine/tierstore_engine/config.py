@@ -138,10 +138,18 @@ class Mamba2Config(StateConfig):
     least_step: float = 0.0
     most_step: float | None = None
     """Limits of the steps (Δ)."""
+    # Added later: see ModelConfig.
+    norm: str = "after gate"
+    """When the output of the heads is normed: ``after gate`` or ``before gate``. Empty without a norm."""
+    scales: tuple[float, ...] = ()
+    """Factors of the projection's gates, values, B, C and steps; empty for 1."""
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
             raise ModelError(f"{self.heads} Mamba-2 heads cannot share {self.groups} groups evenly")
+
+    def facts(self) -> dict[str, Any]:
+        return _facts(self, since="norm")
 
     @property
     def width(self) -> int:
@@ -370,6 +378,14 @@ class ModelConfig:
     mamba1: Mamba1Config | None = None
     arithmetic: str = ""
     """Where a token's numbers have the same bits in every step, what decides these (``--deterministic``)."""
+    beside: tuple[int, ...] = ()
+    """Layers whose mixer has the normed input of the mixer before, instead of its output. Both outputs are
+    added to the input together. The layer before has no MLP (``bare_layers``); both have one number in a
+    checkpoint."""
+    mixer_scales: tuple[float, ...] = ()
+    """The factor of each layer's mixer output; empty for 1."""
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors of an MLP's gates before their activation, and of its output. Experts have none."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -400,6 +416,9 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         return self.ropes[layer] if self.ropes else self.rope
+
+    def mixer_scale(self, layer: int) -> float:
+        return self.mixer_scales[layer] if self.mixer_scales else 1.0
 
     @property
     def gated_mlps(self) -> bool:
@@ -472,6 +491,8 @@ class ModelConfig:
         values = _facts(self, since="kinds") | {"rope": self.rope.facts()}
         if "names" in values:
             values["names"] = self.names.facts()
+        if self.mamba is not None:
+            values["mamba"] = self.mamba.facts()
         for unused in ("eos_ids", "kv"):
             del values[unused]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(values.items())))

@@ -16,10 +16,12 @@ Raw: TypeAlias = Mapping[str, Any]
 
 
 _FIELDS = {
-    "a positive number": "factor layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon "
-    "partial_rotary_factor rms_norm_eps rope_local_base_freq rope_theta rotary_emb_base rotary_pct",
-    "a number": "alpha attention_factor attention_multiplier beta_fast beta_slow embedding_multiplier "
-    "high_freq_factor logit_scale logits_scaling low_freq_factor mscale mscale_all_dim residual_multiplier",
+    "a positive number": "attention_in_multiplier factor key_multiplier layer_norm_eps layer_norm_epsilon "
+    "lm_head_multiplier norm_eps norm_epsilon partial_rotary_factor rms_norm_eps rope_local_base_freq "
+    "rope_theta rotary_emb_base rotary_pct",
+    "a number": "alpha attention_factor attention_multiplier attention_out_multiplier beta_fast beta_slow "
+    "embedding_multiplier high_freq_factor logit_scale logits_scaling low_freq_factor mscale mscale_all_dim "
+    "residual_multiplier ssm_in_multiplier ssm_out_multiplier",
     "a whole number of at least 0": "ffn_hidden_size head_dim max_window_layers no_rope_layer_interval "
     "num_key_value_heads num_kv_heads num_ln_in_parallel_attn original_max_position_embeddings "
     "sliding_window",
@@ -27,7 +29,7 @@ _FIELDS = {
     "new_decoder_architecture parallel_attn qk_layernorm qkv_bias tie_word_embeddings truncate use_bias "
     "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
     "an object": "full_attention rope_parameters rope_scaling sliding_attention",
-    "a list": "layer_types long_factor no_rope_layers short_factor",
+    "a list": "layer_types long_factor mlp_multipliers no_rope_layers short_factor ssm_multipliers",
 }
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "a positive number": lambda value: _is_number(value) and 0 < value < math.inf,

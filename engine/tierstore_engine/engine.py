@@ -480,11 +480,11 @@ class Engine:
         """Compute the next layers of a sequence whose pages are arriving: those that have arrived, or all of
         them with ``wait``."""
         self._prefills.forget()
-        sequence, layers = item.sequence, self.model.config.layers
+        sequence, config = item.sequence, self.model.config
         partial = sequence.partial
         if partial is None:
             partial = sequence.partial = PartialStep(build_step([item], self.connector.pools))
-        stop = layers if wait else partial.arrived(layers)
+        stop = config.layers if wait else partial.arrived(config)
         if stop == partial.layers:
             return []
         sequence.in_step = True

@@ -18,7 +18,7 @@ from torch.nn.functional import silu, softplus
 
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Span
-from tierstore_engine.config import ModelConfig
+from tierstore_engine.config import Mamba2Config, ModelConfig
 from tierstore_engine.quantised import linear
 from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add, sequences
 from tierstore_engine.weights import Mamba2Terms, Mamba2Weights
@@ -105,17 +105,31 @@ class Mamba2:
         self._weights = weights
         self._terms = weights.terms()
         self._states = states
+        self._scales = _scales(config.mamba, weights) if config.mamba.scales else None
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape."""
         mamba, weights = self._mamba, self._weights
         projected = linear(hidden, weights.projection, weights.projection_bias)
+        if self._scales is not None:
+            projected = projected * self._scales
         gates, channels, steps = torch.split(projected, [mamba.width, mamba.channels, mamba.heads], dim=1)
         out = self._states.advance(self._layer, channels, steps, self._terms, layout).flatten(1)
-        return linear(self._norm(out * silu(gates.float()), hidden.dtype), weights.o, weights.o_bias)
+        gates = silu(gates.float())
+        out = self._norm(out) * gates if mamba.norm == "before gate" else self._norm(out * gates)
+        return linear(out.to(hidden.dtype), weights.o, weights.o_bias)
 
-    def _norm(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return RMSNorm over the heads of each group."""
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Return RMSNorm over the heads of each group, if the model has this norm."""
+        if self._weights.norm is None:
+            return x
         by_group = x.view(len(x), self._mamba.groups, -1)
         by_group = by_group * torch.rsqrt(by_group.pow(2).mean(-1, keepdim=True) + self._epsilon)
-        return (by_group.flatten(1) * self._weights.norm.float()).to(dtype)
+        return by_group.flatten(1) * self._weights.norm.float()
+
+
+def _scales(mamba: Mamba2Config, weights: Mamba2Weights) -> torch.Tensor:
+    """Return the factor of each number of the projection, in the model's dtype."""
+    shared = mamba.groups * mamba.state_dim
+    counts = torch.tensor([mamba.width, mamba.width, shared, shared, mamba.heads])
+    return torch.tensor(mamba.scales).repeat_interleave(counts).to(weights.dt_bias)

@@ -36,6 +36,7 @@ class MLPs:
 
     def __init__(self, config: ModelConfig, pointwise: Pointwise) -> None:
         self._experts = config.experts
+        self._gate_scale, self._scale = config.mlp_scales
         gated: dict[str, _Activation] = {
             "silu": pointwise.silu_mul,
             "gelu_tanh": _gelu_tanh_mul,
@@ -54,8 +55,11 @@ class MLPs:
         """Compute ``hidden [tokens, hidden_size]`` of any tokens. Return the same shape."""
         if isinstance(weights, MLPWeights):
             inner = linear(hidden, weights.gate_up, weights.gate_up_bias)
+            if self._gate_scale != 1.0:
+                inner[:, : inner.shape[1] // 2] *= self._gate_scale
             gated = self._gated(inner) if weights.xielu is None else _xielu(inner, weights.xielu)
-            return linear(gated, weights.down, weights.down_bias)
+            out = linear(gated, weights.down, weights.down_bias)
+            return out if self._scale == 1.0 else out * self._scale
         assert self._experts is not None
         mixed = self._mix(hidden, weights, self._experts)
         if weights.shared is None:

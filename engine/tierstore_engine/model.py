@@ -110,6 +110,7 @@ class Model:
 
     @torch.inference_mode()
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        assert layers.stop not in self.config.beside
         step = partial.input or partial.step.on(self.device, states=self.config.states)
         with self._bits():
             hidden = partial.hidden if partial.hidden is not None else self._embedded(step)
@@ -137,6 +138,11 @@ class Model:
             step.arrivals.wait(index)
             self._begin(index)
             given = self._mixed(index, normed, step, positions)
+            if index + 1 in self.config.beside:
+                earlier = given
+                continue
+            if index in self.config.beside:
+                given = earlier + given
             if layer.mixer_post_norm is not None:
                 given = pointwise.norm(given, layer.mixer_post_norm)
             if self.config.parallel and layer.mlp is not None:
@@ -164,9 +170,12 @@ class Model:
 
     def _mixed(self, layer: int, hidden: torch.Tensor, step: StepInput, positions: Positions) -> torch.Tensor:
         mixer, layout = self._mixers[layer], step.layouts[self.config.group_of(layer)]
+        scale = self.config.mixer_scale(layer)
         if isinstance(mixer, GatedDelta | Mamba1 | Mamba2 | ShortConv):
-            return mixer.compute(hidden, layout)
-        return mixer.compute(hidden, layout, positions)
+            given = mixer.compute(hidden, layout)
+        else:
+            given = mixer.compute(hidden, layout, positions)
+        return given if scale == 1.0 else given * scale
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
         self._begin(self.config.layers)

@@ -57,7 +57,7 @@ def _granite_hybrid(raw: Raw) -> ModelConfig:
 
 def _granite_mamba2(raw: Raw) -> Mamba2Config:
     heads = positive(raw, "mamba_n_heads")
-    width = positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
+    width = raw.get("mamba_d_ssm") or positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
     head_dim = raw.get("mamba_d_head", "auto")
     least, most = _step_limits(raw)
     return Mamba2Config(
@@ -168,6 +168,59 @@ def _bamba(raw: Raw) -> ModelConfig:
         mlp="feed_forward", mlp_norm="pre_ff_layernorm", renamed=(("model.norm", "model.final_layernorm"),)
     )
     return replace(plain, kinds=kinds, mamba=_granite_mamba2(raw), names=names)
+
+
+def _falcon_h1(raw: Raw) -> ModelConfig:
+    """Read Falcon-H1: each layer has attention and Mamba-2 side by side, which are two layers here."""
+    for name in ("attention_bias", "mamba_proj_bias", "projectors_bias"):
+        if raw.get(name):
+            raise ModelError(f"config.json: {name} is not supported with Falcon-H1")
+    plain = llama({"rms_norm_eps": 1e-5, **raw})
+    if plain.activation != "silu":
+        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
+    entering, keys = _factor(raw, "attention_in_multiplier"), _factor(raw, "key_multiplier")
+    scales = tuple(_factor(raw, "ssm_in_multiplier") * each for each in _factors(raw, "ssm_multipliers", 5))
+    gate, down = _factors(raw, "mlp_multipliers", 2)
+    norm = "before gate" if raw.get("mamba_norm_before_gate", True) else "after gate"
+    mamba = replace(
+        _granite_mamba2(raw), norm=norm if raw.get("mamba_rms_norm", False) else "", scales=scales
+    )
+    names = TensorNames(
+        mlp="feed_forward", mlp_norm="pre_ff_layernorm", renamed=(("model.norm", "model.final_layernorm"),)
+    )
+    layers = range(2 * plain.layers)
+    return replace(
+        plain,
+        layers=len(layers),
+        kinds=tuple(layer_kinds({**raw, "model_type": "falcon_h1"})),
+        mamba=mamba,
+        bare_layers=tuple(layers[::2]),
+        beside=tuple(layers[1::2]),
+        embed_scale=_factor(raw, "embedding_multiplier"),
+        # Values have the factor of attention's input once, and scores twice.
+        mixer_scales=(
+            entering * _factor(raw, "attention_out_multiplier"),
+            _factor(raw, "ssm_out_multiplier"),
+        )
+        * plain.layers,
+        score_scale=plain.attention_scale * entering**2 * keys,
+        mlp_scales=(gate, down),
+        logit_divisor=1.0 / _factor(raw, "lm_head_multiplier"),
+        names=names,
+    )
+
+
+def _factor(raw: Raw, name: str) -> float:
+    given = raw.get(name)
+    return 1.0 if given is None else float(given)
+
+
+def _factors(raw: Raw, name: str, count: int) -> tuple[float, ...]:
+    """Return the ``count`` factors of a field; 1 if it is absent or null."""
+    given = [1.0] * count if raw.get(name) is None else raw[name]
+    if len(given) != count:
+        raise ModelError(f"config.json: {name} must be {count} numbers, got {given!r}")
+    return tuple(float(each) for each in given)
 
 
 def _jamba(raw: Raw) -> ModelConfig:
@@ -319,6 +372,7 @@ def _mamba2(raw: Raw) -> ModelConfig:
 
 READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "BambaForCausalLM": _bamba,
+    "FalconH1ForCausalLM": _falcon_h1,
     "FalconMambaForCausalLM": _falcon_mamba,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "JambaForCausalLM": _jamba,

@@ -94,7 +94,7 @@ class Mamba2Weights:
     dt_bias: torch.Tensor
     a_log: torch.Tensor
     skip: torch.Tensor
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     o: Matrix
     o_bias: torch.Tensor | None
 
@@ -423,9 +423,11 @@ def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
 
 
 def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
+    number = -1
     for index, layer in enumerate(layers):
+        number += index not in config.beside
         for slot in _slots_of(config, layer):
-            yield replace(slot, name=f"model.layers.{index}.{slot.name}")
+            yield replace(slot, name=f"model.layers.{number}.{slot.name}")
 
 
 def _block_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
@@ -545,7 +547,7 @@ def _mamba2_slots(weights: Mamba2Weights) -> Iterator[Slot]:
     yield Slot("mamba.dt_bias", weights.dt_bias)
     yield Slot("mamba.A_log", weights.a_log)
     yield Slot("mamba.D", weights.skip)
-    yield Slot("mamba.norm.weight", weights.norm)
+    yield from _optional("mamba.norm.weight", weights.norm)
     yield Slot("mamba.out_proj.weight", weights.o)
     yield from _optional("mamba.out_proj.bias", weights.o_bias)
 
@@ -688,7 +690,7 @@ class _Maker:
         bare = index in config.bare_layers
         normed = config.pre_norms and not bare and config.parallel != "one norm"
         return LayerWeights(
-            mixer_norm=self.norm() if config.pre_norms else None,
+            mixer_norm=self.norm() if config.pre_norms and index not in config.beside else None,
             mixer=self._mixer(config.kind(index)),
             mlp_norm=self.norm() if normed else None,
             mlp=None if bare else self._feed_forward(config.experts_of(index)),
@@ -773,7 +775,7 @@ class _Maker:
             dt_bias=self.empty(mamba.heads),
             a_log=self.empty(mamba.heads),
             skip=self.empty(mamba.heads),
-            norm=self.empty(mamba.width),
+            norm=self.empty(mamba.width) if mamba.norm else None,
             o=self.matrix(hidden, mamba.width),
             o_bias=self.empty(hidden) if mamba.biased else None,
         )

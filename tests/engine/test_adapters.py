@@ -47,6 +47,7 @@ TARGETS = {
     "jamba": ("in_proj", "x_proj", "dt_proj", "out_proj", "q_proj"),
     "lfm2": ("in_proj", "out_proj", "w1", "w2", "k_proj"),
     "apertus": (*ATTENTION, "up_proj", "down_proj"),
+    "falcon-h1": ("in_proj", "out_proj", "k_proj", "gate_proj", "down_proj"),
     "granite-hybrid-dense": ("in_proj", "out_proj", "k_proj", "shared_mlp.input_linear"),
 }
 

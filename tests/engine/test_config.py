@@ -87,6 +87,14 @@ NEMOTRON = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
 }
+FALCON_H1 = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+}
 
 
 def test_old_and_new_spellings_are_equal() -> None:
@@ -173,6 +181,7 @@ def test_layers_that_remember_alike_are_a_group() -> None:
     assert groups_of(DEEPSEEK) == ["mla_latent[0, 1]"]
     assert groups_of(GRANITE) == ["full_attention[1]", "recurrent_state[0]"]
     assert groups_of(NEMOTRON) == ["full_attention[3]", "recurrent_state[0, 1, 2, 4]"]
+    assert groups_of(FALCON_H1) == ["full_attention[0, 2]", "recurrent_state[1, 3]"]
     assert groups_of(MIXTRAL) == ["full_attention[0, 1]"]
     config = config_from_hf(LLAMA | GEMMA)
     assert [config.group_of(layer) for layer in range(2)] == [1, 0]
@@ -224,6 +233,37 @@ def test_a_block_of_nemotron_h_that_is_an_mlp_belongs_to_the_mixer_before() -> N
     assert config == config_from_hf(LLAMA | NEMOTRON | {"layers_block_type": names})
 
 
+FACTORS = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 2.0,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 2.0,
+    "key_multiplier": 2.0,
+    "ssm_in_multiplier": 2.0,
+    "ssm_out_multiplier": 2.0,
+    "ssm_multipliers": [1, 1, 1, 1, 2],
+    "mlp_multipliers": [1, 2],
+    "mamba_rms_norm": True,
+}
+
+
+@pytest.mark.parametrize("field", FACTORS)
+def test_each_factor_of_falcon_h1_changes_its_identity(field: str) -> None:
+    plain = config_from_hf(LLAMA | FALCON_H1)
+    assert plain.digest() == config_from_hf(LLAMA | FALCON_H1 | {field: None}).digest()
+    assert plain.digest() != config_from_hf(LLAMA | FALCON_H1 | {field: FACTORS[field]}).digest()
+
+
+@pytest.mark.parametrize(
+    ("before", "norm"), [(True, "before gate"), (False, "after gate"), (None, "before gate")]
+)
+def test_the_norm_of_falcon_h1(before: bool | None, norm: str) -> None:
+    given = {"mamba_rms_norm": True} | ({} if before is None else {"mamba_norm_before_gate": before})
+    mamba = config_from_hf(LLAMA | FALCON_H1 | given).mamba
+    assert mamba is not None
+    assert mamba.norm == norm
+
+
 def test_limits_of_steps_as_transformers_writes_them() -> None:
     for limits in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
         assert config_from_hf(LLAMA | GRANITE | {"time_step_limit": limits}) == config_from_hf(
@@ -250,6 +290,9 @@ def test_kv_formats_that_a_model_cannot_have() -> None:
         ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
         ({"architectures": ["ArceeForCausalLM"]}, "hidden_act other than relu2"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi is not supported"),
+        (FALCON_H1 | {"projectors_bias": True}, "projectors_bias is not supported with Falcon-H1"),
+        (FALCON_H1 | {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be 5 numbers"),
+        (FALCON_H1 | {"key_multiplier": 0}, "key_multiplier must be a positive number, got 0"),
         ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm is not supported"),
         ({"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
         (

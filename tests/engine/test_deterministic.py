@@ -77,7 +77,15 @@ def in_other_steps(model: LoadedModel, chance: random.Random) -> list[torch.Tens
     return [torch.cat(logits) for logits in found]
 
 
-STATES = ("qwen3-next", "granite-hybrid", "nemotron-h", "jamba", "lfm2")
+STATES = (
+    "qwen3-next",
+    "falcon-h1",
+    "falcon-h1-normed",
+    "granite-hybrid",
+    "nemotron-h",
+    "jamba",
+    "lfm2",
+)
 FAMILIES = [name for name in (*ARCHITECTURES, *GROUPED, *LLAMA_LIKE) if name not in STATES]
 KINDS = ("llama3", "gemma3", "deepseek-v3", "qwen2-moe", "gpt-oss")
 

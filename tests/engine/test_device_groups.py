@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,11 @@ from tierstore_engine.batch import Work, build_step
 from tierstore_engine.build import LoadedModel, fitting_pages, group_pages, make_memory
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Memory, Model
+from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import RequestId, Sequence
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import PartialStep, Step
 from tierstore_engine.tables import empty_tables
 from tierstore_engine.tokenizer import ByteTokenizer
 
@@ -126,7 +128,7 @@ def on_host(pool: PagePool, config: Any) -> Memory:
 
 
 @pytest.mark.parametrize("seed", SCHEDULES[:3])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "nemotron-h"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "nemotron-h", "falcon-h1"])
 def test_bits_are_those_without_overlap(
     name: str,
     seed: int,
@@ -144,7 +146,9 @@ def test_bits_are_those_without_overlap(
         assert np.array_equal(mine, reference), f"answer {number} differs"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "llama4", "qwen3-next", "granite-hybrid-dense", "nemotron-h"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "llama4", "qwen3-next", "falcon-h1", "granite-hybrid-dense", "nemotron-h"]
+)
 def test_the_kernels_over_groups_on_a_device_that_defers(
     name: str,
     oracles: Callable[[str], Oracle],
@@ -184,6 +188,9 @@ def test_pages_of_a_group_arrive_by_its_own_layers() -> None:
     arrivals = arrivals_of(pools, [[], pages])
     assert arrivals.pending
     assert [arrivals.arrived(layer) for layer in range(4)] == [True, False, True, False]
+    partial, config = PartialStep(Step((), (), (), arrivals, 16)), replace(preset("tiny"), layers=4)
+    assert partial.arrived(config) == 1
+    assert partial.arrived(replace(config, beside=(1, 3))) == 0  # the first waits for the one beside it
     seen: list[int] = []
     for layer in range(4):
         arrivals.wait(layer)
