@@ -157,6 +157,11 @@ def _nemotron_experts(raw: Raw) -> ExpertsConfig:
     )
 
 
+_BAMBA_NAMES = TensorNames(
+    mlp="feed_forward", mlp_norm="pre_ff_layernorm", renamed=(("model.norm", "model.final_layernorm"),)
+)
+
+
 def _bamba(raw: Raw) -> ModelConfig:
     """Read Bamba: Mamba-2, and a few layers of attention that rotate half of each head."""
     kinds = tuple(layer_kinds(raw))
@@ -164,10 +169,7 @@ def _bamba(raw: Raw) -> ModelConfig:
     plain = llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}, partial=True)
     if plain.activation != "silu":
         raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
-    names = TensorNames(
-        mlp="feed_forward", mlp_norm="pre_ff_layernorm", renamed=(("model.norm", "model.final_layernorm"),)
-    )
-    return replace(plain, kinds=kinds, mamba=_granite_mamba2(raw), names=names)
+    return replace(plain, kinds=kinds, mamba=_granite_mamba2(raw), names=_BAMBA_NAMES)
 
 
 def _falcon_h1(raw: Raw) -> ModelConfig:
@@ -184,9 +186,6 @@ def _falcon_h1(raw: Raw) -> ModelConfig:
     norm = "before gate" if raw.get("mamba_norm_before_gate", True) else "after gate"
     mamba = replace(
         _granite_mamba2(raw), norm=norm if raw.get("mamba_rms_norm", False) else "", scales=scales
-    )
-    names = TensorNames(
-        mlp="feed_forward", mlp_norm="pre_ff_layernorm", renamed=(("model.norm", "model.final_layernorm"),)
     )
     layers = range(2 * plain.layers)
     return replace(
@@ -206,7 +205,7 @@ def _falcon_h1(raw: Raw) -> ModelConfig:
         score_scale=plain.attention_scale * entering**2 * keys,
         mlp_scales=(gate, down),
         logit_divisor=1.0 / _factor(raw, "lm_head_multiplier"),
-        names=names,
+        names=_BAMBA_NAMES,
     )
 
 
@@ -244,12 +243,6 @@ def _jamba(raw: Raw) -> ModelConfig:
         norm_eps=plain.norm_eps,
         trained_norms=True,
     )
-    names = TensorNames(
-        mlp="feed_forward",
-        mlp_norm="pre_ff_layernorm",
-        router="router",
-        renamed=(("model.norm", "model.final_layernorm"),),
-    )
     return replace(
         plain,
         kinds=kinds,
@@ -257,7 +250,7 @@ def _jamba(raw: Raw) -> ModelConfig:
         ropes=(None,) * plain.layers,
         experts=ExpertsConfig(count, chosen, plain.intermediate_size) if count > 1 else None,
         dense_layers=tuple(at for at in range(plain.layers) if at % every != offset) if count > 1 else (),
-        names=names,
+        names=replace(_BAMBA_NAMES, router="router"),
     )
 
 
