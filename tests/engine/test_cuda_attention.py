@@ -418,10 +418,9 @@ def test_merging_with_attention_over_other_keys() -> None:
     table, length = both.spans[4].block_table, 100
     queries = both.numbers(1, 6)
     whole = both.ours.attend(0, queries, both.batch([Span((table,), length - 1, length)]))
-    here = both.ours.attend_with_lse(0, queries, both.batch([Span((table[:2],), 31, 32)]))
-    there = both.ours.attend_with_lse(0, queries, both.batch([Span((table[2:],), length - 33, length - 32)]))
-    both.ours.merge_into(here, there, None)
-    merged = here[0]
+    here = both.ours.partial(0, queries, both.batch([Span((table[:2],), 31, 32)]))
+    there = both.ours.partial(0, queries, both.batch([Span((table[2:],), length - 33, length - 32)]))
+    merged = both.ours.merge(here, there)
     torch.testing.assert_close(merged, whole, atol=2e-3, rtol=2e-3)
 
 

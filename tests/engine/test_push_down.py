@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tests.engine.device import ONE_OF_EACH, SCHEDULES, FakeDevice, missing
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.test_cuda_attention import memory_kind
 from tests.engine.test_decode import config_of
+from tests.portions import chosen, diagonal
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
 from tierstore.tiers.device import Stream
@@ -144,6 +145,19 @@ STEPS = [
 ]
 
 
+class Difference(NamedTuple):
+    """The largest difference, in units in the last place of the result, or of 1/2 for a smaller one (weights
+    are rounded too). ``share`` of the outputs differ."""
+
+    units: float
+    share: float
+
+
+SHARE = 0.155
+"""The largest share of "bfloat16": 0.135 differ if only the merged output is rounded, 0.171 if the host's
+part is rounded before."""
+
+
 def errors(
     config: ModelConfig,
     directory: Path,
@@ -151,8 +165,8 @@ def errors(
     *,
     file: bool,
     kind: type[PushDownAttention] = PushDownAttention,
-) -> float:
-    """Return the largest difference from all pages on the device, over some steps of three sequences."""
+) -> Difference:
+    """Return the difference from all pages on the device, over some steps of three sequences."""
     device = FakeDevice(seed)
     pool = pool_over(device, config, directory, file=file)
     try:
@@ -165,29 +179,34 @@ def errors(
         whole = inner(torch.from_numpy(plain.array), plain.spec, config, ExecutorLauncher())
         assert isinstance(whole, Attention)
         here = Sequences(whole, config, lambda: None, 3)
-        worst = 0.0
+        worst, outputs, differ = 0.0, 0, 0
         for news in STEPS:
             for expected, found in zip(here.step(news), there.step(news), strict=True):
-                difference = (expected.float() - found.float()).abs().max().item()
+                unit = torch.exp2(expected.float().abs().clamp(min=0.5).log2().floor())
+                unit *= torch.finfo(getattr(torch, config.dtype)).eps
+                difference = ((expected.float() - found.float()).abs() / unit).max().item()
                 worst = max(worst, difference if difference == difference else float("inf"))
+                if expected.dim() == 3:  # not LSEs
+                    outputs += expected.numel()
+                    differ += int((expected != found).sum())
         assert pool.stats.host_pages > 0
         assert (pool.stats.pages > 0) == file
         assert pool.stats.lost_pages == 0
-        return worst
+        return Difference(worst, differ / outputs)
     finally:
         pool.close()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("file", [False, True], ids=["host", "file"])
+@pytest.mark.parametrize(*diagonal(name=CONFIGS, file=[False, True]))
 def test_the_same_as_with_all_pages_on_the_device(name: str, file: bool, tmp_path: Path) -> None:
-    unit = 2.0**-10 if name == "float16" else 2.0**-7
-    assert errors(CONFIGS[name], tmp_path, 0, file=file) <= 3 * unit
+    assert errors(CONFIGS[name], tmp_path, 0, file=file).units <= 1
 
 
 @pytest.mark.parametrize("seed", ONE_OF_EACH)
 def test_under_all_schedules(seed: int, tmp_path: Path) -> None:
-    assert errors(CONFIGS["bfloat16"], tmp_path, seed, file=True) <= 3 * 2.0**-7
+    difference = errors(CONFIGS["bfloat16"], tmp_path, seed, file=True)
+    assert difference.units <= 1
+    assert difference.share <= SHARE
 
 
 # -- planted mistakes ------------------------------------------------------------------------------------
@@ -201,11 +220,12 @@ MISTAKES = {
         "        queries = queries.contiguous()\n        asked = runtime.record(stream)\n",
     ),
     "outputs of the host do not go up": (
-        "        runtime.copy(stream, others.data_ptr(), up, rows * out_bytes)\n",
+        "            runtime.copy(stream, others[run].data_ptr(), up + at * out_bytes, count * out_bytes)\n",
         "",
     ),
     "LSEs of the host do not go up": (
-        "        runtime.copy(stream, other_lse.data_ptr(), up_lse, rows * lse_bytes)\n",
+        "            runtime.copy(stream, other_lse[run].data_ptr(), up_lse + at * lse_bytes, "
+        "count * lse_bytes)\n",
         "",
     ),
     "a page is attended to twice": (
@@ -213,10 +233,20 @@ MISTAKES = {
         "away = table[(slots == NO_SLOT) | (np.cumsum(slots == NO_SLOT) == 1)]",
     ),
     "the device counts the tokens of pages beyond": ("span.stop - past)", "span.stop)"),
+    "the host's part is rounded": ("out[..., : self._rank]", "out[..., : self._rank].to(self._dtype)"),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name",
+    chosen(
+        MISTAKES,
+        "queries are not waited for",
+        "LSEs of the host do not go up",
+        "a page is attended to twice",
+        "the host's part is rounded",
+    ),
+)
 def test_planted_mistakes_are_caught(name: str, tmp_path: Path) -> None:
     text = inspect.getsource(push_down_module)
     changes = MISTAKES[name]
@@ -228,7 +258,8 @@ def test_planted_mistakes_are_caught(name: str, tmp_path: Path) -> None:
     for seed in SCHEDULES:
         try:
             kind = planted["PushDownAttention"]
-            if errors(CONFIGS["bfloat16"], tmp_path, seed, file=False, kind=kind) > 3 * 2.0**-7:
+            difference = errors(CONFIGS["bfloat16"], tmp_path, seed, file=False, kind=kind)
+            if difference.units > 1 or difference.share > SHARE:
                 return
         except (AssertionError, ValueError, RuntimeError, IndexError):
             return
@@ -255,18 +286,20 @@ def engine_over(model: LoadedModel, pools: Sequence[PagePool]) -> Engine:
     )
 
 
-@pytest.mark.parametrize("name", ["tiny", "deepseek-v3", "gemma3"])
+@pytest.mark.parametrize("name", chosen(["tiny", "deepseek-v3", "gemma3"], "tiny", "deepseek-v3"))
 def test_an_engine_with_pages_beyond_its_memory(
     name: str, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Chunked prefill and decoding of two sequences, each larger than the slots together."""
+    """Chunked prefill and decoding of two sequences, each larger than the slots together. Latents are one
+    sequence: the executor is slow with them."""
     source = name if name == "tiny" else str(checkpoints(name))
     model = load_model(source, device="cpu", dtype="float16")
     parts = model.kv_spec(chunk_tokens=CHUNK).split()
     device = FakeDevice(1)  # copies are done at once, because torch's operations are
     first = pool_over(device, model.config, tmp_path, file=True, spec=parts[0])
     others = [PagePool(part, 64) for part in parts[1:]]
-    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (150, 130)]
+    lengths = (180,) if name == "deepseek-v3" else (150, 130)
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in lengths]
     wanted = engine_over(model, [PagePool(part, 64) for part in parts])
     found = engine_over(model, [first, *others])
     try:

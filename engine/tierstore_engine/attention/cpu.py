@@ -89,6 +89,14 @@ class CpuAttention(Attention):
     def attend_with_lse(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.partial(layer, queries, batch)
+        return out.to(queries.dtype), lse
+
+    def partial(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same as :meth:`attend_with_lse` with outputs in float32, to be merged with attention
+        over other keys."""
         wide = queries.float().contiguous()
         out, lse = torch.empty_like(wide), torch.empty(queries.shape[:2])
         self.prepare(batch)
@@ -109,7 +117,7 @@ class CpuAttention(Attention):
                 out[rows] = part.out.permute(2, 0, 1, 3).reshape(stop - start, self._heads, self._width)
                 lse[rows] = part.lse.permute(2, 0, 1, 3).reshape(stop - start, self._heads)
                 row = rows.stop
-        return out.to(queries.dtype), lse
+        return out, lse
 
     def prepare(self, batch: BatchLayout) -> None:
         """Once for each batch: give memory to the pages that it writes, and start to read those that have

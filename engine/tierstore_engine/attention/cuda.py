@@ -69,6 +69,7 @@ class CudaAttention(Attention):
         self.chunk_tokens = spec.chunk_tokens
         self.layers = group.layers
         self._launcher = launcher
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
         scale = config.score_scale or group.head_dim**-0.5
         self._kernels = AttentionKernels(
             launcher,
@@ -143,28 +144,42 @@ class CudaAttention(Attention):
     def attend_with_lse(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention and LSEs from the kernels, because torch's attention gives no LSE. See
-        :meth:`merge_into`."""
+        """Return attention and LSEs from the kernels, because torch's attention gives no LSE."""
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(layer, queries, batch, lse), lse
 
-    def merge_into(
+    def partial(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same as :meth:`attend_with_lse` with outputs in float32, which :meth:`merge` rounds."""
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        return self._attend(layer, queries, batch, lse, wide=True), lse
+
+    def merge(
         self,
         first: tuple[torch.Tensor, torch.Tensor],
         second: tuple[torch.Tensor, torch.Tensor],
-        lse: torch.Tensor | None,
-    ) -> None:
-        """Merge attention over two parts of the keys into the output of ``first``, and their LSEs into
-        ``lse`` if it is given."""
-        self._kernels.merge(first, second, first[0], lse)
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, in the
+        model's dtype. Write its LSEs into ``lse`` if it is given."""
+        out = torch.empty(first[0].shape, dtype=self._dtype, device=first[0].device)
+        self._kernels.merge(first, second, out, lse)
+        return out
 
     def _attend(
-        self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: BatchLayout,
+        lse: torch.Tensor | None,
+        *,
+        wide: bool = False,
     ) -> torch.Tensor:
-        step = self._prepared(batch, with_lse=lse is not None)
+        step = self._prepared(batch, with_lse=lse is not None, wide=wide)
         sight = self._sights[layer]
         queries = queries.contiguous()
-        out = torch.empty_like(queries)
+        out = torch.empty_like(queries, dtype=torch.float32 if wide else queries.dtype)
         for sequences in step.prefilling:
             self._kernels.prefill(self._layers[layer], queries, sequences, out, lse, sight=sight)
         for row, span, table in step.gathered:
@@ -175,12 +190,14 @@ class CudaAttention(Attention):
             self._kernels.decode(self._layers[layer], queries, step.decoding, out, lse, sight=sight)
         return out
 
-    def _prepared(self, batch: BatchLayout, *, with_lse: bool = False) -> _PagedStep:
+    def _prepared(self, batch: BatchLayout, *, with_lse: bool = False, wide: bool = False) -> _PagedStep:
         def make() -> _PagedStep:
             at_library = self._at_library if not with_lse else _nowhere
-            return _prepare(batch, self.chunk_tokens, at_library, self._splits, self._most_parts)
+            # Only the merge of splits writes float32, so every chunk is split, some into one part.
+            whole_at = 0 if wide else 1
+            return _prepare(batch, self.chunk_tokens, at_library, self._splits, whole_at, self._most_parts)
 
-        return self._steps.of(batch, make, kind=with_lse)
+        return self._steps.of(batch, make, kind=(with_lse, wide))
 
     def _at_library(self, span: Span) -> bool:
         """Return whether a span is computed by the library. This depends on the span alone, so that the same
@@ -232,9 +249,11 @@ def _prepare(
     chunk_tokens: int,
     at_library: Callable[[Span], bool],
     splits_of: Callable[[Span], int],
+    whole_at: int,
     most_parts: int,
 ) -> _PagedStep:
-    """Sort the sequences by kernel, and copy their numbers to the device at once."""
+    """Sort the sequences by kernel, and copy their numbers to the device at once. Chunks of at most
+    ``whole_at`` splits are computed without splits."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     everyone = list(zip(batch.spans, first_rows, strict=False))
     device, group = batch.pages.device, batch.group
@@ -251,7 +270,7 @@ def _prepare(
         if span.tokens == 1:
             singles.append(member)
         elif not at_library(span):
-            (whole if splits_of(span) == 1 else split).append(member)
+            (whole if splits_of(span) <= whole_at else split).append(member)
     kinds = [_KernelKind(group, singles), _KernelKind(group, whole)]
     for members in _groups(split, splits_of, most_parts):
         kinds.append(_KernelKind(group, members, [splits_of(span) for span, _ in members]))

@@ -45,6 +45,7 @@ class CudaLatentAttention(Attention):
         [group] = spec.groups
         self.chunk_tokens = spec.chunk_tokens
         self._launcher = launcher
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._heads, self._rank = config.heads, config.latent.rank
         self._kernels = LatentKernels(
             launcher,
@@ -85,21 +86,38 @@ class CudaLatentAttention(Attention):
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(layer, queries, batch, lse), lse
 
-    def merge_into(
+    def partial(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs in float32, and LSEs; see
+        :meth:`~tierstore_engine.attention.cuda.CudaAttention.partial`."""
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        return self._attend(layer, queries, batch, lse, wide=True), lse
+
+    def merge(
         self,
         first: tuple[torch.Tensor, torch.Tensor],
         second: tuple[torch.Tensor, torch.Tensor],
-        lse: torch.Tensor | None,
-    ) -> None:
-        """Merge attention over two parts of the keys into the output of ``first``, and their LSEs into
-        ``lse`` if it is given."""
-        self._kernels.merge(first, second, first[0], lse)
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, in the
+        model's dtype. Write its LSEs into ``lse`` if it is given."""
+        out = torch.empty(first[0].shape, dtype=self._dtype, device=first[0].device)
+        self._kernels.merge(first, second, out, lse)
+        return out
 
     def _attend(
-        self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: BatchLayout,
+        lse: torch.Tensor | None,
+        *,
+        wide: bool = False,
     ) -> torch.Tensor:
         step, pages, queries = self._prepared(batch), self._layers[layer], queries.contiguous()
-        out = queries.new_empty(len(queries), self._heads, self._rank)
+        dtype = torch.float32 if wide else queries.dtype
+        out = queries.new_empty(len(queries), self._heads, self._rank, dtype=dtype)
         if step.chunks is not None:
             self._kernels.attend(pages, queries, step.chunks, out, lse, split=False)
         if step.decoding is not None:

@@ -1,7 +1,8 @@
 """Attention over pages on a GPU and pages in host memory or in a file.
 
 The kernels attend to the pages on the device, and the CPU to the others where they lie. Only queries go down,
-and only outputs with their LSEs come up. The ``merge`` kernel merges the two, the device's first::
+and only outputs with their LSEs come up. Both parts are in float32. The ``merge_states`` kernel merges them,
+the device's first, and rounds once to the model's dtype::
 
     compute stream   queries down │ attention over pages on the device │ outputs up, merge
     host                          └ attention over the other pages ────┘
@@ -69,9 +70,8 @@ class PushDownAttention(Attention):
 
     @property
     def _row_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of a row's queries, output and LSEs."""
-        number = self._heads * self._dtype.itemsize
-        return number * self._width, number * self._rank, self._heads * 4
+        """Return the bytes of a row's queries, and of its output and LSEs in float32."""
+        return self._heads * self._width * self._dtype.itemsize, self._heads * self._rank * 4, self._heads * 4
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         return self.device.pointwise(config)
@@ -107,7 +107,8 @@ class PushDownAttention(Attention):
     def _attend(
         self, layer: int, queries: torch.Tensor, parts: _Split, beyond: BatchLayout, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs and LSEs. Without ``with_lse``, the LSEs are the device's part only."""
+        """Return outputs and LSEs. Without ``with_lse``, the LSEs are the device's part only. A row without
+        pages beyond the device has a second part that saw nothing."""
         runtime, stream = self._pool.hbm.runtime, self._pool.hbm.compute
         queries = queries.contiguous()
         rows = sum(stop - first for first, stop in parts.runs)
@@ -121,32 +122,25 @@ class PushDownAttention(Attention):
             source, count = queries.data_ptr() + run.start * query_bytes, run.stop - run.start
             runtime.copy(stream, down + at * query_bytes, source, count * query_bytes)
         asked = runtime.record(stream)
-        out, lse = self.device.attend_with_lse(layer, queries, parts.here)
+        out, lse = self.device.partial(layer, queries, parts.here)
         runtime.synchronize(asked)
         self._attend_on_host(layer, rows, beyond)
-        others = queries.new_empty(rows, self._heads, self._rank)
-        other_lse = torch.empty((rows, self._heads), dtype=torch.float32, device=queries.device)
-        runtime.copy(stream, others.data_ptr(), up, rows * out_bytes)
-        runtime.copy(stream, other_lse.data_ptr(), up_lse, rows * lse_bytes)
-        merged: torch.Tensor | None = None
-        if with_lse:
-            merged = torch.empty_like(lse)
-            runtime.copy(stream, merged.data_ptr(), lse.data_ptr(), lse.numel() * 4)
+        others, other_lse = torch.empty_like(out), torch.full_like(lse, -torch.inf)
         for run, at in _placed(parts.runs):
-            theirs = slice(at, at + run.stop - run.start)
-            first, second = (out[run], lse[run]), (others[theirs], other_lse[theirs])
-            self.device.merge_into(first, second, None if merged is None else merged[run])
-        return out, lse if merged is None else merged
+            count = run.stop - run.start
+            runtime.copy(stream, others[run].data_ptr(), up + at * out_bytes, count * out_bytes)
+            runtime.copy(stream, other_lse[run].data_ptr(), up_lse + at * lse_bytes, count * lse_bytes)
+        merged = torch.empty_like(lse) if with_lse else None
+        return self.device.merge((out, lse), (others, other_lse), merged), lse if merged is None else merged
 
     def _attend_on_host(self, layer: int, rows: int, beyond: BatchLayout) -> None:
         """Attend to the pages that are not on the device: from the buffer of queries to those of outputs and
         LSEs."""
         queries, outputs, lses = self._buffers.arrays
         asking = torch.from_numpy(queries).view(self._dtype).view(-1, self._heads, self._width)[:rows]
-        out, lse = self._host.attend_with_lse(layer, asking, beyond)
-        torch.from_numpy(outputs).view(self._dtype).view(-1, self._heads, self._rank)[:rows] = out[
-            ..., : self._rank
-        ]
+        out, lse = self._host.partial(layer, asking, beyond)
+        put = torch.from_numpy(outputs).view(torch.float32).view(-1, self._heads, self._rank)
+        put[:rows] = out[..., : self._rank]
         torch.from_numpy(lses).view(torch.float32).view(-1, self._heads)[:rows] = lse
 
     def _parts(self, batch: BatchLayout) -> _Split:

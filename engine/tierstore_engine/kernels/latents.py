@@ -93,22 +93,23 @@ class LatentKernels:
 
         ``queries`` are ``[tokens, heads, width]``, ``out [tokens, heads, rank]``, ``lse [tokens, heads]``.
         Only the entries' rows are read and written. With ``split`` an entry is computed by as many blocks as
-        it is long enough for, and a second launch; this suits few entries.
+        it is long enough for, and a second launch; this suits few entries. ``out`` in float32 also takes a
+        second launch, and as much memory again.
         """
         splits = max(self.split_rule.splits(entries.max_length, self.page_tokens), 1) if split else 1
         most = self.split_rule.max_splits if split else 1
         part_log2 = part_out = None
-        if split:
+        if combined := split or out.dtype == torch.float32:
             part_log2 = operations.workspace((len(entries), splits, self.heads), queries.device)
             part_out = operations.workspace((*part_log2.shape, self.rank), queries.device)
         rule = (np.int32(self.split_rule.min_pages), np.int32(most))
         arguments = (
             *(queries, entries.rows, layer.pool, np.int64(layer.page_stride), np.int64(layer.offset)),
             *(entries.tables, np.int32(entries.tables.shape[1]), entries.owners, entries.lengths),
-            *(part_out, part_log2, out, lse, np.int32(self.heads), *rule, self._scale),
+            *(part_out, part_log2, None if combined else out, lse, np.int32(self.heads), *rule, self._scale),
         )
         self._decode((-(-self.heads // 16), splits, len(entries)), arguments)
-        if split:
+        if combined:
             everything = (np.int32(splits), np.int32(0), np.int32(0), *rule)
-            combined = (part_out, part_log2, entries.rows, entries.lengths, out, lse, *everything)
-            self._combine((self.heads, len(entries)), combined)
+            sums = (part_out, part_log2, entries.rows, entries.lengths, *operations.narrow_or_wide(out))
+            self._combine((self.heads, len(entries)), (*sums, lse, *everything))

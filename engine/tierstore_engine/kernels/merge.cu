@@ -3,8 +3,9 @@
 //
 //   lse = log(sum of exp(lse_i))        out = sum of out_i exp(lse_i - lse)
 //
-// combine_splits merges the splits of a decode step, combine_chunks those of a prefill chunk. merge_states merges two
-// finished results, such as attention over KV on this device with attention over KV stored elsewhere.
+// combine_splits merges the splits of a decode step, combine_chunks those of a prefill chunk. Both write either `out`
+// or `wide`, float32 for another merge; the one that is not used is null. merge_states merges two such results, of
+// attention over KV on this device and over KV stored elsewhere. So each output is rounded once.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
@@ -15,7 +16,7 @@
 template <class T, int HEAD_DIM>
 __device__ __forceinline__ void combine_parts(const float* __restrict__ part_out, const float* __restrict__ part_log2,
                                               long long first, long long stride, int splits, T* __restrict__ out,
-                                              float* __restrict__ lse, long long query) {
+                                              float* __restrict__ wide, float* __restrict__ lse, long long query) {
   const int dim = threadIdx.x;
   // Read several parts at once. One at a time, each a trip to memory, 64 splits would take as long as attending to
   // thousands of tokens. If there are fewer, the last one is read again with weight zero.
@@ -42,7 +43,11 @@ __device__ __forceinline__ void combine_parts(const float* __restrict__ part_out
       value += weight * values[i];
     }
   }
-  out[query * HEAD_DIM + dim] = Numbers<T>::narrow(value / sum);
+  const long long element = query * HEAD_DIM + dim;
+  if (wide != nullptr)
+    wide[element] = value / sum;
+  else
+    out[element] = Numbers<T>::narrow(value / sum);
   if (lse != nullptr && dim == 0) lse[query] = (most + log2f(sum)) * LN_2;
 }
 
@@ -53,7 +58,8 @@ __global__ void __launch_bounds__(HEAD_DIM)
                    const float* __restrict__ part_log2,  // [sequences, part_splits, heads], base 2
                    const int* __restrict__ rows,         // [sequences]: each one's row of out
                    const int* __restrict__ lengths,      // [sequences]; 0: no sequence, nothing is written
-                   T* __restrict__ out,                  // [tokens, heads, HEAD_DIM]
+                   T* __restrict__ out,                  // [tokens, heads, HEAD_DIM], or null
+                   float* __restrict__ wide,             // the same, or null
                    float* __restrict__ lse,              // [tokens, heads], natural logarithm, or null
                    int part_splits, int window, int chunk, int min_split_pages, int max_splits) {
   const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y;
@@ -62,7 +68,7 @@ __global__ void __launch_bounds__(HEAD_DIM)
   if (splits == 0) return;
   const long long first = static_cast<long long>(sequence) * part_splits * heads + head;
   const long long query = static_cast<long long>(rows[sequence]) * heads + head;
-  combine_parts<T, HEAD_DIM>(part_out, part_log2, first, heads, splits, out, lse, query);
+  combine_parts<T, HEAD_DIM>(part_out, part_log2, first, heads, splits, out, wide, lse, query);
 }
 
 // grid (heads, max count, sequences), block HEAD_DIM.
@@ -74,7 +80,8 @@ __global__ void __launch_bounds__(HEAD_DIM)
                    const int* __restrict__ counts,          // [sequences]: its rows
                    const int* __restrict__ splits,          // [sequences]
                    const int* __restrict__ first_parts,     // [sequences]: parts [splits, count] begin here
-                   T* __restrict__ out,                     // [tokens, heads, HEAD_DIM]
+                   T* __restrict__ out,                     // [tokens, heads, HEAD_DIM], or null
+                   float* __restrict__ wide,                // the same, or null
                    float* __restrict__ lse) {               // [tokens, heads], natural logarithm, or null
   const int head = blockIdx.x, heads = gridDim.x, token = blockIdx.y, sequence = blockIdx.z;
   const int count = counts[sequence];
@@ -82,16 +89,16 @@ __global__ void __launch_bounds__(HEAD_DIM)
   const long long first = (static_cast<long long>(first_parts[sequence]) + token) * heads + head;
   const long long query = (static_cast<long long>(rows[sequence]) + token) * heads + head;
   const long long stride = static_cast<long long>(count) * heads;
-  combine_parts<T, HEAD_DIM>(part_out, part_log2, first, stride, splits[sequence], out, lse, query);
+  combine_parts<T, HEAD_DIM>(part_out, part_log2, first, stride, splits[sequence], out, wide, lse, query);
 }
 
 // grid (queries = tokens * heads), block HEAD_DIM. A part that saw nothing has an LSE of -inf, and its output is
-// ignored. If neither saw anything, the result is zeros and -inf. `out` may be one of the inputs.
+// ignored. If neither saw anything, the result is zeros and -inf.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(HEAD_DIM)
-    merge_states(const T* a_out, const float* __restrict__ a_lse,  // [queries, HEAD_DIM], [queries]
-                 const T* b_out, const float* __restrict__ b_lse, T* out,
-                 float* __restrict__ lse) {  // or null; no alias of the inputs
+    merge_states(const float* __restrict__ a_out, const float* __restrict__ a_lse,  // [queries, HEAD_DIM], [queries]
+                 const float* __restrict__ b_out, const float* __restrict__ b_lse, T* __restrict__ out,
+                 float* __restrict__ lse) {  // or null
   const long long query = blockIdx.x, element = query * HEAD_DIM + threadIdx.x;
   const float a = a_lse[query], b = b_lse[query], most = fmaxf(a, b);
   if (most == NEGATIVE_INFINITY) {
@@ -101,8 +108,8 @@ __global__ void __launch_bounds__(HEAD_DIM)
   }
   const float a_weight = ptx::exp2_approx((a - most) * LOG2_E), b_weight = ptx::exp2_approx((b - most) * LOG2_E);
   float value = 0.f;
-  if (a_weight > 0.f) value += a_weight * Numbers<T>::widen(a_out[element]);
-  if (b_weight > 0.f) value += b_weight * Numbers<T>::widen(b_out[element]);
+  if (a_weight > 0.f) value += a_weight * a_out[element];
+  if (b_weight > 0.f) value += b_weight * b_out[element];
   out[element] = Numbers<T>::narrow(value / (a_weight + b_weight));
   if (lse != nullptr && threadIdx.x == 0) lse[query] = most + log2f(a_weight + b_weight) * LN_2;
 }

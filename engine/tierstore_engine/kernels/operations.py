@@ -3,7 +3,8 @@ order.
 
 All tensors are on the launcher's device, and contiguous unless stated otherwise. No method waits for the
 device. Indices are int32. ``queries``, keys, values and outputs are in the kernels' dtype, LSEs (natural
-logarithms of the softmax denominators) in float32. ``heads`` is the number of query heads.
+logarithms of the softmax denominators) in float32. Outputs of attention may be in float32 instead, to be
+merged. ``heads`` is the number of query heads.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class AttentionKernels:
 
         ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``. Only the
         sequences' rows are read and written. If the sequences have ``splits``, this takes two launches, and
-        memory for all parts.
+        memory for all parts. A float32 ``out`` needs ``splits``; their number may be 1.
         """
         rows = -(-sequences.max_count * self.group // self._prefill_rows)
         pages = (*_pool(layer), layer.scales, *_tables(sequences))
@@ -259,6 +260,7 @@ class AttentionKernels:
         numbers = (np.int32(self.group), *sight.numbers(), *self._scoring)
         splits = sequences.splits
         if splits is None:
+            assert out.dtype != torch.float32, "only splits are merged in float32"
             unused = (None, np.int32(1), None, None, None)
             self._prefill((rows, self.kv_heads, len(sequences)), (*inputs, out, lse, *unused, *numbers))
             return
@@ -269,7 +271,7 @@ class AttentionKernels:
         self._split_prefill(grid, (*inputs, None, None, *parts, *numbers))
         combined = (
             *(part_out, part_log2, sequences.rows, sequences.counts),
-            *(splits.counts, splits.first_parts, out, lse),
+            *(splits.counts, splits.first_parts, *narrow_or_wide(out), lse),
         )
         self._combine_chunks((self.heads, sequences.max_count, len(sequences)), combined)
 
@@ -297,7 +299,7 @@ class AttentionKernels:
         )
         self._decode((self.kv_heads, splits, len(sequences)), arguments)
         combined = (
-            *(part_out, part_log2, sequences.rows, sequences.lengths, out, lse),
+            *(part_out, part_log2, sequences.rows, sequences.lengths, *narrow_or_wide(out), lse),
             *(np.int32(splits), *sight.numbers(), *rule),
         )
         self._combine((self.heads, len(sequences)), combined)
@@ -309,8 +311,9 @@ class AttentionKernels:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Merge attention over two disjoint parts of the keys, each an output ``[tokens, heads, head_dim]``
-        and its LSE ``[tokens, heads]``. ``out`` may be one of the inputs, ``lse`` may not."""
+        """Merge attention over two disjoint parts of the keys into ``out [tokens, heads, head_dim]``, and
+        their LSEs into ``lse``. Each part is an output like ``out``, but in float32, and its LSE
+        ``[tokens, heads]``."""
         self._merge((first[1].numel(),), (*first, *second, out, lse))
 
 
@@ -384,6 +387,11 @@ class PageCopy:
 def workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return a float32 tensor from torch's caching allocator, which supports streams and graph capture."""
     return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def narrow_or_wide(out: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the kernels' arguments ``out`` and ``wide`` for an output. The unused one is None."""
+    return (None, out) if out.dtype == torch.float32 else (out, None)
 
 
 def _pool(layer: LayerPages) -> tuple[torch.Tensor, np.int64, np.int64]:

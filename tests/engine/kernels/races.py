@@ -90,8 +90,8 @@ def write(shape: Shape, folder: Path) -> None:
 
 def merge(shape: Shape, folder: Path) -> None:
     kernels = Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).kernels
-    part = torch.ones(2, 2, shape.head_dim, dtype=shape.torch_dtype), torch.zeros(2, 2)
-    kernels.merge(part, part, torch.empty_like(part[0]), torch.empty_like(part[1]))
+    part = torch.ones(2, 2, shape.head_dim), torch.zeros(2, 2)
+    kernels.merge(part, part, part[0].to(shape.torch_dtype), torch.empty_like(part[1]))
 
 
 def copy(shape: Shape, folder: Path) -> None:

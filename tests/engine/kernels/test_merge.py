@@ -29,37 +29,35 @@ def test_two_halves(shape: Shape, seed: int) -> None:
         tables = guarded_tensor(whole.tables[:, first_page : first_page + pages].contiguous())
         lengths = (whole.lengths - first_page * 64).clamp(max=pages * 64)
         part = Sequences(whole.rows, whole.counts, guarded_tensor(lengths), tables, 1, int(lengths.max()))
-        out, lse = guarded_tensor(problem.out), guarded_tensor(problem.lse)
+        out, lse = guarded_tensor(problem.out.float()), guarded_tensor(problem.lse)
         kernels.decode(problem.layer, problem.queries, part, out, lse)
         parts.append((out, lse))
     rows = problem.first_rows
     dense = [(guarded_tensor(out[rows]), guarded_tensor(lse[rows])) for out, lse in parts]
-    lse = guarded_tensor(dense[0][1])
-    # In place: the result takes the place of the first part.
-    kernels.merge(dense[0], dense[1], dense[0][0], lse)
-    problem.out[rows], problem.lse[rows] = dense[0][0], lse
-    # One rounding more than a kernel that does it all at once.
+    out, lse = guarded_tensor(problem.out[rows]), guarded_tensor(dense[0][1])
+    kernels.merge(dense[0], dense[1], out, lse)
+    problem.out[rows], problem.lse[rows] = out, lse
     for index, row in enumerate(rows):
         exact, exact_lse, tolerance = problem._exact(index, problem.queries[row : row + 1])
-        assert ((problem.out[row].double() - exact[0]).abs() <= 2 * tolerance[0]).all()
+        assert ((problem.out[row].double() - exact[0]).abs() <= tolerance[0]).all()
         assert (problem.lse[row].double() - exact_lse[0]).abs().max() < 5e-5
 
 
 def test_parts_that_saw_nothing() -> None:
     shape = Shape(heads=2)
     kernels = executed(shape).kernels
-    some = guarded_tensor(torch.randn(3, 2, 64).half()), guarded_tensor(torch.randn(3, 2))
+    some = guarded_tensor(torch.randn(3, 2, 64)), guarded_tensor(torch.randn(3, 2))
     nothing = (
         guarded_tensor(torch.full_like(some[0], torch.nan)),
         guarded_tensor(torch.full((3, 2), -torch.inf)),
     )
     out, lse = (
-        guarded_tensor(torch.full_like(some[0], torch.nan)),
+        guarded_tensor(torch.full_like(some[0], torch.nan).half()),
         guarded_tensor(torch.full((3, 2), torch.nan)),
     )
     for parts in ((some, nothing), (nothing, some)):
         kernels.merge(*parts, out, lse)
-        assert torch.equal(out, some[0])
+        assert torch.equal(out, some[0].half())
         torch.testing.assert_close(lse, some[1])
     kernels.merge(nothing, nothing, out, lse)
     assert (out == 0).all()
