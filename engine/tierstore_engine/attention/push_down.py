@@ -1,8 +1,8 @@
 """Attention over pages on a GPU and pages in host memory or in a file.
 
 The kernels attend to the pages on the device, and the CPU to the others where they lie. Only queries go down,
-and only outputs with their LSEs come up. Both parts are in float32. The ``merge_states`` kernel merges them, the
-device's first, and rounds once to the model's dtype::
+and only outputs with their LSEs come up. Both parts are in float32. The ``merge_states`` kernel merges them,
+the device's first, and rounds once to the model's dtype::
 
     compute stream   queries down │ attention over pages on the device │ outputs up, merge
     host                          └ attention over the other pages ────┘

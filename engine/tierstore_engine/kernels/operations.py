@@ -390,7 +390,7 @@ def workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def narrow_or_wide(out: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the kernels' two arguments for an output, of which one is None: in their dtype, in float32."""
+    """Return the kernels' arguments ``out`` and ``wide`` for an output. The unused one is None."""
     return (None, out) if out.dtype == torch.float32 else (out, None)
 
 
