@@ -29,7 +29,7 @@ from .adapters import merged, write_adapter
 from .test_families import prompt
 
 CHUNK = 16
-MAX_LOGIT_DIFF = 1e-4
+MAX_LOGIT_DIFF = 2e-4  # the reference merges the adapter into the weights, which rounds once
 NEW = 6
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True, keep_logits=True)
 ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
