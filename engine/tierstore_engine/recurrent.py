@@ -35,8 +35,7 @@ def _granite_hybrid(raw: Raw) -> ModelConfig:
             shared_width=width,
         )
     plain = llama({**raw, "intermediate_size": width})
-    if plain.activation != "silu":
-        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
+    _require_silu(plain, "Mamba-2")
     kinds = tuple(layer_kinds({"layer_types": ["mamba"] * plain.layers, **raw}))
     check_kinds(kinds)
     hybrid = LayerKind.RECURRENT_STATE in kinds
@@ -53,6 +52,11 @@ def _granite_hybrid(raw: Raw) -> ModelConfig:
         logit_divisor=float(raw.get("logits_scaling") or 1.0),
         names=TensorNames(mlp="block_sparse_moe", router="router.layer", aside="shared_mlp", joined=True),
     )
+
+
+def _require_silu(plain: ModelConfig, kind: str) -> None:
+    if plain.activation != "silu":
+        raise ModelError(f"config.json: hidden_act other than silu is not supported with {kind} layers")
 
 
 def _granite_mamba2(raw: Raw) -> Mamba2Config:
@@ -167,8 +171,7 @@ def _bamba(raw: Raw) -> ModelConfig:
     kinds = tuple(layer_kinds(raw))
     check_kinds(kinds)
     plain = llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}, partial=True)
-    if plain.activation != "silu":
-        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
+    _require_silu(plain, "Mamba-2")
     return replace(plain, kinds=kinds, mamba=_granite_mamba2(raw), names=_BAMBA_NAMES)
 
 
@@ -178,8 +181,7 @@ def _falcon_h1(raw: Raw) -> ModelConfig:
         if raw.get(name):
             raise ModelError(f"config.json: {name} is not supported with Falcon-H1")
     plain = llama({"rms_norm_eps": 1e-5, **raw})
-    if plain.activation != "silu":
-        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
+    _require_silu(plain, "Mamba-2")
     entering, keys = _factor(raw, "attention_in_multiplier"), _factor(raw, "key_multiplier")
     scales = tuple(_factor(raw, "ssm_in_multiplier") * each for each in _factors(raw, "ssm_multipliers", 5))
     gate, down = _factors(raw, "mlp_multipliers", 2)
@@ -227,8 +229,7 @@ def _jamba(raw: Raw) -> ModelConfig:
     kinds = tuple(layer_kinds({"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 4, **raw}))
     check_kinds(kinds)
     plain = llama(raw)
-    if plain.activation != "silu":
-        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-1 layers")
+    _require_silu(plain, "Mamba-1")
     count = int(raw.get("num_experts", raw.get("num_local_experts", 16)))
     chosen = int(raw.get("num_experts_per_tok") or 2)
     every, offset = int(raw.get("expert_layer_period") or 2), int(raw.get("expert_layer_offset", 1))

@@ -536,6 +536,24 @@ INLINE void round_numbers(float *numbers, size_t count) {
     }
 }
 
+/* Reads columns of a row as float32, from a multiple of PACKED_COLUMNS on. */
+INLINE void read_columns(const struct product *of, size_t row, size_t from, size_t columns, float *to) {
+    if (of->packed) {
+        decode_columns(of->packed, of->first + row, from, columns, to);
+        if (of->rounded)
+            round_numbers(to, columns);
+    } else if (of->format == FLOAT32) {
+        memcpy(to, of->weight + 4 * (row * of->width + from), 4 * columns);
+    } else {
+        const char *numbers = of->weight + 2 * (row * of->width + from);
+        const size_t even = columns / LANES * LANES;
+        for (size_t at = 0; at < even; at += LANES)
+            store(to + at, read(numbers, at, BFLOAT16));
+        for (size_t at = even; at < columns; at++)
+            to[at] = read_one(numbers, at, BFLOAT16);
+    }
+}
+
 /* Products of a few rows of `x` with eight rows of the matrix, or with as many as there are. */
 INLINE void multiply_packed_rows(const struct product *of, size_t first) {
     const size_t width = of->width, some = of->rows - first < 8 ? of->rows - first : 8;
@@ -551,9 +569,7 @@ INLINE void multiply_packed_rows(const struct product *of, size_t first) {
         for (size_t j = 0; j < some; j++) {
             if (j + 1 < some)
                 prefetch(of->packed, of->first + first + j + 1, at);
-            decode_columns(of->packed, of->first + first + j, at, wide, tile[j]);
-            if (of->rounded)
-                round_numbers(tile[j], wide);
+            read_columns(of, first + j, at, wide, tile[j]);
         }
         for (size_t i = 0; i < of->count; i++) {
             const float *x = of->x + i * width + at;
@@ -573,24 +589,6 @@ INLINE void multiply_packed_rows(const struct product *of, size_t first) {
 /* The tile, the sums, and the columns of `x` that belong to them stay in an L2 cache of 512 KB. */
 #define TILE_ROWS 24  /* of the matrix */
 #define PANEL_ROWS 128 /* of `x` */
-
-/* Reads columns of a row as float32, from a multiple of PACKED_COLUMNS on. */
-INLINE void read_columns(const struct product *of, size_t row, size_t from, size_t columns, float *to) {
-    if (of->packed) {
-        decode_columns(of->packed, of->first + row, from, columns, to);
-        if (of->rounded)
-            round_numbers(to, columns);
-    } else if (of->format == FLOAT32) {
-        memcpy(to, of->weight + 4 * (row * of->width + from), 4 * columns);
-    } else {
-        const char *numbers = of->weight + 2 * (row * of->width + from);
-        const size_t even = columns / LANES * LANES;
-        for (size_t at = 0; at < even; at += LANES)
-            store(to + at, read(numbers, at, BFLOAT16));
-        for (size_t at = even; at < columns; at++)
-            to[at] = read_one(numbers, at, BFLOAT16);
-    }
-}
 
 /* Adds the products of four rows of `x` and three of the tile to their sums. Twelve sums, three vectors of the tile and
  * one of `x` are the sixteen registers of AVX2. */

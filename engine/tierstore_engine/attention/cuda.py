@@ -12,6 +12,7 @@ pages.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,6 +32,7 @@ from tierstore_engine.kernels.operations import (
     AttentionKernels,
     ChunkSplits,
     LayerPages,
+    MergingKernels,
     PointwiseKernels,
     Sequences,
     Sight,
@@ -54,7 +56,64 @@ class _PagedStep:
     gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
 
 
-class CudaAttention(Attention):
+class KernelAttention(Attention):
+    """Attention by kernels, over keys and values or over latents. Parts of it can be merged."""
+
+    _kernels: MergingKernels
+    _launcher: Launcher
+    _dtype: torch.dtype
+
+    def pointwise(self, config: ModelConfig) -> Pointwise:
+        return kernel_pointwise(self._launcher, config)
+
+    @abstractmethod
+    def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
+        """Return a fixed batch of decoding sequences over these tensors, whose contents at the time of
+        computing count. Its spans are empty. This is for batches that are captured once and replayed."""
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        return self._attend(layer, queries, batch, None)
+
+    def attend_with_lse(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention and LSEs from the kernels, because torch's attention gives no LSE."""
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        return self._attend(layer, queries, batch, lse), lse
+
+    def partial(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same as :meth:`attend_with_lse` with outputs in float32, which :meth:`merge` rounds."""
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        return self._attend(layer, queries, batch, lse, wide=True), lse
+
+    def merge(
+        self,
+        first: tuple[torch.Tensor, torch.Tensor],
+        second: tuple[torch.Tensor, torch.Tensor],
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, in the
+        model's dtype. Write its LSEs into ``lse`` if it is given."""
+        out = torch.empty(first[0].shape, dtype=self._dtype, device=first[0].device)
+        self._kernels.merge(first, second, out, lse)
+        return out
+
+    @abstractmethod
+    def _attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: BatchLayout,
+        lse: torch.Tensor | None,
+        *,
+        wide: bool = False,
+    ) -> torch.Tensor:
+        """Return attention, in float32 if ``wide``. Write LSEs into ``lse`` if it is given."""
+
+
+class CudaAttention(KernelAttention):
     """Attention over ``pages``, the whole pool of one layer group as uint8 ``[num_pages, page_bytes]`` on the
     launcher's device (with any stride between pages). ``spec`` is their layout.
 
@@ -62,6 +121,8 @@ class CudaAttention(Attention):
     :class:`~tierstore_engine.errors.KernelError` for a model that the kernels do not compute (its
     head_dim, dtype, heads per KV head), and if they cannot be built or loaded.
     """
+
+    _kernels: AttentionKernels
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
         assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
@@ -106,12 +167,7 @@ class CudaAttention(Attention):
         self._place = {layer: place for place, layer in enumerate(group.layers)}
         self._steps: Prepared[_PagedStep] = Prepared()
 
-    def pointwise(self, config: ModelConfig) -> Pointwise:
-        return kernel_pointwise(self._launcher, config)
-
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """Return a fixed batch of decoding sequences over these tensors, whose contents at the time of
-        computing count. Its spans are empty. This is for batches that are captured once and replayed."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         return self._steps.fix(layout, _PagedStep(slots, decoding, ()))
 
@@ -137,35 +193,6 @@ class CudaAttention(Attention):
         slots = self._prepared(batch).slots
         self._kernels.rope_write(self._layers[layer], queries, keys, values, cosines, sines, slots, rotated)
         return rotated
-
-    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
-        return self._attend(layer, queries, batch, None)
-
-    def attend_with_lse(
-        self, layer: int, queries: torch.Tensor, batch: BatchLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention and LSEs from the kernels, because torch's attention gives no LSE."""
-        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-        return self._attend(layer, queries, batch, lse), lse
-
-    def partial(
-        self, layer: int, queries: torch.Tensor, batch: BatchLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same as :meth:`attend_with_lse` with outputs in float32, which :meth:`merge` rounds."""
-        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-        return self._attend(layer, queries, batch, lse, wide=True), lse
-
-    def merge(
-        self,
-        first: tuple[torch.Tensor, torch.Tensor],
-        second: tuple[torch.Tensor, torch.Tensor],
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, in the
-        model's dtype. Write its LSEs into ``lse`` if it is given."""
-        out = torch.empty(first[0].shape, dtype=self._dtype, device=first[0].device)
-        self._kernels.merge(first, second, out, lse)
-        return out
 
     def _attend(
         self,

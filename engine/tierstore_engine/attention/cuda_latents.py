@@ -16,14 +16,13 @@ import numpy.typing as npt
 import torch
 
 from tierstore.spec import KVSpec
-from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
-from tierstore_engine.attention.cuda import kernel_pointwise
+from tierstore_engine.attention.base import BatchLayout, Prepared, Span
+from tierstore_engine.attention.cuda import KernelAttention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.latents import Entries, LatentKernels
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import LayerPages, Sequences, Slots
 from tierstore_engine.moving import to_device
-from tierstore_engine.pointwise import Pointwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,11 @@ class _LatentStep:
     chunks: Entries | None
 
 
-class CudaLatentAttention(Attention):
+class CudaLatentAttention(KernelAttention):
     """Attention over ``pages`` of latents; see :class:`~tierstore_engine.attention.cuda.CudaAttention`. The
     output of a head is as wide as values are. Not thread-safe."""
+
+    _kernels: LatentKernels
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
         assert config.latent is not None
@@ -63,11 +64,7 @@ class CudaLatentAttention(Attention):
         }
         self._steps: Prepared[_LatentStep] = Prepared()
 
-    def pointwise(self, config: ModelConfig) -> Pointwise:
-        return kernel_pointwise(self._launcher, config)
-
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """Return a fixed batch; see :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         entries = Entries(decoding.rows, decoding.lengths, decoding.tables, decoding.max_length)
         return self._steps.fix(layout, _LatentStep(slots, entries, None))
@@ -76,35 +73,6 @@ class CudaLatentAttention(Attention):
         assert values is None, "latents are keys"
         latents = keys.flatten(1).contiguous()
         self._kernels.write(self._layers[layer], latents, self._prepared(batch).slots)
-
-    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
-        return self._attend(layer, queries, batch, None)
-
-    def attend_with_lse(
-        self, layer: int, queries: torch.Tensor, batch: BatchLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-        return self._attend(layer, queries, batch, lse), lse
-
-    def partial(
-        self, layer: int, queries: torch.Tensor, batch: BatchLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs in float32, and LSEs; see
-        :meth:`~tierstore_engine.attention.cuda.CudaAttention.partial`."""
-        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-        return self._attend(layer, queries, batch, lse, wide=True), lse
-
-    def merge(
-        self,
-        first: tuple[torch.Tensor, torch.Tensor],
-        second: tuple[torch.Tensor, torch.Tensor],
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, in the
-        model's dtype. Write its LSEs into ``lse`` if it is given."""
-        out = torch.empty(first[0].shape, dtype=self._dtype, device=first[0].device)
-        self._kernels.merge(first, second, out, lse)
-        return out
 
     def _attend(
         self,

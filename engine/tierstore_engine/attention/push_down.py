@@ -29,8 +29,7 @@ from tierstore.tiers.device_overflow import NO_SLOT, DeviceOverflowPool
 from tierstore.units import round_up
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.cpu import CpuAttention
-from tierstore_engine.attention.cuda import CudaAttention
-from tierstore_engine.attention.cuda_latents import CudaLatentAttention
+from tierstore_engine.attention.cuda import KernelAttention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.pointwise import Pointwise
 
@@ -54,9 +53,7 @@ class PushDownAttention(Attention):
     A batch that sees only pages on the device takes the same kernels as without other pages.
     """
 
-    def __init__(
-        self, pool: DeviceOverflowPool, config: ModelConfig, device: CudaAttention | CudaLatentAttention
-    ) -> None:
+    def __init__(self, pool: DeviceOverflowPool, config: ModelConfig, device: KernelAttention) -> None:
         self.device = device
         self._pool = pool
         self._chunk = pool.spec.chunk_tokens

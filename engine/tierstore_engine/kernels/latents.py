@@ -11,7 +11,7 @@ import torch
 from tierstore_engine.kernels import operations
 from tierstore_engine.kernels.catalog import latent_set
 from tierstore_engine.kernels.launcher import Launcher
-from tierstore_engine.kernels.operations import LayerPages, Slots, SplitRule
+from tierstore_engine.kernels.operations import LayerPages, MergingKernels, Slots, SplitRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Entries:
         return len(self.rows)
 
 
-class LatentKernels:
+class LatentKernels(MergingKernels):
     """The kernels for latents of ``width`` numbers, loaded on one device. The first ``rank`` numbers are
     their values. Raises :class:`~tierstore_engine.errors.KernelError` as
     :class:`~tierstore_engine.kernels.operations.AttentionKernels` does."""
@@ -67,17 +67,6 @@ class LatentKernels:
             *(layer.pool, np.int64(layer.page_stride), np.int64(layer.offset), np.int32(0), np.int32(1)),
         )
         self._write((len(latents),), arguments)
-
-    def merge(
-        self,
-        first: tuple[torch.Tensor, torch.Tensor],
-        second: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None = None,
-    ) -> None:
-        """Merge attention over two disjoint parts of the latents; see
-        :meth:`AttentionKernels.merge <tierstore_engine.kernels.operations.AttentionKernels.merge>`."""
-        self._merge((first[1].numel(),), (*first, *second, out, lse))
 
     def attend(
         self,

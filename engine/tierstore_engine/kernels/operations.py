@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tierstore_engine.kernels.catalog import FLOATS, PAGE_COPY, kernel_set, pointwise_set
-from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.launcher import Kernel, Launcher
 from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.pointwise import Pointwise
 
@@ -137,7 +137,25 @@ class Slots:
     offsets: torch.Tensor
 
 
-class AttentionKernels:
+class MergingKernels:
+    """Kernels of attention over parts of the keys, with one that merges two parts."""
+
+    _merge: Kernel
+
+    def merge(
+        self,
+        first: tuple[torch.Tensor, torch.Tensor],
+        second: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Merge attention over two disjoint parts of the keys into ``out [tokens, heads, head_dim]``, and
+        their LSEs into ``lse``. Each part is an output like ``out``, but in float32, and its LSE
+        ``[tokens, heads]``."""
+        self._merge((first[1].numel(),), (*first, *second, out, lse))
+
+
+class AttentionKernels(MergingKernels):
     """The kernels for one shape of attention, loaded on one device. ``dtype`` is ``float16`` or ``bfloat16``.
     Products are multiplied by ``score_scale`` (None: divided by the root of head_dim), and scores are capped
     by ``score_cap`` if it is set.
@@ -303,18 +321,6 @@ class AttentionKernels:
             *(np.int32(splits), *sight.numbers(), *rule),
         )
         self._combine((self.heads, len(sequences)), combined)
-
-    def merge(
-        self,
-        first: tuple[torch.Tensor, torch.Tensor],
-        second: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None = None,
-    ) -> None:
-        """Merge attention over two disjoint parts of the keys into ``out [tokens, heads, head_dim]``, and
-        their LSEs into ``lse``. Each part is an output like ``out``, but in float32, and its LSE
-        ``[tokens, heads]``."""
-        self._merge((first[1].numel(),), (*first, *second, out, lse))
 
 
 class PointwiseKernels(Pointwise):

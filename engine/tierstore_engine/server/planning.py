@@ -168,17 +168,8 @@ class RequestPlanner:
         )
         decode = self._tokenizer.decode
         echoes = [each if isinstance(each, str) else decode(each) for each in asked] if request.echo else []
-        return PlannedRequest(
-            prompts,
-            params,
-            request.samples,
-            request,
-            session,
-            self._slo_s(request),
-            request.promise(prompts),
-            KeptPrompt.of_text(prompts[0], asked[0]) if len(prompts) == 1 else None,
-            echoes,
-        )
+        kept = KeptPrompt.of_text(prompts[0], asked[0]) if len(prompts) == 1 else None
+        return self._planned(request, session, prompts, params, kept, echoes)
 
     def chat(self, request: ChatRequest, session: str | None) -> PlannedRequest:
         self._check_choices(request.choices)
@@ -188,19 +179,23 @@ class RequestPlanner:
         tokens = min(room, self._settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(self._defaults, max_new_tokens=tokens, logprobs=logprobs)
-        return PlannedRequest(
-            prompts,
-            params,
-            request.samples,
-            request,
-            session,
-            self._slo_s(request),
-            request.promise(prompts),
-            KeptPrompt.of_chat(prompts[0], request.messages, request.chat_template_kwargs),
-        )
+        kept = KeptPrompt.of_chat(prompts[0], request.messages, request.chat_template_kwargs)
+        return self._planned(request, session, prompts, params, kept, [])
 
-    def _slo_s(self, request: GenerationRequest) -> float | None:
-        return self._settings.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
+    def _planned(
+        self,
+        request: GenerationRequest,
+        session: str | None,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        kept: KeptPrompt | None,
+        echoes: list[str],
+    ) -> PlannedRequest:
+        slo_s = self._settings.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
+        promise = request.promise(prompts)
+        return PlannedRequest(
+            prompts, params, request.samples, request, session, slo_s, promise, kept, echoes
+        )
 
     def tokens_of(self, request: TokenizeRequest) -> list[int]:
         return (
