@@ -330,19 +330,8 @@ class ApiServer:
                 if plan.kept is not None:
                     self._kept.add(key, answer.id, plan.kept)
                 choices = Choices(job.ids, plan.samples)
-                if request.stream:
-                    await self._stream(exchange, job, choices, answer, watch, report)
-                else:
-                    await self._whole(
-                        exchange,
-                        job,
-                        choices,
-                        answer,
-                        watch,
-                        report,
-                        n=request.choices,
-                        hands_over=request.hands_over,
-                    )
+                send = self._stream if request.stream else self._whole
+                await send(exchange, job, choices, answer, watch, report, request)
             if not watch.gone and len(choices.completions) == len(choices.ids):
                 self.metrics.served(exchange.seconds, choices.firsts)
                 self._page.lately.ended(choices.firsts)
@@ -424,19 +413,16 @@ class ApiServer:
         answer: Answer,
         watch: _EngineWatch,
         report: CacheReport,
-        *,
-        n: int,
-        hands_over: bool,
+        request: GenerationRequest,
     ) -> None:
         async for output in job:
             choices.note(output)
         if not watch.gone:
             self._check_ended(choices, watch)
-            document = answer.whole(choices.best(n), report.spent(choices.usage(), choices.reused))
-            if hands_over:
-                promised = Promise(choices.firsts[0].submitted_tokens, self.settings.handover_s)
-                document["kv_transfer_params"] = handover.answer(promised)
-            await exchange.reply(200, document)
+            document = answer.whole(
+                choices.best(request.choices), report.spent(choices.usage(), choices.reused)
+            )
+            await exchange.reply(200, {**document, **self._handed(request, choices)})
 
     async def _stream(
         self,
@@ -446,6 +432,7 @@ class ApiServer:
         answer: Answer,
         watch: _EngineWatch,
         report: CacheReport,
+        request: GenerationRequest,
     ) -> None:
         opened: set[int] = set()
         await exchange.start_events()
@@ -461,10 +448,18 @@ class ApiServer:
                 await exchange.event(answer.chunk(index, output))
             if not watch.gone:
                 self._check_ended(choices, watch)
-                await exchange.event(answer.closing(report.spent(choices.usage(), choices.reused)))
+                spent = report.spent(choices.usage(), choices.reused)
+                await exchange.event(answer.closing(spent, self._handed(request, choices)))
         except Exception as error:  # noqa: BLE001  # the status has been sent: report the error as an event
             await exchange.event(api_error(error).body)
         await exchange.end_events()
+
+    def _handed(self, request: GenerationRequest, choices: Choices) -> Json:
+        """Return the fields that the engine which continues the prompt needs; empty without a hand-over."""
+        if not request.hands_over:
+            return {}
+        promised = Promise(choices.firsts[0].submitted_tokens, self.settings.handover_s)
+        return {"kv_transfer_params": handover.answer(promised)}
 
     def _check_ended(self, choices: Choices, watch: _EngineWatch) -> None:
         """Raise :class:`ApiError` if a request was cut off."""

@@ -82,13 +82,11 @@ class KVTransferParams(Struct, forbid_unknown_fields=True):
     remote_port: None = None
     remote_request_id: None = None
 
-    def check(self, *, whole: bool) -> None:
-        """Check the combination of fields. Raises :class:`ApiError`. ``whole``: the answer is not streamed
-        and has one choice."""
+    def check(self) -> None:
+        """Check the combination of fields. Raises :class:`ApiError`."""
         ours = self.tierstore
-        if self.do_remote_decode and (self.do_remote_prefill or not whole):
-            what = "do_remote_prefill" if self.do_remote_prefill else "stream, n or best_of"
-            raise _no_handover(f"do_remote_decode cannot be combined with {what}")
+        if self.do_remote_decode and self.do_remote_prefill:
+            raise _no_handover("do_remote_decode cannot be combined with do_remote_prefill")
         if not self.do_remote_prefill and (ours.tokens is not None or ours.until_s is not None):
             raise _no_handover("tierstore.tokens and until_s need do_remote_prefill: true")
 
@@ -205,7 +203,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
                         param=name,
                     )
         if self.kv_transfer_params is not None:
-            self.kv_transfer_params.check(whole=not self.stream and self.samples == 1)
+            self.kv_transfer_params.check()
 
     def sampling(
         self, defaults: SamplingDefaults, *, max_new_tokens: int, logprobs: int | None

@@ -91,9 +91,11 @@ class Answer(ABC):
             return None
         return self._chunk([self._piece(index, output)])
 
-    def closing(self, spent: Json) -> Json | None:
-        """Return the last chunk if the client asked for the usage."""
-        return {**self._chunk([]), **spent} if self._include_usage else None
+    def closing(self, spent: Json, handed: Json) -> Json | None:
+        """Return the last chunk: ``spent`` if the client asked for the usage, and ``handed``, what the engine
+        that continues the prompt needs. None without either."""
+        fields = {**(spent if self._include_usage else {}), **handed}
+        return {**self._chunk([]), **fields} if fields else None
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -31,6 +32,32 @@ def ask(server: Serves, prompt: Any, *, max_tokens: int = 8, **fields: Any) -> d
     assert answer.status_code == 200, answer.text
     document: dict[str, Any] = answer.json()
     return document
+
+
+def told(server: Serves, **fields: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Ask for sampled completions, whole or streamed. Return the choices, those of a stream put together, and
+    the ``kv_transfer_params`` of the answer, which are the last thing that a stream says."""
+    body = {"model": "tiny", "temperature": 1, "ignore_eos": True, "logprobs": 2, **fields}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    if not fields.get("stream"):
+        document = answer.json()
+        return document["choices"], document.get("kv_transfer_params")
+    *lines, end = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert end == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    choices: dict[int, dict[str, Any]] = {}
+    for piece in (piece for chunk in chunks for piece in chunk["choices"]):
+        whole = choices.setdefault(piece["index"], {**piece, "text": ""})
+        whole["text"] += piece["text"]
+        whole["finish_reason"] = piece["finish_reason"]
+        if whole["logprobs"] is None:
+            whole["logprobs"] = piece["logprobs"]
+        elif whole["logprobs"] is not piece["logprobs"]:
+            for name, values in piece["logprobs"].items():
+                whole["logprobs"][name] += values
+    assert all("kv_transfer_params" not in chunk for chunk in chunks[:-1])
+    return [choices[index] for index in sorted(choices)], chunks[-1].get("kv_transfer_params")
 
 
 def promise(tokens: int = WHOLE, until_s: float = 10.0) -> dict[str, Any]:

@@ -16,13 +16,14 @@ pytest.importorskip("uvicorn")
 import httpx
 
 from tierstore.testing.clock import wait_until
+from tierstore.testing.processes import DaemonProcess
 from tierstore_connectors.common.handover import Role
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.settings import EngineSettings
 from tierstore_tools.vllm.daemon import ServeProcess
 
-from .handing import ASKS, CHUNK, TOKENS, WHOLE, Asked, a_prompt, ask, cached, check_same, promise
+from .handing import ASKS, CHUNK, TOKENS, WHOLE, Asked, a_prompt, ask, cached, check_same, promise, told
 from .live import WAIT_S, Live
 from .processes import Process
 
@@ -86,6 +87,48 @@ def test_a_chat_is_handed_over_too(pair: tuple[Live, Live], alone: Live) -> None
     second = say(decode, max_tokens=8, kv_transfer_params=first["kv_transfer_params"])
     assert cached(second) >= tokens
     assert second["choices"] == say(alone, max_tokens=8)["choices"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3},
+        {"n": 2, "best_of": 4},
+        {"stream": True},
+        {"stream": True, "n": 3, "stop": ["a"], "stream_options": {"include_usage": True}},
+        {"stream": True, "n": 2, "echo": True, "logprobs": None},
+    ],
+    ids=lambda fields: "+".join(fields),
+)
+@pytest.mark.parametrize("name", ["tiny", "tiny-gemma3", "tiny-qwen3-next"])
+def test_several_continuations_and_streams(
+    name: str,
+    fields: dict[str, Any],
+    loaded: Callable[..., LoadedModel],
+    shared_daemon: DaemonProcess,
+    serve: Callable[..., Live],
+) -> None:
+    """Each token is told once: those of the engine that goes on."""
+    model = loaded(name)
+    prefill, decode = (serve(engine_over(model, shared_daemon.url)) for _ in range(2))
+    alone = serve(build_engine(model, pool_pages=128, chunk_tokens=CHUNK))
+    prompt = a_prompt(sum(map(ord, f"{name}{fields}")))
+    asked = {"prompt": prompt, "seed": 7, **fields}
+    _, params = told(prefill, **asked, max_tokens=1, kv_transfer_params=ASKS)
+    assert params == promise(until_s=1.0)
+    choices, none = told(decode, **asked, max_tokens=8, kv_transfer_params=params)
+    assert none is None
+    expected, _ = told(alone, **asked, max_tokens=8)
+    assert len(choices) == fields.get("n", 1)
+    for choice, other in zip(choices, expected, strict=True):
+        assert (choice["text"], choice["finish_reason"]) == (other["text"], other["finish_reason"])
+        if choice["logprobs"] is not None:
+            assert choice["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+                other["logprobs"]["token_logprobs"], abs=1e-4
+            )
+    assert decode.stats().computed_tokens < TOKENS - WHOLE + 8 * fields.get("best_of", len(choices)) + CHUNK
+    assert prefill.stats().generated_tokens == fields.get("best_of", len(choices))
 
 
 def test_promised_pages_are_waited_for_and_others_go_on(

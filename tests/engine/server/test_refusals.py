@@ -119,8 +119,6 @@ BAD: list[tuple[str, Any, int, str]] = [
         "kv_transfer_params.remote_host is not supported",
     ),
     ("completions", handed([]), 400, "kv_transfer_params.tierstore: Expected `object`"),
-    ("completions", {**PREFILL, "stream": True}, 400, "do_remote_decode cannot be combined with stream"),
-    ("completions", {**PREFILL, "n": 2}, 400, "cannot be combined with stream, n or best_of"),
     ("completions", {**PREFILL, "prompt": ["ab", "cd"]}, 400, "needs exactly one prompt, got 2"),
     ("chat/completions", {**CHAT, "messages": []}, 400, "messages: Expected"),
     (
