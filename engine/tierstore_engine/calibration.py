@@ -9,9 +9,10 @@ import msgspec
 import torch
 
 from tierstore.errors import UsageError
-from tierstore.spec import LayerKind
+from tierstore.spec import KVSpec, LayerKind
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
+from tierstore_engine.attention.pages import kv_pages
 from tierstore_engine.build import LoadedModel, OpenModel, make_runner, pages_for_tokens
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
@@ -25,8 +26,8 @@ _STEP_TOKENS = 512
 
 def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
     """Return the tokens of ``text``. Raises :class:`UsageError` before anything is computed."""
-    if {group.kind for group in opened.config.groups} != {LayerKind.FULL_ATTENTION}:
-        raise UsageError("static scales are for models whose layers all keep every token's keys and values")
+    if not opened.config.attends:
+        raise UsageError("static scales are for keys and values: this model keeps only states")
     tokens = opened.tokenizer.encode(text)
     if not 0 < len(tokens) <= opened.config.max_positions:
         raise UsageError(
@@ -38,23 +39,46 @@ def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
 
 
 def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
-    """Return the largest magnitudes of keys and values while ``model`` (on the CPU, its KV as floats)
-    computes ``tokens``. A plane that is all zero has the range 1."""
+    """Return the largest magnitudes of keys and values, or latents, of each layer and head while ``model``
+    (on the CPU, its KV as floats) computes ``tokens``. A plane that is all zero has the range 1.
+
+    Raises :class:`ModelError` for numbers that are not finite.
+    """
     config, spec = model.config, model.kv_spec()
-    pool = PagePool(spec, pages_for_tokens(spec, len(tokens)))
-    runner = make_runner(model, [pool], EngineSettings())
+    pages = pages_for_tokens(spec, len(tokens))
+    # A window's table has a page for each chunk, too: the ranges are of all tokens.
+    pools = [PagePool(part, 1 if _is_state(part) else pages) for part in spec.split()]
+    runner = make_runner(model, pools, EngineSettings())
+    tables = tuple(range(pool.num_pages) for pool in pools)
     for start in range(0, len(tokens), _STEP_TOKENS):
         stop = min(start + _STEP_TOKENS, len(tokens))
-        span = Span((range(pool.num_pages),), start, stop)
+        span = Span(tables, start, stop)
         runner.compute(Step((span,), tokens[start:stop], [stop - start - 1], COMPLETED, spec.chunk_tokens))
-    # The rest of the last page is zero: its memory was not used before.
-    shape = (pool.num_pages, config.layers, 2, config.kv_heads, -1)
-    kv = torch.from_numpy(pool.array).view(getattr(torch, config.dtype)).view(shape).float()
-    largest = kv.abs().amax((0, 4))
-    if not largest.isfinite().all():
-        raise ModelError("the model's keys or values are not finite, so there is no scale for them")
-    found = largest.where(largest > 0, 1.0).tolist()
-    return tuple(tuple(tuple(heads) for heads in planes) for planes in found)
+    found: dict[int, tuple[tuple[float, ...], ...]] = {}
+    for pool in pools:
+        if not _is_state(pool.spec):
+            found.update(_largest(pool, config))
+    return tuple(found.get(layer, ()) for layer in range(config.layers))
+
+
+def _largest(pool: PagePool, config: ModelConfig) -> dict[int, tuple[tuple[float, ...], ...]]:
+    """Return the ranges of each layer of a pool's group, ``[plane][head]``."""
+    [group], pages = pool.spec.groups, torch.arange(pool.num_pages)
+    kv = kv_pages(torch.from_numpy(pool.array), pool.spec, config, gathered=pool.num_pages)
+    out = torch.empty((group.planes, group.kv_heads, pool.num_pages * pool.spec.chunk_tokens, group.head_dim))
+    found = {}
+    for layer in group.layers:
+        kv.gather(layer, pages, out)  # the rest of the last page is zero: its memory was not used before
+        largest = out.abs().amax((2, 3))
+        if not largest.isfinite().all():
+            raise ModelError("the model's keys or values are not finite, so there is no scale for them")
+        found[layer] = tuple(map(tuple, largest.where(largest > 0, 1.0).tolist()))
+    return found
+
+
+def _is_state(part: KVSpec) -> bool:
+    """Return whether a layer group's pages are recurrent states."""
+    return part.groups[0].kind is LayerKind.RECURRENT_STATE
 
 
 def write_ranges(config: ModelConfig, ranges: Ranges, out: Path) -> None:

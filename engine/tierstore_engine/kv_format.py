@@ -84,7 +84,8 @@ KV_DTYPES = (AUTO, *CODES, *SHORTHANDS)
 
 
 Ranges: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
-"""The largest magnitudes that static scales are made for, ``[layer][plane][head]``."""
+"""The largest magnitudes that static scales are made for, ``[layer][plane][head]``. A layer has a plane of
+keys and one of values, or one of latents with one head, or none for a recurrent state."""
 
 
 @dataclass(frozen=True)

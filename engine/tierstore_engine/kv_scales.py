@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tierstore.errors import UsageError
+from tierstore.spec import LayerKind
 from tierstore_engine.checkpoint import Checkpoint
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
@@ -54,28 +55,43 @@ def _of_file(config: ModelConfig, file: Path) -> Ranges:
     return found.ranges
 
 
+def _planes_of(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return, for each layer, how many planes of numbers with a scale it has, and of how many heads: ``(2,
+    kv_heads)``, for a latent ``(1, 1)``, for a recurrent state ``(0, 0)``."""
+    found = {}
+    for group in config.groups:
+        scaled = group.kind is not LayerKind.RECURRENT_STATE
+        found.update(dict.fromkeys(group.layers, (group.planes, group.kv_heads) if scaled else (0, 0)))
+    return [found[layer] for layer in range(config.layers)]
+
+
 def _of_checkpoint(config: ModelConfig, folder: Path | None) -> Ranges:
     if folder is None:
         raise UsageError("--kv-scales checkpoint: a preset has no checkpoint")
     with Checkpoint(folder) as checkpoint:
 
-        def read(layer: int, plane: str) -> tuple[float, ...]:
-            names = [f"model.layers.{layer}.{name.format(plane=plane)}" for name in _NAMES]
+        def read(layer: int, plane: str, heads: int) -> tuple[float, ...]:
+            number = layer - sum(each <= layer for each in config.beside)  # its number in the checkpoint
+            names = [f"model.layers.{number}.{name.format(plane=plane)}" for name in _NAMES]
             for name in filter(checkpoint.__contains__, names):
                 scale = checkpoint.read(name)
                 if scale.numel() == 1:
-                    return (float(scale) * CODES["fp8_e4m3"].largest,) * config.kv_heads
+                    return (float(scale) * CODES["fp8_e4m3"].largest,) * heads
             raise ModelError(f"{folder}: no scale of one number called {' or '.join(names)}")
 
-        ranges = tuple((read(layer, "k"), read(layer, "v")) for layer in range(config.layers))
+        ranges = tuple(
+            tuple(read(layer, plane, heads) for plane in "kv"[:planes])
+            for layer, (planes, heads) in enumerate(_planes_of(config))
+        )
     _check(config, ranges, str(folder))
     return ranges
 
 
 def _check(config: ModelConfig, ranges: Ranges, source: str) -> None:
     flat = [each for planes in ranges for heads in planes for each in heads]
-    shaped = len(ranges) == config.layers and all(len(planes) == 2 for planes in ranges)
-    if not shaped or any(len(heads) != config.kv_heads for planes in ranges for heads in planes):
+    if [list(map(len, layer)) for layer in ranges] != [
+        [heads] * count for count, heads in _planes_of(config)
+    ]:
         raise UsageError(f"--kv-scales: {source} does not have a range for each layer, plane and head")
     if not all(2.0**-100 < each < 2.0**100 for each in flat):
         raise UsageError(

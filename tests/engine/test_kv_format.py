@@ -23,7 +23,8 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention import cpu, make_attention
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.pages import kv_pages
-from tierstore_engine.build import LoadedModel, load_model, open_model
+from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
+from tierstore_engine.calibration import measure_ranges, write_ranges
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import CODES, KVFormat, quantise
@@ -211,6 +212,57 @@ def test_calibration(tmp_path: Path, run_command: Callable[..., tuple[int, str, 
     options = ("--model", "tiny", "--prompt", text, "--kv-dtype", "fp8_e4m3", "--max-new-tokens", "3")
     code, _, err = run_command("generate", *options, "--kv-scales", str(file))
     assert (code, err.count("\n")) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gemma3", "tiny-llama4", "tiny-deepseek", "tiny-qwen3-next", "tiny-nemotron-h"]
+)
+def test_calibration_of_layer_groups(
+    name: str, loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The ranges are those of what each layer writes, also of tokens that have left a window."""
+    model, tokens = loaded(name), [number * 37 % 250 for number in range(700)]
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    write_plainly = cpu.CpuAttention.write
+
+    def write(
+        self: cpu.CpuAttention,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        batch: BatchLayout,
+    ) -> None:
+        for plane, new in enumerate((keys,) if values is None else (keys, values)):
+            largest = new.abs().amax((0, 2))
+            seen[layer, plane] = torch.maximum(seen.get((layer, plane), largest), largest)
+        write_plainly(self, layer, keys, values, batch)
+
+    monkeypatch.setattr(cpu.CpuAttention, "write", write)
+    ranges = measure_ranges(model, tokens)
+    monkeypatch.undo()
+    assert {(layer, plane) for layer, planes in enumerate(ranges) for plane in range(len(planes))} == set(
+        seen
+    )
+    for (layer, plane), largest in seen.items():
+        assert ranges[layer][plane] == tuple(largest.tolist())
+
+    file = tmp_path / "scales.json"
+    write_ranges(model.config, ranges, file)
+    static = load_model(name, kv_dtype="int8", kv_scales=str(file), device="cpu")
+    assert static.config.kv.ranges == ranges
+    float_bytes, static_bytes = (each.kv_spec().split()[0].page_bytes for each in (model, static))
+    assert static_bytes * 4 == float_bytes  # float32, and no scales in it
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True, keep_logits=True)
+    cold, warm = (build_engine(each, pool_pages=64, prefix_cache=True) for each in (model, static))
+    [exact] = cold.generate([tokens], params)
+    for reused in (False, True):
+        [found] = warm.generate([tokens], params)
+        assert bool(found.metrics.reused_tokens) is reused
+        assert exact.logits is not None
+        assert found.logits is not None
+        assert abs(found.logits[0] - exact.logits[0]).max() < 0.3 * exact.logits[0].std()
+    cold.close()
+    warm.close()
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.attn.k_scale"])

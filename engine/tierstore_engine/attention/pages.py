@@ -92,7 +92,7 @@ class _QuantisedPages(KVPages):
         [group] = spec.groups
         self._heads = group.kv_heads
         self._memory = memory
-        planes = itertools.product(range(config.layers if config.kv.ranges else 0), range(group.planes))
+        planes = itertools.product(group.layers if config.kv.ranges else (), range(group.planes))
         self._static = {plane: config.kv.static_scales(*plane) for plane in planes}
 
     def put(
