@@ -151,6 +151,9 @@ class PageKeeper:
         shared = min(hit.hbm_pages, loaded // self.chunk_tokens)  # whole and in HBM: not copied
         counts = self.lacking([*beside, sequence])
         counts[0] -= shared
+        if both:  # the pages of the hit's end are there beside those of the front
+            for number, table in enumerate(self._empty[1:], 1):
+                counts[number] += len(table.group.rule.pages(plan.tokens, self.chunk_tokens))
         sequence.tables = [table.another() for table in self._empty]
         if not self.connector.has_room(counts) or not all(
             table.reserve(loaded, len(sequence.tokens), shared) for table in sequence.tables
@@ -183,11 +186,13 @@ class PageKeeper:
             return Plan(hit.tokens, 0, 0.0, 0.0, None)
         if self._plan == "compute":
             return Plan(0 if self._has_named else in_hbm, 0, 0.0, 0.0, None)
-        if self._has_named:  # a shorter hit would need other pages
-            plan = self.connector.plan(hit, len(sequence.tokens), block=0)
-            return plan if plan.tokens in (0, hit.tokens) else Plan(hit.tokens, 0, 0.0, 0.0, None)
         block = self._prefill_chunk if self._plan == "both-ends" else 0
-        return self.connector.plan(hit, len(sequence.tokens), block=block)
+        if self._has_named and (hit.hbm_pages or not self.connector.rules[0].chained):
+            block = 0  # nothing but token 0 has the windows and states to compute a front from
+        plan = self.connector.plan(hit, len(sequence.tokens), block=block)
+        if self._has_named and plan.tokens not in (0, hit.tokens):  # a shorter hit would need other pages
+            return Plan(hit.tokens, 0, 0.0, 0.0, None)
+        return plan
 
     def _load_from_both_ends(self, sequence: Sequence, hit: ConnectorHit, plan: Plan) -> bool:
         """Start to compute a sequence from its front while its hit is loaded from its back: *running*. Return
@@ -201,8 +206,7 @@ class PageKeeper:
             hit.release()
             return False
         sequence.restore(here.tokens)
-        [table] = sequence.tables
-        sequence.meeting = Meeting(self.connector, hit, plan, table, chunk=self._prefill_chunk)
+        sequence.meeting = Meeting(self.connector, hit, plan, sequence.tables[0], chunk=self._prefill_chunk)
         if not sequence.started:
             sequence.tally.reused_by_tier = clip_tiers(hit.by_tier, here.tokens)
             sequence.meeting.by_tier = dict(hit.by_tier)
@@ -223,12 +227,14 @@ class PageKeeper:
         had = meeting.poll(sequence.computed)
         if had and not meeting.met(sequence.computed):
             return
-        if not (meeting.stop() and had):
+        stopped = meeting.stop()
+        loaded = max(meeting.tokens - sequence.computed, 0) if meeting.back < meeting.end else 0
+        if not (stopped and had) or (loaded and not self._join(sequence, meeting)):
             self.leave(sequence)
             return
         sequence.meeting = None
-        loaded = max(meeting.tokens - sequence.computed, 0) if meeting.back < meeting.end else 0
         if not loaded:
+            _release(sequence.tables[1:], meeting.take_named())
             return
         sequence.tally.loaded_bytes += meeting.loaded_bytes
         sequence.tally.load_s += time.monotonic() - meeting.began
@@ -239,8 +245,25 @@ class PageKeeper:
                 reused[tier] = reused.get(tier, 0) + tokens - before[tier]
         sequence.arriving = True
         sequence.restore(meeting.tokens)
-        [table] = sequence.tables
+        table = sequence.tables[0]
         table.saved_at = max(table.saved_at, meeting.tokens)
+
+    def _join(self, sequence: Sequence, meeting: Meeting) -> bool:
+        """Replace the pages that the front has in all groups but the first by those of the hit's end. Return
+        False, and change nothing in the tables, without room."""
+        held, fresh = meeting.take_named(), list[GroupTable]()
+        for table, pages in zip(sequence.tables[1:], held, strict=False):
+            twin = table.another()
+            if not twin.begin(pages, meeting.tokens, len(sequence.tokens)):
+                _release(sequence.tables[1 + len(fresh) :], held[len(fresh) :])
+                for made in fresh:
+                    made.drop()
+                return False
+            fresh.append(twin)
+        for table in sequence.tables[1:]:
+            table.drop()
+        sequence.tables[1:] = fresh
+        return True
 
     def settle(self, sequence: Sequence) -> None:
         """Take over a load that has ended: the sequence is *running*, or *waiting* again if the load was
@@ -316,6 +339,7 @@ class PageKeeper:
             sequence.loading = None
         if sequence.meeting is not None:
             sequence.meeting.stop()
+            _release(sequence.tables[1:], sequence.meeting.take_named())
             sequence.meeting = None
         computed = sequence.computed
         submitted = whole = computed - computed % self.chunk_tokens

@@ -13,6 +13,10 @@ hit.
 A block ends where a prefill chunk ends, so the computed shapes are those of every other plan. The planner
 estimates in each step where both will meet, from the latest measurements. So a wrong estimate costs a block,
 not a request.
+
+**Layer groups.** Blocks are pages of the first group, which needs every token. The other groups need pages at
+the hit's end only (a window, a state); the first block brings them. Until both meet, the front is computed
+with windows and states of its own, from token 0 on. They are then replaced by those of the hit's end.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dataclasses import dataclass
 
 from tierstore.planner import Plan
 from tierstore.transfer import Transfer
-from tierstore.types import Loaded
+from tierstore.types import GroupPages, Loaded
 from tierstore_connectors.base import Connector, ConnectorHit
 from tierstore_engine.tables import GroupTable
 
@@ -41,8 +45,8 @@ class _Block:
 
 
 class Meeting:
-    """Load a hit from its back into a sequence's full table, all of whose pages the table owns. Belongs to
-    the engine's thread.
+    """Load a hit from its back into a sequence's full table, all of whose pages the table owns, and hold the
+    pages that other groups need at its end. Belongs to the engine's thread.
 
     The table's list of pages is replaced, never changed in place, as blocks arrive. Pages in flight belong to
     their load: meanwhile the table has page 0 in their place, which is not computed with, and *expects* them.
@@ -60,6 +64,7 @@ class Meeting:
         self.end = -(-plan.tokens // self._page_tokens)
         self.back = self.end  # all pages from here on have arrived
         self._table = table
+        self._named: tuple[GroupPages, ...] = ()  # of the other groups; none before the first block is there
         self.loaded_bytes = 0
         self.by_tier: dict[str, int] = {}  # the hit's tokens, counted in the request's metrics
         self.began = time.monotonic()
@@ -123,6 +128,12 @@ class Meeting:
         self._hit.release()
         return had
 
+    def take_named(self) -> tuple[GroupPages, ...]:
+        """Hand out the pages that the other groups need at the hit's end, in the order of the groups. The
+        caller releases them. Empty if nothing was loaded, and after the first call."""
+        named, self._named = self._named, ()
+        return named
+
     def _meeting_point(self, front: int) -> int:
         """Return where computing and loading would meet, by the latest measurements."""
         return self._connector.meeting_point(
@@ -142,6 +153,8 @@ class Meeting:
         count = block.stop - block.first
         self._table.expected -= count
         if len(loaded.pages) == count and block.stop == self.back:
+            if block.stop == self.end:
+                self._named = loaded.groups[1:]
             self._put(block.first, list(loaded.pages))
             self.loaded_bytes += loaded.moved_bytes
             self.back = block.first
@@ -149,6 +162,8 @@ class Meeting:
         # This block, or one after it, did not arrive: its pages are computed.
         self._over = True
         self._connector.release(loaded.pages)
+        for group, unused in enumerate(loaded.groups[1:], 1):
+            self._connector.release(unused.pages, group=group)
         fresh = self._connector.allocate(count, near=self._table.pages)
         if fresh is None:
             self._replace(block.first, block.stop, [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,11 +16,12 @@ import torch
 import tierstore
 from tests.engine.stored import Stored
 from tests.tiny_models import VOCAB, reference_model, train_tokenizer
+from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine import cli
 from tierstore_engine.attention import make_attention
-from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.build import LoadedModel, load_model, make_runner
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
@@ -142,18 +143,19 @@ def stored_engine(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
         **settings: Any,
     ) -> Stored:
         spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
-        pool = PagePool(spec, pool_pages)
+        parts = spec.split()
+        pools: Sequence[PagePool] = [PagePool(spec, pool_pages)]
+        if len(parts) > 1:
+            pools = open_group_pools(parts, bytes_for(parts, [pool_pages] * len(parts)))
         path = None if disk is None else tmp_path / disk
         store = tierstore.open(
-            path, spec, identity=model.identity(spec), pools=pool, host_bytes=host_bytes, disk_bytes=16 << 20
+            path, spec, identity=model.identity(spec), pools=pools, host_bytes=host_bytes, disk_bytes=16 << 20
         )
-        attention = make_attention(pool, model.config)
-        runnable = Model(model.config, model.weights, [attention], device="cpu")
         settings.setdefault("prefill_chunk", 64)
         settings.setdefault("plan", "load")  # these models compute faster than some disks load
-        engine = Engine(
-            runnable, model.tokenizer, StoreConnector(store), EngineSettings(**settings), drafter=drafter
-        )
+        made = EngineSettings(**settings)
+        runner = make_runner(model, pools, made)
+        engine = Engine(runner, model.tokenizer, StoreConnector(store), made, drafter=drafter)
         opened.append(Stored(engine, store))
         return opened[-1]
 

@@ -21,6 +21,7 @@ class Stored:
         if not self.closed and not self.engine.has_work:
             assert self.store.flush(30)
             self.store.check()
-            assert self.engine.connector.available() == self.engine.connector.pool.num_pages
+            for group, pool in enumerate(self.engine.connector.pools):
+                assert self.engine.connector.available(group=group) == pool.capacity
         self.closed = True
         self.engine.close()
