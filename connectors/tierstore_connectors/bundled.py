@@ -143,11 +143,13 @@ class StoreConnector(Connector):
     """A connector over a store that shares the engine's page pools: pages in HBM are found and cached like
     others."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, daemon: bool = False) -> None:
+        """``daemon``: the store is at a daemon, where other engines find its pages."""
         if not store.pools:
             raise UsageError("the bundled engine needs a store with a page pool")
         self.pools = store.pools
         self.store = store
+        self._daemon = daemon
 
     @property
     def rules(self) -> tuple[GroupRule, ...]:
@@ -172,7 +174,7 @@ class StoreConnector(Connector):
 
     @property
     def shared(self) -> bool:
-        return self.store.backend.reserve_bytes > 0
+        return self._daemon and self.store.backend.reserve_bytes > 0
 
     def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
         return self.store.expect(prompt, promise)
@@ -319,7 +321,7 @@ def open_connector(
             wait_s=0,
         )
         connected.wait_connected(_CONNECT_S)  # without a daemon the engine starts with misses
-        return StoreConnector(connected)
+        return StoreConnector(connected, daemon=True)
     opened = tierstore.open(
         store,
         spec,
