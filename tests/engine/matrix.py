@@ -1,0 +1,275 @@
+"""Which features of the bundled engine work together: one table for the tests and for docs/serving.md.
+
+``AXES`` has the features and their values; the first value of each is what an engine has without options.
+``REFUSALS`` has the pairs of values that do not work together, and the sentence that refuses them at the
+start. Every other pair works: ``test_matrix.py`` runs rows that have every pair that is not refused.
+
+``python -m tests.engine.matrix`` writes the table into docs/serving.md, and a test compares the two. A
+feature that learns to work with another one loses its line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import TypeAlias
+
+Pair: TypeAlias = tuple[tuple[str, str], tuple[str, str]]
+"""Two values, each as (axis, value), in the order of the axes."""
+
+FAMILIES: Mapping[str, str] = {
+    "full": "tiny",
+    "experts": "tiny-moe",
+    "latents": "tiny-deepseek",
+    "windows": "tiny-gemma3",
+    "chunks": "tiny-llama4",
+    "sinks": "tiny-gpt-oss",
+    "delta": "tiny-qwen3-next",
+    "mamba": "tiny-granite-hybrid",
+    "states": "tiny-mamba2",
+}
+"""A preset of each kind of model. ``delta`` and ``mamba`` have states and attention, ``states`` has no
+attention."""
+
+AXES: Mapping[str, Sequence[str]] = {
+    "family": tuple(FAMILIES),
+    "kv": ("auto", "int8", "fp8_e4m3", "int4", "k8v4", "static"),
+    "draft": ("none", "lookup", "model", "alike"),
+    "store": ("pool", "host", "disk", "daemon", "other host"),
+    "n": ("1", "3"),
+    "parked": ("no", "yes"),
+    "handover": ("no", "yes"),
+    "deterministic": ("no", "yes"),
+    "plan": ("load", "both-ends"),
+}
+
+LABELS: Mapping[tuple[str, str], str] = {
+    ("family", "full"): "full attention",
+    ("family", "experts"): "with experts",
+    ("family", "latents"): "latents (MLA)",
+    ("family", "windows"): "windows",
+    ("family", "chunks"): "attention chunks",
+    ("family", "sinks"): "attention sinks",
+    ("family", "delta"): "delta rule + attention",
+    ("family", "mamba"): "Mamba-2 + attention",
+    ("family", "states"): "states only",
+    ("kv", "int8"): "`--kv-dtype int8`",
+    ("kv", "fp8_e4m3"): "`--kv-dtype fp8_e4m3`",
+    ("kv", "int4"): "`--kv-dtype int4`",
+    ("kv", "k8v4"): "`--kv-dtype k8v4`",
+    ("kv", "static"): "static scales (`--kv-scales`)",
+    ("draft", "lookup"): "`--draft prompt-lookup`",
+    ("draft", "model"): "`--draft MODEL`",
+    ("draft", "alike"): "a draft model of this kind",
+    ("store", "pool"): "hits in the pool",
+    ("store", "host"): "hits in host memory",
+    ("store", "disk"): "hits on disk",
+    ("store", "daemon"): "a daemon",
+    ("store", "other host"): "pages of other hosts",
+    ("n", "3"): "`n`, `best_of`",
+    ("parked", "yes"): "preemption",
+    ("handover", "yes"): "hand-over",
+    ("deterministic", "yes"): "`--deterministic`",
+    ("plan", "both-ends"): "`--plan both-ends`",
+}
+"""The names of the values in the documents. The others are what an engine has without options."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of one axis that are refused together with values of another one, and the engine's sentence.
+    ``{}`` stands for what depends on the values."""
+
+    one: tuple[str, tuple[str, ...]]
+    other: tuple[str, tuple[str, ...]]
+    sentence: str
+
+    @property
+    def pairs(self) -> Iterator[Pair]:
+        """Yield the refused pairs."""
+        (axis, values), (other, others) = self.one, self.other
+        for value, with_ in product(values, others):
+            yield (axis, value), (other, with_)
+
+
+_STATES = ("family", ("delta", "mamba", "states"))
+_QUANTISED = AXES["kv"][1:]
+_DRAFTS = AXES["draft"][1:]
+
+REFUSALS = (
+    Refusal(
+        ("family", ("states",)),
+        ("kv", tuple(_QUANTISED)),
+        "--kv-dtype is for keys and values: this model keeps only states",
+    ),
+    Refusal(
+        ("family", ("latents",)),
+        ("kv", ("k8v4",)),
+        "latents are keys and values at once: give --kv-dtype one format for both",
+    ),
+    Refusal(
+        _STATES,
+        ("draft", ("lookup", "model")),
+        "models with recurrent states cannot reject a draft: use no drafter",
+    ),
+    Refusal(
+        _STATES,
+        ("draft", ("alike",)),
+        "a draft model cannot have recurrent states, which do not go back: use another one",
+    ),
+    Refusal(
+        ("family", ("windows", "chunks", "sinks")),
+        ("draft", ("alike",)),
+        "pool_pages needs one number for each of 2 layer groups, got 1",
+    ),
+    Refusal(
+        _STATES,
+        ("deterministic", ("yes",)),
+        "--deterministic does not take models with recurrent states yet",
+    ),
+    Refusal(
+        ("kv", ("fp8_e4m3", "int4", "k8v4")),
+        ("deterministic", ("yes",)),
+        "--deterministic takes KV in the model's dtype or as int8, not {}",
+    ),
+)
+
+REFUSED: Mapping[Pair, Refusal] = {pair: refusal for refusal in REFUSALS for pair in refusal.pairs}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value of each axis."""
+
+    values: tuple[str, ...]
+
+    @classmethod
+    def of(cls, **values: str) -> Row:
+        """Return a row with these values, and the first value of every other axis."""
+        return cls(tuple(values.get(axis, every[0]) for axis, every in AXES.items()))
+
+    def __getitem__(self, axis: str) -> str:
+        return self.values[tuple(AXES).index(axis)]
+
+    def __str__(self) -> str:
+        return ",".join(value for axis, value in self.items if value != AXES[axis][0]) or "plain"
+
+    @property
+    def items(self) -> tuple[tuple[str, str], ...]:
+        return tuple(zip(AXES, self.values, strict=True))
+
+    @property
+    def pairs(self) -> Iterator[Pair]:
+        return combinations(self.items, 2)
+
+    @property
+    def works(self) -> bool:
+        """Return whether no pair of its values is refused."""
+        return not any(pair in REFUSED for pair in self.pairs)
+
+
+def all_pairs() -> list[Row]:
+    """Return few rows that together have every pair of values that is not refused.
+
+    Each row begins with the first pair that is still missing, and takes for each further axis the value with
+    the most missing pairs, of equal ones the value that was used least. The order is always the same.
+    """
+    axes = list(AXES)
+    every = ((one, other) for one, other in combinations(axes, 2))
+    missing = {
+        ((one, value), (other, with_)): None
+        for one, other in every
+        for value, with_ in product(AXES[one], AXES[other])
+        if ((one, value), (other, with_)) not in REFUSED
+    }
+    used: dict[tuple[str, str], int] = {}
+    rows: list[Row] = []
+    while missing:
+        chosen = dict(next(iter(missing)))
+        for axis in sorted(axes, key=lambda axis: -len(AXES[axis])):
+            if axis not in chosen:
+                chosen[axis] = min(
+                    (value for value in AXES[axis] if not _among(REFUSED, chosen, axis, value)),
+                    key=lambda value: (
+                        -_among(missing, chosen, axis, value),
+                        used.get((axis, value), 0),
+                        AXES[axis].index(value),
+                    ),
+                )
+        row = Row.of(**chosen)
+        for pair in row.pairs:
+            missing.pop(pair, None)
+        for item in row.items:
+            used[item] = used.get(item, 0) + 1
+        rows.append(row)
+    return rows
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """Return ``count`` of ``rows``: each next one is that with the most pairs that no earlier one has."""
+    found: list[Row] = []
+    seen: set[Pair] = set()
+    for _ in range(count):
+        best = max((row for row in rows if row not in found), key=lambda row: len({*row.pairs} - seen))
+        found.append(best)
+        seen.update(best.pairs)
+    return found
+
+
+def _among(pairs: Mapping[Pair, object], chosen: Mapping[str, str], axis: str, value: str) -> int:
+    """Return how many of ``pairs`` this value makes with the chosen ones."""
+    axes = list(AXES)
+    return sum(
+        tuple(sorted(((axis, value), item), key=lambda each: axes.index(each[0]))) in pairs
+        for item in chosen.items()
+    )
+
+
+# -- docs/serving.md ---------------------------------------------------------------------------------
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "serving.md"
+_BEGIN, _END = "<!-- matrix: python -m tests.engine.matrix -->\n", "<!-- end of matrix -->\n"
+
+
+def table() -> str:
+    """Return the table in Markdown: the features that not every family has, and the sentences of the
+    refusals. The other features are listed before it."""
+    features = [(axis, value) for axis, values in AXES.items() for value in values]
+    features = [each for each in features if each in LABELS and each[0] != "family"]
+    limited = [each for each in features if any((("family", name), each) in REFUSED for name in FAMILIES)]
+    everywhere = ", ".join(LABELS[each] for each in features if each not in limited)
+    lines = [f"With every kind of model: {everywhere}.", ""]
+    lines.append("| | " + " | ".join(LABELS["family", name] for name in FAMILIES) + " |")
+    lines.append("|---" * (len(FAMILIES) + 1) + "|")
+    for feature in limited:
+        cells = [_cell((("family", name), feature)) for name in FAMILIES]
+        lines.append(f"| {LABELS[feature]} | " + " | ".join(cells) + " |")
+    lines.append("")
+    for number, refusal in enumerate(REFUSALS, 1):
+        sides = [
+            ", ".join(LABELS[axis, value] for value in values)
+            for axis, values in (refusal.one, refusal.other)
+        ]
+        lines.append(f"{number}. {' with '.join(sides)}: *{refusal.sentence.replace('{}', '…')}*")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(pair: Pair) -> str:
+    refusal = REFUSED.get(pair)
+    return "yes" if refusal is None else f"no ({REFUSALS.index(refusal) + 1})"
+
+
+def documented(text: str) -> str:
+    """Return the document ``text`` with the table as it is now. Raises :class:`ValueError` without a place
+    for it."""
+    before, _, rest = text.partition(_BEGIN)
+    _, found, after = rest.partition(_END)
+    if not found:
+        raise ValueError(f"{DOCUMENT} has no place for the table")
+    return before + _BEGIN + "\n" + table() + "\n" + _END + after
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(documented(DOCUMENT.read_text()))
