@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
+from tests.portions import diagonal
 from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess
 from tierstore_connectors.common.handover import Role
@@ -90,17 +91,17 @@ def test_a_chat_is_handed_over_too(pair: tuple[Live, Live], alone: Live) -> None
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 3},
-        {"n": 2, "best_of": 4},
-        {"stream": True},
-        {"stream": True, "n": 3, "stop": ["a"], "stream_options": {"include_usage": True}},
-        {"stream": True, "n": 2, "echo": True, "logprobs": None},
-    ],
-    ids=lambda fields: "+".join(fields),
+    *diagonal(
+        fields=[
+            {"n": 3},
+            {"n": 2, "best_of": 4},
+            {"stream": True},
+            {"stream": True, "n": 3, "stop": ["a"], "stream_options": {"include_usage": True}},
+            {"stream": True, "n": 2, "echo": True, "logprobs": None},
+        ],
+        name=["tiny", "tiny-gemma3", "tiny-qwen3-next"],
+    )
 )
-@pytest.mark.parametrize("name", ["tiny", "tiny-gemma3", "tiny-qwen3-next"])
 def test_several_continuations_and_streams(
     name: str,
     fields: dict[str, Any],
