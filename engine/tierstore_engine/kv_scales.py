@@ -89,9 +89,8 @@ def _of_checkpoint(config: ModelConfig, folder: Path | None) -> Ranges:
 
 def _check(config: ModelConfig, ranges: Ranges, source: str) -> None:
     flat = [each for planes in ranges for heads in planes for each in heads]
-    if [list(map(len, layer)) for layer in ranges] != [
-        [heads] * count for count, heads in _planes_of(config)
-    ]:
+    wanted = [[heads] * planes for planes, heads in _planes_of(config)]
+    if [list(map(len, layer)) for layer in ranges] != wanted:
         raise UsageError(f"--kv-scales: {source} does not have a range for each layer, plane and head")
     if not all(2.0**-100 < each < 2.0**100 for each in flat):
         raise UsageError(

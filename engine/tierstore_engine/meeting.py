@@ -64,7 +64,7 @@ class Meeting:
         self.end = -(-plan.tokens // self._page_tokens)
         self.back = self.end  # all pages from here on have arrived
         self._table = table
-        self._named: tuple[GroupPages, ...] = ()  # of the other groups; none before the first block is there
+        self._named: tuple[GroupPages, ...] = ()  # empty before the first block has arrived
         self.loaded_bytes = 0
         self.by_tier: dict[str, int] = {}  # the hit's tokens, counted in the request's metrics
         self.began = time.monotonic()
