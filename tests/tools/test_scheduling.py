@@ -132,7 +132,7 @@ def stretch() -> float:
 def test_the_cache_order_is_worth_its_place() -> None:
     first_come, cached = simulated(fcfs), simulated(by_cache(BOUND_S))
     mean_s = statistics.fmean(cached)
-    assert mean_s == pytest.approx(9.86, rel=0.01)  # the table in docs/benchmarks.md
+    assert mean_s == pytest.approx(9.86, rel=0.01)  # as in docs/benchmarks.md
     assert mean_s < 0.3 * statistics.fmean(first_come)
     assert mean_s < 0.4 * statistics.fmean(simulated(longest_match))
     step_s = SPEED.seconds(CHUNK)

@@ -73,10 +73,8 @@ def command(
 ) -> None:
     """Check this machine, and say what to change.
 
-    The checks cover Python and its packages, limits, the GPU, and whether --host-bytes fit the memory of this
-    machine or container. DIR adds its file system. --vllm, --sglang and --transformers add the engine in this
-    environment and its daemon, --llamacpp a running llama-server. Each line is ok, warn (works, but could be
-    better) or fail (will not work). The exit code is 1 if a check fails.
+    The checks cover Python and its packages, limits, the GPU, memory, and what the options add. Each line is
+    ok, warn (works, but could be better) or fail (will not work). The exit code is 1 if a check fails.
     """
     from tierstore.cli.checks import Status, all_checks
     from tierstore.cli.checks import cluster as cluster_checks

@@ -954,16 +954,78 @@ static void *unpack_some(void *work) {
     return NULL;
 }
 
-/* Runs `part` on this thread and up to `threads` - 1 others. If they cannot be started, the others do more. */
+/* Threads that help with one call at a time, and wait between calls. A thread that wakes when all tasks are taken does
+ * not join, so the caller waits only for threads that compute. */
+static struct {
+    pthread_mutex_t turn, lock; /* turn: of the call that the threads help; lock: of the rest */
+    pthread_cond_t wake, done;
+    void *(*part)(void *);
+    void *work;
+    int started, wanted, running;
+} helpers = {.turn = PTHREAD_MUTEX_INITIALIZER,
+             .lock = PTHREAD_MUTEX_INITIALIZER,
+             .wake = PTHREAD_COND_INITIALIZER,
+             .done = PTHREAD_COND_INITIALIZER};
+
+static void *help(void *unused) {
+    pthread_mutex_lock(&helpers.lock);
+    for (;;) {
+        while (helpers.wanted == 0)
+            pthread_cond_wait(&helpers.wake, &helpers.lock);
+        helpers.wanted--;
+        helpers.running++;
+        void *(*const part)(void *) = helpers.part;
+        void *const work = helpers.work;
+        pthread_mutex_unlock(&helpers.lock);
+        part(work);
+        pthread_mutex_lock(&helpers.lock);
+        if (--helpers.running == 0)
+            pthread_cond_signal(&helpers.done);
+    }
+    return unused;
+}
+
+/* A child has none of its parent's other threads, and may have been forked while one of them held a lock. */
+static void forget_helpers(void) {
+    pthread_mutex_init(&helpers.turn, NULL);
+    pthread_mutex_init(&helpers.lock, NULL);
+    pthread_cond_init(&helpers.wake, NULL);
+    pthread_cond_init(&helpers.done, NULL);
+    helpers.started = helpers.wanted = helpers.running = 0;
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_helpers); }
+
+/* Runs `part` on this thread and up to `threads` - 1 others. If they cannot be started, or help another call, this one
+ * does all. */
 static void run(void *(*part)(void *), void *work, size_t tasks, int threads) {
-    pthread_t others[MOST_THREADS];
-    int started = 0;
-    while (started < threads - 1 && started < MOST_THREADS && (size_t)started + 1 < tasks &&
-           pthread_create(&others[started], NULL, part, work) == 0)
-        started++;
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    int others = threads - 1 < MOST_THREADS ? threads - 1 : MOST_THREADS;
+    if ((size_t)others + 1 > tasks)
+        others = (int)tasks - 1;
+    if (others < 1 || pthread_mutex_trylock(&helpers.turn) != 0) {
+        part(work);
+        return;
+    }
+    pthread_once(&once, watch_forks);
+    pthread_t thread;
+    while (helpers.started < others && pthread_create(&thread, NULL, help, NULL) == 0) {
+        pthread_detach(thread);
+        helpers.started++;
+    }
+    pthread_mutex_lock(&helpers.lock);
+    helpers.part = part;
+    helpers.work = work;
+    helpers.wanted = others;
+    pthread_cond_broadcast(&helpers.wake);
+    pthread_mutex_unlock(&helpers.lock);
     part(work);
-    while (started > 0)
-        pthread_join(others[--started], NULL);
+    pthread_mutex_lock(&helpers.lock);
+    helpers.wanted = 0;
+    while (helpers.running > 0)
+        pthread_cond_wait(&helpers.done, &helpers.lock);
+    pthread_mutex_unlock(&helpers.lock);
+    pthread_mutex_unlock(&helpers.turn);
 }
 
 int tierstore_decode_interface(void) { return INTERFACE; }

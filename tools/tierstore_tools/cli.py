@@ -375,7 +375,10 @@ def scenarios(
 ) -> None:
     """Compare OpenAI servers from their clients' view.
 
-    The servers are ours with and without a store, vLLM, and a loop around transformers.
+    The servers are ours with and without a store, vLLM, and a loop around transformers. The scenario batch
+    asks questions about documents, all at once. A run of longctx asks a long prompt again, and after
+    restarts. In online, conversations arrive by Poisson or by a trace. In stream, quick readers are beside
+    slow ones, and beside long prompts.
     """
     from tierstore_tools.scenarios import command, settings
     from tierstore_tools.scenarios import targets as servers

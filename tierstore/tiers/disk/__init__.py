@@ -47,7 +47,7 @@ each.
 
 **Serials.** The index is keyed by serials, not by page keys: a parent's serial is always below its
 children's, and two pages under one key are two pages. The root of each identity has a serial too
-(index_db.py).
+(roots.py).
 
 **Rejected alternatives.** LMDB alone (values of 1 MiB are written at a fifth of the speed of extents).
 One file per page (a directory entry, an inode and two syncs for each). Buffered

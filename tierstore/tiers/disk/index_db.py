@@ -25,22 +25,19 @@ import errno
 import itertools
 import operator
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import lmdb
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.keys import Identity
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.index_file import DamagedIndexError
 from tierstore.tiers.disk.records import (
@@ -70,11 +67,7 @@ from tierstore.tiers.disk.records import (
     with_place,
     with_use,
 )
-
-# -- one transaction -----------------------------------------------------------------------------------
-#
-# What one transaction of the index does, and how it is written.
-
+from tierstore.tiers.disk.roots import identity_of
 
 _Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # key and value of an entry in a tree
 
@@ -191,104 +184,6 @@ def small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:
             yield step
             step, freed = [], 0
     yield step
-
-
-# -- serials -------------------------------------------------------------------------------------------
-#
-# The serials of pages and roots: which are taken, and which roots the next commit has to write.
-
-
-@dataclass(frozen=True, slots=True)
-class Unwritten:
-    """The ``roots`` that a commit has to write (serial → identity). All serials are below ``next_serial``."""
-
-    next_serial: int
-    roots: Mapping[int, bytes]
-
-
-_MODEL_NAME = "model_name"  # a field of a root beside those of the identity; earlier versions ignore it
-
-
-class Serials:
-    """Serials for pages and roots, from one counter. Thread-safe."""
-
-    def __init__(self, next_serial: int, roots: Mapping[int, bytes]) -> None:
-        """Take the next serial and the roots from the index."""
-        self._by_digest: dict[bytes, int] = {}
-        self._identities: dict[bytes, Identity] = {}
-        self._names: dict[bytes, str] = {}
-        for serial, root in roots.items():
-            identity, name = identity_of(root), model_name_of(root)
-            if identity is not None:  # else the root is damaged: its pages are not found
-                self._by_digest[identity.digest] = serial
-                self._identities[identity.digest] = identity
-                if name:
-                    self._names[identity.digest] = name
-        self._lock = threading.Lock()
-        self._next = next_serial
-        self._unwritten: dict[int, bytes] = {}  # roots added since the last commit
-
-    def new(self) -> int:
-        """Return a serial that no page in this directory ever had."""
-        with self._lock:
-            self._next += 1
-            return self._next - 1
-
-    def root(self, identity: bytes) -> int | None:
-        """Return the serial of the root of an identity digest; None if the identity never had pages."""
-        return self._by_digest.get(identity)
-
-    def add_root(self, identity: Identity, name: str = "") -> int:
-        """Return the serial of an identity's root, adding it if necessary. A new root becomes durable with
-        the next commit, together with the ``name`` of its model for people (empty: none)."""
-        serial = self._by_digest.get(identity.digest)
-        if serial is None:
-            serial = self.new()
-            with self._lock:
-                named = {_MODEL_NAME: name} if name else {}
-                self._unwritten[serial] = msgspec.json.encode({**asdict(identity), **named})
-            self._by_digest[identity.digest] = serial
-            self._identities[identity.digest] = identity
-        return serial
-
-    def identities(self) -> dict[bytes, Identity]:
-        """Return all identities that have a root, by digest."""
-        return dict(self._identities)
-
-    def names(self) -> dict[bytes, str]:
-        """Return the model names in the index at opening, by identity digest."""
-        return dict(self._names)
-
-    def roots(self) -> set[int]:
-        """Return the serials of all roots, durable or not."""
-        return set(self._by_digest.values())
-
-    def unwritten(self) -> Unwritten:
-        """Return what the next commit has to write."""
-        with self._lock:
-            return Unwritten(self._next, dict(self._unwritten))
-
-    def written(self, roots: Iterable[int]) -> None:
-        """Note that these roots are durable."""
-        with self._lock:
-            for serial in roots:
-                del self._unwritten[serial]
-
-
-def identity_of(root: bytes) -> Identity | None:
-    """Decode a stored identity; return None if it is damaged."""
-    try:
-        return msgspec.json.decode(root, type=Identity)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-
-
-def model_name_of(root: bytes) -> str:
-    """Return a root's model name for people; empty if it has none, or is damaged."""
-    try:
-        return msgspec.json.decode(root, type=dict[str, str]).get(_MODEL_NAME, "")
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ""
 
 
 def _is_root(key: bytes, value: bytes) -> bool:

@@ -19,11 +19,12 @@ import numpy.typing as npt
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import TOKEN_BYTES, Identity
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory, StoreInUseError
-from tierstore.tiers.disk.index_db import IndexDB, identity_of, model_name_of
+from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.index_file import check_index, stored_format
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
 from tierstore.tiers.disk.page_table import parent_rows
 from tierstore.tiers.disk.records import INLINE, stored_created_s, stored_tokens
+from tierstore.tiers.disk.roots import identity_of, model_name_of
 
 _SERIAL_BYTES = 8
 _HEAD = struct.Struct("<Id")

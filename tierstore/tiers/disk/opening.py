@@ -30,12 +30,13 @@ from tierstore.tiers.disk.calibration import DiskCalibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.fitting import Fitted, evict_down_to, fit
-from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB, Serials
+from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
 from tierstore.tiers.disk.payloads import Payloads
 from tierstore.tiers.disk.records import INLINE
+from tierstore.tiers.disk.roots import Serials
 from tierstore.tiers.disk.space import (
     Space,
     SpaceLayout,

@@ -26,13 +26,14 @@ from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
 from tierstore.tiers.disk.extents import VOLUME_FULL
-from tierstore.tiers.disk.index_db import Change, identity_of
+from tierstore.tiers.disk.index_db import Change
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
+from tierstore.tiers.disk.roots import identity_of
 from tierstore.tiers.disk.space import Space, split
 from tierstore.units import KIB
 

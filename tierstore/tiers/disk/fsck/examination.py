@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tierstore.keys import TOKEN_BYTES, Identity
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, PageName
-from tierstore.tiers.disk.index_db import IndexDB, Misfiled, identity_of
+from tierstore.tiers.disk.index_db import IndexDB, Misfiled
 from tierstore.tiers.disk.index_file import DamagedIndexError
 from tierstore.tiers.disk.page_table import parent_rows, reachable
 from tierstore.tiers.disk.records import (
@@ -42,6 +42,7 @@ from tierstore.tiers.disk.records import (
     link_of,
     stored_tokens,
 )
+from tierstore.tiers.disk.roots import identity_of
 
 _ROW = struct.Struct("<qqqqqqBQiId48s")
 ROW_DTYPE = np.dtype(

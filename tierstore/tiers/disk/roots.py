@@ -1,0 +1,107 @@
+"""Roots and serials of a store directory: which serials are taken, and which roots the next commit writes.
+
+A root is an identity that ever had a page, as the index stores it: JSON with the identity's fields, and the
+model's name for people. Pages and roots take their serials from one counter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from tierstore.keys import Identity
+
+_MODEL_NAME = "model_name"  # a field of a root beside those of the identity; earlier versions ignore it
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """The ``roots`` that a commit has to write (serial → identity). All serials are below ``next_serial``."""
+
+    next_serial: int
+    roots: Mapping[int, bytes]
+
+
+class Serials:
+    """Serials for pages and roots, from one counter. Thread-safe."""
+
+    def __init__(self, next_serial: int, roots: Mapping[int, bytes]) -> None:
+        """Take the next serial and the roots from the index."""
+        self._by_digest: dict[bytes, int] = {}
+        self._identities: dict[bytes, Identity] = {}
+        self._names: dict[bytes, str] = {}
+        for serial, root in roots.items():
+            identity, name = identity_of(root), model_name_of(root)
+            if identity is not None:  # else the root is damaged: its pages are not found
+                self._by_digest[identity.digest] = serial
+                self._identities[identity.digest] = identity
+                if name:
+                    self._names[identity.digest] = name
+        self._lock = threading.Lock()
+        self._next = next_serial
+        self._unwritten: dict[int, bytes] = {}  # roots added since the last commit
+
+    def new(self) -> int:
+        """Return a serial that no page in this directory ever had."""
+        with self._lock:
+            self._next += 1
+            return self._next - 1
+
+    def root(self, identity: bytes) -> int | None:
+        """Return the serial of the root of an identity digest; None if the identity never had pages."""
+        return self._by_digest.get(identity)
+
+    def add_root(self, identity: Identity, name: str = "") -> int:
+        """Return the serial of an identity's root, adding it if necessary. A new root becomes durable with
+        the next commit, together with the ``name`` of its model for people (empty: none)."""
+        serial = self._by_digest.get(identity.digest)
+        if serial is None:
+            serial = self.new()
+            with self._lock:
+                named = {_MODEL_NAME: name} if name else {}
+                self._unwritten[serial] = msgspec.json.encode({**asdict(identity), **named})
+            self._by_digest[identity.digest] = serial
+            self._identities[identity.digest] = identity
+        return serial
+
+    def identities(self) -> dict[bytes, Identity]:
+        """Return all identities that have a root, by digest."""
+        return dict(self._identities)
+
+    def names(self) -> dict[bytes, str]:
+        """Return the model names in the index at opening, by identity digest."""
+        return dict(self._names)
+
+    def roots(self) -> set[int]:
+        """Return the serials of all roots, durable or not."""
+        return set(self._by_digest.values())
+
+    def unwritten(self) -> Unwritten:
+        """Return what the next commit has to write."""
+        with self._lock:
+            return Unwritten(self._next, dict(self._unwritten))
+
+    def written(self, roots: Iterable[int]) -> None:
+        """Note that these roots are durable."""
+        with self._lock:
+            for serial in roots:
+                del self._unwritten[serial]
+
+
+def identity_of(root: bytes) -> Identity | None:
+    """Decode a stored identity; return None if it is damaged."""
+    try:
+        return msgspec.json.decode(root, type=Identity)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def model_name_of(root: bytes) -> str:
+    """Return a root's model name for people; empty if it has none, or is damaged."""
+    try:
+        return msgspec.json.decode(root, type=dict[str, str]).get(_MODEL_NAME, "")
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
