@@ -70,6 +70,21 @@ def test_right_and_wrong_drafts_from_each_tier(
         assert abs(warm.logits - cold.logits).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", ["mamba"])
+def test_a_state_is_stored_at_the_end_of_each_page(
+    oracle: Oracle, model: LoadedModel, engine_of: EngineOf
+) -> None:
+    """Six tokens a step would jump over the last one of the answer."""
+    engine = engine_of(model, drafter=echo(oracle, wrong=0.0))
+    [found] = engine.generate([oracle.prompt], GREEDY)
+    assert found.metrics.accepted_tokens == found.metrics.drafted_tokens
+    known = [*oracle.prompt, *oracle.tokens]
+    ended = (len(known) - 6) // CHUNK * CHUNK
+    assert (ended - len(oracle.prompt)) % 6
+    [other] = engine.generate([[*known[:ended], 5, 6, 7]], replace(GREEDY, max_new_tokens=1))
+    assert other.metrics.reused_tokens == ended
+
+
 def lagging(engine: Engine, request: int) -> Sequence:
     """Step until a sequence's states lack accepted tokens."""
     sequence = engine._roster.get(request)
