@@ -15,12 +15,14 @@ from tierstore_engine.step import Step
 @dataclass(frozen=True, slots=True)
 class Work:
     """Compute the tokens ``start … stop`` of ``sequence``, and the tokens of ``draft`` after its newest one.
-    Only drafted tokens that the model chooses itself are accepted."""
+    Only drafted tokens that the model chooses itself are accepted. With ``guessed`` the last of the tokens up
+    to ``stop`` are drafted, too. Recurrent states are kept before all drafted tokens."""
 
     sequence: Sequence
     start: int
     stop: int
     draft: tuple[int, ...] = ()
+    guessed: int = 0
 
     @property
     def tokens(self) -> int:
@@ -58,7 +60,15 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
         for row in range(end - 1 - len(item.draft), end)
     ]
     return Step(
-        spans=tuple(Span(_tables(item.sequence), item.start, item.start + item.tokens) for item in work),
+        spans=tuple(
+            Span(
+                _tables(item.sequence),
+                item.start,
+                item.start + item.tokens,
+                drafted=item.guessed + len(item.draft),
+            )
+            for item in work
+        ),
         tokens=[
             token for item in work for token in (*item.sequence.tokens[item.start : item.stop], *item.draft)
         ],

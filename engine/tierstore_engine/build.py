@@ -355,25 +355,20 @@ def build_draft_model(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
 ) -> DraftModel:
-    """Return ``draft`` as the drafter of an engine of ``model``, with its own pages. They are stored in the
-    daemon at ``store`` under the draft model's identity, or in the directory beside ``store`` that ends with
-    ``-draft``.
+    """Return ``draft`` as the drafter of an engine of ``model``, with its own pages: ``pool_pages`` of its
+    first layer group. They are stored in the daemon at ``store`` under the draft model's identity, or in the
+    directory beside ``store`` that ends with ``-draft``.
 
-    Raises :class:`UsageError` for models with different vocabularies, and the errors of :func:`build_engine`.
+    Raises the errors of :func:`check_draft` and :func:`build_engine`.
     """
-    if draft.config.vocab_size != model.config.vocab_size:
-        raise UsageError(
-            f"a draft model must have the model's vocabulary: it has {draft.config.vocab_size} tokens, "
-            f"the model {model.config.vocab_size}"
-        )
-    if draft.config.states:
-        raise UsageError("a draft model cannot have recurrent states, which do not go back: use another one")
+    check_draft(draft.config, model.config)
     settings, spec = settings or EngineSettings(), draft.kv_spec(chunk_tokens=chunk_tokens)
-    check_pool(spec, pool_pages, draft.device)
+    settings.check_chunk(chunk_tokens)
+    check_pool(spec, pool_pages, draft.device, nbytes=pool_bytes(spec, pool_pages, settings))
     connector = open_connector(
         spec,
         draft.identity(spec),
-        pool_pages=pool_pages,
+        pool_pages=group_pages(spec, pool_pages, settings),
         store=store if store is None or "://" in store else f"{store.rstrip('/')}-draft",
         prefix_cache=prefix_cache,
         host_bytes=host_bytes,
@@ -382,8 +377,24 @@ def build_draft_model(
         device=draft.device,
     )
     return DraftModel(
-        make_runner(draft, [connector.pool], settings), connector, tokens=tokens, settings=settings
+        make_runner(draft, connector.pools, settings), connector, tokens=tokens, settings=settings
     )
+
+
+def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
+    """Raise :class:`UsageError` for models with different vocabularies."""
+    if draft.vocab_size != model.vocab_size:
+        raise UsageError(
+            f"a draft model must have the model's vocabulary: it has {draft.vocab_size} tokens, "
+            f"the model {model.vocab_size}"
+        )
+
+
+def draft_pages(draft: ModelConfig, model: ModelConfig, pages: int, settings: EngineSettings) -> int:
+    """Return the pages of a draft model's pool: for as many tokens as ``pages`` pages of ``model``. A model
+    that has only states sets no number of tokens; then the draft model has room for many."""
+    tokens = pages * DEFAULT_CHUNK_TOKENS if model.attends else _DEFAULT_POOL_TOKENS
+    return pool_pages_for(draft.kv_spec(), tokens, sequences=settings.max_sequences)
 
 
 def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineSettings) -> Runner:

@@ -23,7 +23,7 @@ from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import DeltaConfig, ModelConfig
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.quantised import linear
-from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add, sequences
+from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add
 from tierstore_engine.weights import DeltaWeights
 
 _EPSILON = 1e-6  # for the norms of queries and keys
@@ -69,8 +69,7 @@ class CpuDeltaStates(DeltaStates):
         layout: BatchLayout,
     ) -> torch.Tensor:
         out = channels.new_empty(len(channels), self._delta.value_heads, self._delta.value_dim)
-        for span, page, rows in sequences(layout):
-            state = self._pages.before(span, layer, page)
+        for span, state, rows in self._pages.through(layer, layout):
             out[rows] = self._of_span(span, state, channels[rows], conv, rates[rows], decays[rows])
         return out
 

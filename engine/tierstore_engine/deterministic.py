@@ -44,7 +44,6 @@ def with_same_bits(config: ModelConfig, device: str) -> ModelConfig:
     for group in config.groups:
         if not knows(config, group):
             raise UsageError(
-                f"--deterministic takes KV in the model's dtype or as int8, not {config.kv.describe()}, "
-                "and heads of at most 1,024 numbers"
+                f"--deterministic takes heads of at most 1,024 numbers, got {group.head_dim}: leave it out"
             )
     return replace(config, arithmetic=arithmetic())

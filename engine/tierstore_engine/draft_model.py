@@ -1,9 +1,10 @@
 """A draft model: a smaller model with the same vocabulary, whose guesses the model checks.
 
-The draft model follows each sequence with its own *shadow* sequence. The shadow's pages are in a pool and a
+The draft model follows each sequence with its own *shadow* sequence. The shadow's pages are in pools and a
 store under the draft model's identity, so a prompt's draft pages are found again like the model's. A shadow
-may run ahead of its sequence by its draft. Before pages are saved, and before the next draft, it is cut back
-to the tokens that the sequence has accepted. So rejected tokens are never published.
+may run ahead of its sequence by its draft. Only tokens that the sequence has accepted are published: before
+the next draft, the shadow is cut back to them. A draft model with recurrent states keeps them at the accepted
+tokens, and computes its whole draft again for each further token of it.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ class _Shadow:
     sequence: Sequence
     agreed: int
 
-    def follow(self, leader: Sequence) -> None:
-        """Take over the leader's tokens, and drop drafted tokens that it did not accept."""
+    def follow(self, leader: Sequence) -> int:
+        """Take over the leader's tokens, and drop drafted tokens that it did not accept. Return how many
+        computed tokens are still right; the newest token is left to compute."""
         own, tokens = self.sequence, leader.tokens
         same = self.agreed
         while same < min(len(own.tokens), len(tokens)) and own.tokens[same] == tokens[same]:
             same += 1
         own.tokens[same:] = tokens[same:]
-        own.restore(min(own.computed, same, len(tokens) - 1))
         self.agreed = len(tokens)
+        return min(own.computed, same, len(tokens) - 1)
 
 
 class DraftModel(Drafter):
@@ -62,7 +64,12 @@ class DraftModel(Drafter):
         self._model = model
         self._tokens = tokens
         self._chunk = settings.prefill_chunk
-        self._keeper = PageKeeper(connector, plan="load")
+        spec = model.config.kv_spec(chunk_tokens=connector.pool.spec.chunk_tokens)
+        self._keeper = PageKeeper(
+            connector,
+            prefill_chunk=settings.prefill_chunk,
+            checkpoint_tokens=settings.checkpoint_distance(spec),
+        )
         self._shadows: dict[RequestId, _Shadow] = {}
 
     def propose(self, sequences: Ints[Sequence]) -> Mapping[RequestId, Ints[int]]:
@@ -75,7 +82,7 @@ class DraftModel(Drafter):
             logits = self._model.compute(build_step(work, self.connector.pools))
             ending = {item.sequence.request_id for item in finishing(work)}
             for item in work:
-                item.sequence.computed = item.stop
+                self._computed(item)
             ready = [leader for leader in ready if leader.request_id in ending]
             if not ready:
                 break
@@ -91,7 +98,7 @@ class DraftModel(Drafter):
         shadow = self._shadows.pop(sequence.request_id, None)
         if shadow is not None:
             if shadow.sequence.state is SequenceState.RUNNING:
-                shadow.follow(sequence)
+                self._follow(shadow, sequence)
             self._keeper.leave(shadow.sequence)
 
     def close(self) -> None:
@@ -116,8 +123,16 @@ class DraftModel(Drafter):
         self._keeper.settle(own)
         if own.state is not SequenceState.RUNNING:
             return False
-        shadow.follow(leader)
-        self._keeper.save(own)
+        return self._follow(shadow, leader)
+
+    def _follow(self, shadow: _Shadow, leader: Sequence) -> bool:
+        """Cut a running shadow back to its leader's tokens. Return False if it has left its pages instead,
+        because its states are ahead of what is left. This happens if the leader's step has failed."""
+        own, computed = shadow.sequence, shadow.follow(leader)
+        if self._keeper.stateful and computed < own.computed:
+            self._keeper.leave(own, save=False)
+            return False
+        own.restore(computed)
         return True
 
     def _begin(self, leader: Sequence) -> _Shadow:
@@ -135,9 +150,21 @@ class DraftModel(Drafter):
         return _Shadow(own, len(leader.tokens))
 
     def _work(self, leader: Sequence) -> Work | None:
-        """Return the next chunk of the leader's shadow; None without pages for it."""
-        own = self._shadows[leader.request_id].sequence
-        if not self._keeper.grow(own, len(own.tokens)):
+        """Return the next chunk of the leader's shadow, or what is computed for the next token of its draft;
+        None without pages for it."""
+        shadow = self._shadows[leader.request_id]
+        own, stop = shadow.sequence, len(shadow.sequence.tokens)
+        if not self._keeper.grow(own, stop):
             return None
-        stop = min((own.computed // self._chunk + 1) * self._chunk, len(own.tokens))
-        return Work(own, own.computed, stop)
+        if own.computed < shadow.agreed:
+            stop = self._keeper.step_end(own, min((own.computed // self._chunk + 1) * self._chunk, stop))
+        return Work(own, own.computed, stop, guessed=max(stop - shadow.agreed, 0))
+
+    def _computed(self, item: Work) -> None:
+        """Note that a shadow's work was computed. Save pages of accepted tokens."""
+        own = item.sequence
+        if not item.guessed:
+            own.restore(item.stop)
+            self._keeper.save(own)
+        elif not self._keeper.stateful:
+            own.computed = item.stop

@@ -4,7 +4,8 @@ A *draft* of k tokens is computed after a sequence's newest token in one step, l
 takes little longer than one token. The model makes its own choice at each of the k + 1 places, with the
 logits and the random number that it would have there without a draft. While the choice equals the drafted
 token, the next place counts as well. At the first difference the rest of the draft is dropped. Its keys and
-values are overwritten, never saved.
+values are overwritten, never saved. Recurrent states are kept before the draft, and the next step computes
+its accepted tokens again, with the newest one (:mod:`tierstore_engine.states`).
 
 So a draft changes how many tokens a step yields, but not which. Greedy output is the same, and sampled output
 is the same token by token for a seed, so it has the same distribution. (This holds up to the model's

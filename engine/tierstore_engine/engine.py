@@ -16,10 +16,8 @@ from typing import TypeAlias
 
 import torch
 
-from tierstore.errors import TierStoreError, UsageError
-from tierstore.groups import Past
+from tierstore.errors import TierStoreError
 from tierstore.planner import Prefill, PrefillEstimate
-from tierstore.retention import checkpoint_tokens
 from tierstore.tiers.beyond import BeyondPool, LostPagesError, OverflowFailedError
 from tierstore.tiers.large_pages import PoolSize
 from tierstore.types import Hint, Promise, checked_session
@@ -89,7 +87,7 @@ class PrefillTimer:
     def began(self, work: Ints[Work]) -> None:
         """Note that a step begins."""
         item = work[0]
-        alone = len(work) == 1 and item.tokens > 1 and not item.draft and not item.sequence.arriving
+        alone = len(work) == 1 and not item.sequence.decodes and not item.sequence.arriving
         if not alone:
             self._sequence = None
         elif self._sequence is item.sequence and self._stop == item.start:
@@ -143,14 +141,13 @@ class Engine:
         self.connector = connector
         self.settings = settings or EngineSettings()
         self.adapters = dict(adapters or {})
+        chunk = connector.pool.spec.chunk_tokens
         self._keeper = PageKeeper(
             connector,
             plan=self.settings.plan,
             prefill_chunk=self.settings.prefill_chunk,
-            checkpoint_tokens=self._checkpoint_tokens(),
+            checkpoint_tokens=self.settings.checkpoint_distance(model.config.kv_spec(chunk_tokens=chunk)),
         )
-        if drafter is not None and any(rule.past is Past.STATE for rule in connector.rules):
-            raise UsageError("models with recurrent states cannot reject a draft: use no drafter")
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)
         self._clock = clock
@@ -452,7 +449,6 @@ class Engine:
         if that was too often. Without room, the largest sequence ends. Sequences with a recurrent state start
         again too, because the step may have changed it."""
         self._prefills.forget()
-        stateful = any(rule.past is Past.STATE for rule in self.connector.rules)
         if isinstance(error, LostPagesError):
             self.connector.lose(sorted(error.pages))
             affected = [each for each in sequences if not error.pages.isdisjoint(each.tables[0].pages)]
@@ -462,7 +458,7 @@ class Engine:
         else:
             affected = failed = [max(sequences, key=lambda sequence: sequence.tables[0].held)]
         for sequence in sequences:
-            if sequence not in failed and (sequence in affected or stateful):
+            if sequence not in failed and (sequence in affected or self._keeper.stateful):
                 self._keeper.leave(sequence, save=sequence not in affected)
                 self._scheduler.requeue(sequence, preempted=False)
         return [output for sequence in failed for output in self._failed(sequence, str(error))]
@@ -532,9 +528,10 @@ class Engine:
         drafts = self._drafter.propose(wanted)
         drafted = []
         for item in work:
-            room = min(budget, item.sequence.max_tokens - len(item.sequence.tokens) - 1)
-            draft = tuple(drafts.get(item.sequence.request_id, ())[: max(room, 0)])
-            if draft and self._keeper.grow(item.sequence, len(item.sequence.tokens) + len(draft)):
+            sequence = item.sequence
+            room = max(min(budget, self._keeper.most_drafted(sequence)), 0)
+            draft = tuple(drafts.get(sequence.request_id, ())[:room])
+            if draft and self._keeper.grow(sequence, len(sequence.tokens) + len(draft)):
                 budget -= len(draft)
                 drafted.append(replace(item, draft=draft))
             else:
@@ -543,8 +540,7 @@ class Engine:
 
     def _may_draft(self, item: Work) -> bool:
         sequence = item.sequence
-        decodes = item.tokens == 1 and item.stop == len(sequence.tokens)
-        return decodes and not self._roster.followed(sequence) and self._beams.of(sequence) is None
+        return sequence.decodes and not self._roster.followed(sequence) and self._beams.of(sequence) is None
 
     def _picks(self, ending: list[Work]) -> list[_Pick]:
         """Return the sequences whose next token is due, with their rows of the logits. Forks that follow one
@@ -572,8 +568,7 @@ class Engine:
             sequence.tally.accepted_tokens += len(newest) - 1
             self._drafted_tokens += len(draft)
             self._accepted_tokens += len(newest) - 1
-            sequence.advance(sequence.computed + len(newest) - 1)
-            self._keeper.trim(sequence)
+            self._keeper.accept(sequence, len(newest) - 1)
         self._generated_tokens += len(newest)
         logprobs = tuple(c.logprobs for c in choices[: len(newest)] if c.logprobs is not None)
         if sequence.finish_reason is None:
@@ -611,9 +606,3 @@ class Engine:
         finally:
             del self._mailboxes[request_id]
             self.discard(request_id)
-
-    def _checkpoint_tokens(self) -> int:
-        chunk_tokens = self.connector.pool.spec.chunk_tokens
-        if self.settings.checkpoint_tokens is not None:
-            return self.settings.checkpoint_tokens
-        return checkpoint_tokens(self.model.config.kv_spec(chunk_tokens=chunk_tokens))

@@ -118,6 +118,8 @@ class DecodeGraphs:
             return "experts"  # the host reads how many tokens go to each expert
         if any(span.tokens != 1 for span in spans) or len(step.logit_rows) != len(spans):
             return "prefill"
+        if any(span.drafted for span in spans):
+            return "drafts"  # a capture keeps every state
         if any(step.adapters):
             return "adapters"
         if step.arrivals.pending:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from tierstore.groups import Past
 from tierstore.planner import Plan
 from tierstore.tiers.hbm import arrivals_of
 from tierstore.transfer import Transfer
@@ -44,6 +45,7 @@ class PageKeeper:
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may free pages
         self._empty = empty_tables(connector)
         self._has_named = not all(rule.chained for rule in connector.rules)
+        self.stateful = any(rule.past is Past.STATE for rule in connector.rules)
         self._checkpoint = checkpoint_tokens if self._has_named else 0
 
     def evict_idle(self) -> None:
@@ -303,8 +305,20 @@ class PageKeeper:
         sequence writes to. Return False without room; pages allocated by then stay in the table."""
         return all(table.grow(sequence.computed, stop) for table in sequence.tables)
 
-    def trim(self, sequence: Sequence) -> None:
-        """Release the pages after the sequence's newest token, whose draft was rejected."""
+    def most_drafted(self, sequence: Sequence) -> int:
+        """Return the length of the longest draft that a sequence may have now. With recurrent states, the
+        step after it must not jump over the end of a page, where they are saved."""
+        known = len(sequence.tokens)
+        most = max(sequence.max_tokens - known - 1, 0)
+        return min(most, -(known + 1) % self.chunk_tokens) if self.stateful and self.keeps else most
+
+    def accept(self, sequence: Sequence, accepted: int) -> None:
+        """Note that the first ``accepted`` tokens of a draft were chosen, and release the pages after them.
+        Recurrent states have not seen them: the next step computes them again, with the newest token."""
+        if self.stateful:
+            sequence.repeated = accepted
+        else:
+            sequence.advance(sequence.computed + accepted)
         for table in sequence.tables:
             table.trim(len(sequence.tokens))
 
@@ -359,7 +373,7 @@ class PageKeeper:
         sequence.arriving = False
         sequence.partial = None
         sequence.in_step = False
-        sequence.computed = 0
+        sequence.computed = sequence.repeated = 0
         sequence.state = SequenceState.WAITING
 
     def _ends_inside(self, sequence: Sequence) -> bool:

@@ -19,7 +19,7 @@ from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.quantised import linear
-from tierstore_engine.states import StatePages, blocks, sequences
+from tierstore_engine.states import StatePages, blocks
 from tierstore_engine.weights import Mamba1Weights
 
 
@@ -50,16 +50,16 @@ class CpuMamba1States:
         width]``. All is float32: ``added`` and ``steps`` are ``[tokens, width]``, ``keys`` and ``queries``
         ``[tokens, state_dim]``, ``decay [state_dim, width]`` is below 0."""
         out = torch.empty_like(added)
-        for span, page, rows in sequences(layout):
-            [matrix] = self._pages.state(layer, page).matrices
+        for span, state, rows in self._pages.through(layer, layout, begin=False):
+            [matrix] = state.matrices
             for block in blocks(span):
                 part = slice(rows.start + block.start, rows.start + block.stop)
                 left = (steps[part].unsqueeze(1) * decay).exp_()
                 states = keys[part].unsqueeze(2) * added[part].unsqueeze(1)
                 before = matrix
-                for state, kept in zip(states, left, strict=True):
-                    state.addcmul_(before, kept)
-                    before = state
+                for after, kept in zip(states, left, strict=True):
+                    after.addcmul_(before, kept)
+                    before = after
                 matrix.copy_(before)
                 out[part] = torch.einsum("tnw,tn->tw", states, queries[part])
         return out

@@ -20,7 +20,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import Mamba2Config, ModelConfig
 from tierstore_engine.quantised import linear
-from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add, sequences
+from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add
 from tierstore_engine.weights import Mamba2Terms, Mamba2Weights
 
 
@@ -64,8 +64,7 @@ class CpuMamba2States(Mamba2States):
         mamba = self._mamba
         sizes = softplus(steps.float() + terms.step_bias).clamp(mamba.least_step, mamba.most_step)
         out = sizes.new_empty(len(channels), mamba.heads, mamba.head_dim)
-        for span, page, rows in sequences(layout):
-            state = self._pages.before(span, layer, page)
+        for span, state, rows in self._pages.through(layer, layout):
             out[rows] = self._of_span(span, state, channels[rows], sizes[rows], terms)
         return out
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tierstore.errors import TierStoreError, UsageError
-from tierstore_engine.build import OpenModel, build_draft_model, build_engine, load_model, open_model
+from tierstore_engine.build import (
+    OpenModel,
+    build_draft_model,
+    build_engine,
+    check_draft,
+    draft_pages,
+    load_model,
+    open_model,
+)
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.options import EngineOptions
@@ -38,6 +46,8 @@ def open_engine(
 ) -> Engine:
     """Read the weights of ``opened`` and ``draft`` and return the engine. ``arguments`` are further ones of
     :func:`~tierstore_engine.build.build_engine`, whose errors it raises."""
+    if draft is not None:
+        check_draft(draft.config, opened.config)
     model = load_model(opened)
     drafter: Drafter | None = None
     if options.draft == _PROMPT_LOOKUP:
@@ -46,7 +56,7 @@ def open_engine(
         drafter = build_draft_model(
             load_model(draft),
             model,
-            pool_pages=pages,
+            pool_pages=draft_pages(draft.config, opened.config, pages, settings),
             tokens=options.draft_tokens,
             settings=settings,
             **options.keeping(),

@@ -505,9 +505,8 @@ class Scheduler:
     def _decodes(self, sequences: list[Sequence]) -> list[Work]:
         work = []
         for sequence in sequences:
-            decoding = sequence.state is SequenceState.RUNNING and sequence.remaining == 1
-            if decoding and self._make_room(sequence):
-                work.append(Work(sequence, sequence.computed, sequence.computed + 1))
+            if sequence.decodes and self._make_room(sequence):
+                work.append(Work(sequence, sequence.computed, len(sequence.tokens)))
         return work
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -555,7 +554,7 @@ class Scheduler:
             last = len(self._turns)
             sequences = sorted(sequences, key=lambda s: self._turns.get(s.request_id, last))
         for sequence in sequences:
-            if sequence.state is not SequenceState.RUNNING or sequence.remaining <= 1:
+            if sequence.state is not SequenceState.RUNNING or sequence.remaining <= 1 or sequence.decodes:
                 continue
             item = self._next(sequence)
             if not self._keeper.may_compute(sequence, item.stop):

@@ -164,6 +164,7 @@ class Sequence:
         # Ends of chunks where all groups are saved, and whether other prompts continue from there.
         self.save_points: dict[int, bool] = {}
         self.computed = 0
+        self.repeated = 0  # accepted tokens of the last draft that are computed once more, for the states
         self.loading: Loading | None = None
         self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
         self.arriving = False  # whether loaded pages may still be arriving
@@ -198,8 +199,14 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Return how many tokens' KV must still be computed; 1 while decoding."""
+        """Return how many tokens' KV must still be computed; 1 while decoding, or a few more after a draft if
+        the model has recurrent states."""
         return len(self.tokens) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether its next step computes the newest token, and before it only accepted tokens."""
+        return self.state is SequenceState.RUNNING and self.remaining == 1 + self.repeated
 
     @property
     def coming(self) -> int:
@@ -231,6 +238,7 @@ class Sequence:
     def restore(self, computed: int) -> None:
         """Note that the KV of the first ``computed`` tokens came from the store or from another sequence."""
         self.computed = computed
+        self.repeated = 0
         if computed > len(self.prompt):
             self.prompt.extend(self.tokens[len(self.prompt) : computed])
 
@@ -244,7 +252,7 @@ class Sequence:
         twin.state = SequenceState.WAITING
         twin.tables = []
         twin.save_points = dict(self.save_points)
-        twin.computed = 0
+        twin.computed = twin.repeated = 0
         twin.loading = None
         twin.meeting = None
         twin.promise = None

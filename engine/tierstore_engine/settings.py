@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from tierstore.errors import UsageError
+from tierstore.retention import checkpoint_tokens
+from tierstore.spec import KVSpec
 
 PLANS = ("both-ends", "one-way", "load", "compute")
 SCHEDULES = ("cache", "fcfs")
@@ -79,6 +81,10 @@ class EngineSettings:
         """Return how many tokens of a step prompts may take. The others are reserved for answers, independent
         of their current number. So an answer takes nothing from a prompt that came before it."""
         return self.batch_tokens - self.max_sequences + 1
+
+    def checkpoint_distance(self, spec: KVSpec) -> int:
+        """Return the largest distance of save points, in tokens, in a model with the pages of ``spec``."""
+        return checkpoint_tokens(spec) if self.checkpoint_tokens is None else self.checkpoint_tokens
 
     def check_chunk(self, chunk_tokens: int) -> None:
         """Raise :class:`UsageError` unless prefill chunks end where pages end."""

@@ -6,6 +6,9 @@ A sequence has one page of a layer group with states, independent of its length.
 the last inputs of its convolution, then its matrices. A step reads the state after the earlier tokens (zeros
 if its span begins with token 0), and writes the state after its own tokens. A copy of the page is a snapshot.
 
+A state cannot go back. So the tokens of a draft read the state, and the page keeps the state before them. The
+next step computes those that were accepted again, with the newest token.
+
 On the CPU ``BLOCK`` tokens are computed at a time: within a block their states depend on one another
 linearly. Blocks begin at multiples of ``BLOCK`` tokens of the sequence, independent of where spans begin. So
 the same tokens are computed in the same shapes, unless a span ends within a block.
@@ -14,7 +17,7 @@ the same tokens are computed in the same shapes, unless a span ends within a blo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import conv1d
@@ -46,13 +49,29 @@ class StatePages:
         """Return the state in a page."""
         return LayerState(self._inputs[layer][page], self._matrices[layer][page])
 
-    def before(self, span: Span, layer: int, page: int) -> LayerState:
-        """Return the state before ``span``: zeros before token 0."""
-        state = self.state(layer, page)
-        if span.start == 0:
-            state.inputs.zero_()
-            state.matrices.zero_()
-        return state
+    def through(
+        self, layer: int, layout: BatchLayout, *, begin: bool = True
+    ) -> Iterator[tuple[Span, LayerState, slice]]:
+        """Yield the spans of the layout with the states before them (zeros before token 0) and their rows.
+        The caller takes each state through its span's tokens before it asks for the next one.
+
+        The tokens of a draft are a span of their own, with a copy of the state. ``begin`` is False if another
+        call has begun the states of this step.
+        """
+        row = 0
+        for span, table in zip(layout.spans, layout.block_tables, strict=True):
+            state, certain = self.state(layer, int(table[0])), span.stop - span.drafted
+            if span.start == 0 and begin:
+                state.inputs.zero_()
+                state.matrices.zero_()
+            if span.start < certain:
+                part = replace(span, stop=certain, drafted=0)
+                yield part, state, slice(row, row + part.tokens)
+                row += part.tokens
+            if span.drafted:
+                part = replace(span, start=certain, drafted=0)
+                yield part, state.copy(), slice(row, row + part.tokens)
+                row += part.tokens
 
     def convolve(
         self,
@@ -65,8 +84,8 @@ class StatePages:
         """Return the convolution of ``channels [tokens, channels]`` for the layout's spans, in the same
         shape. The pages then have the inputs for the tokens after the spans."""
         out = torch.empty_like(channels)
-        for span, page, rows in sequences(layout):
-            out[rows] = self.before(span, layer, page).convolve(channels[rows], weight, bias)
+        for _, state, rows in self.through(layer, layout):
+            out[rows] = state.convolve(channels[rows], weight, bias)
         return out
 
 
@@ -78,6 +97,10 @@ class LayerState:
     """``[channels, conv_width - 1]``, the newest last."""
     matrices: torch.Tensor
     """float32 ``[heads, key_dim, value_dim]``."""
+
+    def copy(self) -> LayerState:
+        """Return a copy that is in no page."""
+        return LayerState(self.inputs.clone(), self.matrices.clone())
 
     def convolve(
         self, channels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -136,14 +159,6 @@ def read_and_add(
     out: torch.Tensor = before + (queries @ keys.mT * left.between) @ added
     state.mul_(left.since_start[:, -1:]).add_((keys * left.until_end).mT @ added)
     return out
-
-
-def sequences(layout: BatchLayout) -> Iterator[tuple[Span, int, slice]]:
-    """Yield each span of a layer group with states, its page, and its rows in the step."""
-    row = 0
-    for span, table in zip(layout.spans, layout.block_tables, strict=True):
-        yield span, int(table[0]), slice(row, row + span.tokens)
-        row += span.tokens
 
 
 def blocks(span: Span) -> Iterator[slice]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.engine.grouped import CHUNK, GroupedEngines
 from tests.engine.stored import Stored
 from tests.tiny_models import VOCAB, reference_model, train_tokenizer
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
@@ -33,7 +34,7 @@ hypothesis.settings.load_profile("engine")
 
 PROMPT_TOKENS = 333
 NEW_TOKENS = 64
-STORED_CHUNK = 16  # tokens a page of a stored engine
+STORED_CHUNK = CHUNK  # tokens a page of a stored engine
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,25 @@ def stored_engine(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
     yield make
     for stored in opened:
         stored.close()
+
+
+@pytest.fixture
+def oracle(name: str, oracles: Callable[[str], Oracle]) -> Oracle:
+    """The oracle of the architecture that the test calls ``name``."""
+    return oracles(name)
+
+
+@pytest.fixture
+def model(oracle: Oracle, loaded: Callable[..., LoadedModel]) -> LoadedModel:
+    """The model of ``oracle``."""
+    return loaded(str(oracle.folder))
+
+
+@pytest.fixture
+def grouped(tmp_path: Path) -> Iterator[GroupedEngines]:
+    engines = GroupedEngines(tmp_path)
+    yield engines
+    engines.close_all()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ from tierstore_engine.attention.cuda_latents import CudaLatentAttention
 from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
 from tierstore_engine.build import LoadedModel, load_model, make_memory
 from tierstore_engine.config import ModelConfig, RopeConfig
+from tierstore_engine.draft_model import DraftModel
+from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.model import Memory, Model
+from tierstore_engine.outputs import EngineStats
 from tierstore_engine.presets import preset
 from tierstore_engine.rope import Rope, rotate
 from tierstore_engine.sampling import SamplingParams
@@ -40,6 +44,7 @@ from tierstore_engine.settings import EngineSettings
 from tierstore_engine.weights import slots
 
 from .conftest import Oracle
+from .test_drafting import Echo
 
 CHUNK = 16
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, keep_logits=True)
@@ -67,19 +72,31 @@ def memory_kind(
     return CudaLatentAttention if kind is LayerKind.MLA_LATENT else CudaAttention
 
 
-def cuda_memory(pool: PagePool, config: ModelConfig) -> Memory:
+def cuda_memory(pool: PagePool, config: ModelConfig, *, launcher: Launcher | None = None) -> Memory:
     """The same, its kernels on the executor (or a device)."""
-    return memory_kind(pool.spec, config)(torch.from_numpy(pool.array), pool.spec, config, kernel_launcher())
+    kernels = launcher or kernel_launcher()
+    return memory_kind(pool.spec, config)(torch.from_numpy(pool.array), pool.spec, config, kernels)
 
 
-def engine_over(
-    model: LoadedModel, remember: Callable[[PagePool, ModelConfig], Memory], **settings: int
-) -> Engine:
+def runner_over(
+    model: LoadedModel, remember: Callable[[PagePool, ModelConfig], Memory]
+) -> tuple[Model, NoStore]:
     spec = model.kv_spec(chunk_tokens=CHUNK)
     connector = NoStore([PagePool(part, 64) for part in spec.split()], model.identity(spec))
     memories = [remember(pool, model.config) for pool in connector.pools]
-    runnable = Model(model.config, model.weights, memories, device="cpu")
-    return Engine(runnable, model.tokenizer, connector, EngineSettings(prefill_chunk=48, **settings))
+    return Model(model.config, model.weights, memories, device="cpu"), connector
+
+
+def engine_over(
+    model: LoadedModel,
+    remember: Callable[[PagePool, ModelConfig], Memory],
+    *,
+    drafter: Drafter | None = None,
+    **settings: int,
+) -> Engine:
+    runnable, connector = runner_over(model, remember)
+    made = EngineSettings(prefill_chunk=48, **settings)
+    return Engine(runnable, model.tokenizer, connector, made, drafter=drafter)
 
 
 def logits_of(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[np.ndarray]:
@@ -114,21 +131,66 @@ def test_tiny_engine_beside_the_cpu_backend(dtype: str) -> None:
     assert kinds == {"rope_write", "prefill", "decode_simt", "combine_splits", "add_norm", "silu_mul"}
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
-def test_tiny_engine_over_codes(kv_dtype: str) -> None:
-    """The same with quantised pages. A last bit may put a number on another code, so the bound is wider."""
-    model = load_model("tiny", device="cpu", dtype="float16", kv_dtype=kv_dtype)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("tiny", "int8"), ("tiny", "fp8_e4m3"), ("tiny-gemma3", "int8"), ("tiny-qwen3-next", "fp8_e4m3")],
+)
+def test_tiny_engine_over_codes(name: str, kv_dtype: str) -> None:
+    """The same with quantised pages, also of windows and beside states. A last bit may put a number on
+    another code, so the bound is wider."""
+    model = load_model(name, device="cpu", dtype="float16", kv_dtype=kv_dtype)
     prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (100, 33)]
     launcher = kernel_launcher()
-    engine = engine_over(model, lambda pool, config: cuda_attention(pool, config, launcher))
+    engine = engine_over(model, partial(cuda_memory, launcher=launcher))
     ours = engine.generate(prompts, GREEDY)
     engine.close()
     for prompt, answer in zip(prompts, ours, strict=True):
         begun = [[*prompt, *answer.tokens[:step]] for step in range(0, GREEDY.max_new_tokens, 5)]
-        theirs = np.concatenate(logits_of(engine_over(model, CpuAttention), begun, ONE_TOKEN))
+        theirs = np.concatenate(logits_of(engine_over(model, make_memory), begun, ONE_TOKEN))
         assert np.abs(answer.logits[::5] - theirs).max() / theirs.std() < 0.25
-    kinds = {name.split("<")[0] for name in launcher.launches}
-    assert kinds == {"quantise_write", "prefill", "decode_simt", "combine_splits", "add_norm", "silu_mul"}
+    kinds = {launched.split("<")[0] for launched in launcher.launches}
+    assert kinds >= {"quantise_write", "prefill", "decode_simt", "combine_splits"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("tiny", "auto"),
+        ("tiny-gemma3", "int8"),
+        ("tiny-deepseek", "auto"),
+        ("tiny-qwen3-next", "int8"),
+        ("tiny-nemotron-h", "auto"),
+    ],
+)
+def test_drafts(name: str, kv_dtype: str, loaded: Callable[..., LoadedModel]) -> None:
+    """From the prompt, right and wrong ones, and a draft model's: the tokens are those of the plain run. The
+    draft model is the model itself, which is right unless two tokens are as likely as each other."""
+    model = loaded(name, dtype="float16", kv_dtype=kv_dtype)
+    asked = [[(7 * i + n) % 50 for i in range(n)] * 2 for n in (9, 17)]
+    params = replace(GREEDY, max_new_tokens=16)
+
+    def answers(drafter: Drafter | None) -> tuple[list[tuple[int, ...]], EngineStats]:
+        engine = engine_over(model, cuda_memory, drafter=drafter)
+        completions, stats = engine.generate(asked, params), engine.stats()
+        for pool in engine.connector.pools:
+            assert pool.free_pages == pool.num_pages
+        engine.close()
+        return [completion.tokens for completion in completions], stats
+
+    plain, _ = answers(None)
+    known = {tuple(prompt): tokens for prompt, tokens in zip(asked, plain, strict=True)}
+    drafters: list[Drafter] = [
+        PromptLookupDrafter(tokens=3),
+        Echo(known, tokens=4, wrong=0.4),
+        DraftModel(*runner_over(model, cuda_memory), tokens=3, settings=EngineSettings(prefill_chunk=48)),
+    ]
+    for drafter in drafters:
+        drafted, stats = answers(drafter)
+        assert drafted == plain
+        assert stats.accepted_tokens <= stats.drafted_tokens
+        if not isinstance(drafter, PromptLookupDrafter):
+            assert stats.accepted_tokens > 0
+    assert stats.accepted_tokens > 0.8 * stats.drafted_tokens
 
 
 # The others of the suite are in test_device_groups: there the kernels' tokens are compared, from every tier.

@@ -311,12 +311,16 @@ def test_a_long_past_loses_no_digits(library: str) -> None:
 
 
 RANGES = (((3.0, 4.0),) * 2,) * 2
+KV = ("int8", "fp8_e4m3", "fp8_e5m2", "int4", "k8v4", "int4/fp8_e5m2")
 
 
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("ranges", [(), RANGES], ids=["dynamic", "static"])
-def test_quantised_pages_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch, ranges: tuple) -> None:
+def test_quantised_pages_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch, ranges: tuple, kv: str) -> None:
     """In place or gathered, the same codes and scales give the same result up to rounding."""
-    written = Written(config_of(4, 2, 16, kv=KVFormat("int8", "int8", ranges)), [61, 8, 17])
+    form = replace(KVFormat.parse(kv), ranges=ranges)
+    written = Written(config_of(4, 2, 18, kv=form), [61, 8, 17])
+    assert (written.attention._in_place is None) == (native.DECODE is None)
     state = written.generator.get_state()
     in_place = written.attend([1, 3, 1])
     monkeypatch.setattr(native, "DECODE", None)
@@ -327,14 +331,16 @@ def test_quantised_pages_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch, ra
     torch.testing.assert_close(in_place[1], by_torch[1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_rows_attention_does_not_depend_on_the_others_or_the_threads(threads: None) -> None:
-    written = Written(config_of(6, 3, 64), [70, 33, 8])
+@pytest.mark.parametrize("kv", ["auto", *KV])
+def test_a_rows_attention_does_not_depend_on_the_others_or_the_threads(threads: None, kv: str) -> None:
+    config = config_of(6, 3, 64, kv=KVFormat.parse(kv))
+    written = Written(config, [70, 33, 8])
     state = written.generator.get_state()
     whole = written.attend([4, 1, 2])[0]
     torch.set_num_threads(1)
     written.generator.set_state(state)
     assert torch.equal(whole, written.attend([4, 1, 2])[0])
-    single = Written(config_of(6, 3, 64), [70, 33, 8])
+    single = Written(config, [70, 33, 8])
     single.tables, single.keys, single.values = single.tables[:1], single.keys[:1], single.values[:1]
     single.generator.set_state(state)
     assert torch.equal(whole[:4], single.attend([4])[0])

@@ -120,7 +120,7 @@ def model(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> L
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, keep_logits=True)
 
 
-@pytest.mark.parametrize("model", ["auto", "int8"], indirect=True)
+@pytest.mark.parametrize("model", ["auto", "int8", "fp8_e4m3"], indirect=True)
 def test_hits_from_every_tier_have_the_bits_of_a_cold_run(
     model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
@@ -149,7 +149,7 @@ def test_hits_from_every_tier_have_the_bits_of_a_cold_run(
             stored.store.evict("hbm")
 
 
-@pytest.mark.parametrize("model", ["auto", "int8"], indirect=True)
+@pytest.mark.parametrize("model", ["auto", "int8", "k8v4"], indirect=True)
 def test_drafts_do_not_change_the_bits(model: LoadedModel, stored_engine: Callable[..., Stored]) -> None:
     prompt = PROMPTS[0][:20] * 4
     plain, drafted = (
@@ -177,8 +177,6 @@ def test_pages_computed_otherwise_are_not_used(
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        ("tiny", {"kv_dtype": "fp8_e4m3"}, "takes KV in the model's dtype or as int8"),
-        ("tiny", {"kv_dtype": "k8v4"}, "takes KV in the model's dtype or as int8"),
         ("tiny", {"dtype": "float16"}, "computes in float32 or bfloat16, not float16"),
         ("tiny-qwen3-next", {}, "does not take models with recurrent states yet"),
     ],

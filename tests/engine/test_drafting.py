@@ -13,7 +13,7 @@ import torch
 
 import tierstore
 from tests.engine.stored import Stored
-from tests.portions import diagonal, portion
+from tests.portions import chosen, diagonal, portion
 from tierstore.errors import UsageError
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.base import Connector
@@ -23,6 +23,7 @@ from tierstore_engine.build import LoadedModel
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.kv_format import CODES
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -69,8 +70,13 @@ class Echo:
 
 
 @pytest.mark.parametrize("count", portion(40, 200))
-def test_greedy_output_is_equal(count: int, tiny: LoadedModel, engine_of: EngineOf) -> None:
-    asked = prompts(count)
+@pytest.mark.parametrize("kv", chosen(["auto", *CODES, "k8v4"], "auto", "fp8_e4m3", "k8v4"))
+def test_greedy_output_is_equal(
+    kv: str, count: int, loaded: Callable[..., LoadedModel], engine_of: EngineOf
+) -> None:
+    """With quantised KV as well: a drafted token's keys and values have the bits of one computed alone, so
+    they become the same codes."""
+    asked, tiny = prompts(count), loaded("tiny", kv_dtype=kv)
     plain = engine_of(tiny, pool_pages=256).generate(asked, GREEDY)
     engine = engine_of(tiny, pool_pages=256, drafter=PromptLookupDrafter())
     drafted = engine.generate(asked, GREEDY)
@@ -144,11 +150,14 @@ def test_text_that_repeats_itself_takes_fewer_steps(tiny: LoadedModel, engine_of
     assert drafted.metrics.accepted_tokens == 300 - engine.stats().steps
 
 
-@pytest.mark.parametrize("count", portion(1000, 3000))
-def test_sampling_is_distributed_as_without(count: int, tiny: LoadedModel, engine_of: EngineOf) -> None:
+@pytest.mark.parametrize("count", portion(1000, 20_000))
+@pytest.mark.parametrize("kv", chosen(["auto", "int8", "k8v4"], "auto", "int8"))
+def test_sampling_is_distributed_as_without(
+    kv: str, count: int, loaded: Callable[..., LoadedModel], engine_of: EngineOf
+) -> None:
     """Three tokens, many times, of which the second is drafted: chi-squared of the 27 outcomes against what
     the model's logits give them. Fails by chance once in 10,000 seeds, and these are fixed."""
-    prompt = prompts(1)[0]
+    prompt, tiny = prompts(1)[0], loaded("tiny", kv_dtype=kv)
     params = SamplingParams(max_new_tokens=3, temperature=1.5, top_k=3, seed=0, ignore_eos=True)
     reference = engine_of(tiny)
 

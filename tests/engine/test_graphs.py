@@ -249,6 +249,7 @@ def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
     for refused in (
         step(Span(([0],), 0, 4)),
         step(one, rows=0),
+        step(replace(one, drafted=1)),
         step(one, arrivals=OnTheirWay()),
         replace(step(one), adapters=("a",)),
         step(one, one, one, rows=3),
@@ -257,6 +258,7 @@ def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
         assert runner.graphs.compute(refused) is None
     assert runner.graphs.eager == {
         "prefill": 2,
+        "drafts": 1,
         "pages on their way": 1,
         "adapters": 1,
         "too many sequences": 1,

@@ -4,38 +4,29 @@ continues as transformers does."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import pytest
 import torch
 
-import tierstore
+from tests.engine.grouped import CHECKPOINT, GroupedEngines, forget
 from tests.portions import chosen, diagonal, portion
 from tests.tiny_models import GROUPED, STATES, VOCAB, reference_model
 from tierstore.errors import UsageError
-from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore.tiers.overflow import Overflow
-from tierstore_connectors.base import Connector
-from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.beams import BeamParams
-from tierstore_engine.build import LoadedModel, build_draft_model, build_engine, make_runner
+from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import ModelError, RequestError
 from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import SequenceState
-from tierstore_engine.settings import EngineSettings
 
 from .conftest import NEW_TOKENS, STORED_CHUNK, Oracle
 from .test_oracle import GREEDY, MAX_LOGIT_DIFF, assert_same, finish
-
-CHECKPOINT = 4 * STORED_CHUNK
-
 
 REMEMBERING = (*GROUPED, *STATES)
 
@@ -48,77 +39,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def oracle(name: str, oracles: Callable[[str], Oracle]) -> Oracle:
-    return oracles(name)
-
-
-@pytest.fixture
-def model(oracle: Oracle, loaded: Callable[..., LoadedModel]) -> LoadedModel:
-    return loaded(str(oracle.folder))
-
-
-@pytest.fixture
-def engine_of(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Makes an engine; ``disk`` names its store's directory, ``stored`` says whether it has one. When it is
-    closed every page is where it belongs."""
-    engines: list[Engine] = []
-
-    def make(
-        model: LoadedModel,
-        *,
-        stored: bool = True,
-        disk: str | None = None,
-        pages: int = 64,
-        **settings: Any,
-    ) -> Engine:
-        spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
-        parts = spec.split()
-        pools = open_group_pools(parts, bytes_for(parts, [pages] * len(parts)))
-        connector: Connector = NoStore(pools, model.identity(spec))
-        if stored:
-            store = tierstore.open(
-                tmp_path / disk if disk else None,
-                spec,
-                identity=model.identity(spec),
-                pools=pools,
-                host_bytes=16 << 20,
-                disk_bytes=16 << 20,
-                checkpoint_tokens=CHECKPOINT,
-            )
-            connector = StoreConnector(store)
-        # These models compute faster than some disks load.
-        values = {"prefill_chunk": 64, "plan": "load", "checkpoint_tokens": CHECKPOINT, **settings}
-        made = EngineSettings(**values)
-        engines.append(Engine(make_runner(model, pools, made), model.tokenizer, connector, made))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        if engine not in CLOSED:
-            close(engine)
-
-
-CLOSED: WeakSet[Engine] = WeakSet()
-
-
-def close(engine: Engine) -> None:
-    CLOSED.add(engine)
-    connector = engine.connector
-    if not engine.has_work:
-        if isinstance(connector, StoreConnector):
-            assert connector.store.flush(60)
-            connector.store.check()
-        for group, pool in enumerate(connector.pools):
-            assert connector.available(group=group) == pool.capacity
-    engine.close()
-
-
-def forget(engine: Engine) -> None:
-    """What is in the page pools has to come from below them."""
-    assert isinstance(engine.connector, StoreConnector)
-    assert engine.connector.store.flush(60)
-    for group, pool in enumerate(engine.connector.pools):
-        engine.connector.evict(pool.num_pages, group=group)
+def engine_of(grouped: GroupedEngines) -> Callable[..., Engine]:
+    return grouped.make
 
 
 def last_chunk(tokens: int) -> int:
@@ -150,16 +72,14 @@ def test_in_a_mixed_batch(oracle: Oracle, model: LoadedModel, engine_of: Callabl
 
 
 @pytest.mark.parametrize(*diagonal(name=REMEMBERING, tier=["host", "disk", "hbm"]), indirect=["name"])
-def test_from_each_tier(
-    tier: str, oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
-) -> None:
-    engine = engine_of(model, disk="store")
+def test_from_each_tier(tier: str, oracle: Oracle, model: LoadedModel, grouped: GroupedEngines) -> None:
+    engine = grouped.make(model, disk="store")
     engine.generate([oracle.prompt], GREEDY)
     if tier == "host":
         forget(engine)
     if tier == "disk":
-        close(engine)
-        engine = engine_of(model, disk="store")
+        grouped.close(engine)
+        engine = grouped.make(model, disk="store")
     [again] = engine.generate([oracle.prompt], GREEDY)
     assert_same(again, oracle)
     assert again.metrics.reused_by_tier == {tier: last_chunk(len(oracle.prompt))}
@@ -270,22 +190,22 @@ def test_quantised_pages_beside_states_from_each_tier(
     family: str,
     checkpoints: Callable[..., Path],
     loaded: Callable[..., LoadedModel],
-    engine_of: Callable[..., Engine],
+    grouped: GroupedEngines,
 ) -> None:
     """A warm run has the answer of a cold one. Float pages have another identity."""
     plain, model = (loaded(str(checkpoints(family)), kv_dtype=bits) for bits in ("auto", "int8"))
     prompt = [token % 300 for token in range(7, 7 + 11 * 200, 11)]
-    other = engine_of(plain, disk="store")
+    other = grouped.make(plain, disk="store")
     other.generate([prompt], GREEDY)
-    close(other)
-    [cold] = engine_of(model, stored=False).generate([prompt], GREEDY)
-    engine = engine_of(model, disk="store")
+    grouped.close(other)
+    [cold] = grouped.make(model, stored=False).generate([prompt], GREEDY)
+    engine = grouped.make(model, disk="store")
     for tier in ("", "host", "disk"):
         if tier == "host":
             forget(engine)
         if tier == "disk":
-            close(engine)
-            engine = engine_of(model, disk="store")
+            grouped.close(engine)
+            engine = grouped.make(model, disk="store")
         [found] = engine.generate([prompt], GREEDY)
         assert (tier in found.metrics.reused_by_tier) == bool(tier)
         assert found.tokens == cold.tokens
@@ -298,8 +218,6 @@ def test_quantised_pages_beside_states_from_each_tier(
 def test_states_refuse_what_needs_attention(model: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="an overflow file needs layers that read every token"):
         build_engine(model, pool_pages=4, overflow=Overflow(tmp_path, 1 << 30))
-    with pytest.raises(UsageError, match="a draft model cannot have recurrent states"):
-        build_draft_model(model, model, pool_pages=4, tokens=2)
     with pytest.raises(ModelError, match="--kv-dtype is for keys and values"):
         replace(model.config, kv=KVFormat.parse("int8"))
 

@@ -19,7 +19,7 @@ DECODE_FILE = Path(__file__).with_name("_decode.so")
 # INTERFACE in the sources: a built file may be of another version.
 _INTERFACE = 4
 _CODEC_INTERFACE = 1
-_DECODE_INTERFACE = 5
+_DECODE_INTERFACE = 6
 _P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 DECODE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 """The numbers of decode.c's formats, by the names of dtypes."""
@@ -37,6 +37,13 @@ PACKED_FORMATS = {
     for name in names
 }
 """The numbers of decode.c's formats of quantised weights, by the names in the engine's weight_formats.py."""
+CODED = 6
+"""The number of decode.c's format for KV whose codes are named for each plane (``KV_CODES``)."""
+KV_CODES = {
+    **{name: PACKED_FORMATS[name] for name in ("fp8_e4m3", "fp8_e5m2", "int8")},
+    "int4": PACKED_FORMATS["uint4"],
+}
+"""The numbers of decode.c's codes of KV, by the names in the engine's kv_format.py."""
 
 
 class Packed(ctypes.Structure):

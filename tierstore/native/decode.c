@@ -3,7 +3,7 @@
  *
  * A decode step has one token per sequence, so it reads every weight, key and value once and does little with each.
  * The time is that of reading memory, if nothing is read twice or copied, and nothing is called for each sequence and
- * layer. Python calls these functions with ctypes, which releases the GIL. Numbers are float32, bfloat16 or int8;
+ * layer. Python calls these functions with ctypes, which releases the GIL. Numbers are float32, bfloat16 or codes;
  * sums are float32. The result of a row depends neither on the other rows of the step nor on the number of threads.
  *
  * Attention: a task is one row (a query token), one KV head and up to TILE of the query heads that share it. It walks the
@@ -31,7 +31,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 5
+#define INTERFACE 6
 
 #define LANES 8
 #define BLOCK 32
@@ -49,16 +49,17 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-enum { FLOAT32, BFLOAT16, INT8, FLOAT16, UINT8, INT16 }; /* the last three: of scales and zeros only */
+enum { FLOAT32, BFLOAT16, INT8, FLOAT16, UINT8, INT16, CODED }; /* FLOAT16 to INT16: of scales and zeros only */
 
 /* One layer's KV in the pages of a pool. `start` and `scales` are offsets in a page, of K and of V (the same for
  * latents): of the first head's vectors, and of their bfloat16 scales. A head has `chunk` vectors of `width`
- * numbers in a row. `fixed` are one scale for each head, in place of those in pages; NULL without. */
+ * numbers in a row. `fixed` are one scale for each head, in place of those in pages; NULL without. If the format is
+ * CODED, K and V are codes: E4M3, E5M2, I8, or U4, whose numbers are 8 less. */
 struct layer {
     const char *pages;
     uint64_t page_bytes, start[2], scales[2];
     const float *fixed[2];
-    int32_t format, chunk, heads, kv_heads, width;
+    int32_t format, codes[2], chunk, heads, kv_heads, width;
     float scale, cap; /* cap: 0 for none */
 };
 
@@ -837,14 +838,40 @@ INLINE void weigh(struct softmax *soft, float (*scores)[BLOCK], size_t count, si
 /* The scales of a block's keys or values, times `by`. */
 INLINE void scales_of(float *scales, const struct layer *layer, int plane, const char *page, size_t head, size_t from,
                       size_t tokens, float by, int format) {
-    const float fixed = format == INT8 && layer->fixed[plane] != NULL ? layer->fixed[plane][head] : 1.0f;
+    const int scaled = format == INT8 || format == CODED;
+    const float fixed = scaled && layer->fixed[plane] != NULL ? layer->fixed[plane][head] : 1.0f;
     for (size_t t = 0; t < BLOCK; t++)
         scales[t] = fixed * by;
-    if (format != INT8 || layer->fixed[plane] != NULL)
+    if (!scaled || layer->fixed[plane] != NULL)
         return;
     const char *held = page + layer->scales[plane] + 2 * (head * layer->chunk + from);
     for (size_t t = 0; t < tokens; t++)
         scales[t] = read_one(held, t, BFLOAT16) * by;
+}
+
+/* Where a plane's vector `at` of a page is, and the `tokens` after it. Codes are decoded into `to`. */
+INLINE const char *vectors(const struct layer *layer, int plane, const char *page, size_t at, size_t tokens, float *to,
+                           int format) {
+    const size_t first = at * layer->width, count = tokens * layer->width;
+    const char *held = page + layer->start[plane];
+    if (format != CODED)
+        return held + first * number_bytes(format);
+    switch (layer->codes[plane]) {
+    case E4M3:
+        decode_codes((const uint8_t *)held + first, count, to, 8, E4M3);
+        break;
+    case E5M2:
+        decode_codes((const uint8_t *)held + first, count, to, 8, E5M2);
+        break;
+    case I8:
+        decode_codes((const uint8_t *)held + first, count, to, 8, I8);
+        break;
+    default:
+        decode_codes((const uint8_t *)held + first / 2, count, to, 4, U4);
+        for (size_t i = 0; i < count; i++)
+            to[i] -= 8;
+    }
+    return (const char *)to;
 }
 
 INLINE void attend(const struct work *work, size_t task, int format) {
@@ -856,7 +883,8 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     const size_t count = groups - tile * TILE < TILE ? groups - tile * TILE : TILE;
     const size_t query = row->number * layer->heads + head * groups + tile * TILE;
     const float *queries = work->queries + query * width;
-    float scores[TILE][BLOCK] = {{0}}, key_scales[BLOCK], value_scales[BLOCK];
+    float scores[TILE][BLOCK] = {{0}}, key_scales[BLOCK], value_scales[BLOCK], decoded[BLOCK * MOST_WIDTH];
+    const int numbers = format == CODED ? FLOAT32 : format;
     struct softmax soft, whole;
     const size_t half = width + 2, place = task / work->tiles / layer->kv_heads * layer->heads + query % layer->heads;
     float *state = work->states == NULL ? NULL : work->states + place * 2 * half;
@@ -870,14 +898,18 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     for (size_t at = row->first, tokens; at < (size_t)row->stop; at += tokens) {
         const size_t from = at % chunk, left = row->stop - at;
         const char *page = layer->pages + table[at / chunk] * layer->page_bytes;
-        const size_t vector = (head * chunk + from) * width * number_bytes(format);
+        const size_t vector = head * chunk + from;
         tokens = chunk - from < BLOCK ? chunk - from : BLOCK;
         tokens = left < tokens ? left : tokens;
         scales_of(key_scales, layer, 0, page, head, from, tokens, layer->scale, format);
         scales_of(value_scales, layer, 1, page, head, from, tokens, 1.0f, format);
-        multiply(queries, count, width, page + layer->start[0] + vector, page + layer->start[1] + vector, tokens, scores, format);
+        const char *const keys = vectors(layer, 0, page, vector, tokens, decoded, format);
+        const char *values = format == CODED ? keys : vectors(layer, 1, page, vector, tokens, decoded, format);
+        multiply(queries, count, width, keys, values, tokens, scores, numbers);
         weigh(&soft, scores, count, width, tokens, key_scales, value_scales, layer);
-        add_values(soft.sums, count, width, page + layer->start[1] + vector, tokens, scores, format);
+        if (format == CODED)
+            values = vectors(layer, 1, page, vector, tokens, decoded, format);
+        add_values(soft.sums, count, width, values, tokens, scores, numbers);
         if ((at + tokens) / SEGMENT != at / SEGMENT) {
             merge(&whole, &soft, count, width);
             begin(&soft, count, width);
@@ -911,6 +943,7 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     prefix FOR_EACH_TASK(attend_float32##suffix, work, attend(work, task, FLOAT32)) \
     prefix FOR_EACH_TASK(attend_bfloat16##suffix, work, attend(work, task, BFLOAT16)) \
     prefix FOR_EACH_TASK(attend_int8##suffix, work, attend(work, task, INT8)) \
+    prefix FOR_EACH_TASK(attend_coded##suffix, work, attend(work, task, CODED)) \
     prefix FOR_EACH_TASK(multiply_float32##suffix, product, multiply_rows(work, task * ROWS, FLOAT32)) \
     prefix FOR_EACH_TASK(multiply_bfloat16##suffix, product, multiply_rows(work, task * ROWS, BFLOAT16)) \
     prefix FOR_EACH_TASK(multiply_packed##suffix, product, multiply_packed_rows(work, task * 8)) \
@@ -936,7 +969,8 @@ static void *attend_some(void *work_) {
     const int format = work->layer->format;
     (format == FLOAT32    ? CHOSEN(attend_float32)
      : format == BFLOAT16 ? CHOSEN(attend_bfloat16)
-                          : CHOSEN(attend_int8))(work);
+     : format == INT8     ? CHOSEN(attend_int8)
+                          : CHOSEN(attend_coded))(work);
     return NULL;
 }
 

@@ -37,12 +37,14 @@ class Span:
     """The tokens ``start … stop`` of one sequence, computed in this step. Earlier tokens are in pages.
 
     ``tables`` has a block table for each layer group, with one page per chunk, at least up to ``stop``. The
-    table of a recurrent state has the one page with the sequence's state.
+    table of a recurrent state has the one page with the sequence's state. The last ``drafted`` tokens may be
+    rejected: the page keeps the state before them.
     """
 
     tables: tuple[Sequence[int], ...]
     start: int
     stop: int
+    drafted: int = 0
 
     @property
     def block_table(self) -> Sequence[int]:

@@ -98,6 +98,7 @@ def _prepare(layout: BatchLayout, device: torch.device) -> StateSpans:
         [span.tokens for span in spans],
         [span.stop for span in spans],
         [span.tables[layout.group][0] for span in spans],
+        [span.drafted for span in spans],
     )
-    rows, counts, lengths, pages = to_device(torch.from_numpy(np.array(columns, np.int32)), device)
-    return StateSpans(rows, counts, lengths, pages.unsqueeze(1))
+    rows, counts, lengths, pages, drafts = to_device(torch.from_numpy(np.array(columns, np.int32)), device)
+    return StateSpans(rows, counts, lengths, pages.unsqueeze(1), drafts)

@@ -3,7 +3,9 @@
 A decode step has one query for each sequence, or some more with a draft. Gathering the pages of each sequence
 and calling torch for each costs more than the attention itself. The compiled part
 (``tierstore/native/decode.c``) does a layer of all such sequences in one call. It computes in float32 and
-reads float32, bfloat16 and int8 pages.
+reads float32, bfloat16 and quantised pages. A query's result is the same bits in a span of any length: else a
+drafted token would have other bits than one alone, and where these decide on a code, a whole step's
+difference.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class _Layer(ctypes.Structure):
         ("scales", ctypes.c_uint64 * 2),
         ("fixed", ctypes.c_void_p * 2),
         ("format", ctypes.c_int32),
+        ("codes", ctypes.c_int32 * 2),
         ("chunk", ctypes.c_int32),
         ("heads", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
@@ -78,9 +81,7 @@ class _Beyond:
 class InPlace:
     """Attention in place over the pages of one layer group. Made by :meth:`over`."""
 
-    def __init__(
-        self, library: ctypes.CDLL, pool: PagePool, config: ModelConfig, format_: int, *, past_only: bool
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, pool: PagePool, config: ModelConfig, *, past_only: bool) -> None:
         self._library = library
         self._past_only = past_only
         self._pool = pool
@@ -89,7 +90,7 @@ class InPlace:
         [self._group] = pool.spec.groups
         self._token_bytes = pool.spec.page_bytes // pool.spec.chunk_tokens // len(self._group.layers)
         self._fixed: list[torch.Tensor] = []  # kept, because the layers have their addresses
-        self._layers = {layer: self._layer(layer, format_) for layer in self._group.layers}
+        self._layers = {layer: self._layer(layer) for layer in self._group.layers}
         self._beyond: _Beyond | None = None
 
     @classmethod
@@ -99,17 +100,19 @@ class InPlace:
         [group] = pool.spec.groups
         if native.DECODE is None or not knows(config, group):
             return None
-        format_ = native.DECODE_FORMATS[_kinds(config).pop()]
-        return cls(native.DECODE, pool, config, format_, past_only=past_only)
+        return cls(native.DECODE, pool, config, past_only=past_only)
 
-    def _layer(self, layer: int, format_: int) -> _Layer:
+    def _layer(self, layer: int) -> _Layer:
         config, pool, spec = self._config, self._pool, self._pool.spec
+        kinds = _kinds(config, self._group)
+        alike = kinds[0] if kinds[0] == kinds[-1] else ""
         planes = (0, self._group.planes - 1)  # latents are both keys and values
         made = _Layer(
             pages=pool.array.ctypes.data,
             page_bytes=pool.array.strides[0],
             start=tuple(spec.tile(layer, plane, 0).start for plane in planes),
-            format=format_,
+            format=native.DECODE_FORMATS.get(alike, native.CODED),
+            codes=tuple(native.KV_CODES.get(kind, 0) for kind in (kinds[0], kinds[-1])),
             chunk=spec.chunk_tokens,
             heads=config.heads,
             kv_heads=self._group.kv_heads,
@@ -229,9 +232,11 @@ class InPlace:
 
 def knows(config: ModelConfig, group: LayerGroup) -> bool:
     """Return whether the compiled part knows the format of the pages of ``group``."""
-    kinds = _kinds(config)
-    return len(kinds) == 1 and kinds <= native.DECODE_FORMATS.keys() and group.head_dim <= _MOST_WIDTH
+    known = native.KV_CODES if config.kv.quantised else native.DECODE_FORMATS
+    return all(kind in known for kind in _kinds(config, group)) and group.head_dim <= _MOST_WIDTH
 
 
-def _kinds(config: ModelConfig) -> set[str]:
-    return {config.kv.keys, config.kv.values} if config.kv.quantised else {config.dtype}
+def _kinds(config: ModelConfig, group: LayerGroup) -> tuple[str, ...]:
+    """Return the names of the formats of the group's planes."""
+    kv = config.kv
+    return (kv.keys, kv.values)[: group.planes] if kv.quantised else (config.dtype,)

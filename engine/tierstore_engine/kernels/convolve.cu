@@ -12,12 +12,13 @@ __global__ void __launch_bounds__(256)
              const T* __restrict__ weights,               // [channels, WIDTH]
              const T* __restrict__ biases,                // [channels], or null
              const int* __restrict__ rows, const int* __restrict__ counts, const int* __restrict__ lengths,
+             const int* __restrict__ drafts,  // or null
              const int* __restrict__ pages, int page_step,  // a sequence's page is pages[sequence * page_step]
              unsigned char* __restrict__ pool, long long page_stride, long long offset,  // in bytes
              T* __restrict__ out,                                                        // [tokens, channels]
              int channels) {
   const int channel = blockIdx.x * 256 + threadIdx.x, sequence = blockIdx.y;
-  const Spans span(rows, counts, lengths, sequence);
+  const Spans span(rows, counts, lengths, drafts, sequence);
   if (channel >= channels || span.count == 0) return;
   T* const kept = in_page<T>(pool, pages[sequence * page_step], page_stride, offset) +
                   static_cast<long long>(channel) * (WIDTH - 1);
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(256)
     out[row * channels + channel] = Numbers<T>::narrow(rounded / (1.f + ptx::exp2_approx(-rounded * LOG2_E)));
 #pragma unroll
     for (int i = 0; i < WIDTH - 1; i++) window[i] = window[i + 1];
-  }
+    if (token + 1 != span.certain) continue;
 #pragma unroll
-  for (int i = 0; i < WIDTH - 1; i++) kept[i] = Numbers<T>::narrow(window[i]);
+    for (int i = 0; i < WIDTH - 1; i++) kept[i] = Numbers<T>::narrow(window[i]);
+  }
 }

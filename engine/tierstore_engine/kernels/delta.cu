@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(THREADS)
                const float* __restrict__ rates,   // [tokens, value_heads]
                const float* __restrict__ decays,  // [tokens, value_heads], logarithms
                const int* __restrict__ rows, const int* __restrict__ counts, const int* __restrict__ lengths,
+               const int* __restrict__ drafts,  // or null
                const int* __restrict__ pages, int page_step,
                unsigned char* __restrict__ pool, long long page_stride, long long offset,  // in bytes
                T* __restrict__ out,                                                        // [tokens, value_heads, VALUE_DIM]
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(THREADS)
 
   const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y;
   const int column = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
-  const Spans span(rows, counts, lengths, sequence);
+  const Spans span(rows, counts, lengths, drafts, sequence);
   if (span.count == 0) return;
   float* const matrix = in_page<float>(pool, pages[sequence * page_step], page_stride, offset) +
                         static_cast<long long>(head) * (KEY_DIM * VALUE_DIM);
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(THREADS)
     }
     read = over_parts(read);
     if (mine && part == 0) out[(place * heads + head) * VALUE_DIM + column] = Numbers<T>::narrow(read * of_query);
-  }
+    if (token + 1 != span.certain || !mine) continue;
 #pragma unroll
-  for (int i = 0; i < ROWS; i++)
-    if (mine) matrix[(i * PARTS + part) * VALUE_DIM + column] = state[i];
+    for (int i = 0; i < ROWS; i++) matrix[(i * PARTS + part) * VALUE_DIM + column] = state[i];
+  }
 }

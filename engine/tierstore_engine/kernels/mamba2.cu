@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
                 const float* __restrict__ skips,              // [heads]
                 float least_step, float most_step,
                 const int* __restrict__ rows, const int* __restrict__ counts, const int* __restrict__ lengths,
+                const int* __restrict__ drafts,  // or null
                 const int* __restrict__ pages, int page_step,
                 unsigned char* __restrict__ pool, long long page_stride, long long offset,  // in bytes
                 float* __restrict__ out,  // [tokens, heads, head_dim]
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
 
   const int first_column = blockIdx.x * COLUMNS, head = blockIdx.y, heads = gridDim.y, sequence = blockIdx.z;
   const int column = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
-  const Spans span(rows, counts, lengths, sequence);
+  const Spans span(rows, counts, lengths, drafts, sequence);
   if (span.count == 0) return;
   float* const matrix = in_page<float>(pool, pages[sequence * page_step], page_stride, offset) +
                         static_cast<long long>(head) * STATE_DIM * head_dim + first_column + column;
@@ -84,9 +85,9 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
       }
       read = over_parts(read);
       if (mine && part == 0) out[((row + token) * heads + head) * head_dim + first_column + column] = read + skip * x;
+      if (done + token + 1 != span.certain || !mine) continue;
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) matrix[(i * PARTS + part) * head_dim] = state[i];
     }
   }
-#pragma unroll
-  for (int i = 0; i < ROWS; i++)
-    if (mine) matrix[(i * PARTS + part) * head_dim] = state[i];
 }

@@ -24,19 +24,22 @@ from tierstore_engine.weights import Mamba2Terms
 class StateSpans:
     """The sequences of one launch, as int32 device arrays like
     :class:`~tierstore_engine.kernels.operations.Sequences`. A sequence is new if all of its tokens are. The
-    first column of ``tables [sequences, width]`` has the page of each sequence's state."""
+    first column of ``tables [sequences, width]`` has the page of each sequence's state. The last ``drafts``
+    of its tokens are a draft, before which the state is kept; None if no sequence has one."""
 
     rows: torch.Tensor
     counts: torch.Tensor
     lengths: torch.Tensor
     tables: torch.Tensor
+    drafts: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def arguments(self) -> tuple[Argument, ...]:
         """Return the kernels' arguments."""
-        return self.rows, self.counts, self.lengths, self.tables, np.int32(self.tables.stride(0))
+        places = (self.rows, self.counts, self.lengths, self.drafts, self.tables)
+        return *places, np.int32(self.tables.stride(0))
 
 
 @dataclass(frozen=True, slots=True)

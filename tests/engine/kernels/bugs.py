@@ -156,6 +156,12 @@ CONVOLUTION = [
         "Numbers<T>::widen(kept[i])",
     ),
     Bug(
+        "drafts kept",
+        "states.cuh",
+        "certain(count - (drafts != nullptr ? drafts[sequence] : 0))",
+        "certain(count)",
+    ),
+    Bug(
         "entries that are none",
         "states.cuh",
         "lengths[sequence] > 0 ? counts[sequence] : 0",

@@ -104,6 +104,7 @@ class StateProblem(ABC):
         random: torch.Generator,
     ) -> None:
         self.spans, self._dtype = list(spans), config.dtype
+        self.drafted = [0] * len(spans)
         pool = PagePool(config.kv_spec(chunk_tokens=64).split()[1], len(spans) + 1)
         pool.array[:] = 0xFF  # not a number
         self._theirs, self._memory = StatePages(pool, config), torch.from_numpy(pool.array)
@@ -137,15 +138,22 @@ class StateProblem(ABC):
             tables=guarded_tensor(
                 torch.tensor([[page, -1] for page in [*self._pages, -1]], dtype=torch.int32)
             ),
+            drafts=int32([*self.drafted, 0]) if any(self.drafted) else None,
         )
+
+    def untouched(self, number: int) -> bool:
+        """Whether the state of a span is the one before it."""
+        page = self._pages[number]
+        return torch.equal(self.pool[page], self._before[page])
 
     def check(self) -> None:
         """What tokens read, and the states behind them, are the CPU's."""
         theirs = torch.ones(len(self.out), dtype=torch.bool)
-        for (past, new), row, page in zip(self.spans, self.rows, self._pages, strict=True):
+        places = zip(self.spans, self.drafted, self.rows, self._pages, strict=True)
+        for (past, new), drafted, row, page in places:
             rows = slice(row, row + new)
             theirs[rows] = False
-            span = Span(((page,),), past, past + new)
+            span = Span(((page,),), past, past + new, drafted)
             right = self._on_cpu(rows, BatchLayout.of_states([span], device="cpu", group=0))
             self._assert_close(self.out[rows].float(), right.float())
             # The same page of ours, through the same views.
@@ -255,9 +263,14 @@ class ExecutedStates:
         self.shape = shape
         self.launcher = launcher or kernel_launcher()
 
-    def solve(self, spans: Sequence[tuple[int, int]], *, seed: int = 0) -> StateProblem:
-        """A problem of this shape that the kernels have gone through."""
-        return self.advance(state_problem(self.shape, spans, seed=seed), seed=seed)
+    def solve(
+        self, spans: Sequence[tuple[int, int]], *, drafted: Sequence[int] = (), seed: int = 0
+    ) -> StateProblem:
+        """A problem of this shape that the kernels have gone through. ``drafted`` is how many of each span's
+        new tokens are a draft."""
+        problem = state_problem(self.shape, spans, seed=seed)
+        problem.drafted[: len(drafted)] = drafted
+        return self.advance(problem, seed=seed)
 
     def advance(self, problem: StateProblem, *, seed: int = 0) -> StateProblem:
         self.launcher.seed = seed

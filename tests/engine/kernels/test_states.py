@@ -42,6 +42,16 @@ def test_edges(shape: StateShape) -> None:
         executed(shape).solve([(0, 70), (33, 1), (64, 20), (0, 1), (5, 2)], seed=seed).check()
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_drafts(shape: StateShape) -> None:
+    """Behind one token, behind a chunk, across a tile, alone behind a past, and none beside them."""
+    spans = [(0, 6), (33, 6), (64, 20), (7, 3), (5, 2)]
+    for seed in SCHEDULES[:2]:
+        problem = executed(shape).solve(spans, drafted=[5, 5, 4, 3], seed=seed)
+        problem.check()
+        assert problem.untouched(3)
+
+
 @given(
     shape=st.sampled_from(list(SHAPES.values())),
     spans=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=4),
