@@ -6,24 +6,120 @@ A sequence has one page of a layer group with states, independent of its length.
 the last inputs of its convolution, then its matrices. A step reads the state after the earlier tokens (zeros
 if its span begins with token 0), and writes the state after its own tokens. A copy of the page is a snapshot.
 
-On the CPU ``BLOCK`` tokens are computed at a time: within a block their states depend on one another
-linearly. Blocks begin at multiples of ``BLOCK`` tokens of the sequence, independent of where spans begin. So
-the same tokens are computed in the same shapes, unless a span ends within a block.
+On the CPU the compiled part (``tierstore/native/decode.c``) takes a state through its tokens one by one. A
+state and what a token reads of it then have the same bits, wherever steps and snapshots cut the sequence.
+
+Without the compiled part, torch computes ``BLOCK`` tokens at a time: within a block their states depend on
+one another linearly. Blocks begin at multiples of ``BLOCK`` tokens of the sequence, independent of where
+spans begin. So the same tokens are computed in the same shapes, unless a span ends within a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
-from torch.nn.functional import conv1d
 
+from tierstore import native
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.attention.base import BatchLayout, Prepared, Span
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.products import threads_for
 
 BLOCK = 64
+MOST_ROWS = 256
+"""Rows of the largest matrix that the compiled part computes."""
+
+_PASSAGE = np.dtype([("page", "<i8"), ("first", "<i8"), ("tokens", "<i8")])
+
+
+class _Recurrence(ctypes.Structure):
+    """``struct recurrence`` of the compiled part."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("page_floats", ctypes.c_uint64),
+        ("queries", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("added", ctypes.c_void_p),
+        ("decays", ctypes.c_void_p),
+        ("rates", ctypes.c_void_p),
+        ("fading", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("heads", ctypes.c_uint64),
+        ("key_heads", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("columns", ctypes.c_uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What tokens do to the matrices of a layer, ``[heads, key_dim, value_dim]``. All is float32.
+
+    ``queries`` and ``keys`` are ``[tokens, key_heads, key_dim]``; each of them belongs to as many heads.
+    ``added`` is ``[tokens, heads, value_dim]``. ``decays`` are the logarithms of a matrix's factors,
+    ``[tokens, heads]``. ``rates [tokens, heads]`` are those of the delta rule, None under other rules.
+    ``fading [key_dim, value_dim]`` is Mamba-1's, None under other rules: ``decays`` are then ``[tokens,
+    heads, value_dim]``, to be multiplied by it.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    added: torch.Tensor
+    decays: torch.Tensor
+    rates: torch.Tensor | None = None
+    fading: torch.Tensor | None = None
+
+    def at(self, rows: slice) -> Tokens:
+        """Return some of the tokens."""
+        return Tokens(
+            self.queries[rows],
+            self.keys[rows],
+            self.added[rows],
+            self.decays[rows],
+            None if self.rates is None else self.rates[rows],
+            self.fading,
+        )
+
+    def contiguous(self) -> tuple[torch.Tensor | None, ...]:
+        """Return all of it as the compiled part reads it, in the order of the fields."""
+        every = (self.queries, self.keys, self.added, self.decays, self.rates, self.fading)
+        return tuple(None if each is None else each.contiguous() for each in every)
+
+    def of_heads(self) -> Tokens:
+        """Return the same with the queries and keys of every head, heads first: ``[heads, tokens, …]``."""
+        shared = self.added.shape[1] // self.keys.shape[1]
+        queries, keys = (
+            each.repeat_interleave(shared, dim=1).transpose(0, 1) for each in (self.queries, self.keys)
+        )
+        rates = None if self.rates is None else self.rates.T
+        return Tokens(queries, keys, self.added.transpose(0, 1), self.decays.T, rates)
+
+
+Rule: TypeAlias = Callable[[torch.Tensor, Tokens], torch.Tensor]
+"""Return what a block of tokens reads, ``[tokens, heads, value_dim]``. The matrices of the state before the
+block are updated to those after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A batch's sequences. ``pages`` are those of their states, and ``new`` of sequences that begin.
+
+    The inputs of a convolution are the kept inputs of each sequence, and then those of the batch's tokens.
+    ``sources`` (int64 ``[tokens, width]``) are the inputs of each token, and ``kept`` (``[sequences, width -
+    1]``) those that are kept for later tokens.
+    """
+
+    passages: np.ndarray[tuple[int], np.dtype[np.void]]
+    pages: torch.Tensor
+    new: torch.Tensor
+    sources: torch.Tensor
+    kept: torch.Tensor
 
 
 class StatePages:
@@ -33,26 +129,20 @@ class StatePages:
         assert config.recurrent is not None
         shape, dtype = config.recurrent, getattr(torch, config.dtype)
         memory = torch.from_numpy(pool.array)
+        self._kept_inputs = shape.conv_width - 1
         self._inputs: dict[int, torch.Tensor] = {}
         self._matrices: dict[int, torch.Tensor] = {}
+        self._batches: Prepared[_Batch] = Prepared()
         [group] = pool.spec.groups
         for layer in group.layers:
             inputs = pool.spec.layer(layer).start
             matrices = inputs + shape.inputs_bytes(config.dtype)
-            self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, shape.conv_width - 1))
+            self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, self._kept_inputs))
             self._matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
 
     def state(self, layer: int, page: int) -> LayerState:
         """Return the state in a page."""
         return LayerState(self._inputs[layer][page], self._matrices[layer][page])
-
-    def before(self, span: Span, layer: int, page: int) -> LayerState:
-        """Return the state before ``span``: zeros before token 0."""
-        state = self.state(layer, page)
-        if span.start == 0:
-            state.inputs.zero_()
-            state.matrices.zero_()
-        return state
 
     def convolve(
         self,
@@ -62,12 +152,46 @@ class StatePages:
         bias: torch.Tensor | None,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Return the convolution of ``channels [tokens, channels]`` for the layout's spans, in the same
-        shape. The pages then have the inputs for the tokens after the spans."""
-        out = torch.empty_like(channels)
-        for span, page, rows in sequences(layout):
-            out[rows] = self.before(span, layer, page).convolve(channels[rows], weight, bias)
+        """Return the causal convolution of ``channels [tokens, channels]`` for the layout's spans, in the
+        same shape. Sums are float32. The pages then have the inputs for the tokens after the spans, and
+        those of sequences that begin have matrices of zeros. Call this before :meth:`advance`."""
+        batch = self._batch(layout)
+        kept, matrices = self._inputs[layer], self._matrices[layer]
+        if len(batch.new):
+            kept[batch.new], matrices[batch.new] = 0.0, 0.0
+        inputs = torch.cat((kept[batch.pages].mT.flatten(0, 1), channels))
+        kept[batch.pages] = inputs[batch.kept].mT
+        wide, taps = inputs.float(), weight.squeeze(1).T.float().contiguous()
+        added = None if bias is None else bias.float()
+        return _convolved(wide, batch.sources, taps, added).to(channels.dtype)
+
+    def advance(self, layer: int, tokens: Tokens, layout: BatchLayout, rule: Rule) -> torch.Tensor:
+        """Take a layer's matrices through the tokens of the layout's spans. Return what the tokens read,
+        float32 ``[tokens, heads, value_dim]``. ``rule`` computes it without the compiled part."""
+        matrices = self._matrices[layer]
+        rows, columns = matrices.shape[-2:]
+        out = torch.empty(tokens.added.shape)
+        if native.DECODE is None or rows > MOST_ROWS:
+            for span, page, own in sequences(layout):
+                for block in blocks(span):
+                    part = slice(own.start + block.start, own.start + block.stop)
+                    out[part] = rule(matrices[page], tokens.at(part))
+            return out
+        passages = self._batch(layout).passages
+        read = tokens.contiguous()  # kept until the call is over
+        recurrence = _Recurrence(
+            matrices.data_ptr(),
+            matrices.stride(0),
+            *(_pointer(each) for each in read),
+            out.data_ptr(),
+            *(tokens.added.shape[1], tokens.keys.shape[1], rows, columns),
+        )
+        threads = threads_for(out.nbytes * rows)
+        native.DECODE.tierstore_recur(ctypes.byref(recurrence), passages.ctypes.data, len(passages), threads)
         return out
+
+    def _batch(self, layout: BatchLayout) -> _Batch:
+        return self._batches.of(layout, lambda: _batch_of(layout, self._kept_inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +203,49 @@ class LayerState:
     matrices: torch.Tensor
     """float32 ``[heads, key_dim, value_dim]``."""
 
-    def convolve(
-        self, channels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the causal convolution of the next tokens' ``channels [tokens, channels]``, in the same
-        shape. The last tokens are kept for the next call."""
-        series = torch.cat((self.inputs, channels.T), dim=1)
-        self.inputs.copy_(series[:, series.shape[1] - self.inputs.shape[1] :])
-        return conv1d(series.unsqueeze(0), weight, bias, groups=len(series)).squeeze(0).T
+
+def _batch_of(layout: BatchLayout, kept_inputs: int) -> _Batch:
+    """Return the sequences of a batch before a convolution that keeps ``kept_inputs`` inputs of each."""
+    found = list(sequences(layout))
+    first = len(found) * kept_inputs  # the input of the batch's first token
+    sources, kept = [], []
+    for number, (_, _, rows) in enumerate(found):
+        earlier = np.arange(number * kept_inputs, (number + 1) * kept_inputs)
+        series = np.concatenate((earlier, np.arange(first + rows.start, first + rows.stop)))
+        sources.append(np.lib.stride_tricks.sliding_window_view(series, kept_inputs + 1))
+        kept.append(series[len(series) - kept_inputs :])
+    return _Batch(
+        np.array([(page, rows.start, span.tokens) for span, page, rows in found], _PASSAGE),
+        torch.tensor([page for _, page, _ in found]),
+        torch.tensor([page for span, page, _ in found if span.start == 0], dtype=torch.int64),
+        torch.from_numpy(np.concatenate(sources)),
+        torch.from_numpy(np.array(kept)),
+    )
+
+
+def _convolved(
+    inputs: torch.Tensor, sources: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sum of each token's ``sources [tokens, width]``, which are rows of ``inputs [inputs,
+    channels]``, each multiplied by its tap (``taps [width, channels]``), and the bias. All is float32."""
+    out = inputs.new_empty(len(sources), inputs.shape[1])
+    if native.DECODE is not None:
+        native.DECODE.tierstore_convolve(
+            inputs.data_ptr(),
+            *(sources.data_ptr(), len(sources)),
+            *(taps.data_ptr(), len(taps)),
+            _pointer(bias),
+            *(inputs.shape[1], out.data_ptr(), threads_for(inputs.nbytes)),
+        )
+        return out
+    out[:] = 0.0 if bias is None else bias
+    for source, tap in zip(sources.unbind(1), taps, strict=True):
+        out += inputs[source] * tap
+    return out
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -119,23 +278,18 @@ class BlockDecays:
         return BlockDecays(total.exp().unsqueeze(-1), between, until_end)
 
 
-def read_and_add(
-    state: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    added: torch.Tensor,
-    left: BlockDecays,
-) -> torch.Tensor:
-    """Return what a block of tokens reads of a state, ``[heads, tokens, value_dim]``. Each token adds ``key ⊗
+def read_and_add(state: torch.Tensor, tokens: Tokens, added: torch.Tensor, left: BlockDecays) -> torch.Tensor:
+    """Return what a block of tokens reads of a state, ``[tokens, heads, value_dim]``. Each token adds ``key ⊗
     added``.
 
     ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated to the state after it.
-    ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``. All are float32.
+    ``tokens`` are :meth:`Tokens.of_heads`, and ``added`` is ``[heads, tokens, value_dim]``.
     """
+    queries, keys = tokens.queries, tokens.keys
     before = left.since_start * (queries @ state)
     out: torch.Tensor = before + (queries @ keys.mT * left.between) @ added
     state.mul_(left.since_start[:, -1:]).add_((keys * left.until_end).mT @ added)
-    return out
+    return out.transpose(0, 1)
 
 
 def sequences(layout: BatchLayout) -> Iterator[tuple[Span, int, slice]]:
