@@ -76,11 +76,11 @@ class World:
 
     def _engine(self) -> Engine:
         chance, config = self._chance, self._model.config
-        sequences = chance.choice([1, 2, 4, 6])
+        sequences = chance.choice([1, 3, 8, 16])
         alone = 4 * sequences if not config.attends else 0
         return build_engine(
             self._model,
-            pool_pages=alone or chance.choice([13, 16, 22, 40, 90]),
+            pool_pages=alone or chance.choice([13, 16, 22, 40, 160]),
             store=self._place,
             chunk_tokens=CHUNK,
             host_bytes=chance.choice([1, 4]) << 20,
@@ -95,10 +95,10 @@ class World:
         )
 
     def _serve(self, engine: Engine, tally: Tally) -> None:
-        prompts = {}
-        for _ in range(self._chance.choice([1, 3, 6, 10])):
-            prompt, params = self._prompt(), self._params()
-            prompts[engine.add(prompt, params)] = prompt
+        prompts, most = {}, self._chance.choice([3, 3, 8, _NEW])
+        for _ in range(self._chance.choice([1, 5, 12, 24])):
+            prompt = self._prompt()
+            prompts[engine.add(prompt, self._params(most))] = prompt
         for number, completion in finish(engine).items():
             prompt, metrics = prompts[number], completion.metrics
             assert completion.logits is not None, completion.error
@@ -116,13 +116,14 @@ class World:
 
     def _prompt(self) -> list[int]:
         trunk = self._chance.choice(self._trunks)
-        kept = self._chance.choice([len(trunk), self._chance.randint(1, len(trunk))])
+        some = self._chance.randint(1, len(trunk))
+        kept = self._chance.choice([len(trunk), some, min(some, CHUNK)])
         return [*trunk[:kept], *(self._tokens(_SUFFIX) if self._chance.random() < 0.7 else [])]
 
-    def _params(self) -> SamplingParams:
+    def _params(self, most: int) -> SamplingParams:
         chance = self._chance
         return SamplingParams(
-            max_new_tokens=chance.choice([1, 1, 2, 3, 5, chance.randint(1, _NEW)]),
+            max_new_tokens=chance.randint(1, most),
             temperature=chance.choice([0.0, 1.0]),
             seed=chance.randrange(1000),
             ignore_eos=True,
