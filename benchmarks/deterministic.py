@@ -65,11 +65,16 @@ def main(
 def measured(model: LoadedModel, tokens: int, steps: int) -> tuple[float, float]:
     """Return the seconds of a prompt and of a decode step after it."""
     spec = model.kv_spec()
-    pool = PagePool(spec, pages_for_tokens(spec, tokens + steps))
-    runner, table = make_runner(model, [pool], EngineSettings()), range(pool.num_pages)
+    pages = pages_for_tokens(spec, tokens + steps)
+    pools = [
+        PagePool(part, 1 if group in model.config.states else pages)
+        for group, part in enumerate(spec.split())
+    ]
+    runner = make_runner(model, pools, EngineSettings())
+    tables = tuple(range(pool.num_pages) for pool in pools)
 
     def compute(start: int, stop: int) -> float:
-        span = Span((table,), start, stop)
+        span = Span(tables, start, stop)
         ids = [token % 200 for token in range(start, stop)]
         begun = time.perf_counter()
         runner.compute(Step((span,), ids, [stop - start - 1], COMPLETED, spec.chunk_tokens))

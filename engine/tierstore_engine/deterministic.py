@@ -26,23 +26,30 @@ from tierstore.errors import UsageError
 from tierstore_engine.attention.in_place import knows
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.products import arithmetic
+from tierstore_engine.states import MOST_ROWS
 
 
 def with_same_bits(config: ModelConfig, device: str) -> ModelConfig:
     """Return the model with ``--deterministic``. Raises :class:`UsageError` for a model or a device whose
     numbers depend on the step."""
     if device != "cpu":
-        raise UsageError("--deterministic computes on a CPU only: add --device cpu")
+        raise UsageError(
+            "--deterministic computes on a CPU only, because cuBLAS sums a product of other rows in another "
+            "order: add --device cpu"
+        )
     if native.DECODE is None:
         raise UsageError(
             "--deterministic needs tierstore's compiled part: install a C compiler, then tierstore again"
         )
-    if config.states:
-        raise UsageError("--deterministic does not take models with recurrent states yet")
     if config.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--deterministic computes in float32 or bfloat16, not {config.dtype}: give --dtype")
-    for group in config.groups:
-        if not knows(config, group):
+    if config.recurrent is not None and config.recurrent.matrices[1] > MOST_ROWS:
+        raise UsageError(
+            f"--deterministic takes recurrent states with matrices of at most {MOST_ROWS} rows, not "
+            f"{config.recurrent.matrices[1]}"
+        )
+    for number, group in enumerate(config.groups):
+        if number not in config.states and not knows(config, group):
             raise UsageError(
                 f"--deterministic takes heads of at most 1,024 numbers, got {group.head_dim}: leave it out"
             )

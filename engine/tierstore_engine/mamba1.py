@@ -5,7 +5,7 @@ With a step ``Δ > 0`` of each channel, a key ``B`` and a query ``C`` of all cha
 
     S  ←  exp(Δ a) S + B ⊗ Δ x              and the token reads      Sᵀ C + d x
 
-``a`` (below 0) differs for every entry of ``S``, so tokens are taken one after the other. Sums are float32.
+``a`` (below 0) differs for every entry of ``S``, so tokens are always taken one by one. Sums are float32.
 :mod:`tierstore_engine.states` describes the pages.
 """
 
@@ -17,9 +17,9 @@ from torch.nn.functional import silu, softplus
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.quantised import linear
-from tierstore_engine.states import StatePages, blocks
+from tierstore_engine.states import StatePages, Tokens
 from tierstore_engine.weights import Mamba1Weights
 
 
@@ -49,20 +49,23 @@ class CpuMamba1States:
         """Take a layer's states through the tokens of the layout's spans. Return what they read, ``[tokens,
         width]``. All is float32: ``added`` and ``steps`` are ``[tokens, width]``, ``keys`` and ``queries``
         ``[tokens, state_dim]``, ``decay [state_dim, width]`` is below 0."""
-        out = torch.empty_like(added)
-        for span, state, rows in self._pages.through(layer, layout, begin=False):
-            [matrix] = state.matrices
-            for block in blocks(span):
-                part = slice(rows.start + block.start, rows.start + block.stop)
-                left = (steps[part].unsqueeze(1) * decay).exp_()
-                states = keys[part].unsqueeze(2) * added[part].unsqueeze(1)
-                before = matrix
-                for after, kept in zip(states, left, strict=True):
-                    after.addcmul_(before, kept)
-                    before = after
-                matrix.copy_(before)
-                out[part] = torch.einsum("tnw,tn->tw", states, queries[part])
-        return out
+        tokens = Tokens(
+            queries.unsqueeze(1), keys.unsqueeze(1), added.unsqueeze(1), steps.unsqueeze(1), fading=decay
+        )
+        return self._pages.advance(layer, tokens, layout, fading_rule).squeeze(1)
+
+
+def fading_rule(state: torch.Tensor, block: Tokens) -> torch.Tensor:
+    """Compute a block of tokens, one by one; see :data:`~tierstore_engine.states.Rule`."""
+    assert block.fading is not None
+    left = (block.decays * block.fading).exp_()
+    states = block.keys.mT * block.added
+    before = state.squeeze(0)
+    for after, kept in zip(states, left, strict=True):
+        after.addcmul_(before, kept)
+        before = after
+    state.copy_(before)
+    return torch.einsum("tnw,tn->tw", states, block.queries.squeeze(1)).unsqueeze(1)
 
 
 class Mamba1:
@@ -77,22 +80,22 @@ class Mamba1:
         self._weights = weights
         self._states = states
         self._norm = None if self._mamba.norm_eps is None else Pointwise(self._mamba.norm_eps).norm
-        self._decay = -weights.a_log.float().exp().T.contiguous()
+        self._decay = -each(torch.exp, weights.a_log.float()).T.contiguous()
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape."""
         mamba, weights = self._mamba, self._weights
         channels, gates = linear(hidden, weights.projection, weights.projection_bias).chunk(2, dim=1)
-        values = silu(self._states.convolve(self._layer, channels, weights, layout))
+        values = each(silu, self._states.convolve(self._layer, channels, weights, layout))
         chosen = linear(values, weights.selection)
         steps, keys, queries = torch.split(chosen, [mamba.rank, mamba.state_dim, mamba.state_dim], dim=1)
         steps = linear(self._normed(steps, weights.step_norm), weights.steps).float()
-        steps = softplus(steps + weights.step_bias.float())
+        steps = each(softplus, steps + weights.step_bias.float())
         keys = self._normed(keys, weights.key_norm).float()
         queries = self._normed(queries, weights.query_norm).float()
         wide = values.float()
         out = self._states.advance(self._layer, steps * wide, steps, keys, queries, self._decay, layout)
-        out = (out + wide * weights.skip.float()) * silu(gates.float())
+        out = (out + wide * weights.skip.float()) * each(silu, gates.float())
         return linear(out.to(hidden.dtype), weights.o, weights.o_bias)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -17,10 +17,11 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import Mamba2Config, ModelConfig
+from tierstore_engine.pointwise import each
 from tierstore_engine.quantised import linear
-from tierstore_engine.states import BlockDecays, LayerState, StatePages, blocks, read_and_add
+from tierstore_engine.states import BlockDecays, StatePages, Tokens, read_and_add
 from tierstore_engine.weights import Mamba2Terms, Mamba2Weights
 
 
@@ -46,7 +47,7 @@ class Mamba2States(ABC):
 
 
 class CpuMamba2States(Mamba2States):
-    """Compute in blocks of tokens, with torch."""
+    """States in host memory (:mod:`tierstore_engine.states`)."""
 
     def __init__(self, pool: PagePool, config: ModelConfig) -> None:
         assert config.mamba is not None
@@ -62,35 +63,24 @@ class CpuMamba2States(Mamba2States):
         layout: BatchLayout,
     ) -> torch.Tensor:
         mamba = self._mamba
-        sizes = softplus(steps.float() + terms.step_bias).clamp(mamba.least_step, mamba.most_step)
-        out = sizes.new_empty(len(channels), mamba.heads, mamba.head_dim)
-        for span, state, rows in self._pages.through(layer, layout):
-            out[rows] = self._of_span(span, state, channels[rows], sizes[rows], terms)
-        return out
-
-    def _of_span(
-        self, span: Span, state: LayerState, channels: torch.Tensor, sizes: torch.Tensor, terms: Mamba2Terms
-    ) -> torch.Tensor:
-        """Return float32 ``[tokens, heads, head_dim]``. ``state`` becomes the state after the span."""
-        mamba = self._mamba
-        mixed = silu(state.convolve(channels, terms.conv, terms.conv_bias)).float()
+        mixed = each(silu, self._pages.convolve(layer, channels, terms.conv, terms.conv_bias, layout)).float()
         shared = mamba.groups * mamba.state_dim
         values, keys, queries = torch.split(mixed, [mamba.width, shared, shared], dim=1)
         values = values.view(-1, mamba.heads, mamba.head_dim)
-        keys, queries = (
-            each.view(-1, mamba.groups, mamba.state_dim)
-            .repeat_interleave(mamba.heads // mamba.groups, dim=1)
-            .transpose(0, 1)
-            for each in (keys, queries)
+        sizes = each(softplus, steps.float() + terms.step_bias).clamp(mamba.least_step, mamba.most_step)
+        tokens = Tokens(
+            queries.view(-1, mamba.groups, mamba.state_dim),
+            keys.view(-1, mamba.groups, mamba.state_dim),
+            values * sizes.unsqueeze(-1),
+            sizes * terms.decay,
         )
-        added = (values * sizes.unsqueeze(-1)).transpose(0, 1)
-        decays = (sizes * terms.decay).T
-        out = values * terms.skip.unsqueeze(-1)
-        for rows in blocks(span):
-            left = BlockDecays.of(decays[:, rows])
-            read = read_and_add(state.matrices, queries[:, rows], keys[:, rows], added[:, rows], left)
-            out[rows] += read.transpose(0, 1)
-        return out
+        return self._pages.advance(layer, tokens, layout, add_rule) + values * terms.skip.unsqueeze(-1)
+
+
+def add_rule(state: torch.Tensor, block: Tokens) -> torch.Tensor:
+    """Compute a block of tokens; see :data:`~tierstore_engine.states.Rule`."""
+    tokens = block.of_heads()
+    return read_and_add(state, tokens, tokens.added, BlockDecays.of(tokens.decays))
 
 
 class Mamba2:
@@ -114,7 +104,7 @@ class Mamba2:
             projected = projected * self._scales
         gates, channels, steps = torch.split(projected, [mamba.width, mamba.channels, mamba.heads], dim=1)
         out = self._states.advance(self._layer, channels, steps, self._terms, layout).flatten(1)
-        gates = silu(gates.float())
+        gates = each(silu, gates.float())
         out = self._norm(out) * gates if mamba.norm == "before gate" else self._norm(out * gates)
         return linear(out.to(hidden.dtype), weights.o, weights.o_bias)
 

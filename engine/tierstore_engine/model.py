@@ -63,7 +63,8 @@ class Model:
         self._weights = adapted(weights, adapters, self._adapter_rows, device)
         self._pointwise = _pointwise(config, memories)
         self._mlps = MLPs(config, self._pointwise)
-        self._mixers = [self._mixer(layer, memories) for layer in range(config.layers)]
+        with self._bits():  # they take exponentials of weights
+            self._mixers = [self._mixer(layer, memories) for layer in range(config.layers)]
         head_dim = config.latent.rope_dim if config.latent is not None else config.head_dim
         ropes = {config.rope_of(layer) for layer in range(config.layers)}
         self._ropes = {rope: Rope(rope, head_dim, device=device) for rope in ropes if rope is not None}

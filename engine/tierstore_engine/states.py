@@ -9,24 +9,139 @@ if its span begins with token 0), and writes the state after its own tokens. A c
 A state cannot go back. So the tokens of a draft read the state, and the page keeps the state before them. The
 next step computes those that were accepted again, with the newest token.
 
-On the CPU ``BLOCK`` tokens are computed at a time: within a block their states depend on one another
-linearly. Blocks begin at multiples of ``BLOCK`` tokens of the sequence, independent of where spans begin. So
-the same tokens are computed in the same shapes, unless a span ends within a block.
+On the CPU the compiled part (``tierstore/native/decode.c``) takes a state through its tokens one by one. A
+state and what a token reads of it then have the same bits, wherever steps and snapshots cut the sequence.
+
+Without the compiled part, torch computes ``BLOCK`` tokens at a time: within a block their states depend on
+one another linearly. Blocks begin at multiples of ``BLOCK`` tokens of the sequence, independent of where
+spans begin. So the same tokens are computed in the same shapes, unless a span ends within a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+import numpy as np
 import torch
-from torch.nn.functional import conv1d
 
+from tierstore import native
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.attention.base import BatchLayout, Prepared, Span
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.products import threads_for
 
 BLOCK = 64
+MOST_ROWS = 256
+"""Rows of the largest matrix that the compiled part computes."""
+
+_PASSAGE = np.dtype([("page", "<i8"), ("first", "<i8"), ("tokens", "<i8")])
+
+
+class _Recurrence(ctypes.Structure):
+    """``struct recurrence`` of the compiled part."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("page_floats", ctypes.c_uint64),
+        ("queries", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("added", ctypes.c_void_p),
+        ("decays", ctypes.c_void_p),
+        ("rates", ctypes.c_void_p),
+        ("fading", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("heads", ctypes.c_uint64),
+        ("key_heads", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("columns", ctypes.c_uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What tokens do to the matrices of a layer, ``[heads, key_dim, value_dim]``. All is float32.
+
+    ``queries`` and ``keys`` are ``[tokens, key_heads, key_dim]``; each of them belongs to as many heads.
+    ``added`` is ``[tokens, heads, value_dim]``. ``decays`` are the logarithms of a matrix's factors,
+    ``[tokens, heads]``. ``rates [tokens, heads]`` are those of the delta rule, None under other rules.
+    ``fading [key_dim, value_dim]`` is Mamba-1's, None under other rules: ``decays`` are then ``[tokens,
+    heads, value_dim]``, to be multiplied by it.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    added: torch.Tensor
+    decays: torch.Tensor
+    rates: torch.Tensor | None = None
+    fading: torch.Tensor | None = None
+
+    def at(self, rows: slice) -> Tokens:
+        """Return some of the tokens."""
+        return Tokens(
+            self.queries[rows],
+            self.keys[rows],
+            self.added[rows],
+            self.decays[rows],
+            None if self.rates is None else self.rates[rows],
+            self.fading,
+        )
+
+    def contiguous(self) -> tuple[torch.Tensor | None, ...]:
+        """Return all of it as the compiled part reads it, in the order of the fields."""
+        every = (self.queries, self.keys, self.added, self.decays, self.rates, self.fading)
+        return tuple(None if each is None else each.contiguous() for each in every)
+
+    def of_heads(self) -> Tokens:
+        """Return the same with the queries and keys of every head, heads first: ``[heads, tokens, …]``."""
+        shared = self.added.shape[1] // self.keys.shape[1]
+        queries, keys = (
+            each.repeat_interleave(shared, dim=1).transpose(0, 1) for each in (self.queries, self.keys)
+        )
+        rates = None if self.rates is None else self.rates.T
+        return Tokens(queries, keys, self.added.transpose(0, 1), self.decays.T, rates)
+
+
+Rule: TypeAlias = Callable[[torch.Tensor, Tokens], torch.Tensor]
+"""Return what a block of tokens reads, ``[tokens, heads, value_dim]``. The matrices of the state before the
+block are updated to those after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Passages:
+    """Spans, each with the number of the state that it takes through its tokens, and its rows in the step.
+    ``array`` has the same for the compiled part."""
+
+    spans: tuple[tuple[Span, int, slice], ...]
+    array: np.ndarray[tuple[int], np.dtype[np.void]]
+
+    @staticmethod
+    def of(spans: Iterable[tuple[Span, int, slice]]) -> _Passages:
+        kept = tuple(spans)
+        array = np.array([(number, rows.start, span.tokens) for span, number, rows in kept], _PASSAGE)
+        return _Passages(kept, array)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A batch's sequences. ``pages`` are those of their states, and ``new`` of sequences that begin.
+    ``certain`` has the spans without drafted tokens, by their pages. ``drafts`` has the drafted tokens, by
+    their place in ``drafted``, the pages with the states before them.
+
+    The inputs of a convolution are the kept inputs of each sequence, and then those of the batch's tokens.
+    ``sources`` (int64 ``[tokens, width]``) are the inputs of each token, and ``kept`` (``[sequences, width -
+    1]``) those that are kept for later tokens.
+    """
+
+    certain: _Passages
+    drafts: _Passages
+    drafted: torch.Tensor
+    pages: torch.Tensor
+    new: torch.Tensor
+    sources: torch.Tensor
+    kept: torch.Tensor
 
 
 class StatePages:
@@ -36,42 +151,20 @@ class StatePages:
         assert config.recurrent is not None
         shape, dtype = config.recurrent, getattr(torch, config.dtype)
         memory = torch.from_numpy(pool.array)
+        self._kept_inputs = shape.conv_width - 1
         self._inputs: dict[int, torch.Tensor] = {}
         self._matrices: dict[int, torch.Tensor] = {}
+        self._batches: Prepared[_Batch] = Prepared()
         [group] = pool.spec.groups
         for layer in group.layers:
             inputs = pool.spec.layer(layer).start
             matrices = inputs + shape.inputs_bytes(config.dtype)
-            self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, shape.conv_width - 1))
+            self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, self._kept_inputs))
             self._matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
 
     def state(self, layer: int, page: int) -> LayerState:
         """Return the state in a page."""
         return LayerState(self._inputs[layer][page], self._matrices[layer][page])
-
-    def through(
-        self, layer: int, layout: BatchLayout, *, begin: bool = True
-    ) -> Iterator[tuple[Span, LayerState, slice]]:
-        """Yield the spans of the layout with the states before them (zeros before token 0) and their rows.
-        The caller takes each state through its span's tokens before it asks for the next one.
-
-        The tokens of a draft are a span of their own, with a copy of the state. ``begin`` is False if another
-        call has begun the states of this step.
-        """
-        row = 0
-        for span, table in zip(layout.spans, layout.block_tables, strict=True):
-            state, certain = self.state(layer, int(table[0])), span.stop - span.drafted
-            if span.start == 0 and begin:
-                state.inputs.zero_()
-                state.matrices.zero_()
-            if span.start < certain:
-                part = replace(span, stop=certain, drafted=0)
-                yield part, state, slice(row, row + part.tokens)
-                row += part.tokens
-            if span.drafted:
-                part = replace(span, start=certain, drafted=0)
-                yield part, state.copy(), slice(row, row + part.tokens)
-                row += part.tokens
 
     def convolve(
         self,
@@ -81,12 +174,33 @@ class StatePages:
         bias: torch.Tensor | None,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Return the convolution of ``channels [tokens, channels]`` for the layout's spans, in the same
-        shape. The pages then have the inputs for the tokens after the spans."""
-        out = torch.empty_like(channels)
-        for _, state, rows in self.through(layer, layout):
-            out[rows] = state.convolve(channels[rows], weight, bias)
+        """Return the causal convolution of ``channels [tokens, channels]`` for the layout's spans, in the
+        same shape. Sums are float32. The pages then have the inputs for the tokens after the spans, and
+        those of sequences that begin have matrices of zeros. Call this before :meth:`advance`."""
+        batch = self._batch(layout)
+        kept, matrices = self._inputs[layer], self._matrices[layer]
+        if len(batch.new):
+            kept[batch.new], matrices[batch.new] = 0.0, 0.0
+        inputs = torch.cat((kept[batch.pages].mT.flatten(0, 1), channels))
+        kept[batch.pages] = inputs[batch.kept].mT
+        wide, taps = inputs.float(), weight.squeeze(1).T.float().contiguous()
+        added = None if bias is None else bias.float()
+        return _convolved(wide, batch.sources, taps, added).to(channels.dtype)
+
+    def advance(self, layer: int, tokens: Tokens, layout: BatchLayout, rule: Rule) -> torch.Tensor:
+        """Take a layer's matrices through the tokens of the layout's spans. Return what the tokens read,
+        float32 ``[tokens, heads, value_dim]``. ``rule`` computes it without the compiled part.
+
+        Drafted tokens read a copy of the matrices, which the page has as they are before the draft."""
+        batch, matrices = self._batch(layout), self._matrices[layer]
+        out = torch.empty(tokens.added.shape)
+        _advance(matrices, tokens, batch.certain, rule, out)
+        if len(batch.drafted):
+            _advance(matrices[batch.drafted], tokens, batch.drafts, rule, out)
         return out
+
+    def _batch(self, layout: BatchLayout) -> _Batch:
+        return self._batches.of(layout, lambda: _batch_of(layout, self._kept_inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +212,82 @@ class LayerState:
     matrices: torch.Tensor
     """float32 ``[heads, key_dim, value_dim]``."""
 
-    def copy(self) -> LayerState:
-        """Return a copy that is in no page."""
-        return LayerState(self.inputs.clone(), self.matrices.clone())
 
-    def convolve(
-        self, channels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the causal convolution of the next tokens' ``channels [tokens, channels]``, in the same
-        shape. The last tokens are kept for the next call."""
-        series = torch.cat((self.inputs, channels.T), dim=1)
-        self.inputs.copy_(series[:, series.shape[1] - self.inputs.shape[1] :])
-        return conv1d(series.unsqueeze(0), weight, bias, groups=len(series)).squeeze(0).T
+def _advance(
+    matrices: torch.Tensor, tokens: Tokens, passages: _Passages, rule: Rule, out: torch.Tensor
+) -> None:
+    """Take ``matrices [states, heads, key_dim, value_dim]`` through the tokens of ``passages``. Write what
+    these read into their rows of ``out``."""
+    rows, columns = matrices.shape[-2:]
+    if native.DECODE is None or rows > MOST_ROWS:
+        for span, number, own in passages.spans:
+            for block in blocks(span):
+                part = slice(own.start + block.start, own.start + block.stop)
+                out[part] = rule(matrices[number], tokens.at(part))
+        return
+    read = tokens.contiguous()  # kept until the call is over
+    recurrence = _Recurrence(
+        matrices.data_ptr(),
+        matrices.stride(0),
+        *(_pointer(each) for each in read),
+        out.data_ptr(),
+        *(tokens.added.shape[1], tokens.keys.shape[1], rows, columns),
+    )
+    native.DECODE.tierstore_recur(
+        ctypes.byref(recurrence),
+        *(passages.array.ctypes.data, len(passages.array), threads_for(out.nbytes * rows)),
+    )
+
+
+def _batch_of(layout: BatchLayout, kept_inputs: int) -> _Batch:
+    """Return the sequences of a batch before a convolution that keeps ``kept_inputs`` inputs of each."""
+    found = list(sequences(layout))
+    first = len(found) * kept_inputs  # the input of the batch's first token
+    sources, kept, certain, drafted = [], [], [], []
+    for number, (span, page, rows) in enumerate(found):
+        cut, row = span.stop - span.drafted, rows.stop - span.drafted
+        if span.start < cut:
+            certain.append((replace(span, stop=cut, drafted=0), page, slice(rows.start, row)))
+        if span.drafted:
+            drafted.append((replace(span, start=cut, drafted=0), page, slice(row, rows.stop)))
+        earlier = np.arange(number * kept_inputs, (number + 1) * kept_inputs)
+        series = np.concatenate((earlier, np.arange(first + rows.start, first + rows.stop)))
+        sources.append(np.lib.stride_tricks.sliding_window_view(series, kept_inputs + 1))
+        kept.append(series[cut - span.start :][:kept_inputs])
+    return _Batch(
+        _Passages.of(certain),
+        _Passages.of((span, at, rows) for at, (span, _, rows) in enumerate(drafted)),
+        torch.tensor([page for _, page, _ in drafted], dtype=torch.int64),
+        torch.tensor([page for _, page, _ in found]),
+        torch.tensor([page for span, page, _ in found if span.start == 0], dtype=torch.int64),
+        torch.from_numpy(np.concatenate(sources)),
+        torch.from_numpy(np.array(kept)),
+    )
+
+
+def _convolved(
+    inputs: torch.Tensor, sources: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sum of each token's ``sources [tokens, width]``, which are rows of ``inputs [inputs,
+    channels]``, each multiplied by its tap (``taps [width, channels]``), and the bias. All is float32."""
+    out = inputs.new_empty(len(sources), inputs.shape[1])
+    if native.DECODE is not None:
+        native.DECODE.tierstore_convolve(
+            inputs.data_ptr(),
+            *(sources.data_ptr(), len(sources)),
+            *(taps.data_ptr(), len(taps)),
+            _pointer(bias),
+            *(inputs.shape[1], out.data_ptr(), threads_for(inputs.nbytes)),
+        )
+        return out
+    out[:] = 0.0 if bias is None else bias
+    for source, tap in zip(sources.unbind(1), taps, strict=True):
+        out += inputs[source] * tap
+    return out
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -142,23 +320,26 @@ class BlockDecays:
         return BlockDecays(total.exp().unsqueeze(-1), between, until_end)
 
 
-def read_and_add(
-    state: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    added: torch.Tensor,
-    left: BlockDecays,
-) -> torch.Tensor:
-    """Return what a block of tokens reads of a state, ``[heads, tokens, value_dim]``. Each token adds ``key ⊗
+def read_and_add(state: torch.Tensor, tokens: Tokens, added: torch.Tensor, left: BlockDecays) -> torch.Tensor:
+    """Return what a block of tokens reads of a state, ``[tokens, heads, value_dim]``. Each token adds ``key ⊗
     added``.
 
     ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated to the state after it.
-    ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``. All are float32.
+    ``tokens`` are :meth:`Tokens.of_heads`, and ``added`` is ``[heads, tokens, value_dim]``.
     """
+    queries, keys = tokens.queries, tokens.keys
     before = left.since_start * (queries @ state)
     out: torch.Tensor = before + (queries @ keys.mT * left.between) @ added
     state.mul_(left.since_start[:, -1:]).add_((keys * left.until_end).mT @ added)
-    return out
+    return out.transpose(0, 1)
+
+
+def sequences(layout: BatchLayout) -> Iterator[tuple[Span, int, slice]]:
+    """Yield each span of a layer group with states, its page, and its rows in the step."""
+    row = 0
+    for span, table in zip(layout.spans, layout.block_tables, strict=True):
+        yield span, int(table[0]), slice(row, row + span.tokens)
+        row += span.tokens
 
 
 def blocks(span: Span) -> Iterator[slice]:

@@ -33,6 +33,7 @@ from tierstore_engine.config import (
 )
 from tierstore_engine.errors import ModelError
 from tierstore_engine.gguf_file import GGUFWeights
+from tierstore_engine.pointwise import each
 from tierstore_engine.quantised import Matrix, MatrixKernels, PackedMatrix, QuantisedMatrix
 from tierstore_engine.weight_formats import dense_format
 from tierstore_engine.weights_on_disk import WeightStream
@@ -103,7 +104,7 @@ class Mamba2Weights:
             self.conv,
             self.conv_bias,
             self.dt_bias.float(),
-            -self.a_log.float().exp(),
+            -each(torch.exp, self.a_log.float()),
             self.skip.float(),
         )
 

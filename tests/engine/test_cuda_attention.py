@@ -449,7 +449,7 @@ def test_chunks_in_splits_are_launched_within_bounds(monkeypatch: pytest.MonkeyP
     changes no bits."""
     found = []
     for bound in (1 << 17, 6 * 20):
-        monkeypatch.setattr("tierstore_engine.attention.cuda._MOST_PARTS", bound)
+        monkeypatch.setattr("tierstore_engine.attention.cuda.MOST_PARTS", bound)
         both = Backends()
         long = both.spans[5]
         spans = [Span(long.tables, stop - 4, stop) for stop in (270, 290, 304)] + [both.spans[4]]

@@ -97,6 +97,8 @@ def load_decode(file: Path) -> ctypes.CDLL | None:
     _declare(library.tierstore_multiply, None, _P, _N, _P, _N, _N, _I, _P, _I)
     _declare(library.tierstore_multiply_packed, None, _P, _P, _N, _N, _N, _P, _I, _I)
     _declare(library.tierstore_unpack, None, _P, _P, _N, _P, _I)
+    _declare(library.tierstore_recur, None, _P, _P, _N, _I)
+    _declare(library.tierstore_convolve, None, _P, _P, _N, _P, _N, _P, _N, _P, _I)
     return library
 
 

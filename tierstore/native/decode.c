@@ -1,5 +1,5 @@
 /* What a decode step of the bundled engine computes on the CPU: products of a few rows with a matrix, which may be
- * packed, and attention of a few queries over KV pages, which are read where they lie.
+ * packed, attention of a few queries over KV pages, which are read where they lie, and recurrent states.
  *
  * A decode step has one token per sequence, so it reads every weight, key and value once and does little with each.
  * The time is that of reading memory, if nothing is read twice or copied, and nothing is called for each sequence and
@@ -929,6 +929,130 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     }
 }
 
+/* ---- recurrent states ----------------------------------------------------------------------------------- */
+
+/* The states of one layer in pages, and the tokens that they are taken through. The state of a page has a matrix of `rows` ×
+ * `columns` for each head. Heads share `key_heads` queries and keys, in order. Token for token, with k a key and q a query:
+ *
+ *     S  <-  a S + k (x) u                   and the token reads      S^T q
+ *
+ * `decays` are the logarithms of a. Mamba-2: u is `added`. The gated delta rule: u is rate (added - a S^T k). Mamba-1
+ * (`fading`): a differs for each number of S, and its logarithm is the column's entry of `decays` times that of `fading`. */
+struct recurrence {
+    float *states;               /* of page 0, [heads, rows, columns] */
+    uint64_t page_floats;        /* from one page to the next */
+    const float *queries, *keys; /* [tokens, key_heads, rows] */
+    const float *added;          /* [tokens, heads, columns] */
+    const float *decays;         /* [tokens, heads], or with `fading` [tokens, heads, columns] */
+    const float *rates;          /* [tokens, heads]; NULL without the delta rule */
+    const float *fading;         /* [rows, columns], below 0; NULL without Mamba-1 */
+    float *out;                  /* [tokens, heads, columns] */
+    uint64_t heads, key_heads, rows, columns;
+};
+
+/* A sequence: the page of its state, and its tokens in the batch. */
+struct passage {
+    int64_t page, first, tokens;
+};
+
+struct recurring {
+    const struct recurrence *of;
+    const struct passage *passages;
+    size_t tasks;
+    atomic_size_t next;
+};
+
+#define STRIP 32 /* columns in a task: with 128 rows they stay in the L1 cache */
+#define VECTORS (STRIP / LANES)
+#define MOST_ROWS 256
+
+struct strip {
+    floats of[VECTORS];
+};
+
+INLINE struct strip read_strip(const float *from, size_t columns) {
+    struct strip strip = {{{0}}};
+    memcpy(&strip, from, columns * sizeof(float));
+    return strip;
+}
+
+/* A column's numbers depend neither on the other columns nor on where a sequence's tokens are cut into steps. */
+INLINE void recur(const struct recurring *work, size_t task) {
+    const struct recurrence *of = work->of;
+    const size_t strips = (of->columns + STRIP - 1) / STRIP, first = task % strips * STRIP;
+    const size_t head = task / strips % of->heads, key_head = head / (of->heads / of->key_heads);
+    const size_t columns = of->columns - first < STRIP ? of->columns - first : STRIP, rows = of->rows;
+    const struct passage *passage = &work->passages[task / strips / of->heads];
+    float *matrix = of->states + passage->page * of->page_floats + head * rows * of->columns + first;
+    struct strip state[MOST_ROWS], fading[MOST_ROWS];
+    for (size_t row = 0; row < rows; row++) {
+        state[row] = read_strip(matrix + row * of->columns, columns);
+        if (of->fading != NULL)
+            fading[row] = read_strip(of->fading + row * of->columns + first, columns);
+    }
+    for (size_t token = passage->first; token < (size_t)(passage->first + passage->tokens); token++) {
+        const size_t at = token * of->heads + head, keys = (token * of->key_heads + key_head) * rows;
+        const float *key = of->keys + keys, *query = of->queries + keys;
+        struct strip u = read_strip(of->added + at * of->columns + first, columns), out = {{{0}}};
+        if (of->fading != NULL) {
+            const struct strip steps = read_strip(of->decays + at * of->columns + first, columns);
+            for (size_t row = 0; row < rows; row++)
+                for (size_t v = 0; v < VECTORS; v++) {
+                    const floats left = exp_of(steps.of[v] * fading[row].of[v]);
+                    state[row].of[v] = left * state[row].of[v] + key[row] * u.of[v];
+                    out.of[v] += query[row] * state[row].of[v];
+                }
+        } else {
+            const float left = exp_one(of->decays[at]);
+            if (of->rates != NULL) {
+                struct strip held = {{{0}}};
+                for (size_t row = 0; row < rows; row++)
+                    for (size_t v = 0; v < VECTORS; v++)
+                        held.of[v] += key[row] * state[row].of[v];
+                for (size_t v = 0; v < VECTORS; v++)
+                    u.of[v] = of->rates[at] * (u.of[v] - left * held.of[v]);
+            }
+            for (size_t row = 0; row < rows; row++)
+                for (size_t v = 0; v < VECTORS; v++) {
+                    state[row].of[v] = left * state[row].of[v] + key[row] * u.of[v];
+                    out.of[v] += query[row] * state[row].of[v];
+                }
+        }
+        memcpy(of->out + at * of->columns + first, &out, columns * sizeof(float));
+    }
+    for (size_t row = 0; row < rows; row++)
+        memcpy(matrix + row * of->columns, &state[row], columns * sizeof(float));
+}
+
+/* A causal convolution of each channel. Token t is the sum of `width` rows of `inputs`: of those in sources[t]. */
+struct convolution {
+    const float *inputs; /* [inputs, channels] */
+    const int64_t *sources;
+    const float *weights; /* [width, channels] */
+    const float *bias;    /* NULL without */
+    float *out;           /* [tokens, channels] */
+    size_t tokens, width, channels;
+    atomic_size_t next;
+};
+
+INLINE void convolve(const struct convolution *of, size_t token) {
+    const size_t channels = of->channels, even = channels / LANES * LANES;
+    const int64_t *sources = of->sources + token * of->width;
+    float *out = of->out + token * channels;
+    for (size_t c = 0; c < even; c += LANES) {
+        floats total = of->bias == NULL ? (floats){0} : load(of->bias + c);
+        for (size_t tap = 0; tap < of->width; tap++)
+            total += load(of->weights + tap * channels + c) * load(of->inputs + sources[tap] * channels + c);
+        store(out + c, total);
+    }
+    for (size_t c = even; c < channels; c++) {
+        float total = of->bias == NULL ? 0 : of->bias[c];
+        for (size_t tap = 0; tap < of->width; tap++)
+            total = fmaf(of->weights[tap * channels + c], of->inputs[sources[tap] * channels + c], total);
+        out[c] = total;
+    }
+}
+
 /* ---- all of them, for this processor --------------------------------------------------------------------- */
 
 #define FOR_EACH_TASK(name, of, call) \
@@ -939,6 +1063,8 @@ INLINE void attend(const struct work *work, size_t task, int format) {
 #define TASKS_work(work) (work)->tasks
 #define TASKS_product(work) ((work)->rows + task_rows(work) - 1) / task_rows(work)
 #define TASKS_unpacking(work) (work)->count
+#define TASKS_recurring(work) (work)->tasks
+#define TASKS_convolution(work) (work)->tokens
 #define FOR_EACH_FORMAT(prefix, suffix) \
     prefix FOR_EACH_TASK(attend_float32##suffix, work, attend(work, task, FLOAT32)) \
     prefix FOR_EACH_TASK(attend_bfloat16##suffix, work, attend(work, task, BFLOAT16)) \
@@ -948,7 +1074,9 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     prefix FOR_EACH_TASK(multiply_bfloat16##suffix, product, multiply_rows(work, task * ROWS, BFLOAT16)) \
     prefix FOR_EACH_TASK(multiply_packed##suffix, product, multiply_packed_rows(work, task * 8)) \
     prefix FOR_EACH_TASK(multiply_many##suffix, product, multiply_panels(work, task * TILE_ROWS)) \
-    prefix FOR_EACH_TASK(unpack##suffix, unpacking, unpack_row(work, task))
+    prefix FOR_EACH_TASK(unpack##suffix, unpacking, unpack_row(work, task)) \
+    prefix FOR_EACH_TASK(recur_all##suffix, recurring, recur(work, task)) \
+    prefix FOR_EACH_TASK(convolve_all##suffix, convolution, convolve(work, task))
 
 #define PLAIN
 FOR_EACH_FORMAT(PLAIN, )
@@ -985,6 +1113,16 @@ static void *multiply_some(void *work_) {
 
 static void *unpack_some(void *work) {
     CHOSEN(unpack)(work);
+    return NULL;
+}
+
+static void *recur_some(void *work) {
+    CHOSEN(recur_all)(work);
+    return NULL;
+}
+
+static void *convolve_some(void *work) {
+    CHOSEN(convolve_all)(work);
     return NULL;
 }
 
@@ -1092,6 +1230,20 @@ void tierstore_multiply_packed(const struct packed *packed, const float *x, size
 void tierstore_unpack(const struct packed *packed, const int64_t *rows, size_t count, float *out, int threads) {
     struct unpacking work = {packed, rows, out, count, 0};
     run(unpack_some, &work, count, threads);
+}
+
+/* Takes the states of `count` sequences through their tokens, each alone. */
+void tierstore_recur(const struct recurrence *of, const struct passage *passages, size_t count, int threads) {
+    const size_t tasks = count * of->heads * ((of->columns + STRIP - 1) / STRIP);
+    struct recurring work = {of, passages, tasks, 0};
+    run(recur_some, &work, tasks, threads);
+}
+
+/* out[t] = bias + Σ weights[tap] × inputs[sources[t][tap]], for `tokens` tokens and each of `channels` numbers. */
+void tierstore_convolve(const float *inputs, const int64_t *sources, size_t tokens, const float *weights, size_t width,
+                        const float *bias, size_t channels, float *out, int threads) {
+    struct convolution work = {inputs, sources, weights, bias, out, tokens, width, channels, 0};
+    run(convolve_some, &work, tokens, threads);
 }
 
 /* Attention of the `count` rows in `rows` over one layer. `queries` and `out` are [batch rows, heads, width], `lse`

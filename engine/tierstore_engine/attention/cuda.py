@@ -7,7 +7,8 @@ Everything is launched on torch's current stream, in order with the model's matr
 for the device.
 
 The results for a sequence depend on that sequence alone, not on the rest of the batch or on the choice of
-pages.
+pages. If a token must have the same bits in every step (``ModelConfig.arithmetic``), the prefill kernel
+computes single tokens too, in splits that begin at multiples of ``PART_TOKENS``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import (
     EVERYTHING,
+    PART_TOKENS,
     AttentionKernels,
     ChunkSplits,
     LayerPages,
@@ -37,11 +39,12 @@ from tierstore_engine.kernels.operations import (
     Sequences,
     Sight,
     Slots,
+    SplitRule,
 )
 from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 
-_MOST_PARTS = 1 << 17
+MOST_PARTS = 1 << 17
 """Parts per launch, each of one query head: 64 MiB with a head_dim of 128. One chunk has at most a
 quarter."""
 
@@ -142,18 +145,21 @@ class CudaAttention(KernelAttention):
             kv=config.kv,
             score_scale=scale,
             score_cap=config.score_cap,
+            split_rule=SplitRule(part_tokens=PART_TOKENS) if config.arithmetic else None,
         )
+        self._same_bits = bool(config.arithmetic)
         self.library: GatheredPrefill | None = None
-        """None if pages hold codes or scores are capped, which torch's attention does not support."""
+        """None if pages hold codes or scores are capped, which torch's attention does not support, and if a
+        token must have the same bits in every step."""
         self.library_at = NOWHERE
         """Set after a measurement."""
         pool = pages
         if not config.kv.quantised:
             pool = pages.view(getattr(torch, config.dtype))
-            if config.score_cap is None:
+            if config.score_cap is None and not self._same_bits:
                 shape = (len(group.layers), 2, group.kv_heads, spec.chunk_tokens, group.head_dim)
                 self.library = GatheredPrefill(pool.view(len(pool), *shape), scale)
-        self._most_parts = _MOST_PARTS // config.heads
+        self._most_parts = MOST_PARTS // config.heads
         self._sights = {layer: sight_of(config, layer) for layer in group.layers}
         self._layers = {
             layer: LayerPages(
@@ -221,8 +227,9 @@ class CudaAttention(KernelAttention):
         def make() -> _PagedStep:
             at_library = self._at_library if not with_lse else _nowhere
             # Only the merge of splits writes float32, so every chunk is split, some into one part.
-            whole_at = 0 if wide else 1
-            return _prepare(batch, self.chunk_tokens, at_library, self._splits, whole_at, self._most_parts)
+            whole_at = 0 if wide or self._same_bits else 1
+            parts = self._splits, whole_at, self._most_parts
+            return _prepare(batch, self.chunk_tokens, at_library, *parts, decodes=not self._same_bits)
 
         return self._steps.of(batch, make, kind=(with_lse, wide))
 
@@ -278,9 +285,12 @@ def _prepare(
     splits_of: Callable[[Span], int],
     whole_at: int,
     most_parts: int,
+    *,
+    decodes: bool,
 ) -> _PagedStep:
     """Sort the sequences by kernel, and copy their numbers to the device at once. Chunks of at most
-    ``whole_at`` splits are computed without splits."""
+    ``whole_at`` splits are computed without splits. Unless the decode kernel computes single tokens
+    (``decodes``), every token has the same bits in any chunk, so chunks may be cut."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     everyone = list(zip(batch.spans, first_rows, strict=False))
     device, group = batch.pages.device, batch.group
@@ -294,10 +304,14 @@ def _prepare(
     split: list[_Member] = []
     for member in everyone:
         span, _ = member
-        if span.tokens == 1:
+        if span.tokens == 1 and decodes:
             singles.append(member)
-        elif not at_library(span):
-            (whole if splits_of(span) <= whole_at else split).append(member)
+        elif at_library(span):
+            continue
+        elif splits_of(span) <= whole_at:
+            whole.append(member)
+        else:
+            split += [member] if decodes else _pieces(member, max(most_parts // splits_of(span), 1))
     kinds = [_KernelKind(group, singles), _KernelKind(group, whole)]
     for members in _groups(split, splits_of, most_parts):
         kinds.append(_KernelKind(group, members, [splits_of(span) for span, _ in members]))
@@ -307,6 +321,14 @@ def _prepare(
     decoding, *prefilling = (kind.sequences(part) for part, kind in zip(on_device, kinds, strict=True))
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
     return _PagedStep(slots, decoding, [each for each in prefilling if each is not None], gathered)
+
+
+def _pieces(member: _Member, most_tokens: int) -> Iterator[_Member]:
+    """Yield a span and its first row, in pieces of at most ``most_tokens`` tokens."""
+    span, row = member
+    for start in range(span.start, span.stop, most_tokens):
+        stop = min(start + most_tokens, span.stop)
+        yield Span(span.tables, start, stop), row + start - span.start
 
 
 def _groups(

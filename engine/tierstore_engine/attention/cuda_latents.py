@@ -2,7 +2,8 @@
 
 Each token is handled separately. A decoded token has as many splits as its sequence is long enough for; each
 token of a prefill chunk has one. Chunks and decoded tokens take one launch each (decoding: two). The results
-for a token depend on its sequence alone.
+for a token depend on its sequence alone. If a token must have the same bits in every step
+(``ModelConfig.arithmetic``), it has the splits of a decoded token in a chunk as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from tierstore.spec import KVSpec
 from tierstore_engine.attention.base import BatchLayout, Prepared, Span
-from tierstore_engine.attention.cuda import KernelAttention
+from tierstore_engine.attention.cuda import MOST_PARTS, KernelAttention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.latents import Entries, LatentKernels
 from tierstore_engine.kernels.launcher import Launcher
@@ -48,6 +49,7 @@ class CudaLatentAttention(KernelAttention):
         self._launcher = launcher
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._heads, self._rank = config.heads, config.latent.rank
+        self._same_bits = bool(config.arithmetic)
         self._kernels = LatentKernels(
             launcher,
             dtype=config.dtype,
@@ -87,10 +89,17 @@ class CudaLatentAttention(KernelAttention):
         dtype = torch.float32 if wide else queries.dtype
         out = queries.new_empty(len(queries), self._heads, self._rank, dtype=dtype)
         if step.chunks is not None:
-            self._kernels.attend(pages, queries, step.chunks, out, lse, split=False)
+            most = self._most_entries(step.chunks) if self._same_bits else len(step.chunks)
+            for entries in step.chunks.cut(most):
+                self._kernels.attend(pages, queries, entries, out, lse, split=self._same_bits)
         if step.decoding is not None:
             self._kernels.attend(pages, queries, step.decoding, out, lse, split=True)
         return out
+
+    def _most_entries(self, entries: Entries) -> int:
+        """Return how many of them may be computed in splits at once."""
+        splits = self._kernels.split_rule.splits(entries.max_length, self.chunk_tokens)
+        return max(MOST_PARTS // self._heads // splits, 1)
 
     def _prepared(self, batch: BatchLayout) -> _LatentStep:
         return self._steps.of(batch, lambda: _prepare(batch, self.chunk_tokens))

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +32,13 @@ class Entries:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def cut(self, most: int) -> Iterator[Entries]:
+        """Yield the same in launches of at most ``most`` entries."""
+        owners = [None] if self.owners is None else self.owners.split(most)
+        parts = zip(self.rows.split(most), self.lengths.split(most), owners, strict=True)
+        for rows, lengths, each in parts:
+            yield replace(self, rows=rows, lengths=lengths, owners=each)
 
 
 class LatentKernels(MergingKernels):

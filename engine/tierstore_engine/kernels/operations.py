@@ -50,6 +50,9 @@ class Sight:
 
 EVERYTHING = Sight()
 
+PART_TOKENS = 2048
+"""Tokens of a part, where a token must have the same bits in every step. Not tuned on a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
@@ -58,11 +61,15 @@ class SplitRule:
     two per SM of a large GPU; not tuned on one).
 
     A sequence's splits depend on its own tokens only, so that its bits do not depend on the batch.
+
+    With ``part_tokens`` (a multiple of 64), parts of prefill begin at its multiples in the sequence. A
+    token's bits then do not depend on the chunk that it is in either, if single tokens are prefilled too.
     """
 
     min_pages: int = 8
     max_splits: int = 64
     chunk_blocks: int = 256
+    part_tokens: int = 0
 
     def splits(self, length: int, page_tokens: int, sight: Sight = EVERYTHING) -> int:
         """Return the splits of a token that is the last of ``length``, like ``split_count`` in
@@ -250,8 +257,11 @@ class AttentionKernels(MergingKernels):
         self._rope_write((len(keys),), arguments)
 
     def chunk_splits(self, count: int, length: int, sight: Sight = EVERYTHING) -> int:
-        """Return the best number of parts for a chunk of ``count`` tokens, the last of ``length``. It is 1 if
-        the chunk has enough blocks for a device or sees little. It depends on these two numbers alone."""
+        """Return the number of parts for a chunk of ``count`` tokens, the last of ``length``: those of
+        ``part_tokens``, or the best number, which is 1 if the chunk has enough blocks for a device or sees
+        little. It depends on these two numbers alone."""
+        if part := self.split_rule.part_tokens:
+            return -(-length // part) - sight.first(length - count) // part
         visible = sight.most(length, count)
         blocks = -(-count * self.group // self._prefill_rows) * self.kv_heads
         return self.split_rule.chunk_splits(blocks, visible, self.page_tokens)
@@ -279,12 +289,13 @@ class AttentionKernels(MergingKernels):
         splits = sequences.splits
         if splits is None:
             assert out.dtype != torch.float32, "only splits are merged in float32"
-            unused = (None, np.int32(1), None, None, None)
+            unused = (None, np.int32(1), None, None, None, np.int32(0))
             self._prefill((rows, self.kv_heads, len(sequences)), (*inputs, out, lse, *unused, *numbers))
             return
         part_log2 = workspace((splits.parts, self.heads), queries.device)
         part_out = workspace((*part_log2.shape, self.head_dim), queries.device)
-        parts = (splits.counts, np.int32(splits.most), splits.first_parts, part_out, part_log2)
+        part_tokens = np.int32(self.split_rule.part_tokens)
+        parts = (splits.counts, np.int32(splits.most), splits.first_parts, part_out, part_log2, part_tokens)
         grid = (rows, self.kv_heads, len(sequences) * splits.most)
         self._split_prefill(grid, (*inputs, None, None, *parts, *numbers))
         combined = (

@@ -12,6 +12,8 @@
 // A few new tokens after a long past are few blocks with much to read. With SPLIT a block's tiles are divided into
 // `splits[sequence]` parts, each for its own block. A part writes the same as a decode split (split.cuh), and
 // combine_chunks (merge.cu) merges the parts. The caller chooses the number of parts, for each sequence separately.
+// With `part_tokens` (a multiple of TILE), parts begin at its multiples in the sequence. A token's bits then depend
+// neither on the chunk that it is in nor on the rows beside it: what a row does not see leaves its bits as they are.
 //
 // grid (ceil(max count * group / ROWS), kv_heads, sequences * most_splits), block WARPS * 32, dynamic shared memory
 // (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes. For the smallest heads the compiler would spill to fit four blocks on an
@@ -40,6 +42,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
             const int* __restrict__ first_parts,  // [sequences]: parts [splits, count] begin here
             float* __restrict__ part_out,         // [parts, heads, HEAD_DIM]
             float* __restrict__ part_log2,        // [parts, heads], base 2; -inf if nothing was seen
+            int part_tokens,                      // 0: parts of equal size
             int group, int window, int chunk, float scale, float cap) {
   constexpr int ROWS = WARPS * STRIPS * 16, CHUNKS = Tile<HEAD_DIM>::CHUNKS, THREADS = WARPS * 32;
   static_assert(PAGE % TILE == 0 && TILE % 16 == 0, "a tile lies in one page");
@@ -63,10 +66,16 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
   if constexpr (SPLIT) {
     const int split = blockIdx.z % most_splits, count_of_splits = splits[sequence];
     if (split >= count_of_splits) return;
-    const int tiles = (visible_end - first_token + TILE - 1) / TILE;
-    // 32 bits hold tiles * splits for 500 million tokens.
-    end_token = min(first_token + tiles * (split + 1) / count_of_splits * TILE, visible_end);
-    first_token += tiles * split / count_of_splits * TILE;
+    if (part_tokens > 0) {
+      const int begin = (first_visible(past, window, chunk) / part_tokens + split) * part_tokens;
+      first_token = max(first_token, begin);
+      end_token = min(begin + part_tokens, visible_end);
+    } else {
+      const int tiles = (visible_end - first_token + TILE - 1) / TILE;
+      // 32 bits hold tiles * splits for 500 million tokens.
+      end_token = min(first_token + tiles * (split + 1) / count_of_splits * TILE, visible_end);
+      first_token += tiles * split / count_of_splits * TILE;
+    }
   }
   const HeadPages<T, HEAD_DIM, PAGE, KV> pages(pool, page_stride, layer_offset, static_scales,
                                                tables + sequence * table_stride, kv_head, kv_heads);
@@ -176,8 +185,9 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         // A row of a windowed layer may have seen no key yet: -inf - -inf would be NaN.
-        const float base = most == NEGATIVE_INFINITY ? 0.f : most * scale_log2;
-        const float rescale = ptx::exp2_approx(maximum[strip][half] * scale_log2 - base);
+        const float seen = most == NEGATIVE_INFINITY ? 0.f : most, base = seen * scale_log2;
+        // Exactly 1 if the maximum stays. The difference of two products is not 0 if one of them is fused with it.
+        const float rescale = ptx::exp2_approx((maximum[strip][half] - seen) * scale_log2);
         maximum[strip][half] = most;
         denominator[strip][half] *= rescale;
 #pragma unroll

@@ -59,10 +59,11 @@ class MirrorLauncher(Launcher):
         return np.uintp(copy.data_ptr() + argument.data_ptr() - storage.data_ptr())
 
 
-def kernel_launcher() -> ExecutorLauncher | MirrorLauncher:
-    """A launcher for the package's own kernels, with a ``seed`` that chooses the executor's schedule."""
+def kernel_launcher(*, fused: bool = False) -> ExecutorLauncher | MirrorLauncher:
+    """A launcher for the package's own kernels, with a ``seed`` that chooses the executor's schedule.
+    ``fused`` as for :class:`ExecutorLauncher`."""
     if DEVICE == "executor":
-        return ExecutorLauncher()
+        return ExecutorLauncher(fused=fused)
     from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 
     return MirrorLauncher(CupyLauncher(DEVICE), DEVICE)

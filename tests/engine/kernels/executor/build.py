@@ -15,6 +15,7 @@ import xxhash
 
 from tests.engine.kernels.executor.toolchain import (
     FLAGS,
+    FUSED,
     TRAPS,
     cache_dir,
     compiler,
@@ -43,15 +44,16 @@ class BuildError(RuntimeError):
     """A kernel that g++ does not compile, or that breaks the executor's conventions."""
 
 
-def build_library(file: Path, names: Sequence[str], *, races: bool) -> Path:
+def build_library(file: Path, names: Sequence[str], *, races: bool, fused: bool = False) -> Path:
     """A library with ``launch_0``, ``launch_1`` … for ``names``, which are instances of kernels in ``file``.
 
-    Headers next to ``file`` hide the package's own of the same name. ``races``: for TSan.
+    Headers next to ``file`` hide the package's own of the same name. ``races``: for TSan. ``fused``: with
+    fused multiply-adds, as on a GPU.
     """
     _check_conventions(file)
     stub = _STUB_HEAD.format(kernel=file.name)
     stub += "".join(_STUB_LAUNCH.format(index=index, name=name) for index, name in enumerate(names))
-    flags = [*FLAGS, *(("-fsanitize=thread",) if races else TRAPS)]
+    flags = [*FLAGS, *(FUSED if fused else ()), *(("-fsanitize=thread",) if races else TRAPS)]
 
     # Without sanitizers in either case: TSan must not see fibers being switched.
     machine_flags = [*FLAGS, *(["-DEXECUTOR_TSAN"] if races else [])]

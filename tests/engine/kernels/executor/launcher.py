@@ -18,15 +18,18 @@ from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 class ExecutorLauncher(Launcher):
     """Launches under the schedule ``seed``, which may be changed at any time.
 
-    ``folder`` holds the kernels, if not the package's own; ``races`` as for :class:`HostModule`.
+    ``folder`` holds the kernels, if not the package's own; ``races`` and ``fused`` as for
+    :class:`HostModule`.
     """
 
-    def __init__(self, seed: int = 0, *, folder: Path = KERNEL_DIR, races: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, *, folder: Path = KERNEL_DIR, races: bool = False, fused: bool = False
+    ) -> None:
         self.seed = seed
         self.launches: list[str] = []
         """The names of the kernels launched so far."""
         self._folder = folder
-        self._races = races
+        self._races, self._fused = races, fused
 
     def load(self, instance: Instance) -> Kernel:
         file = self._folder / instance.file
@@ -35,15 +38,16 @@ class ExecutorLauncher(Launcher):
             self.launches.append(instance.name)
             values = [_value(argument) for argument in arguments]
             # Not compiled before it is needed: a test seldom launches all kernels of a model.
-            function = _module(file, instance.name, self._races).function(instance.name)
+            module = _module(file, instance.name, self._races, self._fused)
+            function = module.function(instance.name)
             function(grid, (instance.threads,), values, shared_mem=instance.shared_bytes, seed=self.seed)
 
         return launch
 
 
 @cache
-def _module(file: Path, name: str, races: bool) -> HostModule:
-    return HostModule(file, [name], races=races)
+def _module(file: Path, name: str, races: bool, fused: bool) -> HostModule:
+    return HostModule(file, [name], races=races, fused=fused)
 
 
 def _value(argument: Argument) -> np.generic:

@@ -21,10 +21,11 @@ class HostModule:
     """Instances of the kernels in one file, such as ``prefill<__half, 64, 64, 64, 4, 2>``, compiled.
 
     With ``races`` they are built for TSan, which only a process that preloads it can load (see races.py).
+    With ``fused`` they have fused multiply-adds, as on a GPU: bits differ from those without.
     """
 
-    def __init__(self, file: Path, names: Sequence[str], *, races: bool = False) -> None:
-        self._library = ctypes.CDLL(str(build_library(file, names, races=races)))
+    def __init__(self, file: Path, names: Sequence[str], *, races: bool = False, fused: bool = False) -> None:
+        self._library = ctypes.CDLL(str(build_library(file, names, races=races, fused=fused)))
         self._index = {name: index for index, name in enumerate(names)}
 
     def function(self, name: str) -> Launch:
