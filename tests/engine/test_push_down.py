@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -64,14 +65,20 @@ class LateLauncher(Launcher):
 
 
 def pool_over(
-    device: FakeDevice, config: ModelConfig, directory: Path, *, file: bool, spec: KVSpec | None = None
+    device: FakeDevice,
+    config: ModelConfig,
+    directory: Path,
+    *,
+    file: bool,
+    spec: KVSpec | None = None,
+    slots: int = SLOTS,
 ) -> DeviceOverflowPool:
     spec = spec or config.kv_spec(chunk_tokens=CHUNK)
     page = -(-spec.page_bytes // 4096) * 4096
     host = Overflow(None, 0, host_bytes=PAGES * page)
     if file:
         host = Overflow(directory, 1 << 22, host_bytes=HOST_PAGES * page)
-    pool = DeviceOverflowPool.open(spec, SLOTS, host, device)
+    pool = DeviceOverflowPool.open(spec, slots, host, device)
     pool.below.staged_pages = 3  # so that a sequence has several batches
     return pool
 
@@ -165,8 +172,20 @@ SHARE = 0.155
 part is rounded before."""
 
 
+@cache
+def outputs_on_the_device(name: str) -> list[list[torch.Tensor]]:
+    """The outputs of each step with all pages on the device."""
+    config = CONFIGS[name]
+    plain = PagePool(config.kv_spec(chunk_tokens=CHUNK), PAGES)
+    inner = memory_kind(plain.spec, config)
+    whole = inner(torch.from_numpy(plain.array), plain.spec, config, ExecutorLauncher())
+    assert isinstance(whole, Attention)
+    here = Sequences(whole, config, lambda: None, 3)
+    return [here.step(news) for news in STEPS]
+
+
 def errors(
-    config: ModelConfig,
+    name: str,
     directory: Path,
     seed: int,
     *,
@@ -175,21 +194,17 @@ def errors(
     kind: type[PushDownAttention] = PushDownAttention,
 ) -> Difference:
     """Return the difference from all pages on the device, over some steps of three sequences."""
-    device = FakeDevice(seed)
+    expected_outputs = outputs_on_the_device(name)
+    config, device = CONFIGS[name], FakeDevice(seed)
     pool = pool_over(device, config, directory, file=file)
     try:
         launcher = LateLauncher(device, pool.hbm.compute)
         attention = push_down(pool, config, launcher, kind)
         attention.break_even = BREAK_EVENS[way]
         there = Sequences(attention, config, lambda: device.finish(pool.hbm.compute), 3)
-        plain = PagePool(pool.spec, PAGES)
-        inner = memory_kind(plain.spec, config)
-        whole = inner(torch.from_numpy(plain.array), plain.spec, config, ExecutorLauncher())
-        assert isinstance(whole, Attention)
-        here = Sequences(whole, config, lambda: None, 3)
         worst, outputs, differ = 0.0, 0, 0
-        for news in STEPS:
-            for expected, found in zip(here.step(news), there.step(news), strict=True):
+        for news, outputs_here in zip(STEPS, expected_outputs, strict=True):
+            for expected, found in zip(outputs_here, there.step(news), strict=True):
                 unit = torch.exp2(expected.float().abs().clamp(min=0.5).log2().floor())
                 unit *= torch.finfo(getattr(torch, config.dtype)).eps
                 difference = ((expected.float() - found.float()).abs() / unit).max().item()
@@ -207,12 +222,12 @@ def errors(
 
 @pytest.mark.parametrize(*diagonal(name=CONFIGS, file=[False, True], way=BREAK_EVENS))
 def test_the_same_as_with_all_pages_on_the_device(name: str, file: bool, way: str, tmp_path: Path) -> None:
-    assert errors(CONFIGS[name], tmp_path, 0, file=file, way=way).units <= 1
+    assert errors(name, tmp_path, 0, file=file, way=way).units <= 1
 
 
 @pytest.mark.parametrize("seed", ONE_OF_EACH)
 def test_under_all_schedules(seed: int, tmp_path: Path) -> None:
-    difference = errors(CONFIGS["bfloat16"], tmp_path, seed, file=True, way="planned")
+    difference = errors("bfloat16", tmp_path, seed, file=True, way="planned")
     assert difference.units <= 1
     assert difference.share <= SHARE
 
@@ -267,11 +282,8 @@ LIFTED = list(MISTAKES)[:5]
     "name",
     chosen(
         MISTAKES,
-        "a batch is copied over the last one",
         "a batch is attended to before its copy",
-        "a batch of the file is not waited for",
         "queries are not waited for",
-        "LSEs of the host do not go up",
         "a page is attended to twice",
         "the host's part is rounded",
     ),
@@ -289,7 +301,7 @@ def test_planted_mistakes_are_caught(name: str, tmp_path: Path) -> None:
     for seed in SCHEDULES:
         try:
             difference = errors(
-                *(CONFIGS["bfloat16"], tmp_path, seed),
+                *("bfloat16", tmp_path, seed),
                 file=lifted,
                 way="lift" if lifted else "host",
                 kind=kind,
@@ -311,7 +323,7 @@ def executed(module: ModuleType, text: str, **names: object) -> dict[str, Any]:
 
 # -- the engine ------------------------------------------------------------------------------------------
 
-GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True, keep_logits=True)
+GREEDY = SamplingParams(max_new_tokens=3, ignore_eos=True, keep_logits=True)
 
 
 def engine_over(model: LoadedModel, pools: Sequence[PagePool]) -> Engine:
@@ -329,19 +341,19 @@ def engine_over(model: LoadedModel, pools: Sequence[PagePool]) -> Engine:
     )
 
 
-@pytest.mark.parametrize("name", chosen(["tiny", "deepseek-v3", "gemma3"], "tiny", "deepseek-v3"))
+@pytest.mark.parametrize("name", chosen(["tiny", "deepseek-v3", "gemma3"], "tiny"))
 def test_an_engine_with_pages_beyond_its_memory(
     name: str, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Chunked prefill and decoding of two sequences, each larger than the slots together. Latents are one
+    """Chunked prefill and decoding of two sequences, the first larger than all slots. Latents are one
     sequence: the executor is slow with them."""
     source = name if name == "tiny" else str(checkpoints(name))
     model = load_model(source, device="cpu", dtype="float16")
     parts = model.kv_spec(chunk_tokens=CHUNK).split()
     device = FakeDevice(1)  # copies are done at once, because torch's operations are
-    first = pool_over(device, model.config, tmp_path, file=True, spec=parts[0])
+    first = pool_over(device, model.config, tmp_path, file=True, spec=parts[0], slots=4)
     others = [PagePool(part, 64) for part in parts[1:]]
-    lengths = (180,) if name == "deepseek-v3" else (150, 130)
+    lengths = (140,) if name == "deepseek-v3" else (110, 50)
     prompts = [[(7 * i + n) % 250 for i in range(n)] for n in lengths]
     wanted = engine_over(model, [PagePool(part, 64) for part in parts])
     found = engine_over(model, [first, *others])
