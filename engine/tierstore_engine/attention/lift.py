@@ -58,7 +58,7 @@ class LiftedSpan:
 
     @property
     def tokens(self) -> int:
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Lift:
         self._copied: Event | None = None  # after the last copy
         self._reading = ExitStack()
         self._file: PageStream | None = None
-        self._batches: list[list[_Batch]] = []  # of each span
+        self._batches: list[list[_Batch]] = []  # a list for each span
 
     def prepare(self, spans: Sequence[LiftedSpan]) -> None:
         """Start to read the spans' pages that are in the file, after :meth:`close`. Raises the errors of

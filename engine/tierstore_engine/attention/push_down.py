@@ -40,7 +40,7 @@ from tierstore_engine.config import ModelConfig
 from tierstore_engine.pointwise import Pointwise
 
 _ROWS = 64  # rows of the smallest buffers
-_MEASURED = 3  # times, of which the fastest counts
+_MEASURED = 3  # calls; the fastest counts
 BREAK_EVEN = 16.0
 """For a pool that was not measured: longer spans are also those that the compiled part does not take."""
 

@@ -25,7 +25,7 @@ from tierstore_tools.gpu.transfers import TransferBench
 from tierstore_tools.longctx.beyond import fill
 
 _STEPS = 3
-_SHARE = 0.8  # of the free memory, for pages
+_SHARE = 0.8  # pages take at most this share of the free memory
 _SPARE_PAGES = 8  # in host memory: those that move together, and the new token's
 _LINK_PAGES = 128  # whose copy shows the link's rate
 

@@ -31,7 +31,7 @@ from tierstore_tools import machine, processes, report
 from tierstore_tools.limits import RawDisk
 from tierstore_tools.report import Phase
 
-_STEPS = 5  # of the longest context; shorter ones take more
+_STEPS = 5  # the longest context takes this many; shorter ones take more
 _MOST_STEPS = 60
 _RAW_BYTES = 1 << 30
 _SPARE_PAGES = 4  # beside those of ``tokens`` tokens
