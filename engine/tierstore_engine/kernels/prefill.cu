@@ -55,9 +55,10 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
   // The last rows see the most keys, so their blocks start first.
   const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS;
   if (first_row >= count * group) return;
-  auto position_of = [&](int token) { return causal ? length - count + token : length - 1; };
-  const int first_position = position_of(first_row / group);
-  const int last_position = position_of(min(count - 1, (first_row + ROWS - 1) / group));
+  // If not causal, every row sees what the last token sees. A branch for each row would spill registers.
+  const int past = causal ? length - count : length - 1, last_token = causal ? count - 1 : 0;
+  const int first_position = past + min(first_row / group, last_token);
+  const int last_position = past + min(last_token, (first_row + ROWS - 1) / group);
   const int visible_begin = first_visible(first_position, window, chunk);
   const int visible_end = last_position + 1;
   int first_token = visible_begin / TILE * TILE, end_token = visible_end;  // the range of tiles
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           // Rows beyond the last are computed like the last token's rows, and not written.
-          const int position = position_of(min(row_of(strip, half) / group, count - 1));
+          const int position = past + min(row_of(strip, half) / group, last_token);
           const int oldest = first_visible(position, window, chunk);
 #pragma unroll
           for (int i = 0; i < TILE / 4; i++) {
