@@ -108,6 +108,12 @@ class Memory:
         failed = _libc.madvise(self.address + start, stop - start, _MADV_POPULATE_WRITE)
         return not failed or ctypes.get_errno() != errno.ENOMEM
 
+    def allow_huge_pages(self, unit: int) -> None:
+        """Let the kernel use huge pages, if each ``unit`` bytes are whole ones. Then a unit takes memory, and
+        gives it back, without its neighbours."""
+        if unit % _HUGE_PAGE == 0 and self.address % _HUGE_PAGE == 0:
+            _libc.madvise(self.address, self.nbytes, mmap.MADV_HUGEPAGE)
+
     def discard(self, start: int, stop: int) -> None:
         """Return the memory of the bytes ``start … stop`` to the system, in whole system pages. (Not for
         shared memory.) They are zeros when touched again. Raise :class:`OSError` if that fails."""

@@ -52,9 +52,9 @@ class CudaRunner(Runner):
     ) -> None:
         """``memories`` and ``pools`` have one entry for each layer group of the model."""
         attention, pool = memories[0], pools[0]
-        beyond = isinstance(attention, PushDownAttention)
-        if isinstance(attention, PushDownAttention):
-            attention = attention.device
+        beyond = attention if isinstance(attention, PushDownAttention) else None
+        if beyond is not None:
+            attention = beyond.device
         self._model = model
         self._pool = pool
         self._settings = settings
@@ -73,8 +73,11 @@ class CudaRunner(Runner):
                 attention.library_at = _prefill_ranges(attention, model.config, pool, settings, positions)
             for each in pools:
                 each.gather = _gather(each)
-            # The host takes part in a step over pages beyond the memory, so it cannot be captured.
-            self.graphs = None if beyond else self._capture(memories, -(-positions // pool.spec.chunk_tokens))
+            self.graphs: DecodeGraphs | None = None
+            if beyond is None:
+                self.graphs = self._capture(memories, -(-positions // pool.spec.chunk_tokens))
+            else:  # the host takes part in a step over pages beyond the memory, so it cannot be captured
+                beyond.break_even = _break_even(beyond, model.config, pool)
         self._stream.synchronize()
 
     def _capture(self, memories: Sequence[Memory], width: int) -> DecodeGraphs:
@@ -216,6 +219,13 @@ def _prefill_ranges(
     facts = {**device_facts(pool.device), **shape, "chunk": chunk, "limit": limit}
     found = tuple((first, stop) for first, stop in kept_choice("prefill", facts, measure))
     return LibraryRanges(found, least_tokens(chunk))
+
+
+def _break_even(attention: PushDownAttention, config: ModelConfig, pool: DevicePool) -> float:
+    """Return for how many queries attention on the host takes as long as a copy of its pages."""
+    facts = {**device_facts(pool.device), "model": config.digest(), "threads": torch.get_num_threads()}
+    device = torch.device(pool.device)
+    return float(kept_choice("break-even", facts, lambda: attention.measure_break_even(device)))
 
 
 def _gather(pool: DevicePool) -> KernelGather | None:

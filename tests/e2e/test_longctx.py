@@ -14,7 +14,7 @@ from tierstore.memory import Memory
 from tierstore_engine.build import open_model
 from tierstore_engine.outputs import RequestMetrics
 from tierstore_tools.cli import main
-from tierstore_tools.longctx import cases, command
+from tierstore_tools.longctx import beyond, cases, command
 from tierstore_tools.longctx.session import LongContextAnswer, logit_bound, logit_difference, same_bits
 from tierstore_tools.longctx.settings import LongContext
 
@@ -52,6 +52,24 @@ def test_a_prompt_that_ends_with_a_page(tmp_path):
     rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert all(row["identical"] for row in rows.values())
     assert all(row["slowest_ttft_s"] >= row["ttft_s"] for row in rows.values())
+
+
+def test_contexts_beyond_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(beyond, "_RAW_BYTES", 1 << 22)
+    beyond.run(
+        *("tiny", [1, 3]),
+        tokens=256,
+        directory=tmp_path,
+        dtype=None,
+        chunk_tokens=16,
+        json=str(tmp_path / "out.json"),
+    )
+    once, more = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["tokens"] for row in (once, more)] == [256, 768]
+    assert once["of_disk"] == 0  # all pages fit the memory
+    assert more["of_disk"] > 0
+    assert all(row["max_logit_diff"] == 0 and row["of_here"] > 0 for row in (once, more))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 @SOAK  # the shallow models take a fifth of the time

@@ -34,6 +34,7 @@
 #define INTERFACE 6
 
 #define LANES 8
+#define PAIR (2 * LANES)
 #define BLOCK 32
 #define LINE 64 /* bytes of a cache line */
 #define SEGMENT 1024
@@ -89,16 +90,19 @@ INLINE float bfloat(uint16_t bits) {
     return number;
 }
 
+/* Lanes of two vectors: 0 to 7 are those of `a`, 8 to 15 those of `b`. */
+#if defined(__clang__)
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
+
 /* Eight bytes as numbers. Compilers take bytes apart one by one; this is a permutation and a shift. */
 INLINE words spread(const void *from) {
     uint64_t eight;
     memcpy(&eight, from, 8);
     const words bytes = (words)(longs){eight};
-#if defined(__clang__)
-    return __builtin_shufflevector(bytes, bytes, 0, 0, 0, 0, 1, 1, 1, 1);
-#else
-    return __builtin_shuffle(bytes, (words){0, 0, 0, 0, 1, 1, 1, 1});
-#endif
+    return LANES_OF(bytes, bytes, 0, 0, 0, 0, 1, 1, 1, 1);
 }
 
 INLINE ints signed_bytes(const void *from) {
@@ -124,6 +128,32 @@ INLINE floats read(const char *from, size_t at, int format) {
     return wide;
 }
 
+/* PAIR numbers from number `at` on, in the order of reordered(). Bfloat16 is widened with an instruction each: a word has
+ * two numbers, so the first vector has the even ones and the second the odd ones. */
+INLINE void read_two(const char *from, size_t at, int format, floats *one, floats *two) {
+    if (format == BFLOAT16) {
+        words both, even, odd;
+        memcpy(&both, from + 2 * at, sizeof both);
+        even = both << 16, odd = both & 0xffff0000u;
+        memcpy(one, &even, sizeof even);
+        memcpy(two, &odd, sizeof odd);
+    } else {
+        *one = read(from, at, format);
+        *two = read(from, at + LANES, format);
+    }
+}
+
+/* Copies a vector of `width` numbers into the order in which read_two() has them, or back from it. */
+INLINE void reordered(float *to, const float *from, size_t width, int format, int back) {
+    size_t at = 0;
+    for (; format == BFLOAT16 && at + PAIR <= width; at += PAIR)
+        for (size_t i = 0; i < PAIR; i++) {
+            const size_t place = at + i / 2 + i % 2 * LANES;
+            to[back ? at + i : place] = from[back ? place : at + i];
+        }
+    memcpy(to + at, from + at, (width - at) * sizeof(float));
+}
+
 INLINE float read_one(const char *from, size_t at, int format) {
     float number;
     uint16_t half;
@@ -147,6 +177,18 @@ INLINE void store(float *to, floats vector) { memcpy(to, &vector, sizeof vector)
 
 INLINE float sum(floats x) {
     return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+/* The sum of each of eight vectors, in their order. Each has the bits of sum(), with a fifth of its instructions. */
+INLINE floats sums_of(const floats x[8]) {
+    floats halves[4], quarters[2];
+    for (size_t i = 0; i < 4; i++)
+        halves[i] = LANES_OF(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + LANES_OF(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (size_t i = 0; i < 2; i++)
+        quarters[i] = LANES_OF(halves[2 * i], halves[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                      LANES_OF(halves[2 * i], halves[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return LANES_OF(quarters[0], quarters[1], 0, 2, 8, 10, 4, 6, 12, 14) +
+           LANES_OF(quarters[0], quarters[1], 1, 3, 9, 11, 5, 7, 13, 15);
 }
 
 INLINE floats choose(ints mask, floats yes, floats no) {
@@ -667,58 +709,82 @@ INLINE void unpack_row(const struct unpacking *of, size_t number) {
 
 /* ---- attention over one block of tokens ------------------------------------------------------------------------------- */
 
-/* scores[g][t] = q[g] · k[t], for `count` queries of `stride` numbers and `tokens` keys. Four queries and two keys at a
- * time: eight sums that do not wait for one another, and each number is read for several of them. The values of these
- * tokens are fetched meanwhile: they are read by columns, which the processor does not foresee. */
+/* scores[g][t] = q[g] · k[t], for `count` reordered queries and `tokens` keys; further scores up to a multiple of LANES are of no use.
+ * Four queries and two keys at a time: eight sums that do not wait for one another, and each number is read for several of
+ * them. The values of these tokens are fetched meanwhile, two rows at a time: they are read by columns, which the processor
+ * does not foresee. */
 INLINE void multiply(const float *queries, size_t count, size_t width, const char *keys, const char *values,
                      size_t tokens, float (*scores)[BLOCK], int format) {
     const size_t even = width / LANES * LANES, row = width * number_bytes(format);
-    for (size_t at = 0; at < tokens * row; at += LINE)
-        __builtin_prefetch(values + at);
     for (size_t g = 0; g < count; g += 4) {
         const size_t last = count - 1;
         const float *q[4];
         for (size_t i = 0; i < 4; i++)
             q[i] = queries + (g + i < last ? g + i : last) * width;
-        for (size_t t = 0; t < tokens; t += 2) {
-            const size_t some = t + 1 < tokens ? 2 : 1;
-            const char *const key[2] = {keys + t * row, keys + (t + some - 1) * row};
-            floats s00 = {0}, s01 = {0}, s10 = {0}, s11 = {0}, s20 = {0}, s21 = {0}, s30 = {0}, s31 = {0};
-            for (size_t w = 0; w < even; w += LANES) {
-                const floats k0 = read(key[0], w, format), k1 = read(key[1], w, format);
-                const floats q0 = load(q[0] + w), q1 = load(q[1] + w), q2 = load(q[2] + w), q3 = load(q[3] + w);
-                s00 += q0 * k0, s01 += q0 * k1;
-                s10 += q1 * k0, s11 += q1 * k1;
-                s20 += q2 * k0, s21 += q2 * k1;
-                s30 += q3 * k0, s31 += q3 * k1;
-            }
-            float s[4][2] = {{sum(s00), sum(s01)}, {sum(s10), sum(s11)}, {sum(s20), sum(s21)}, {sum(s30), sum(s31)}};
-            for (size_t w = even; w < width; w++)
-                for (size_t j = 0; j < 2; j++) {
-                    const float k = read_one(key[j], w, format);
-                    for (size_t i = 0; i < 4; i++)
-                        s[i][j] += q[i][w] * k;
+        for (size_t first = 0; first < tokens; first += LANES) {
+            floats s[4][LANES];
+            for (size_t t = 0; t < LANES; t += 2) {
+                const size_t at = first + t < tokens ? first + t : tokens - 1, next = at + 1 < tokens ? at + 1 : at;
+                const char *const key[2] = {keys + at * row, keys + next * row};
+                for (size_t byte = 0; g == 0 && byte < 2 * row; byte += LINE)
+                    __builtin_prefetch(values + at * row + byte);
+                floats s00 = {0}, s01 = {0}, s10 = {0}, s11 = {0}, s20 = {0}, s21 = {0}, s30 = {0}, s31 = {0};
+                for (size_t w = 0; w < even; w += PAIR) {
+                    floats k0, k1, l0 = {0}, l1 = {0};
+                    const int two = w + PAIR <= even;
+                    if (two) {
+                        read_two(key[0], w, format, &k0, &l0);
+                        read_two(key[1], w, format, &k1, &l1);
+                    } else {
+                        k0 = read(key[0], w, format), k1 = read(key[1], w, format);
+                    }
+                    const floats q0 = load(q[0] + w), q1 = load(q[1] + w), q2 = load(q[2] + w), q3 = load(q[3] + w);
+                    s00 += q0 * k0, s01 += q0 * k1;
+                    s10 += q1 * k0, s11 += q1 * k1;
+                    s20 += q2 * k0, s21 += q2 * k1;
+                    s30 += q3 * k0, s31 += q3 * k1;
+                    if (two) {
+                        const size_t v = w + LANES;
+                        const floats r0 = load(q[0] + v), r1 = load(q[1] + v), r2 = load(q[2] + v), r3 = load(q[3] + v);
+                        s00 += r0 * l0, s01 += r0 * l1;
+                        s10 += r1 * l0, s11 += r1 * l1;
+                        s20 += r2 * l0, s21 += r2 * l1;
+                        s30 += r3 * l0, s31 += r3 * l1;
+                    }
                 }
-            for (size_t i = 0; i < 4 && g + i < count; i++)
-                memcpy(&scores[g + i][t], s[i], some * sizeof(float));
+                s[0][t] = s00, s[1][t] = s10, s[2][t] = s20, s[3][t] = s30;
+                s[0][t + 1] = s01, s[1][t + 1] = s11, s[2][t + 1] = s21, s[3][t + 1] = s31;
+            }
+            for (size_t i = 0; i < 4 && g + i < count; i++) {
+                float *to = scores[g + i] + first;
+                store(to, sums_of(s[i]));
+                for (size_t w = even; w < width; w++)
+                    for (size_t t = 0; t < LANES && first + t < tokens; t++)
+                        to[t] += q[i][w] * read_one(keys + (first + t) * row, w, format);
+            }
         }
     }
 }
 
-/* sums[g] += Σ shares[g][t] v[t], for `vectors` (1 or 2) vectors from number `w` on */
+/* sums[g] += Σ shares[g][t] v[t], for `vectors` (1 or 2) vectors from number `w` on, reordered. The same columns of `ahead` are fetched
+ * meanwhile. */
 INLINE void add_some(float *const to[4], const float *const share[4], size_t w, size_t vectors, const char *values,
-                     size_t tokens, size_t row, int format) {
+                     const char *ahead, size_t tokens, size_t row, int format) {
     const size_t next = w + (vectors - 1) * LANES;
     floats a0 = load(to[0] + w), a1 = load(to[1] + w), a2 = load(to[2] + w), a3 = load(to[3] + w);
     floats b0 = load(to[0] + next), b1 = load(to[1] + next), b2 = load(to[2] + next), b3 = load(to[3] + next);
     for (size_t t = 0; t < tokens; t++) {
-        const floats v = read(values + t * row, w, format);
+        floats v, u = {0};
+        if (vectors == 2)
+            read_two(values + t * row, w, format, &v, &u);
+        else
+            v = read(values + t * row, w, format);
+        __builtin_prefetch(ahead + t * row + w * number_bytes(format));
         a0 += share[0][t] * v;
         a1 += share[1][t] * v;
         a2 += share[2][t] * v;
         a3 += share[3][t] * v;
         if (vectors == 2) {
-            const floats u = read(values + t * row, next, format);
             b0 += share[0][t] * u;
             b1 += share[1][t] * u;
             b2 += share[2][t] * u;
@@ -738,8 +804,8 @@ INLINE void add_some(float *const to[4], const float *const share[4], size_t w, 
 }
 
 /* sums[g] += Σ shares[g][t] v[t] */
-INLINE void add_values(float (*sums)[MOST_WIDTH], size_t count, size_t width, const char *values, size_t tokens,
-                       float (*shares)[BLOCK], int format) {
+INLINE void add_values(float (*sums)[MOST_WIDTH], size_t count, size_t width, const char *values, const char *ahead,
+                       size_t tokens, float (*shares)[BLOCK], int format) {
     const size_t even = width / LANES * LANES, row = width * number_bytes(format);
     for (size_t g = 0; g < count; g += 4) {
         const size_t last = count - 1;
@@ -751,9 +817,9 @@ INLINE void add_values(float (*sums)[MOST_WIDTH], size_t count, size_t width, co
         }
         size_t w = 0;
         for (; w + 2 * LANES <= even; w += 2 * LANES)
-            add_some(to, share, w, 2, values, tokens, row, format);
+            add_some(to, share, w, 2, values, ahead, tokens, row, format);
         if (w < even)
-            add_some(to, share, w, 1, values, tokens, row, format);
+            add_some(to, share, w, 1, values, ahead, tokens, row, format);
         for (size_t i = 0; i < 4 && g + i < count; i++)
             for (w = even; w < width; w++)
                 for (size_t t = 0; t < tokens; t++)
@@ -810,17 +876,20 @@ INLINE void weigh(struct softmax *soft, float (*scores)[BLOCK], size_t count, si
                   const float *key_scales, const float *value_scales, const struct layer *layer) {
     for (size_t g = 0; g < count; g++) {
         float *s = scores[g], most = soft->most[g];
+        floats top = (floats){0} + most;
         for (size_t t = 0; t < BLOCK; t += LANES) {
             floats x = load(s + t) * load(key_scales + t);
             if (layer->cap != 0.0f)
                 x = layer->cap * tanh_of(x / layer->cap);
             store(s + t, x);
         }
-        for (size_t t = 0; t < tokens; t++)
-            most = s[t] > most ? s[t] : most;
         for (size_t t = tokens; t < BLOCK; t++)
             s[t] = -INFINITY;
-        const float shrink = exp_one(soft->most[g] - most);
+        for (size_t t = 0; t < BLOCK; t += LANES)
+            top = choose(load(s + t) > top, load(s + t), top);
+        for (size_t t = 0; t < LANES; t++)
+            most = top[t] > most ? top[t] : most;
+        const float shrink = most == soft->most[g] ? 1.0f : exp_one(soft->most[g] - most); /* mostly no new maximum */
         floats total = {0};
         for (size_t t = 0; t < BLOCK; t += LANES) {
             floats share = exp_of(load(s + t) - most);
@@ -849,25 +918,31 @@ INLINE void scales_of(float *scales, const struct layer *layer, int plane, const
         scales[t] = read_one(held, t, BFLOAT16) * by;
 }
 
-/* Where a plane's vector `at` of a page is, and the `tokens` after it. Codes are decoded into `to`. */
-INLINE const char *vectors(const struct layer *layer, int plane, const char *page, size_t at, size_t tokens, float *to,
-                           int format) {
-    const size_t first = at * layer->width, count = tokens * layer->width;
-    const char *held = page + layer->start[plane];
-    if (format != CODED)
-        return held + first * number_bytes(format);
+/* The keys (plane 0) or values (1) of a head, from token `at` to the end of its page. */
+INLINE const char *vectors_of(const struct layer *layer, int plane, const int64_t *table, size_t head, size_t at,
+                              int format) {
+    const size_t chunk = layer->chunk, vector = (head * chunk + at % chunk) * layer->width;
+    const char *held = layer->pages + table[at / chunk] * layer->page_bytes + layer->start[plane];
+    if (format == CODED)
+        return held + (layer->codes[plane] == U4 ? vector / 2 : vector);
+    return held + vector * number_bytes(format);
+}
+
+/* `count` codes of a plane as numbers, in `to`. */
+INLINE const char *numbers_of(const struct layer *layer, int plane, const char *held, size_t count, float *to) {
+    const uint8_t *codes = (const uint8_t *)held;
     switch (layer->codes[plane]) {
     case E4M3:
-        decode_codes((const uint8_t *)held + first, count, to, 8, E4M3);
+        decode_codes(codes, count, to, 8, E4M3);
         break;
     case E5M2:
-        decode_codes((const uint8_t *)held + first, count, to, 8, E5M2);
+        decode_codes(codes, count, to, 8, E5M2);
         break;
     case I8:
-        decode_codes((const uint8_t *)held + first, count, to, 8, I8);
+        decode_codes(codes, count, to, 8, I8);
         break;
     default:
-        decode_codes((const uint8_t *)held + first / 2, count, to, 4, U4);
+        decode_codes(codes, count, to, 4, U4);
         for (size_t i = 0; i < count; i++)
             to[i] -= 8;
     }
@@ -882,12 +957,14 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     const int64_t *table = (const int64_t *)(intptr_t)row->table;
     const size_t count = groups - tile * TILE < TILE ? groups - tile * TILE : TILE;
     const size_t query = row->number * layer->heads + head * groups + tile * TILE;
-    const float *queries = work->queries + query * width;
-    float scores[TILE][BLOCK] = {{0}}, key_scales[BLOCK], value_scales[BLOCK], decoded[BLOCK * MOST_WIDTH];
+    float queries[TILE * MOST_WIDTH], scores[TILE][BLOCK] = {{0}}, key_scales[BLOCK], value_scales[BLOCK];
+    float decoded[BLOCK * MOST_WIDTH];
     const int numbers = format == CODED ? FLOAT32 : format;
     struct softmax soft, whole;
     const size_t half = width + 2, place = task / work->tiles / layer->kv_heads * layer->heads + query % layer->heads;
     float *state = work->states == NULL ? NULL : work->states + place * 2 * half;
+    for (size_t g = 0; g < count; g++)
+        reordered(queries + g * width, work->queries + (query + g) * width, width, numbers, 0);
     if (state == NULL) {
         begin(&soft, count, width);
         begin(&whole, count, width);
@@ -898,18 +975,19 @@ INLINE void attend(const struct work *work, size_t task, int format) {
     for (size_t at = row->first, tokens; at < (size_t)row->stop; at += tokens) {
         const size_t from = at % chunk, left = row->stop - at;
         const char *page = layer->pages + table[at / chunk] * layer->page_bytes;
-        const size_t vector = head * chunk + from;
         tokens = chunk - from < BLOCK ? chunk - from : BLOCK;
         tokens = left < tokens ? left : tokens;
+        const char *keys = vectors_of(layer, 0, table, head, at, format), *values = vectors_of(layer, 1, table, head, at, format);
+        const char *ahead = vectors_of(layer, 0, table, head, tokens < left ? at + tokens : at, format);
         scales_of(key_scales, layer, 0, page, head, from, tokens, layer->scale, format);
         scales_of(value_scales, layer, 1, page, head, from, tokens, 1.0f, format);
-        const char *const keys = vectors(layer, 0, page, vector, tokens, decoded, format);
-        const char *values = format == CODED ? keys : vectors(layer, 1, page, vector, tokens, decoded, format);
-        multiply(queries, count, width, keys, values, tokens, scores, numbers);
+        if (format == CODED)
+            keys = numbers_of(layer, 0, keys, tokens * width, decoded);
+        multiply(queries, count, width, keys, format == CODED ? keys : values, tokens, scores, numbers);
         weigh(&soft, scores, count, width, tokens, key_scales, value_scales, layer);
         if (format == CODED)
-            values = vectors(layer, 1, page, vector, tokens, decoded, format);
-        add_values(soft.sums, count, width, values, tokens, scores, numbers);
+            values = numbers_of(layer, 1, values, tokens * width, decoded);
+        add_values(soft.sums, count, width, values, ahead, tokens, scores, numbers);
         if ((at + tokens) / SEGMENT != at / SEGMENT) {
             merge(&whole, &soft, count, width);
             begin(&soft, count, width);
@@ -924,7 +1002,8 @@ INLINE void attend(const struct work *work, size_t task, int format) {
         merge(&whole, &soft, count, width);
     for (size_t g = 0; g < count; g++) {
         for (size_t w = 0; w < width; w++)
-            work->out[(query + g) * width + w] = whole.sums[g][w] / whole.total[g];
+            whole.sums[g][w] /= whole.total[g];
+        reordered(work->out + (query + g) * width, whole.sums[g], width, numbers, 1);
         work->lse[query + g] = whole.most[g] + logf(whole.total[g]);
     }
 }
@@ -1205,9 +1284,9 @@ int tierstore_decode_interface(void) { return INTERFACE; }
 /* Equal numbers on two machines: equal bits of all results. Add 2 with each change of an order of sums. */
 int tierstore_decode_arithmetic(void) {
 #if X86
-    return 2 + wide();
+    return 4 + wide();
 #else
-    return 2;
+    return 4;
 #endif
 }
 

@@ -8,8 +8,8 @@ in the pool of a CPU (:class:`~tierstore.tiers.overflow.OverflowPool`), under th
     below        -       memory -       -     file       of the OverflowPool
 
 A page has its content in one of the two. It goes down when the device's memory is full, and up when a step
-writes to it or the device has room. Attention reads a page where it is
-(:mod:`tierstore_engine.attention.push_down`).
+writes to it or the device has room. Attention reads a page where it is,
+or a copy of a layer of it (:mod:`tierstore_engine.attention.push_down`).
 
 All copies are done when a call returns. The device pool's rules order them after computation on the pages.
 Computation after the call finds the pages complete, so there are no arrivals to wait for.

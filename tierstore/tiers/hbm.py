@@ -106,6 +106,8 @@ class HostRegion:
         self.memory = Memory(count * large_bytes, shared=False, reserve=reserve, huge_pages=touched)
         if touched:
             self.memory.populate(nbytes=present * large_bytes)
+        else:
+            self.memory.allow_huge_pages(large_bytes)
         self.address = self.memory.address
         self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(self.memory))
 

@@ -135,6 +135,12 @@ class CpuAttention(Attention):
             self._beyond.read(batches)
         self._prepared = batch
 
+    def stop_reading(self) -> None:
+        """Stop to read ahead for the last batch, so that another reader may use the staging memory."""
+        self._prepared = None
+        if self._beyond is not None:
+            self._beyond.close()
+
     def _past_batches(self, beyond: BeyondMemory, table: Numbers, start: int, stop: int) -> Iterator[Numbers]:
         """Yield the pages that a longer span reads, in the order of :meth:`_attend_span`."""
         for first, _ in [(start, stop)] if self._past_only else _cut(start, stop, self._block):

@@ -13,11 +13,12 @@ computes single tokens too, in splits that begin at multiples of ``PART_TOKENS``
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,9 @@ class KernelAttention(Attention):
     _kernels: MergingKernels
     _launcher: Launcher
     _dtype: torch.dtype
+    _layers: dict[int, LayerPages]
+    _steps: Prepared[Any]
+    _causal = True
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         return kernel_pointwise(self._launcher, config)
@@ -95,13 +99,25 @@ class KernelAttention(Attention):
         self,
         first: tuple[torch.Tensor, torch.Tensor],
         second: tuple[torch.Tensor, torch.Tensor],
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, in the
-        model's dtype. Write its LSEs into ``lse`` if it is given."""
-        out = torch.empty(first[0].shape, dtype=self._dtype, device=first[0].device)
-        self._kernels.merge(first, second, out, lse)
-        return out
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, and its
+        LSEs: in float32 for another merge, or written ``into`` an output of the model's dtype and LSEs."""
+        merged = into or (torch.empty_like(first[0]), torch.empty_like(first[1]))
+        self._kernels.merge(first, second, *merged)
+        return merged
+
+    def over_layers(self, memory: torch.Tensor) -> KernelAttention:
+        """Return the same attention over other pages, for spans that are complete: each of their new tokens
+        sees all tokens up to ``stop``. ``memory`` (uint8 ``[pages, bytes]``) has one layer of each page,
+        whichever layer is computed."""
+        other = copy.copy(self)
+        other._steps, other._causal = Prepared(), False
+        other._layers = {}
+        for layer, pages in self._layers.items():
+            numbers = memory.view(pages.pool.dtype)
+            other._layers[layer] = replace(pages, pool=numbers, page_stride=numbers.stride(0), offset=0)
+        return other
 
     @abstractmethod
     def _attend(
@@ -210,7 +226,7 @@ class CudaAttention(KernelAttention):
         wide: bool = False,
     ) -> torch.Tensor:
         step = self._prepared(batch, with_lse=lse is not None, wide=wide)
-        sight = self._sights[layer]
+        sight = replace(self._sights[layer], causal=self._causal)
         queries = queries.contiguous()
         out = torch.empty_like(queries, dtype=torch.float32 if wide else queries.dtype)
         for sequences in step.prefilling:

@@ -102,15 +102,15 @@ class CudaLatentAttention(KernelAttention):
         return max(MOST_PARTS // self._heads // splits, 1)
 
     def _prepared(self, batch: BatchLayout) -> _LatentStep:
-        return self._steps.of(batch, lambda: _prepare(batch, self.chunk_tokens))
+        return self._steps.of(batch, lambda: _prepare(batch, self.chunk_tokens, causal=self._causal))
 
 
-def _prepare(batch: BatchLayout, chunk_tokens: int) -> _LatentStep:
+def _prepare(batch: BatchLayout, chunk_tokens: int, *, causal: bool) -> _LatentStep:
     """Separate single tokens from chunks, and copy their numbers to the device at once."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     members = list(zip(batch.spans, first_rows, strict=False))
     kinds = [
-        _LatentKind(batch.group, [member for member in members if (member[0].tokens == 1) is single])
+        _LatentKind(batch.group, [member for member in members if (member[0].tokens == 1) is single], causal)
         for single in (True, False)
     ]
     parts = [kind.numbers(chunk_tokens) for kind in kinds]
@@ -127,6 +127,7 @@ class _LatentKind:
 
     group: int
     members: Sequence[tuple[Span, int]]
+    causal: bool
 
     @property
     def tokens(self) -> int:
@@ -139,7 +140,10 @@ class _LatentKind:
             return np.empty(0, np.int32)
         spans = [span for span, _ in self.members]
         rows = [np.arange(first, first + span.tokens) for span, first in self.members]
-        lengths = [np.arange(span.start + 1, span.stop + 1) for span in spans]
+        lengths = [
+            np.arange(span.start + 1, span.stop + 1) if self.causal else np.full(span.tokens, span.stop)
+            for span in spans
+        ]
         owners = np.repeat(np.arange(len(spans)), [span.tokens for span in spans])
         tables = [span.tables[self.group][: -(-span.stop // chunk_tokens)] for span in spans]
         padded = np.zeros((len(tables), max(map(len, tables))), np.int64)

@@ -1,11 +1,14 @@
 """Attention over pages on a GPU and pages in host memory or in a file.
 
-The kernels attend to the pages on the device, and the CPU to the others where they lie. Only queries go down,
-and only outputs with their LSEs come up. Both parts are in float32. The ``merge_states`` kernel merges them,
-the device's first, and rounds once to the model's dtype::
+The kernels attend to the pages on the device. In a decode step the CPU attends to the others where they lie.
+Only queries go down, and only outputs with their LSEs come up. Both parts are in float32. The
+``merge_states`` kernel merges them, the device's first, and rounds once to the model's dtype::
 
     compute stream   queries down │ attention over pages on the device │ outputs up, merge
     host                          └ attention over the other pages ────┘
+
+In a step with many queries for each page the other pages are copied up instead
+(:mod:`tierstore_engine.attention.lift`).
 
 The pages that are not on the device are complete, so every query sees all of their tokens. The device's part
 of a sequence is a sequence without these pages. Its keys were rotated when they were written, and the mask
@@ -18,7 +21,9 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,20 +35,26 @@ from tierstore.units import round_up
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import KernelAttention
+from tierstore_engine.attention.lift import Lift, LiftedSpan, worth_lifting
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.pointwise import Pointwise
 
 _ROWS = 64  # rows of the smallest buffers
+_MEASURED = 3  # calls; the fastest counts
+BREAK_EVEN = 16.0
+"""For a pool that was not measured: longer spans are also those that the compiled part does not take."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
     """A batch in two parts. ``runs`` are the rows (first, stop) of the spans that the host has a part of.
-    ``beyond`` has these spans, with the pages that are not on the device; None without such pages."""
+    ``beyond`` has these spans, with the pages that are not on the device; None without such pages. ``lifted``
+    are the same spans if their pages are copied up, and then the host has no part."""
 
     here: BatchLayout
-    beyond: BatchLayout | None
-    runs: tuple[tuple[int, int], ...]
+    beyond: BatchLayout | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+    lifted: tuple[LiftedSpan, ...] = ()
 
 
 class PushDownAttention(Attention):
@@ -63,6 +74,9 @@ class PushDownAttention(Attention):
         self._heads, self._width = config.heads, group.head_dim
         self._rank = group.head_dim if config.latent is None else config.latent.rank
         self._buffers = _Buffers(pool, _ROWS, self._row_bytes)
+        self._lift: Lift | None = None  # made when it is needed
+        self.break_even = BREAK_EVEN
+        """The host's rate of attention for one query over the link's rate; see :func:`worth_lifting`."""
         self._split: tuple[BatchLayout, _Split] | None = None  # the newest batch
 
     @property
@@ -89,25 +103,61 @@ class PushDownAttention(Attention):
 
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         parts = self._parts(batch)
-        if parts.beyond is None:
+        if not parts.runs and not parts.lifted:
             return self.device.attend(layer, queries, parts.here)
-        return self._attend(layer, queries, parts, parts.beyond, with_lse=False)[0]
+        return self._attend(layer, queries, parts)[0]
 
     def attend_with_lse(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self._parts(batch)
-        if parts.beyond is None:
+        if not parts.runs and not parts.lifted:
             return self.device.attend_with_lse(layer, queries, parts.here)
-        return self._attend(layer, queries, parts, parts.beyond, with_lse=True)
+        return self._attend(layer, queries, parts)
 
-    def _attend(
-        self, layer: int, queries: torch.Tensor, parts: _Split, beyond: BatchLayout, *, with_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs and LSEs. Without ``with_lse``, the LSEs are the device's part only. A row without
-        pages beyond the device has a second part that saw nothing."""
-        runtime, stream = self._pool.hbm.runtime, self._pool.hbm.compute
+    def _attend(self, layer: int, queries: torch.Tensor, parts: _Split) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs and LSEs of a batch with pages that are not on the device."""
         queries = queries.contiguous()
+        shape = *queries.shape[:2], self._rank
+        into = (
+            torch.empty(shape, dtype=self._dtype, device=queries.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=queries.device),
+        )
+        if parts.beyond is not None:
+            self._push_down(layer, queries, parts, parts.beyond, into)
+        else:
+            self._attend_above(layer, queries, parts, into)
+        return into
+
+    def _attend_above(
+        self, layer: int, queries: torch.Tensor, parts: _Split, into: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Attend to all pages on the device, those of ``parts.lifted`` batch by batch."""
+        assert self._lift is not None
+        here = self.device.partial(layer, queries, parts.here)
+        if sum(span.tokens for span in parts.lifted) < len(queries):  # the other rows are complete
+            nothing = torch.empty_like(here[0]), torch.full_like(here[1], -torch.inf)
+            self.device.merge(here, nothing, into)
+        for number, span in enumerate(parts.lifted):
+            merged, waiting = (here[0][span.rows], here[1][span.rows]), None
+            for part in self._lift.parts(layer, queries[span.rows], number):
+                if waiting is not None:
+                    merged = self.device.merge(merged, waiting)
+                waiting = part
+            assert waiting is not None, "a lifted span has pages"
+            self.device.merge(merged, waiting, (into[0][span.rows], into[1][span.rows]))
+
+    def _push_down(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        parts: _Split,
+        beyond: BatchLayout,
+        into: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Let the host attend to the pages that are not on the device, where they lie. A row without such
+        pages has a second part that saw nothing."""
+        runtime, stream = self._pool.hbm.runtime, self._pool.hbm.compute
         rows = sum(stop - first for first, stop in parts.runs)
         if rows > self._buffers.rows:
             runtime.synchronize(runtime.record(stream))
@@ -127,8 +177,7 @@ class PushDownAttention(Attention):
             count = run.stop - run.start
             runtime.copy(stream, others[run].data_ptr(), up + at * out_bytes, count * out_bytes)
             runtime.copy(stream, other_lse[run].data_ptr(), up_lse + at * lse_bytes, count * lse_bytes)
-        merged = torch.empty_like(lse) if with_lse else None
-        return self.device.merge((out, lse), (others, other_lse), merged), lse if merged is None else merged
+        self.device.merge((out, lse), (others, other_lse), into)
 
     def _attend_on_host(self, layer: int, rows: int, beyond: BatchLayout) -> None:
         """Attend to the pages that are not on the device: from the buffer of queries to those of outputs and
@@ -154,10 +203,12 @@ class PushDownAttention(Attention):
             np.array(span.tables[batch.group][: -(-span.stop // chunk)], np.int64) for span in batch.spans
         ]
         written = [table[span.start // chunk :] for span, table in zip(batch.spans, tables, strict=True)]
+        self._host.stop_reading()
+        if self._lift is not None:
+            self._lift.close()
         pool.prepare(np.concatenate(written), np.concatenate(tables))
         here: list[Span] = []
-        beyond: list[Span] = []
-        runs: list[tuple[int, int]] = []
+        beyond: list[LiftedSpan] = []
         row = 0
         for span, table in zip(batch.spans, tables, strict=True):
             slots = pool.slots(table)
@@ -165,21 +216,46 @@ class PushDownAttention(Attention):
             past = len(away) * chunk
             here.append(Span((slots[slots != NO_SLOT].tolist(),), span.start - past, span.stop - past))
             if len(away):
-                beyond.append(Span((away.tolist(),), past, past + span.tokens))
-                if runs and runs[-1][1] == row:
-                    runs[-1] = runs[-1][0], row + span.tokens
-                else:
-                    runs.append((row, row + span.tokens))
+                beyond.append(LiftedSpan(slice(row, row + span.tokens), away))
             row += span.tokens
-        device = str(batch.pages.device)
-        on_device = BatchLayout.of(here, chunk_tokens=chunk, device=device)
+        on_device = BatchLayout.of(here, chunk_tokens=chunk, device=str(batch.pages.device))
         if not beyond:
-            return _Split(on_device, None, ())
-        nothing = torch.empty(0, dtype=torch.int64)
-        pages = tuple(torch.tensor(span.tables[0], dtype=torch.int64) for span in beyond)
-        on_host = BatchLayout(tuple(beyond), pages, nothing, nothing)
+            return _Split(on_device)
+        counts = [len(span.pages) for span in beyond]
+        if worth_lifting([span.tokens for span in beyond], counts, self.break_even):
+            self._lifting(batch.pages.device).prepare(beyond)
+            return _Split(on_device, lifted=tuple(beyond))
+        on_host = _host_layout(beyond, chunk)
         self._host.prepare(on_host)
-        return _Split(on_device, on_host, tuple(runs))
+        return _Split(on_device, on_host, _runs(beyond))
+
+    def _lifting(self, tensors: torch.device) -> Lift:
+        if self._lift is None:
+            self._lift = Lift(self._pool, self.device, tensors)
+        return self._lift
+
+    def measure_break_even(self, tensors: torch.device) -> float:
+        """Return the host's rate of attention for one query over the rate of copies to ``tensors``, both over
+        one layer of some pages in host memory. No page of the pool may be in use."""
+        below, [group] = self._pool.below, self._pool.spec.groups
+        pages = np.arange(min(below.staged_pages, below.resident_pages), dtype=np.int64)
+        below.prepare(pages, ())
+        for page in pages.tolist():
+            below.array[page] = 0
+        layer, lift = group.layers[0], self._lifting(tensors)
+        layout = _host_layout([LiftedSpan(slice(0, 1), pages)], self._chunk)
+        queries = torch.zeros((1, self._heads, self._width), dtype=self._dtype)
+
+        def host_seconds() -> float:
+            begun = time.perf_counter()
+            self._host.partial(layer, queries, layout)
+            return time.perf_counter() - begun
+
+        host_s = min(host_seconds() for _ in range(_MEASURED))
+        link_s = min(lift.copy_seconds(layer, pages) for _ in range(_MEASURED))
+        self._host.stop_reading()
+        below.forget(pages)
+        return link_s / host_s
 
 
 class _Buffers:
@@ -187,7 +263,6 @@ class _Buffers:
 
     def __init__(self, pool: DeviceOverflowPool, rows: int, row_bytes: tuple[int, int, int]) -> None:
         self.rows = rows
-        self._pool = pool
         sizes = [round_up(rows * each, 4096) for each in row_bytes]
         self._memory = Memory(sum(sizes), shared=False)
         self._memory.populate()
@@ -198,10 +273,34 @@ class _Buffers:
             for start, each in zip(starts, row_bytes, strict=True)
         )
         pool.register(self._memory.address, self._memory.nbytes)
+        self._unregister = weakref.finalize(self, pool.unregister, self._memory.address)
+        self._unregister.atexit = False  # the driver may be unloaded first
 
     def close(self) -> None:
-        """Unregister the memory. No copy may be in flight."""
-        self._pool.unregister(self._memory.address)
+        """Unregister the memory, as the last reference also does. No copy may be in flight."""
+        self._unregister()
+
+
+def _host_layout(spans: Sequence[LiftedSpan], chunk_tokens: int) -> BatchLayout:
+    """Return the layout of these spans over their pages alone, which their queries see completely."""
+    pasts = [len(span.pages) * chunk_tokens for span in spans]
+    members = tuple(
+        Span((span.pages.tolist(),), past, past + span.tokens)
+        for span, past in zip(spans, pasts, strict=True)
+    )
+    nothing = torch.empty(0, dtype=torch.int64)
+    return BatchLayout(members, tuple(torch.from_numpy(span.pages) for span in spans), nothing, nothing)
+
+
+def _runs(spans: Sequence[LiftedSpan]) -> tuple[tuple[int, int], ...]:
+    """Return the rows of these spans, those of neighbours together."""
+    runs: list[tuple[int, int]] = []
+    for span in spans:
+        first = span.rows.start
+        if runs and runs[-1][1] == first:
+            first = runs.pop()[0]
+        runs.append((first, span.rows.stop))
+    return tuple(runs)
 
 
 def _placed(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[slice, int]]:

@@ -3,9 +3,9 @@
 //
 //   lse = log(sum of exp(lse_i))        out = sum of out_i exp(lse_i - lse)
 //
-// combine_splits merges the splits of a decode step, combine_chunks those of a prefill chunk. Both write either `out`
-// or `wide`, float32 for another merge; the one that is not used is null. merge_states merges two such results, of
-// attention over KV on this device and over KV stored elsewhere. So each output is rounded once.
+// combine_splits merges the splits of a decode step, combine_chunks those of a prefill chunk. merge_states merges two such
+// results, of attention over KV on this device and over KV stored elsewhere. All write either `out` or `wide`, float32
+// for another merge; the one that is not used is null. So each output is rounded once.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
@@ -97,19 +97,21 @@ __global__ void __launch_bounds__(HEAD_DIM)
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(HEAD_DIM)
     merge_states(const float* __restrict__ a_out, const float* __restrict__ a_lse,  // [queries, HEAD_DIM], [queries]
-                 const float* __restrict__ b_out, const float* __restrict__ b_lse, T* __restrict__ out,
-                 float* __restrict__ lse) {  // or null
+                 const float* __restrict__ b_out, const float* __restrict__ b_lse,
+                 T* __restrict__ out, float* __restrict__ wide,  // one of them is null
+                 float* __restrict__ lse) {                      // or null
   const long long query = blockIdx.x, element = query * HEAD_DIM + threadIdx.x;
   const float a = a_lse[query], b = b_lse[query], most = fmaxf(a, b);
-  if (most == NEGATIVE_INFINITY) {
-    out[element] = Numbers<T>::narrow(0.f);
-    if (lse != nullptr && threadIdx.x == 0) lse[query] = most;
-    return;
+  float value = 0.f, sum = 1.f;
+  if (most != NEGATIVE_INFINITY) {
+    const float a_weight = ptx::exp2_approx((a - most) * LOG2_E), b_weight = ptx::exp2_approx((b - most) * LOG2_E);
+    if (a_weight > 0.f) value += a_weight * a_out[element];
+    if (b_weight > 0.f) value += b_weight * b_out[element];
+    sum = a_weight + b_weight;
   }
-  const float a_weight = ptx::exp2_approx((a - most) * LOG2_E), b_weight = ptx::exp2_approx((b - most) * LOG2_E);
-  float value = 0.f;
-  if (a_weight > 0.f) value += a_weight * a_out[element];
-  if (b_weight > 0.f) value += b_weight * b_out[element];
-  out[element] = Numbers<T>::narrow(value / (a_weight + b_weight));
-  if (lse != nullptr && threadIdx.x == 0) lse[query] = most + log2f(a_weight + b_weight) * LN_2;
+  if (wide != nullptr)
+    wide[element] = value / sum;
+  else
+    out[element] = Numbers<T>::narrow(value / sum);
+  if (lse != nullptr && threadIdx.x == 0) lse[query] = most + log2f(sum) * LN_2;
 }

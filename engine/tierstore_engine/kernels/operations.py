@@ -27,10 +27,12 @@ _COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from the model
 @dataclass(frozen=True, slots=True)
 class Sight:
     """The tokens that a token sees, up to itself: the last ``window``, those of its attention chunk of
-    ``chunk`` tokens, or all."""
+    ``chunk`` tokens, or all. If not ``causal``, the new tokens are elsewhere, and each of them sees all
+    tokens of its sequence."""
 
     window: int | None = None
     chunk: int | None = None
+    causal: bool = True
 
     def first(self, position: int) -> int:
         """Return the first visible position, like ``first_visible`` in ``scores.cuh``."""
@@ -158,8 +160,8 @@ class MergingKernels:
     ) -> None:
         """Merge attention over two disjoint parts of the keys into ``out [tokens, heads, head_dim]``, and
         their LSEs into ``lse``. Each part is an output like ``out``, but in float32, and its LSE
-        ``[tokens, heads]``."""
-        self._merge((first[1].numel(),), (*first, *second, out, lse))
+        ``[tokens, heads]``. ``out`` may be in float32 for another merge."""
+        self._merge((first[1].numel(),), (*first, *second, *narrow_or_wide(out), lse))
 
 
 class AttentionKernels(MergingKernels):
@@ -276,7 +278,8 @@ class AttentionKernels(MergingKernels):
         *,
         sight: Sight = EVERYTHING,
     ) -> None:
-        """Compute causal attention of each sequence's last ``counts`` tokens over the tokens that they see.
+        """Compute attention of each sequence's last ``counts`` tokens over the tokens that they see. If the
+        sight is not causal, they are not among the sequence's ``lengths`` tokens.
 
         ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``. Only the
         sequences' rows are read and written. If the sequences have ``splits``, this takes two launches, and
@@ -285,7 +288,7 @@ class AttentionKernels(MergingKernels):
         rows = -(-sequences.max_count * self.group // self._prefill_rows)
         pages = (*_pool(layer), layer.scales, *_tables(sequences))
         inputs = (queries, sequences.rows, sequences.counts, *pages)
-        numbers = (np.int32(self.group), *sight.numbers(), *self._scoring)
+        numbers = (np.int32(self.group), *sight.numbers(), np.int32(sight.causal), *self._scoring)
         splits = sequences.splits
         if splits is None:
             assert out.dtype != torch.float32, "only splits are merged in float32"

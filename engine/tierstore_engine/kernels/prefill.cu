@@ -7,7 +7,8 @@
 //
 // The new tokens are the last of the `lengths` tokens. Row i of `counts` sees all tokens up to its own position
 // length - count + i, within the window or its attention chunk. This covers a cold prefill (count = length), a chunk
-// after a cached prefix, and a single token. One launch handles any mix of lengths.
+// after a cached prefix, and a single token. One launch handles any mix of lengths. If not `causal`, the new tokens are
+// elsewhere, and each row sees all `lengths` tokens.
 //
 // A few new tokens after a long past are few blocks with much to read. With SPLIT a block's tiles are divided into
 // `splits[sequence]` parts, each for its own block. A part writes the same as a decode split (split.cuh), and
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
             float* __restrict__ part_out,         // [parts, heads, HEAD_DIM]
             float* __restrict__ part_log2,        // [parts, heads], base 2; -inf if nothing was seen
             int part_tokens,                      // 0: parts of equal size
-            int group, int window, int chunk, float scale, float cap) {
+            int group, int window, int chunk, int causal, float scale, float cap) {
   constexpr int ROWS = WARPS * STRIPS * 16, CHUNKS = Tile<HEAD_DIM>::CHUNKS, THREADS = WARPS * 32;
   static_assert(PAGE % TILE == 0 && TILE % 16 == 0, "a tile lies in one page");
   extern __shared__ __align__(16) unsigned char smem[];
@@ -57,9 +58,10 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
   // The last rows see the most keys, so their blocks start first.
   const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS;
   if (first_row >= count * group) return;
-  const int past = length - count;
-  const int first_position = past + first_row / group;
-  const int last_position = past + min(count - 1, (first_row + ROWS - 1) / group);
+  // If not causal, every row sees what the last token sees. A branch for each row would spill registers.
+  const int past = causal ? length - count : length - 1, last_token = causal ? count - 1 : 0;
+  const int first_position = past + min(first_row / group, last_token);
+  const int last_position = past + min(last_token, (first_row + ROWS - 1) / group);
   const int visible_begin = first_visible(first_position, window, chunk);
   const int visible_end = last_position + 1;
   int first_token = visible_begin / TILE * TILE, end_token = visible_end;  // the range of tiles
@@ -164,7 +166,7 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           // Rows beyond the last are computed like the last token's rows, and not written.
-          const int position = past + min(row_of(strip, half) / group, count - 1);
+          const int position = past + min(row_of(strip, half) / group, last_token);
           const int oldest = first_visible(position, window, chunk);
 #pragma unroll
           for (int i = 0; i < TILE / 4; i++) {

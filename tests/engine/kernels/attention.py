@@ -12,14 +12,18 @@ from tests.engine.kernels.problem import Problem, Shape
 from tierstore_engine.kernels.operations import EVERYTHING, AttentionKernels, Sight, SplitRule
 
 SMALL_SPLITS = SplitRule(min_pages=1, max_splits=3)
-SIGHTS = [EVERYTHING, Sight(window=50), Sight(chunk=60)]
+SIGHTS = [EVERYTHING, Sight(window=50), Sight(chunk=60), Sight(causal=False)]
 SOAKED = [*SIGHTS, Sight(window=1), Sight(window=64), Sight(chunk=64), Sight(chunk=100)]
 
 
 def sights_of(most: int) -> st.SearchStrategy[Sight]:
-    """Windows and chunks of up to so many tokens."""
+    """Everything, also when the new tokens are elsewhere; windows and chunks of up to so many tokens."""
     tokens = st.integers(1, most)
-    return st.just(EVERYTHING) | st.builds(Sight, tokens) | st.builds(Sight, st.none(), tokens)
+    return (
+        st.sampled_from([EVERYTHING, Sight(causal=False)])
+        | st.builds(Sight, tokens)
+        | st.builds(Sight, st.none(), tokens)
+    )
 
 
 class Executed:

@@ -31,6 +31,7 @@ PREFILL = [
     Bug("one stage instead of two", "prefill.cu", "token / TILE % 2", "0", times=2),
     Bug("causal mask hides the token itself", "prefill.cu", "key > position ||", "key >= position ||"),
     Bug("causal mask shows the next token", "prefill.cu", "key > position ||", "key > position + 1 ||"),
+    Bug("new tokens elsewhere see less", "prefill.cu", "causal ? length", "true ? length"),
     Bug(
         "diagonal found too late", "prefill.cu", "token + TILE - 1 > first_position", "token > first_position"
     ),

@@ -172,7 +172,7 @@ class Problem:
         positions = torch.arange(past, past + new)[:, None]
         others = torch.arange(past + new)[None, :]
         oldest = torch.tensor([self.sight.first(position) for position in range(past, past + new)])[:, None]
-        hidden = (others > positions) | (others < oldest)
+        hidden = (self.sight.causal & (others > positions)) | (others < oldest)
         scores = scores.masked_fill(hidden, -torch.inf)
         weights = scores.softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, values)

@@ -48,8 +48,9 @@ PREFILLS = [
     ([(100, 40)], Sight(window=40)),
     ([(64, 90)], Sight(window=70)),
     ([(70, 90)], Sight(chunk=100)),
+    ([(10, 70)], Sight(causal=False)),
 ]
-SPLITS = ((3, 2), (3,), (4,), (2,))
+SPLITS = ((3, 2), (3,), (4,), (2,), (2,))
 PACKED_FORMS = ("uint4", "Q5_1", "Q5_K", "Q6_K")
 # Long enough for every warp's ring to be filled more than once.
 DECODES = [([900, 65, 1], EVERYTHING), ([300, 130], Sight(window=70)), ([300, 130], Sight(chunk=70))]

@@ -360,3 +360,37 @@ def test_runs() -> None:
     assert overflow.runs(np.array([], np.int64)) == []
     assert overflow.runs(np.array([5])) == [(0, 1)]
     assert overflow.runs(np.array([0, 1, 3, 2])) == [(0, 2), (2, 1), (3, 1)]
+
+
+def test_only_resident_pages_take_memory(tmp_path: Path) -> None:
+    """Pages of whole huge pages may be huge, and those that leave give theirs back."""
+    page = 2 << 20
+    spec = KVSpec((LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, page // 64 // 4),), "float16", 64)
+    assert spec.page_bytes == page
+    pool = OverflowPool(spec, 8, resident_pages=3, directory=tmp_path)
+    try:
+        pages = pool.allocate(8)
+        assert pages is not None
+        for number in pages:
+            pool.prepare([number], ())
+            pool.array[number] = number + 1
+        assert taken(pool.address, 8 * page) == 3 * page
+        for number in (0, 5, 7):
+            pool.prepare([number], ())
+            assert (pool.array[number] == number + 1).all()
+        assert taken(pool.address, 8 * page) == 3 * page
+    finally:
+        pool.close()
+
+
+def taken(address: int, nbytes: int) -> int:
+    """The bytes of memory behind a range of addresses, whose mappings may have been split."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if "-" in name and ":" not in name:
+            start, stop = (int(each, 16) for each in name.split("-"))
+            inside = address <= start and stop <= address + nbytes
+        elif name == "Rss:" and inside:
+            total += int(rest.split()[0]) << 10
+    return total

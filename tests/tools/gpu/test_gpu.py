@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -19,14 +20,21 @@ import torch
 from tests.engine.device import FakeDevice
 from tests.engine.kernels.executor import missing_tools
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tests.engine.test_decode import config_of
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.tiers.device_overflow import DeviceOverflowPool
 from tierstore.tiers.device_pool import DevicePool
-from tierstore_engine.config import DeltaConfig, Mamba2Config
-from tierstore_tools.gpu import arithmetic, check, decode, kinds, lines, prefill, weights
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.base import Attention
+from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.attention.push_down import PushDownAttention
+from tierstore_engine.config import DeltaConfig, Mamba2Config, ModelConfig
+from tierstore_tools.gpu import arithmetic, check, decode, kinds, lines, prefill, push_down, weights
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads
 from tierstore_tools.gpu.decode import DecodeCase
 from tierstore_tools.gpu.kinds import KindCase
 from tierstore_tools.gpu.prefill import PrefillCase
+from tierstore_tools.gpu.push_down import PushDownCase
 from tierstore_tools.gpu.transfers import SlowdownRow, TransferBench, TransferRow
 from tierstore_tools.longctx.cases import LongContextResult, LongContextRow
 
@@ -150,6 +158,37 @@ def test_transfer_rows() -> None:
     assert math.isclose(slowdown.slowdown, slowdown.while_loading_s / slowdown.alone_s - 1)
     bench.close()
     assert device.registered == 0
+
+
+@executed
+def test_rows_of_push_down_attention() -> None:
+    """The outputs are those with all pages on the device, and a smaller memory shortens the sequence."""
+    config = config_of(4, 2, 64, dtype="bfloat16")
+    page = 4096 * -(-config.kv_spec(chunk_tokens=16).page_bytes // 4096)
+
+    def attend(pool: PagePool, config: ModelConfig) -> Attention:
+        device = CudaAttention(torch.from_numpy(pool.array), pool.spec, config, ExecutorLauncher())
+        return PushDownAttention(pool, config, device) if isinstance(pool, DeviceOverflowPool) else device
+
+    def rows(device_pages: int, host_pages: int) -> push_down.PushDownRow:
+        device = FakeDevice(1)  # copies are done at once, because torch's operations are
+        room = device_pages * page, host_pages * page
+        bench = push_down.PushDownBench(
+            device, config, attend, lambda stream: contextlib.nullcontext(), "cpu", *room, chunk_tokens=16
+        )
+        [row] = bench.rows([PushDownCase(16 * 16, 16 * 4)])
+        assert device.registered == 0
+        return row
+
+    row = rows(17, 24)
+    assert (row.wanted, row.tokens) == (256, 256)
+    assert row.host_bytes == 13 * config.kv_spec(chunk_tokens=16).page_bytes  # the new token took a slot
+    assert row.resident_s is not None
+    assert row.largest_difference is not None
+    assert row.largest_difference < 0.01
+    assert row.fraction == pytest.approx(row.host_bytes / row.step_s / 1e9 / row.link_gb_per_s)
+    row = rows(4, 12)
+    assert (row.wanted, row.tokens, row.resident_s, row.largest_difference) == (256, 128, None, None)
 
 
 # -- the run of everything ----------------------------------------------------------------------------------

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 from tierstore.tiers.cuda import CudaDevice
+from tierstore.tiers.device import Stream
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.units import format_size
+from tierstore_engine.attention import make_attention
 from tierstore_engine.device import external, timed
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.presets import preset
 from tierstore_tools.gpu import decode, kinds, prefill, weights
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, pages_for
+from tierstore_tools.gpu.push_down import PushDownBench
 from tierstore_tools.gpu.transfers import TransferBench
 
 DEVICE = "cuda:0"
@@ -90,12 +93,21 @@ def transfer_rows() -> Iterator[Any]:
     yield {"refused_batches": device.refused_batches}
 
 
+def push_down_rows() -> Iterator[Any]:
+    def computing(stream: Stream) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(external(stream, DEVICE))
+
+    config = preset("llama-3-8b", dtype=None)
+    yield from map(asdict, PushDownBench.on(CudaDevice(0), config, make_attention, computing).rows())
+
+
 BENCHMARKS: dict[str, Callable[[], Iterator[Any]]] = {
     "decode": decode_rows,
     "prefill": prefill_rows,
     "kinds": kind_rows,
     "transfers": transfer_rows,
     "weights": weight_rows,
+    "push-down": push_down_rows,
 }
 
 

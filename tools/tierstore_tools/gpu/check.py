@@ -127,6 +127,7 @@ def steps(python: str) -> list[CheckStep]:
         bench("prefill", 120),
         bench("kinds", 120),
         bench("weights", 120),
+        bench("push-down", 240),
         CheckStep(
             "longctx",
             (python, *longctx, "--device", "cuda", "--store", tempfile.gettempdir(), "--json"),

@@ -31,7 +31,8 @@ from tierstore_tools import machine, processes, report
 from tierstore_tools.limits import RawDisk
 from tierstore_tools.report import Phase
 
-_STEPS = 5
+_STEPS = 5  # the longest context takes this many; shorter ones take more
+_MOST_STEPS = 60
 _RAW_BYTES = 1 << 30
 _SPARE_PAGES = 4  # beside those of ``tokens`` tokens
 
@@ -40,6 +41,9 @@ _SPARE_PAGES = 4  # beside those of ``tokens`` tokens
 class BeyondRow:
     """A context. Rates are tokens and bytes per second, medians of steps; ``of_…`` are the medians of ratios
     of neighbouring steps. Without room for all pages in memory, the figures of memory are None.
+
+    ``of_here`` is the speed with an overflow file over that with all pages in memory and no file. At one
+    times the memory both have all pages there.
 
     ``process_bytes`` is the memory (PSS) of the process while it decodes beyond memory, ``pages_bytes`` that
     of the pages in it. ``max_logit_diff`` is the largest difference of logits to those with all pages in
@@ -57,6 +61,7 @@ class BeyondRow:
     from_memory: float | None = None
     memory_bytes_per_s: float | None = None
     of_memory: float | None = None
+    of_here: float | None = None
     max_logit_diff: float | None = None
 
 
@@ -84,8 +89,11 @@ def run(
     with report.phases() as phases:
         for each in times:
             with phases.phase(f"a context of {each} × {tokens:,} tokens") as phase:
-                rows.append(_measure(loaded, spec, directory, each, tokens, phase))
-    columns = ("context", "KV", "in memory", "process", "memory", "of limit", "disk", "of limit", "Δlogit")
+                steps = min(_STEPS * max(times) // each, _MOST_STEPS)
+                rows.append(_measure(loaded, spec, directory, each, tokens, steps, phase))
+    memory = ("memory", "of limit")
+    disk = ("disk", "of limit", "of memory")
+    columns = ("context", "KV", "in memory", "process", *memory, *disk, "Δlogit")
     table = [
         (
             f"{row.tokens:,}",
@@ -96,6 +104,7 @@ def run(
             report.percent(row.of_memory),
             f"{row.from_disk:.2f}/s",
             report.percent(row.of_disk),
+            report.percent(row.of_here),
             "–" if row.max_logit_diff is None else f"{row.max_logit_diff:.1g}",
         )
         for row in rows
@@ -109,6 +118,15 @@ def run(
         raise TierStoreError(f"other logits than with all pages in memory, at {wrong} times the memory")
 
 
+def fill(pool: PagePool, pages: Sequence[int], dtype: torch.dtype) -> None:
+    """Write the same random numbers into the pages, from another place on in each."""
+    count = pool.spec.page_bytes // dtype.itemsize
+    numbers = torch.randn(2 * count, generator=torch.Generator().manual_seed(1))
+    filled = (numbers * 0.5).to(dtype)
+    for number, page in enumerate(pages):
+        pool.write_pages([(page, filled[number % count :].data_ptr())])
+
+
 class DecodedContext:
     """A sequence of ``pages`` pages of random numbers in a pool, and steps behind it."""
 
@@ -119,16 +137,7 @@ class DecodedContext:
         assert found is not None
         self.table = found
         self._past = pages * pool.spec.chunk_tokens
-        self._fill(getattr(torch, model.config.dtype))
-
-    def _fill(self, dtype: torch.dtype) -> None:
-        """Fill the pages a few at a time, each with other numbers."""
-        spec = self.pool.spec
-        numbers = spec.page_bytes // dtype.itemsize
-        base = torch.randn(numbers, generator=torch.Generator().manual_seed(1))
-        for number, page in enumerate(self.table[:-1]):
-            filled = (base.roll(number) * 0.5).to(dtype).view(torch.uint8)
-            self.pool.write_pages([(page, filled.data_ptr())])
+        fill(pool, found[:-1], getattr(torch, model.config.dtype))
 
     def step(self) -> tuple[float, torch.Tensor]:
         """Decode a token. Return the seconds, and its logits."""
@@ -144,7 +153,7 @@ class DecodedContext:
 
 
 def _measure(
-    model: LoadedModel, spec: KVSpec, directory: Path, times: int, tokens: int, phase: Phase
+    model: LoadedModel, spec: KVSpec, directory: Path, times: int, tokens: int, steps: int, phase: Phase
 ) -> BeyondRow:
     fitting = -(-tokens // spec.chunk_tokens)
     pages = times * fitting
@@ -162,7 +171,7 @@ def _measure(
             here.step()
         with RawDisk(directory, _RAW_BYTES) as raw:
             raw.survey(1)
-            taken = [_take_turns(beyond, pool, raw, here) for _ in range(_STEPS)]
+            taken = [_take_turns(beyond, pool, raw, here) for _ in range(steps)]
     finally:
         pool.close()
     median = statistics.median
@@ -183,6 +192,7 @@ def _measure(
         from_memory=1 / median(each.here_s for each in taken),
         memory_bytes_per_s=median(kv_bytes / each.sum_s for each in taken),
         of_memory=median(each.sum_s / each.here_s for each in taken),
+        of_here=median(each.here_s / each.beyond_s for each in taken),
         max_logit_diff=max(each.difference for each in taken),
     )
 
