@@ -51,8 +51,9 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
   const int keys = heads * head_dim + group * STATE_DIM, queries = keys + groups * STATE_DIM;
   const int width = heads * head_dim + 2 * groups * STATE_DIM;
   const float skip = skips[head];
-  for (int done = 0; done < span.count; done += TILE) {
-    const int tokens = min(TILE, span.count - done);
+  for (int done = 0, tokens; done < span.count; done += tokens) {
+    const int end = done < span.certain ? span.certain : span.count;  // the state is written at the end of a tile
+    tokens = min(TILE, end - done);
     const long long row = span.row + done;
     const T* const from = mixed + row * width;
     __syncthreads();  // all threads have finished the previous tile
@@ -85,9 +86,9 @@ __global__ void __launch_bounds__(128, STATE_DIM > 128 ? 2 : 4)
       }
       read = over_parts(read);
       if (mine && part == 0) out[((row + token) * heads + head) * head_dim + first_column + column] = read + skip * x;
-      if (done + token + 1 != span.certain || !mine) continue;
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) matrix[(i * PARTS + part) * head_dim] = state[i];
     }
+    if (done + tokens != span.certain || !mine) continue;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) matrix[(i * PARTS + part) * head_dim] = state[i];
   }
 }

@@ -300,7 +300,7 @@ MAMBA2 = [
         "const int of = i % COLUMNS",
     ),
     Bug("columns beyond the last", "mamba2.cu", "first_column + column < head_dim", "column < COLUMNS"),
-    Bug("last tile as long as the others", "mamba2.cu", "min(TILE, span.count - done)", "TILE"),
+    Bug("last tile as long as the others", "mamba2.cu", "min(TILE, end - done)", "TILE"),
     Bug(
         "steps of the first tile", "mamba2.cu", "steps[(row + threadIdx.x)", "steps[(span.row + threadIdx.x)"
     ),
