@@ -94,9 +94,7 @@ class Refusal:
             yield (axis, value), (other, with_)
 
 
-_STATES = ("family", ("delta", "mamba", "states"))
 _QUANTISED = AXES["kv"][1:]
-_DRAFTS = AXES["draft"][1:]
 
 REFUSALS = (
     Refusal(
@@ -108,31 +106,6 @@ REFUSALS = (
         ("family", ("latents",)),
         ("kv", ("k8v4",)),
         "latents are keys and values at once: give --kv-dtype one format for both",
-    ),
-    Refusal(
-        _STATES,
-        ("draft", ("lookup", "model")),
-        "models with recurrent states cannot reject a draft: use no drafter",
-    ),
-    Refusal(
-        _STATES,
-        ("draft", ("alike",)),
-        "a draft model cannot have recurrent states, which do not go back: use another one",
-    ),
-    Refusal(
-        ("family", ("windows", "chunks", "sinks")),
-        ("draft", ("alike",)),
-        "pool_pages needs one number for each of 2 layer groups, got 1",
-    ),
-    Refusal(
-        _STATES,
-        ("deterministic", ("yes",)),
-        "--deterministic does not take models with recurrent states yet",
-    ),
-    Refusal(
-        ("kv", ("fp8_e4m3", "int4", "k8v4")),
-        ("deterministic", ("yes",)),
-        "--deterministic takes KV in the model's dtype or as int8, not {}",
     ),
 )
 

@@ -19,7 +19,7 @@ DECODE_FILE = Path(__file__).with_name("_decode.so")
 # INTERFACE in the sources: a built file may be of another version.
 _INTERFACE = 4
 _CODEC_INTERFACE = 1
-_DECODE_INTERFACE = 6
+_DECODE_INTERFACE = 7
 _P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 DECODE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 """The numbers of decode.c's formats, by the names of dtypes."""

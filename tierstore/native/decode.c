@@ -31,7 +31,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 6
+#define INTERFACE 7
 
 #define LANES 8
 #define PAIR (2 * LANES)
