@@ -62,7 +62,8 @@ class _Recurrence(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What tokens do to the matrices of a layer, ``[heads, key_dim, value_dim]``. All is float32.
+    """The terms by which tokens change the matrices of a layer, ``[heads, key_dim, value_dim]``. All is
+    float32.
 
     ``queries`` and ``keys`` are ``[tokens, key_heads, key_dim]``; each of them belongs to as many heads.
     ``added`` is ``[tokens, heads, value_dim]``. ``decays`` are the logarithms of a matrix's factors,

@@ -143,11 +143,11 @@ class World:
         """Let pages leave the faster tiers, so that later hits come from slower ones."""
         assert isinstance(engine.connector, StoreConnector)
         store, how = engine.connector.store, self._chance.random()
-        if self._place is None or how < 0.3:
+        if self._place is None or how < 0.2:
             return
         assert store.flush(60)
-        store.evict("hbm", self._chance.choice([None, 3]))
-        if how > 0.6:
+        store.evict("hbm", self._chance.choice([None, None, 3]))
+        if how > 0.5:
             store.evict("host")
 
 

@@ -82,7 +82,7 @@ def in_other_steps(sequences: Sequences, chance: random.Random) -> list[torch.Te
 
 FAMILIES = (*ARCHITECTURES, *GROUPED, *VARIANTS, *STATES, *LLAMA_LIKE)
 WITH_STATES = ("qwen3-next", "falcon-h1", "nemotron-h", "jamba", "lfm2", "mamba")
-KINDS = ("llama3", "gemma3", "deepseek-v3", "qwen2-moe", "gpt-oss", *WITH_STATES)
+KINDS = ("llama3", "gemma3", "deepseek-v3", "qwen2-moe", "gpt-oss", "qwen3-next", "falcon-h1", "jamba")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -110,7 +110,7 @@ def test_logits_have_the_same_bits_in_all_steps(
     assert (logits - right[0]).abs().max() <= (1e-4 if dtype == "float32" else 0.25)
 
 
-@pytest.mark.parametrize("name", chosen(FAMILIES, *KINDS))
+@pytest.mark.parametrize("name", chosen(FAMILIES, "llama3", "gemma3", "deepseek-v3", *WITH_STATES))
 @pytest.mark.parametrize("worlds", portion(1, 42))
 def test_requests_have_the_bits_of_a_cold_step(
     name: str, worlds: int, checkpoints: Callable[..., Path], shared_daemon: DaemonProcess, tmp_path: Path

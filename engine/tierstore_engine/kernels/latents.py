@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,10 +35,12 @@ class Entries:
 
     def cut(self, most: int) -> Iterator[Entries]:
         """Yield the same in launches of at most ``most`` entries."""
-        owners = [None] if self.owners is None else self.owners.split(most)
-        parts = zip(self.rows.split(most), self.lengths.split(most), owners, strict=True)
-        for rows, lengths, each in parts:
-            yield replace(self, rows=rows, lengths=lengths, owners=each)
+        rows, lengths = torch.split(self.rows, most), torch.split(self.lengths, most)
+        owners: Sequence[torch.Tensor | None] = [None] * len(rows)
+        if self.owners is not None:
+            owners = torch.split(self.owners, most)
+        for some, until, each in zip(rows, lengths, owners, strict=True):
+            yield replace(self, rows=some, lengths=until, owners=each)
 
 
 class LatentKernels(MergingKernels):

@@ -259,8 +259,8 @@ class AttentionKernels(MergingKernels):
         self._rope_write((len(keys),), arguments)
 
     def chunk_splits(self, count: int, length: int, sight: Sight = EVERYTHING) -> int:
-        """Return the number of parts for a chunk of ``count`` tokens, the last of ``length``: those of
-        ``part_tokens``, or the best number, which is 1 if the chunk has enough blocks for a device or sees
+        """Return the number of parts for a chunk of ``count`` tokens, the last of ``length``. Without
+        ``part_tokens`` it is the best number, which is 1 if the chunk has enough blocks for a device or sees
         little. It depends on these two numbers alone."""
         if part := self.split_rule.part_tokens:
             return -(-length // part) - sight.first(length - count) // part
