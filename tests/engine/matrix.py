@@ -181,13 +181,17 @@ def all_pairs() -> list[Row]:
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """Return ``count`` of ``rows``: each next one is that with the most pairs that no earlier one has."""
+    """Return ``count`` of ``rows``: each next one is that with the most values, and then with the most pairs,
+    that no earlier one has."""
     found: list[Row] = []
-    seen: set[Pair] = set()
+    values: set[tuple[str, str]] = set()
+    pairs: set[Pair] = set()
     for _ in range(count):
-        best = max((row for row in rows if row not in found), key=lambda row: len({*row.pairs} - seen))
+        left = (row for row in rows if row not in found)
+        best = max(left, key=lambda row: (len({*row.items} - values), len({*row.pairs} - pairs)))
         found.append(best)
-        seen.update(best.pairs)
+        values.update(best.items)
+        pairs.update(best.pairs)
     return found
 
 

@@ -54,7 +54,7 @@ TIERS = {"pool": "hbm", "host": "host", "disk": "disk"}
 DRAFTS = {"none": None, "lookup": "prompt-lookup", "model": "tiny"}
 
 ROWS = all_pairs()
-NORMAL = spread(ROWS, 20)  # the other rows are for the soak
+NORMAL = spread(ROWS, 16)  # the other rows are for the soak
 
 
 @dataclass
