@@ -216,8 +216,11 @@ def table() -> str:
     features = [(axis, value) for axis, values in AXES.items() for value in values]
     features = [each for each in features if each in LABELS and each[0] != "family"]
     limited = [each for each in features if any((("family", name), each) in REFUSED for name in FAMILIES)]
-    everywhere = ", ".join(LABELS[each] for each in features if each not in limited)
-    lines = [f"With every kind of model: {everywhere}.", ""]
+    lines = ["Every kind of model works with", ""]
+    for axis in AXES:
+        everywhere = [LABELS[each] for each in features if each not in limited and each[0] == axis]
+        lines += [f"- {', '.join(everywhere)}"] if everywhere else []
+    lines.append("")
     lines.append("| | " + " | ".join(LABELS["family", name] for name in FAMILIES) + " |")
     lines.append("|---" * (len(FAMILIES) + 1) + "|")
     for feature in limited:
