@@ -29,9 +29,7 @@ FEW_ROWS = 16
 _AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 _MOST_ROWS = 128 if _AVX2 else FEW_ROWS
 # Torch's compiler calls this too. It takes the weights as they are.
-_ONEDNN = (
-    getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
-)
+_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _THREADED_BYTES = 1 << 20  # fewer are read before further threads have begun
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
 
