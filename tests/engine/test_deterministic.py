@@ -85,6 +85,8 @@ STATES = (
     "nemotron-h",
     "jamba",
     "lfm2",
+    "zamba2",
+    "zamba2-plain",
 )
 FAMILIES = [name for name in (*ARCHITECTURES, *GROUPED, *LLAMA_LIKE) if name not in STATES]
 KINDS = ("llama3", "gemma3", "deepseek-v3", "qwen2-moe", "gpt-oss")
