@@ -159,6 +159,15 @@ _FALCON_H1 = {
     "mlp_multipliers": [0.75, 1.25],
 }
 
+_ZAMBA2 = {
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 12,
+    "chunk_size": 32,
+    "adapter_rank": 8,
+    "time_step_min": 1e-9,
+}
+
 GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",
@@ -313,6 +322,27 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 32,
             "routed_scaling_factor": 1.5,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            **_ZAMBA2,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+            "num_hidden_layers": 4,
+            "num_mem_blocks": 2,
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": True,
+        },
+    ),
+    "zamba2-plain": (
+        "Zamba2",
+        {
+            **_ZAMBA2,
+            "layers_block_type": ["hybrid", "hybrid"],
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "add_bias_linear": True,
         },
     ),
 }
@@ -496,6 +526,8 @@ def reference_model(name: str) -> transformers.PreTrainedModel:
         # Away from transformers' tiny default weights, with which attention does next to nothing.
         small = "norm" in parameter or "bias" in parameter
         deviation = 0.1 if small else 1.5 * tensor.shape[-1] ** -0.5
+        # Zamba2's blocks have no residuals: with large outputs, layers would amplify what is rounded.
+        deviation *= 0.3 if "adapter_list" in parameter else 0.1 if ".linear." in parameter else 1.0
         mean = float("norm" in parameter and (not centred or "linear_attn" in parameter))
         if parameter.endswith("A_log"):  # a state that forgets within a hundred tokens, about
             mean, deviation = -4.0, 1.0

@@ -402,6 +402,7 @@ LAYER_KINDS = {
 }
 """Names of layer kinds in a list of a ``config.json``."""
 _BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # in Nemotron-H's hybrid_override_pattern
+_ZAMBA2_PARTS = {"hybrid": ("attention", "mamba")}  # a layer with a shared block before it is two layers
 # Fields of models with different layers, in which no list says which layer is which.
 _MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
 _STATES_ONLY = ("mamba", "mamba2", "falcon_mamba")  # values of model_type: models without attention
@@ -449,10 +450,17 @@ def layer_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
         if kind is LayerKind.RECURRENT_STATE:
             groups.append(LayerGroup(kind, members, state_bytes=_state_bytes(config)))
         else:
-            heads, kv_heads = positive(config, "num_attention_heads"), kv_heads_of(config)
-            head_dim = int(config.get("head_dim") or positive(config, "hidden_size") // heads)
-            groups.append(LayerGroup(kind, members, kv_heads, head_dim, _window(config, kind)))
+            shape = kv_heads_of(config), head_dim_of(config)
+            groups.append(LayerGroup(kind, members, *shape, _window(config, kind)))
     return groups
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int:
+    """Return the width of a head's keys. The attention of Zamba2 is twice as wide as the model, and has no
+    field for it."""
+    heads, wide = positive(config, "num_attention_heads"), config.get("model_type") == "zamba2"
+    given = None if wide else config.get("head_dim")
+    return int(given or positive(config, "hidden_size") * (2 if wide else 1) // heads)
 
 
 def kv_heads_of(config: Mapping[str, Any]) -> int:
@@ -466,7 +474,8 @@ def kv_heads_of(config: Mapping[str, Any]) -> int:
 
 
 def blocks(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the names of a Nemotron-H's blocks, each a mixer or an MLP; None for another model."""
+    """Return the names of a Nemotron-H's blocks, each a mixer or an MLP, or of a Zamba2's layers; None for
+    another model."""
     named = config.get("layers_block_type")
     if named is None and (pattern := config.get("hybrid_override_pattern")):
         named = [_BLOCKS.get(each, each) for each in str(pattern)]
@@ -481,6 +490,8 @@ def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
         return [_FULL, LayerKind.RECURRENT_STATE] * positive(config, "num_hidden_layers")
     if (named := blocks(config)) is not None:
         named = [each for each in named if each not in ("mlp", "moe")]
+        if config.get("model_type") == "zamba2":
+            named = [part for each in named for part in _ZAMBA2_PARTS.get(each, (each,))]
     elif (types := config.get("layer_types")) is not None:
         named, layers = [str(each) for each in types], positive(config, "num_hidden_layers")
         if len(named) != layers:
@@ -561,6 +572,9 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
     if config.get("mamba_dt_rank"):  # Jamba
         width = positive(config, "hidden_size") * positive(config, "mamba_expand")
         return _mamba1_bytes(config, width, "mamba_d_state", "mamba_d_conv")
+    if config.get("n_mamba_heads"):  # Zamba2
+        values = int(config.get("mamba_expand") or 2) * positive(config, "hidden_size")
+        return _mamba2_bytes(config, values, "mamba_d_state", "mamba_ngroups", "mamba_d_conv")
     if config.get("mamba_n_heads"):  # Granite 4.0-H, Bamba and Falcon-H1
         values = positive(config, "mamba_n_heads")
         if config.get("mamba_d_head", "auto") == "auto":

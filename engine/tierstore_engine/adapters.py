@@ -124,7 +124,7 @@ def read_adapter(config: ModelConfig, folder: Path, name: str) -> Adapter:
         if targets is None:
             raise ModelError(
                 f"{raw}: {module} is not a layer of this model that adapters are computed for: attention, "
-                "other mixers and plain MLPs are"
+                "other mixers and plain MLPs are, outside of blocks that layers share"
             )
         down, up = _scaled(raw, module, settings, sides)
         for target in targets:

@@ -212,6 +212,31 @@ class ShortConvConfig(StateConfig):
         return 0, 0, 0
 
 
+@dataclass(frozen=True)
+class SharedBlocksConfig:
+    """Transformer blocks without residuals that a model uses several times, in turn (Zamba2). ``uses`` has
+    the layer of each use. A use has keys and values of its own, a matrix for the block's output, and products
+    of a low ``rank`` that are added to the block's.
+
+    A block's input is the residual stream beside the embeddings, ``2 × hidden_size`` wide. Its output is
+    added to the input of the next layer's mixer, and not to the residual stream.
+    """
+
+    uses: tuple[int, ...]
+    blocks: int
+    rank: int
+    adapted_attention: bool
+    """Whether a use adds to queries, keys and values, besides the gates and ups of the MLP."""
+
+    def block(self, layer: int) -> int:
+        """Return the block that a layer uses, which is 0 for the first one.
+
+        >>> [SharedBlocksConfig((1, 3, 5), 2, 8, False).block(layer) for layer in (1, 3, 5)]
+        [0, 1, 0]
+        """
+        return self.uses.index(layer) % self.blocks
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // STATE_ALIGN) * STATE_ALIGN
 
@@ -380,12 +405,13 @@ class ModelConfig:
     """Where a token's numbers have the same bits in every step, what decides these (``--deterministic``)."""
     beside: tuple[int, ...] = ()
     """Layers whose mixer has the normed input of the mixer before, instead of its output. Both outputs are
-    added to the input together. The layer before has no MLP (``bare_layers``); both have one number in a
-    checkpoint."""
+    added to the input together. The layer before has no MLP (``bare_layers``)."""
     mixer_scales: tuple[float, ...] = ()
     """The factor of each layer's mixer output; empty for 1."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     """Factors of an MLP's gates before their activation, and of its output. Experts have none."""
+    shared: SharedBlocksConfig | None = None
+    """The blocks that attention belongs to, if layers share them."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -416,6 +442,17 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         return self.ropes[layer] if self.ropes else self.rope
+
+    @cached_property
+    def fed(self) -> frozenset[int]:
+        """Return the layers whose mixer takes its input plus the output of the shared block before."""
+        return frozenset(layer + 1 for layer in self.shared.uses) if self.shared is not None else frozenset()
+
+    @cached_property
+    def joined(self) -> frozenset[int]:
+        """Return the layers that are computed in one go with the layer before. Both have one number in a
+        checkpoint."""
+        return self.fed.union(self.beside)
 
     def mixer_scale(self, layer: int) -> float:
         return self.mixer_scales[layer] if self.mixer_scales else 1.0

@@ -21,13 +21,14 @@ _FIELDS = {
     "rope_theta rotary_emb_base rotary_pct",
     "a number": "alpha attention_factor attention_multiplier attention_out_multiplier beta_fast beta_slow "
     "embedding_multiplier high_freq_factor logit_scale logits_scaling low_freq_factor mscale mscale_all_dim "
-    "residual_multiplier ssm_in_multiplier ssm_out_multiplier",
+    "residual_multiplier ssm_in_multiplier ssm_out_multiplier time_step_min",
     "a whole number of at least 0": "ffn_hidden_size head_dim max_window_layers no_rope_layer_interval "
     "num_key_value_heads num_kv_heads num_ln_in_parallel_attn original_max_position_embeddings "
     "sliding_window",
-    "true or false": "alibi attention_bias attention_out_bias bias mlp_bias multi_query "
+    "true or false": "add_bias_linear alibi attention_bias attention_out_bias bias mlp_bias multi_query "
     "new_decoder_architecture parallel_attn qk_layernorm qkv_bias tie_word_embeddings truncate use_bias "
-    "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
+    "use_conv_bias use_long_context use_mem_rope use_parallel_residual use_qk_norm use_qkv_bias "
+    "use_shared_attention_adapter use_sliding_window",
     "an object": "full_attention rope_parameters rope_scaling sliding_attention",
     "a list": "layer_types long_factor mlp_multipliers no_rope_layers short_factor ssm_multipliers",
 }

@@ -1,21 +1,22 @@
-"""Attention layers: over keys and values, or over latents. Layers with a state are in
-:mod:`tierstore_engine.delta` and :mod:`tierstore_engine.mamba2`."""
+"""Attention layers: over keys and values, or over latents, alone or in a block that layers share. Layers
+with a state are in :mod:`tierstore_engine.delta` and :mod:`tierstore_engine.mamba2`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
+from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.products import bits_are_same, multiply
-from tierstore_engine.quantised import linear
+from tierstore_engine.quantised import ChangedMatrix, LowRank, Matrix, linear
 from tierstore_engine.rope import paired_by_halves, rotate
-from tierstore_engine.weights import AttentionWeights, LatentWeights
+from tierstore_engine.weights import AttentionWeights, LatentWeights, SharedBlockWeights
 
 Rotations: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -168,6 +169,47 @@ class LatentAttention:
         if self._rope.interleaved:
             x = paired_by_halves(x, rotations[0].shape[-1])
         return rotate(x, *rotations)
+
+
+class SharedBlock:
+    """One use of a transformer block that layers share: attention, then an MLP, without residuals."""
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        weights: SharedBlockWeights,
+        attention: Attention,
+        pointwise: Pointwise,
+        mlps: MLPs,
+    ) -> None:
+        block = weights.block
+        self._weights = weights
+        self._pointwise = pointwise
+        self._attention = SelfAttention(
+            layer,
+            config,
+            replace(block.attention, qkv=_changed(block.attention.qkv, weights.qkv_changes)),
+            attention,
+            pointwise,
+        )
+        self._mlps = mlps
+        self._mlp = replace(block.mlp, gate_up=_changed(block.mlp.gate_up, [weights.gate_up_change]))
+
+    def compute(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, layout: BatchLayout, positions: Positions
+    ) -> torch.Tensor:
+        """Compute like :meth:`SelfAttention.compute`. ``hidden`` is the residual stream, and ``embedded`` the
+        tokens' embeddings in the same shape."""
+        block, norm = self._weights.block, self._pointwise.norm
+        normed = norm(torch.cat((hidden, embedded), dim=-1), block.norm)
+        attended = self._attention.compute(normed, layout, positions)
+        given = self._mlps.compute(norm(attended, block.mlp_norm), self._mlp)
+        return linear(given, self._weights.out)
+
+
+def _changed(matrix: Matrix, changes: Sequence[LowRank]) -> Any:  # weights have the type of stored matrices
+    return ChangedMatrix(matrix, changes) if changes else matrix
 
 
 def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tierstore_engine.config import ModelConfig
 from tierstore_engine.delta import DeltaStates, GatedDelta
 from tierstore_engine.mamba1 import CpuMamba1States, Mamba1
 from tierstore_engine.mamba2 import Mamba2, Mamba2States
-from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
+from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention, SharedBlock
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.products import same_bits
@@ -35,13 +35,14 @@ from tierstore_engine.weights import (
     Mamba1Weights,
     Mamba2Weights,
     ModelWeights,
+    SharedBlockWeights,
     ShortConvWeights,
 )
 
 Memory: TypeAlias = Attention | DeltaStates | Mamba2States | CpuMamba1States | CpuShortConvStates
 """The memory of a layer group: attention over its pages, or the states in them."""
 
-Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba1 | Mamba2 | ShortConv
+Mixer: TypeAlias = SelfAttention | LatentAttention | SharedBlock | GatedDelta | Mamba1 | Mamba2 | ShortConv
 
 
 class Model:
@@ -86,6 +87,8 @@ class Model:
             return GatedDelta(layer, config, weights, memory)
         if isinstance(weights, LatentWeights):
             return LatentAttention(layer, config, weights, memory)
+        if isinstance(weights, SharedBlockWeights):
+            return SharedBlock(layer, config, weights, memory, self._pointwise, self._mlps)
         assert isinstance(weights, AttentionWeights)
         return SelfAttention(layer, config, weights, memory, self._pointwise)
 
@@ -111,7 +114,7 @@ class Model:
 
     @torch.inference_mode()
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
-        assert layers.stop not in self.config.beside
+        assert layers.stop not in self.config.joined
         step = partial.input or partial.step.on(self.device, states=self.config.states)
         with self._bits():
             hidden = partial.hidden if partial.hidden is not None else self._embedded(step)
@@ -141,6 +144,9 @@ class Model:
             given = self._mixed(index, normed, step, positions)
             if index + 1 in self.config.beside:
                 earlier = given
+                continue
+            if index + 1 in self.config.fed:  # the residual stream goes around a shared block
+                normed = _normed(pointwise, hidden + given, weights[index + 1].mixer_norm)
                 continue
             if index in self.config.beside:
                 given = earlier + given
@@ -174,6 +180,8 @@ class Model:
         scale = self.config.mixer_scale(layer)
         if isinstance(mixer, GatedDelta | Mamba1 | Mamba2 | ShortConv):
             given = mixer.compute(hidden, layout)
+        elif isinstance(mixer, SharedBlock):
+            given = mixer.compute(hidden, self._embedded(step), layout, positions)
         else:
             given = mixer.compute(hidden, layout, positions)
         return given if scale == 1.0 else given * scale

@@ -310,14 +310,24 @@ Matrix: TypeAlias = torch.Tensor | QuantisedMatrix
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The part of a LoRA adapter in a matrix: ``up [rows, rank]`` times ``down [rank, columns]`` is added to
-    the rows from ``first`` on."""
+    """A change of a matrix: ``up [rows, rank]`` times ``down [rank, columns]`` is added to the rows from
+    ``first`` on."""
 
     first: int
-    down: torch.Tensor
-    up: torch.Tensor
+    down: Matrix
+    up: Matrix
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + len(self.up))
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x [tokens, columns]`` times the transposed change, ``[tokens, rows]``."""
+        return linear(linear(x, self.down), self.up)
 
     def on(self, device: str) -> LowRank:
+        assert isinstance(self.down, torch.Tensor)
+        assert isinstance(self.up, torch.Tensor), "adapters are not quantised"
         return LowRank(self.first, self.down.to(device), self.up.to(device))
 
 
@@ -340,16 +350,29 @@ class AdaptedMatrix:
         """Add the adapters' parts to ``product``, which is that of ``x`` and the base."""
         for adapter, rows in self._rows.of.items():
             for change in self._changes.get(adapter, ()):
-                inner = products.multiply(x[rows], change.down)
-                product[rows, change.first : change.first + len(change.up)] += products.multiply(
-                    inner, change.up
-                )
+                product[rows, change.rows] += change.multiply(x[rows])
         return product
 
 
-def linear(x: torch.Tensor, weight: Matrix | AdaptedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+class ChangedMatrix:
+    """A matrix that several layers share, with the changes of one of them for all rows of activations."""
+
+    def __init__(self, base: Matrix, changes: Sequence[LowRank]) -> None:
+        self.base = base
+        self._changes = changes
+
+    def adapt(self, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """Add the changes to ``product``, which is that of ``x`` and the base."""
+        for change in self._changes:
+            product[:, change.rows] += change.multiply(x)
+        return product
+
+
+def linear(
+    x: torch.Tensor, weight: Matrix | AdaptedMatrix | ChangedMatrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return ``x [tokens, columns]`` times the transposed ``weight [rows, columns]``, plus the bias."""
-    if isinstance(weight, AdaptedMatrix):
+    if isinstance(weight, AdaptedMatrix | ChangedMatrix):
         return weight.adapt(x, linear(x, weight.base, bias))
     if isinstance(weight, torch.Tensor):
         return products.multiply(x, weight, bias)

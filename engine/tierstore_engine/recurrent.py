@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tierstore.spec import LAYER_KINDS, LayerKind, blocks, kv_dtype, layer_kinds, positive
+from tierstore.spec import LAYER_KINDS, LayerKind, blocks, head_dim_of, kv_dtype, layer_kinds, positive
 from tierstore_engine.config import (
     ExpertsConfig,
     Mamba1Config,
     Mamba2Config,
     ModelConfig,
+    SharedBlocksConfig,
     ShortConvConfig,
     TensorNames,
 )
@@ -211,6 +212,71 @@ def _falcon_h1(raw: Raw) -> ModelConfig:
     )
 
 
+def _zamba2(raw: Raw) -> ModelConfig:
+    """Read Zamba2: Mamba-2, before some of whose layers comes a use of a shared block. A use is a layer
+    here."""
+    raw = {**_ZAMBA2, **raw, "model_type": "zamba2", "mlp_bias": raw.get("add_bias_linear", False)}
+    raw["intermediate_size"] = raw.get("intermediate_size") or 4 * positive(raw, "hidden_size")
+    adapted = bool(raw["use_shared_attention_adapter"])
+    grouped = raw.get("num_key_value_heads") not in (None, raw.get("num_attention_heads"))
+    refused = {
+        "layers_block_type": blocks(raw) is None,
+        "num_key_value_heads": adapted and grouped,
+        "rms_norm_eps": raw["rms_norm_eps"] != 1e-5,  # Mamba-2's own norm has this one in any case
+        "use_conv_bias": not raw["use_conv_bias"],
+        "use_long_context": raw["use_long_context"],
+    }
+    for name in (name for name, wrong in refused.items() if wrong):
+        raise ModelError(f"config.json: {name} {raw.get(name)!r} is not supported with Zamba2")
+    kinds = tuple(layer_kinds(raw))
+    check_kinds(kinds)
+    head_dim, heads = head_dim_of(raw), positive(raw, "n_mamba_heads")
+    plain = llama({**raw, "num_hidden_layers": len(kinds), "head_dim": head_dim})
+    return replace(
+        plain,
+        kinds=kinds,
+        ropes=() if raw["use_mem_rope"] else (None,) * len(kinds),
+        score_scale=(head_dim / 2) ** -0.5,
+        mamba=Mamba2Config(
+            heads=heads,
+            head_dim=positive(raw, "hidden_size") * positive(raw, "mamba_expand") // heads,
+            state_dim=positive(raw, "mamba_d_state"),
+            groups=positive(raw, "mamba_ngroups"),
+            conv_width=positive(raw, "mamba_d_conv"),
+            biased=plain.mlp_bias,
+            least_step=float(raw["time_step_min"]),
+        ),
+        bare_layers=tuple(range(len(kinds))),
+        shared=SharedBlocksConfig(
+            uses=tuple(at for at, kind in enumerate(kinds) if kind is LayerKind.FULL_ATTENTION),
+            blocks=positive(raw, "num_mem_blocks"),
+            rank=positive(raw, "adapter_rank"),
+            adapted_attention=adapted,
+        ),
+        names=_BAMBA_NAMES,
+    )
+
+
+_ZAMBA2: Raw = {
+    "adapter_rank": 128,
+    "hidden_act": "gelu",
+    "mamba_d_conv": 4,
+    "mamba_d_state": 64,
+    "mamba_expand": 2,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 8,
+    "num_mem_blocks": 1,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "time_step_min": 0.001,
+    "use_conv_bias": True,
+    "use_long_context": False,
+    "use_mem_rope": False,
+    "use_shared_attention_adapter": False,
+}
+"""Values of fields that are absent, as in transformers."""
+
+
 def _factor(raw: Raw, name: str) -> float:
     given = raw.get(name)
     return 1.0 if given is None else float(given)
@@ -374,4 +440,5 @@ READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "Mamba2ForCausalLM": _mamba2,
     "MambaForCausalLM": _mamba,
     "NemotronHForCausalLM": _nemotron_h,
+    "Zamba2ForCausalLM": _zamba2,
 }

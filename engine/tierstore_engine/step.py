@@ -87,11 +87,11 @@ class PartialStep:
 
     def arrived(self, config: ModelConfig) -> int:
         """Return how many of the model's layers were computed, or could be computed now without waiting for a
-        page. Layers side by side are counted together."""
+        page. Layers that are computed in one go are counted together."""
         stop = self.layers
         while stop < config.layers and self.step.arrivals.arrived(stop):
             stop += 1
-        while stop in config.beside:
+        while stop in config.joined:
             stop -= 1
         return stop
 
@@ -108,7 +108,7 @@ class Runner(Protocol):
 
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
         """Compute the next ``layers`` of a step. Return the result of :meth:`compute` if the last layer is
-        among them, otherwise None. Layers side by side (``ModelConfig.beside``) must be computed together.
+        among them, otherwise None. Layers in ``ModelConfig.joined`` must be computed with the one before.
 
         Other steps may be computed in between. A step may be dropped without finishing it.
         """

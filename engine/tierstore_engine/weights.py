@@ -29,12 +29,13 @@ from tierstore_engine.config import (
     Mamba1Config,
     Mamba2Config,
     ModelConfig,
+    SharedBlocksConfig,
     ShortConvConfig,
 )
 from tierstore_engine.errors import ModelError
 from tierstore_engine.gguf_file import GGUFWeights
 from tierstore_engine.pointwise import each
-from tierstore_engine.quantised import Matrix, MatrixKernels, PackedMatrix, QuantisedMatrix
+from tierstore_engine.quantised import LowRank, Matrix, MatrixKernels, PackedMatrix, QuantisedMatrix
 from tierstore_engine.weight_formats import dense_format
 from tierstore_engine.weights_on_disk import WeightStream
 
@@ -154,11 +155,6 @@ class Mamba1Weights:
     o_bias: torch.Tensor | None
 
 
-MixerWeights: TypeAlias = (
-    AttentionWeights | LatentWeights | DeltaWeights | Mamba1Weights | Mamba2Weights | ShortConvWeights
-)
-
-
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
     """The weights of an MLP: the rows of the gate, if it has one, then the rows that it multiplies. ``xielu``
@@ -169,6 +165,41 @@ class MLPWeights:
     down: Matrix
     down_bias: torch.Tensor | None
     xielu: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """The weights of a transformer block that layers share. The input of its attention and ``norm`` are
+    ``2 × hidden_size`` wide."""
+
+    norm: torch.Tensor
+    attention: AttentionWeights
+    mlp_norm: torch.Tensor
+    mlp: MLPWeights
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlockWeights:
+    """One use of a shared block: the block, and what only this use has. ``use`` counts the uses of all blocks
+    before it. ``qkv_changes`` are those of Q, K and V, empty in a model without them. ``out`` takes the
+    block's output."""
+
+    use: int
+    block: BlockWeights
+    qkv_changes: tuple[LowRank, ...]
+    gate_up_change: LowRank
+    out: Matrix
+
+
+MixerWeights: TypeAlias = (
+    AttentionWeights
+    | LatentWeights
+    | DeltaWeights
+    | Mamba1Weights
+    | Mamba2Weights
+    | ShortConvWeights
+    | SharedBlockWeights
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,11 +455,26 @@ def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
 
 
 def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
-    number = -1
+    number, uses = -1, list[int]()  # the numbers of the layers that use shared blocks
     for index, layer in enumerate(layers):
-        number += index not in config.beside
+        number += index not in config.joined
+        if isinstance(layer.mixer, SharedBlockWeights):
+            uses.append(number)
+            yield from _use_slots(config, layer.mixer, uses)
+            continue
+        part = "mamba_decoder." if index in config.fed else ""
         for slot in _slots_of(config, layer):
-            yield replace(slot, name=f"model.layers.{number}.{slot.name}")
+            yield replace(slot, name=f"model.layers.{number}.{part}{slot.name}")
+
+
+def _use_slots(config: ModelConfig, weights: SharedBlockWeights, uses: Sequence[int]) -> Iterator[Slot]:
+    """Yield the slots of the last of ``uses``. A checkpoint has each block once, with the changes of all its
+    uses, in the layer of its first use."""
+    assert config.shared is not None
+    number, first = uses[-1], uses[weights.use % config.shared.blocks]
+    for slot in _shared_slots(config, weights, whole=number == first):
+        place = first if slot.name.startswith(_SHARED) else number
+        yield replace(slot, name=f"model.layers.{place}.{slot.name}")
 
 
 def _block_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
@@ -475,6 +521,8 @@ def _mixer_slots(config: ModelConfig, weights: MixerWeights) -> Iterator[Slot]:
         return _delta_slots(weights)
     if isinstance(weights, ShortConvWeights):
         return _short_conv_slots(weights)
+    if isinstance(weights, SharedBlockWeights):
+        return _shared_slots(config, weights, whole=True)
     if isinstance(weights, Mamba1Weights):
         return _mamba1_slots(weights)
     return _mamba2_slots(weights)
@@ -579,6 +627,34 @@ def _short_conv_slots(weights: ShortConvWeights) -> Iterator[Slot]:
     yield from _optional("conv.out_proj.bias", weights.o_bias)
 
 
+_SHARED = "shared_transformer."
+
+
+def _shared_slots(config: ModelConfig, weights: SharedBlockWeights, *, whole: bool) -> Iterator[Slot]:
+    """Yield the slots of one use of a shared block; unless ``whole``, without those that all uses share."""
+    yield Slot("linear.weight", weights.out)
+    names = ("self_attn.linear_q", "self_attn.linear_k", "self_attn.linear_v")[: len(weights.qkv_changes)]
+    changes = zip(names, weights.qkv_changes, strict=True)
+    for name, change in (*changes, ("feed_forward.gate_up_proj", weights.gate_up_change)):
+        prefix = f"{_SHARED}{name}_adapter_list.{weights.use}"
+        yield Slot(f"{prefix}.0.weight", change.down)
+        yield Slot(f"{prefix}.1.weight", change.up)
+    if whole:
+        for slot in _transformer_slots(config, weights.block):
+            yield replace(slot, name=f"{_SHARED}{slot.name}")
+
+
+def _transformer_slots(config: ModelConfig, weights: BlockWeights) -> Iterator[Slot]:
+    mlp = weights.mlp
+    yield Slot("input_layernorm.weight", weights.norm)
+    yield from _attention_slots(config, weights.attention)
+    yield Slot("pre_ff_layernorm.weight", weights.mlp_norm)
+    yield Slot("feed_forward.gate_up_proj.weight", mlp.gate_up)
+    yield from _optional("feed_forward.gate_up_proj.bias", mlp.gate_up_bias)
+    yield Slot("feed_forward.down_proj.weight", mlp.down)
+    yield from _optional("feed_forward.down_proj.bias", mlp.down_bias)
+
+
 def _mlp_slots(config: ModelConfig, prefix: str, weights: MLPWeights) -> Iterator[Slot]:
     if config.names.joined:
         yield Slot(f"{prefix}.input_linear.weight", weights.gate_up)
@@ -673,6 +749,7 @@ class _Maker:
         self._keep = keep
         self._kernels = kernels
         self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._blocks: dict[int, BlockWeights] = {}
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -689,18 +766,20 @@ class _Maker:
     def layer(self, index: int) -> LayerWeights:
         config = self._config
         bare = index in config.bare_layers
-        normed = config.pre_norms and not bare and config.parallel != "one norm"
+        mixer = self._mixer(index)
+        mixer_normed = index not in config.beside and not isinstance(mixer, SharedBlockWeights)
+        mlp_normed = not bare and config.parallel != "one norm"
         return LayerWeights(
-            mixer_norm=self.norm() if config.pre_norms and index not in config.beside else None,
-            mixer=self._mixer(config.kind(index)),
-            mlp_norm=self.norm() if normed else None,
+            mixer_norm=self.norm() if config.pre_norms and mixer_normed else None,
+            mixer=mixer,
+            mlp_norm=self.norm() if config.pre_norms and mlp_normed else None,
             mlp=None if bare else self._feed_forward(config.experts_of(index)),
             mixer_post_norm=self.norm() if config.post_norms else None,
             mlp_post_norm=self.norm() if config.post_norms else None,
         )
 
-    def _mixer(self, kind: LayerKind) -> MixerWeights:
-        config = self._config
+    def _mixer(self, index: int) -> MixerWeights:
+        config, kind = self._config, self._config.kind(index)
         if kind is LayerKind.MLA_LATENT:
             assert config.latent is not None
             return self._latent(config.latent)
@@ -713,18 +792,47 @@ class _Maker:
                 return self._mamba1(config.mamba1)
             assert config.delta is not None
             return self._delta(config.delta)
-        return self._attention()
+        if config.shared is not None:
+            return self._shared(config.shared, index)
+        return self._attention(config.hidden_size)
 
     def _feed_forward(self, experts: ExpertsConfig | None) -> MLPWeights | ExpertsWeights:
         if experts is not None:
             return self._experts(experts)
         return self._mlp(self._config.intermediate_size, self._config.mlp_bias)
 
-    def _attention(self) -> AttentionWeights:
+    def _shared(self, shared: SharedBlocksConfig, index: int) -> SharedBlockWeights:
+        """Return a use of a block, which is made once."""
+        config, hidden = self._config, self._config.hidden_size
+        number = shared.block(index)
+        if number not in self._blocks:
+            self._blocks[number] = BlockWeights(
+                norm=self.empty(2 * hidden),
+                attention=self._attention(2 * hidden),
+                mlp_norm=self.empty(hidden),
+                mlp=self._mlp(config.intermediate_size, config.mlp_bias),
+            )
+        queries, kv = _query_rows(config), config.kv_heads * config.head_dim
+        changed = [(0, queries), (queries, kv), (queries + kv, kv)] if shared.adapted_attention else []
+        return SharedBlockWeights(
+            use=shared.uses.index(index),
+            block=self._blocks[number],
+            qkv_changes=tuple(self._low_rank(shared.rank, *each, 2 * hidden) for each in changed),
+            gate_up_change=self._low_rank(
+                shared.rank, 0, self._gate_up_rows(config.intermediate_size), hidden
+            ),
+            out=self.matrix(hidden, hidden),
+        )
+
+    def _low_rank(self, rank: int, first: int, rows: int, columns: int) -> LowRank:
+        return LowRank(first, self.matrix(rank, columns), self.matrix(rows, rank))
+
+    def _attention(self, width: int) -> AttentionWeights:
+        """Return the weights of attention whose input is ``width`` wide."""
         config, hidden = self._config, self._config.hidden_size
         rows = _query_rows(config) + 2 * config.kv_heads * config.head_dim
         return AttentionWeights(
-            qkv=self.matrix(rows, hidden),
+            qkv=self.matrix(rows, width),
             qkv_bias=self.empty(rows) if config.qkv_bias else None,
             q_norm=self._head_norm(config.heads),
             k_norm=self._head_norm(config.kv_heads),

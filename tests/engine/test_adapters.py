@@ -49,6 +49,7 @@ TARGETS = {
     "apertus": (*ATTENTION, "up_proj", "down_proj"),
     "falcon-h1": ("in_proj", "out_proj", "k_proj", "gate_proj", "down_proj"),
     "granite-hybrid-dense": ("in_proj", "out_proj", "k_proj", "shared_mlp.input_linear"),
+    "zamba2": ("in_proj", "out_proj"),
 }
 
 
@@ -335,7 +336,7 @@ def test_tensors_that_are_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-v2"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "zamba2"])
 def test_layers_without_plain_products_are_refused(
     name: str, tmp_path: Path, checkpoints: Any, loaded: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tierstore_engine.errors import ModelError
 from tierstore_engine.families import config_from_hf
 from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.presets import PRESETS, preset
+from tierstore_engine.weights import weights_bytes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,6 +96,13 @@ FALCON_H1 = {
     "mamba_d_state": 16,
     "mamba_n_groups": 2,
     "mamba_d_conv": 4,
+}
+ZAMBA2 = {
+    "architectures": ["Zamba2ForCausalLM"],
+    "hidden_act": "gelu",
+    "layers_block_type": ["mamba", "hybrid", "hybrid"],
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 8,
 }
 
 
@@ -182,6 +191,7 @@ def test_layers_that_remember_alike_are_a_group() -> None:
     assert groups_of(GRANITE) == ["full_attention[1]", "recurrent_state[0]"]
     assert groups_of(NEMOTRON) == ["full_attention[3]", "recurrent_state[0, 1, 2, 4]"]
     assert groups_of(FALCON_H1) == ["full_attention[0, 2]", "recurrent_state[1, 3]"]
+    assert groups_of(ZAMBA2) == ["full_attention[1, 3]", "recurrent_state[0, 2, 4]"]
     assert groups_of(MIXTRAL) == ["full_attention[0, 1]"]
     config = config_from_hf(LLAMA | GEMMA)
     assert [config.group_of(layer) for layer in range(2)] == [1, 0]
@@ -264,6 +274,39 @@ def test_the_norm_of_falcon_h1(before: bool | None, norm: str) -> None:
     assert mamba.norm == norm
 
 
+SHARED = {
+    "num_mem_blocks": 2,
+    "adapter_rank": 16,
+    "use_shared_attention_adapter": True,
+    "use_mem_rope": True,
+    "add_bias_linear": True,
+    "layers_block_type": ["hybrid", "mamba", "hybrid"],
+    "time_step_min": 0.1,
+}
+
+
+@pytest.mark.parametrize("field", SHARED)
+def test_what_changes_the_identity_of_zamba2(field: str) -> None:
+    plain = config_from_hf(LLAMA | ZAMBA2)
+    assert plain.digest() != config_from_hf(LLAMA | ZAMBA2 | {field: SHARED[field]}).digest()
+
+
+def test_shared_blocks_are_counted_once() -> None:
+    """A further use of a block adds its own matrices, and the weights of a layer with Mamba-2."""
+    shape = LLAMA | ZAMBA2 | {"adapter_rank": 8}
+    sizes = [
+        weights_bytes(config_from_hf(shape | {"layers_block_type": ["hybrid"] * count}))
+        for count in (1, 2, 3)
+    ]
+    hidden, width, mamba = 64, 96, 128
+    channels = mamba + 2 * 64
+    layer = hidden + (2 * mamba + 2 * 64 + 8) * hidden + 5 * channels + 3 * 8 + mamba + mamba * hidden
+    use = hidden * hidden + 8 * hidden + 2 * width * 8
+    block = 2 * hidden + 4 * (2 * hidden) ** 2 - 2 * hidden * hidden + hidden + 3 * hidden * width
+    assert [after - before for before, after in pairwise(sizes)] == [4 * (layer + use)] * 2
+    assert sizes[0] == 4 * (100 * hidden + hidden + block + layer + use)
+
+
 def test_limits_of_steps_as_transformers_writes_them() -> None:
     for limits in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
         assert config_from_hf(LLAMA | GRANITE | {"time_step_limit": limits}) == config_from_hf(
@@ -293,6 +336,17 @@ def test_kv_formats_that_a_model_cannot_have() -> None:
         (FALCON_H1 | {"projectors_bias": True}, "projectors_bias is not supported with Falcon-H1"),
         (FALCON_H1 | {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be 5 numbers"),
         (FALCON_H1 | {"key_multiplier": 0}, "key_multiplier must be a positive number, got 0"),
+        (ZAMBA2 | {"use_long_context": True}, "use_long_context True is not supported with Zamba2"),
+        (ZAMBA2 | {"use_conv_bias": False}, "use_conv_bias False is not supported with Zamba2"),
+        (ZAMBA2 | {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06 is not supported with Zamba2"),
+        (ZAMBA2 | {"layers_block_type": None}, "layers_block_type None is not supported with Zamba2"),
+        (ZAMBA2 | {"layers_block_type": ["mamba"]}, "none of whose layers attends to everything"),
+        (ZAMBA2 | {"num_mem_blocks": 0}, "num_mem_blocks must be a positive integer, got 0"),
+        (
+            ZAMBA2 | {"num_key_value_heads": 2, "use_shared_attention_adapter": True},
+            "num_key_value_heads 2 is not supported with Zamba2",
+        ),
+        ({"architectures": ["ZambaForCausalLM"]}, "names ZambaForCausalLM; supported are"),
         ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm is not supported"),
         ({"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
         (

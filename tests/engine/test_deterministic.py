@@ -81,7 +81,7 @@ def in_other_steps(sequences: Sequences, chance: random.Random) -> list[torch.Te
 
 
 FAMILIES = (*ARCHITECTURES, *GROUPED, *VARIANTS, *STATES, *LLAMA_LIKE)
-WITH_STATES = ("qwen3-next", "falcon-h1", "nemotron-h", "jamba", "lfm2", "mamba")
+WITH_STATES = ("qwen3-next", "falcon-h1", "nemotron-h", "jamba", "lfm2", "mamba", "zamba2")
 KINDS = ("llama3", "gemma3", "deepseek-v3", "qwen2-moe", "gpt-oss", "qwen3-next", "falcon-h1", "jamba")
 
 
@@ -107,7 +107,8 @@ def test_logits_have_the_same_bits_in_all_steps(
         torch.set_num_threads(threads)
     plain = Sequences(load_model(str(checkpoints(name)), device="cpu", dtype=dtype))
     [logits] = plain.compute([(0, TOKENS)])
-    assert (logits - right[0]).abs().max() <= (1e-4 if dtype == "float32" else 0.25)
+    exact = 1e-3 if name == "zamba2" else 1e-4  # rounding grows from block to block: these have no residuals
+    assert (logits - right[0]).abs().max() <= (exact if dtype == "float32" else 0.25)
 
 
 @pytest.mark.parametrize("name", chosen(FAMILIES, "llama3", "gemma3", "deepseek-v3", *WITH_STATES))

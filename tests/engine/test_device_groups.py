@@ -128,7 +128,7 @@ def on_host(pool: PagePool, config: Any) -> Memory:
 
 
 @pytest.mark.parametrize("seed", SCHEDULES[:3])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "nemotron-h", "falcon-h1"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "nemotron-h", "falcon-h1", "zamba2"])
 def test_bits_are_those_without_overlap(
     name: str,
     seed: int,
@@ -147,7 +147,8 @@ def test_bits_are_those_without_overlap(
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2", "llama4", "qwen3-next", "falcon-h1", "granite-hybrid-dense", "nemotron-h"]
+    "name",
+    ["gemma2", "llama4", "qwen3-next", "falcon-h1", "granite-hybrid-dense", "nemotron-h", "zamba2-plain"],
 )
 def test_the_kernels_over_groups_on_a_device_that_defers(
     name: str,

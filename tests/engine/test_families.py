@@ -20,7 +20,7 @@ from tierstore_engine import build
 from tierstore_engine.attention.base import NO_PAGE, Span
 from tierstore_engine.build import LoadedModel, make_runner
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.step import Step
+from tierstore_engine.step import PartialStep, Step
 
 CHUNK = 16
 TOKENS = 230  # more than four windows, and more than four attention chunks
@@ -177,6 +177,42 @@ def test_one_in_a_batch_and_from_copied_pages(name: str, model: LoadedModel) -> 
     close(torch.cat(found[1]), expected(name, 8))
 
 
+class Arriving:
+    """A fence over pages whose layers arrive one by one."""
+
+    pending = True
+    layers = 0
+
+    def wait(self, layer: int) -> None:
+        assert layer < self.layers
+
+    def arrived(self, layer: int) -> bool:
+        return layer < self.layers
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [(name, name) for name in ("falcon-h1", "zamba2", "zamba2-plain")], indirect=["model"]
+)
+def test_layers_that_arrive_one_by_one(name: str, model: LoadedModel) -> None:
+    """Those that are computed in one go wait for each other. Another step is computed in between."""
+    pages, fence = Pages(model), Arriving()
+    one, other = Sequence_(pages, prompt()), Sequence_(pages, prompt(8))
+    before = compute(pages, [(one, 100)])[0]
+    tokens = one.tokens[100:TOKENS]
+    partial = PartialStep(Step((one.span(TOKENS),), tokens, range(len(tokens)), fence, CHUNK))
+    stops, logits = [], None
+    for fence.layers in range(1, model.config.layers + 1):
+        stop = partial.arrived(model.config)
+        if stop > partial.layers:
+            logits = pages.runner.advance(partial, range(partial.layers, stop))
+            partial.layers = stop
+            stops.append(stop)
+            compute(pages, [(other, 10 * len(stops))])
+    assert len(stops) == model.config.layers - len(model.config.joined)
+    assert logits is not None
+    close(torch.cat((before, logits)), expected(name))
+
+
 @pytest.mark.parametrize("name", ["jamba", "lfm2", "mamba"])
 def test_states_without_kernels_are_refused_on_a_gpu(
     name: str, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -202,6 +238,7 @@ def test_a_missing_page_that_is_needed_is_noticed(model: LoadedModel) -> None:
         ("gemma3", "int8", 0.1),
         ("gemma3", "fp8_e4m3", 0.1),
         ("granite-hybrid", "int8", 0.1),
+        ("zamba2", "int8", 0.1),
         ("qwen3-next", "k8v4", 0.1),
         ("deepseek-v3", "int8", 0.1),
         ("deepseek-v3", "fp8_e4m3", 0.3),  # a latent's scale is for more numbers

@@ -23,7 +23,16 @@ from tierstore_engine.settings import EngineSettings
 from tierstore_engine.weights_on_disk import MappedFile, WeightStream
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, keep_logits=True)
-MODELS = ["llama3", "llama-linear-mqa-biased", "gemma3", "deepseek-v3", "qwen3-next", "mixtral", "jamba"]
+MODELS = [
+    "llama3",
+    "llama-linear-mqa-biased",
+    "gemma3",
+    "deepseek-v3",
+    "qwen3-next",
+    "mixtral",
+    "jamba",
+    "zamba2",
+]
 LEFT_OUT = "leave out --weights-on-disk"
 
 

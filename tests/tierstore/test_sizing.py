@@ -200,6 +200,33 @@ def test_states_of_mamba_1():
     assert sizes[LayerKind.RECURRENT_STATE].state_bytes == 28 * 8192 * (16 + 3) * 4
 
 
+def test_zamba2_attends_with_twice_its_width():
+    """A layer with a shared block before it keeps keys and values, and a state."""
+    shape = {
+        **LLAMA,
+        "model_type": "zamba2",
+        "hidden_size": 2560,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "layers_block_type": ["mamba", "hybrid", "linear_attention", "hybrid"],
+        "n_mamba_heads": 80,
+        "mamba_expand": 2,
+        "mamba_d_state": 64,
+        "mamba_ngroups": 2,
+        "mamba_d_conv": 4,
+        "head_dim": 99,  # ignored, as in transformers
+    }
+    sizes = {each.group.kind: each for each in group_sizes(shape)}
+    attended, state = sizes[LayerKind.FULL_ATTENTION], sizes[LayerKind.RECURRENT_STATE]
+    assert (attended.group.layers, attended.group.head_dim) == ((1, 4), 160)
+    assert (state.group.layers, state.state_bytes) == (
+        (0, 2, 3, 5),
+        4 * 4 * (5120 * 64 + 3 * (5120 + 2 * 2 * 64)),
+    )
+    with pytest.raises(SpecError, match="hybrid"):
+        group_sizes({**shape, "model_type": "zamba"})
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_a_gguf_file_has_the_size_of_a_folder_with_its_configuration(
     architecture: str, tmp_path: Path

@@ -18,7 +18,7 @@ TOKENS = 100  # more than two windows, and more than two attention chunks
 REFUSED = {"phi4-mini", "hunyuan"}  # longrope and dynamic: keys depend on the prompt's length
 RESTARTING = {"jamba"}  # transformers computes the rest of a prompt from an empty state
 LIKE_LLAMA = [name for name in LLAMA_LIKE if name not in REFUSED]
-BESIDE = {"falcon-h1", "falcon-h1-normed"}  # refused: see test_identity.py
+BESIDE = {"falcon-h1", "falcon-h1-normed", "zamba2", "zamba2-plain"}  # refused: see test_identity.py
 ALONE = [name for name in [*ARCHITECTURES, *GROUPED] if name not in RESTARTING | BESIDE]
 FAMILIES = chosen([*ALONE, *LIKE_LLAMA], *ALONE, "falcon", "cohere2")
 

@@ -125,4 +125,6 @@ def test_what_is_refused(tmp_path, folder):
     )
     with pytest.raises(UsageError, match="layers of class LinearAttentionAndFullAttentionLayer"):
         TierStoreCache(transformers.FalconH1ForCausalLM(hybrid).eval(), tmp_path / "kv")
+    with pytest.raises(UsageError, match="layers of class LinearAttentionAndFullAttentionLayer"):
+        TierStoreCache(reference_model("zamba2"), tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
