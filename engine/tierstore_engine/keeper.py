@@ -251,8 +251,8 @@ class PageKeeper:
         table.saved_at = max(table.saved_at, meeting.tokens)
 
     def _join(self, sequence: Sequence, meeting: Meeting) -> bool:
-        """Replace the pages that the front has in all groups but the first by those of the hit's end. Return
-        False, and change nothing in the tables, without room."""
+        """Replace the front's pages in all groups but the first by those of the hit's end. If the pool has no
+        room, return False and change nothing in the tables."""
         held, fresh = meeting.take_named(), list[GroupTable]()
         for table, pages in zip(sequence.tables[1:], held, strict=False):
             twin = table.another()

@@ -97,7 +97,7 @@ class CudaLatentAttention(KernelAttention):
         return out
 
     def _most_entries(self, entries: Entries) -> int:
-        """Return how many of them may be computed in splits at once."""
+        """Return the largest number of ``entries`` that one launch may compute in splits."""
         splits = self._kernels.split_rule.splits(entries.max_length, self.chunk_tokens)
         return max(MOST_PARTS // self._heads // splits, 1)
 
