@@ -105,8 +105,8 @@ class Tokens:
 
 
 Rule: TypeAlias = Callable[[torch.Tensor, Tokens], torch.Tensor]
-"""Return what a block of tokens reads, ``[tokens, heads, value_dim]``. The matrices of the state before the
-block are updated to those after it."""
+"""Take matrices of a state through a block of tokens, in place. Return the tokens' outputs, ``[tokens, heads,
+value_dim]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +322,10 @@ class BlockDecays:
 
 
 def read_and_add(state: torch.Tensor, tokens: Tokens, added: torch.Tensor, left: BlockDecays) -> torch.Tensor:
-    """Return what a block of tokens reads of a state, ``[tokens, heads, value_dim]``. Each token adds ``key ⊗
-    added``.
+    """Take a state through a block of tokens. Return the tokens' outputs, ``[tokens, heads, value_dim]``.
+    Each token adds ``key ⊗ added``.
 
-    ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated to the state after it.
+    ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated in place.
     ``tokens`` are :meth:`Tokens.of_heads`, and ``added`` is ``[heads, tokens, value_dim]``.
     """
     queries, keys = tokens.queries, tokens.keys

@@ -112,8 +112,8 @@ class Core:
         self.curve.start()
 
     def write_worth(self, tenant: str) -> WriteWorth:
-        """Return what is known of a tenant's disk reads, which decides whether its saves go to disk. Needs
-        the lock.
+        """Return the record of a tenant's disk reads, which decides whether its saves go to disk. Needs the
+        lock.
         """
         worth = self._write_worth.get(tenant)
         if worth is None:

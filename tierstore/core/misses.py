@@ -328,8 +328,8 @@ class Misses:
         )
 
     def _missing(self, view: HitView, group: NamedGroup, ends: Sequence[int]) -> list[Departure | None]:
-        """Return what is known of each page of a group that ends there and is neither held nor with the
-        client."""
+        """Return the departures of a group's pages at ``ends`` that neither the store nor the client holds.
+        None stands for a page without a known departure."""
         pages = view.pages(group, [end for end in ends if end not in group.here])
         missing = pages.missing(pages.find(self._state, pages.num_tokens), pages.num_tokens)
         identity = group.registration.identity.digest
