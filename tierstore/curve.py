@@ -349,7 +349,7 @@ class _Sample:
         return distances[distances <= self._horizon_bytes], len(stored) + len(others)
 
     def _behind(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the bytes in the slots behind each of these."""
+        """Return for each of ``slots`` the number of bytes in the slots behind it."""
         if not len(slots):
             return np.zeros(0)
         first = int(slots.min())

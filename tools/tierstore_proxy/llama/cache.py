@@ -221,7 +221,7 @@ class SlotCache:
             self.errors.caught("saving a slot", error)
 
     async def _saved(self, use: SlotUse, headers: Mapping[str, str]) -> None:
-        """Save what is new in the slot."""
+        """Save the new pages of the slot."""
         computed = await self._noted(use, headers)
         if not self._settings.save:
             return
