@@ -307,7 +307,7 @@ class PageKeeper:
 
     def most_drafted(self, sequence: Sequence) -> int:
         """Return the length of the longest draft that a sequence may have now. With recurrent states, the
-        step after it must not jump over the end of a page, where they are saved."""
+        step after it must not pass the end of a page, because states are saved there."""
         known = len(sequence.tokens)
         most = max(sequence.max_tokens - known - 1, 0)
         return min(most, -(known + 1) % self.chunk_tokens) if self.stateful and self.keeps else most

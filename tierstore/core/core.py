@@ -199,7 +199,7 @@ class Core:
                 self.quotas.forget(digest)
 
     def forget_gone(self) -> None:
-        """Make clients drop their references to pages that have left the tree, once there are enough of them.
+        """Make clients drop their references to pages that have left the tree, if there are enough of them.
         Needs the state's lock.
         """
         forgotten = self.state.index.forgotten_bytes

@@ -211,7 +211,7 @@ class StoreState:
         return True
 
     def forget_gone(self) -> None:
-        """Drop the remaining references to pages that have left the tree, once there are enough of them."""
+        """Drop the remaining references to pages that have left the tree, if there are enough of them."""
         if self.index.forgotten_bytes - self._forgotten_bytes > GONE_BYTES:
             self._forgotten_bytes = self.index.forgotten_bytes
             self.sessions.forget_gone()
