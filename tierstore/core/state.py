@@ -150,7 +150,7 @@ class StoreState:
         """Note the outcome of a read from disk."""
         self.counters.disk_read_pages += read.good
         if read.good:
-            self.health.was_read()  # first: if other pages were read, one failed page is not a failed disk
+            self.health.was_read()  # first, because one failed page among good ones is no failed disk
         if read.error is not None:
             self.counters.disk_read_errors += 1
             self.health.read_failed(read.error)
