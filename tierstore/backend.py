@@ -155,7 +155,7 @@ class LookupRequest:
         index.touch(pages, hit=hit)
 
     def holding(self, pages: list[P]) -> list[P]:
-        """Return those of its leading ``pages`` that, while held, keep all of them in the index."""
+        """Return the pages to hold so that all of the prompt's leading ``pages`` stay in the index."""
         return pages[-1:]
 
     def parent(self, root: P, before: P) -> P:

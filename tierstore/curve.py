@@ -9,8 +9,8 @@ This module is its fixed-size variant, weighted by bytes:
 * A page is in the sample if its key, which is an XXH3-128, is below a border. When the sample exceeds
   ``sample_pages``, the border falls. With a share R of all keys below it, distances are divided by R, and
   each sampled use stands for 1/R uses.
-* The difference between the sample's uses and all uses is corrected at the shortest distance (the paper's
-  SHARDS-adj), because it comes mostly from a few hot pages.
+* The scaled number of sampled uses differs from the number of all uses. The difference is added to the uses
+  at the shortest distance (the paper's SHARDS-adj), because it comes mostly from a few hot pages.
 
 **Prefixes.** A hit needs the whole prefix. The pages of a prompt count as used from the last to the first, as
 they leave a tier. So distances never fall along a prompt, and if one page is a hit, all pages before it are.
@@ -349,7 +349,7 @@ class _Sample:
         return distances[distances <= self._horizon_bytes], len(stored) + len(others)
 
     def _behind(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the bytes in the slots behind each of these."""
+        """Return for each of ``slots`` the number of bytes in the slots behind it."""
         if not len(slots):
             return np.zeros(0)
         first = int(slots.min())

@@ -352,8 +352,7 @@ def check_page(page_bytes: int, chunk_tokens: int) -> None:
 
 
 def layers_label(layout: str) -> str:
-    """Return what pages of a layout (``KVSpec.describe()``'s line) hold, for people; ``–`` if it is no
-    layout."""
+    """Describe the pages of a layout (``KVSpec.describe()``'s line) for people; ``–`` if it is no layout."""
     try:
         return ", ".join(group.label for group in KVSpec.parse(layout).groups)
     except SpecError:
@@ -483,7 +482,7 @@ def blocks(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
-    """Return what each layer remembers, from the list of layers or the fields that families have instead.
+    """Return each layer's kind of memory, from the list of layers or the fields that families have instead.
     A layer with two memories side by side counts as two. (Latents are no kind here: they are a field of the
     whole model.)"""
     if config.get("model_type") == "falcon_h1":  # each layer has both, in this order

@@ -474,7 +474,7 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None
 
 def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
     """Raise :class:`UsageError` if the pages that one step may write do not fit ``pages`` pages of memory, or
-    those that it reads at a time do not fit the memory for that."""
+    if the pages that it reads at a time do not fit the staging memory."""
     sequences = settings.max_sequences
     if sequences > LEAST_STAGED:
         raise UsageError(f"with an overflow file, max_sequences is at most {LEAST_STAGED}, got {sequences}")

@@ -158,7 +158,7 @@ class Checkpoint(StoredWeights):
         return sum(file.stat().st_size for file in set(self._files.values()))
 
     def _stem(self, name: str) -> str | None:
-        """Return what the names of the tensors of weight ``name`` begin with, None if it is not quantised."""
+        """Return the common prefix of the tensors of weight ``name``; None if the weight is not quantised."""
         if self._scheme is None:
             return None
         layout = self._scheme.layout

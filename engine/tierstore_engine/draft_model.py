@@ -126,8 +126,8 @@ class DraftModel(Drafter):
         return self._follow(shadow, leader)
 
     def _follow(self, shadow: _Shadow, leader: Sequence) -> bool:
-        """Cut a running shadow back to its leader's tokens. Return False if it has left its pages instead,
-        because its states are ahead of what is left. This happens if the leader's step has failed."""
+        """Cut a running shadow back to its leader's tokens. If the leader's step has failed, the shadow's
+        states may be ahead of these tokens: release its pages then, and return False."""
         own, computed = shadow.sequence, shadow.follow(leader)
         if self._keeper.stateful and computed < own.computed:
             self._keeper.leave(own, save=False)
@@ -150,8 +150,8 @@ class DraftModel(Drafter):
         return _Shadow(own, len(leader.tokens))
 
     def _work(self, leader: Sequence) -> Work | None:
-        """Return the next chunk of the leader's shadow, or what is computed for the next token of its draft;
-        None without pages for it."""
+        """Return the next chunk of the leader's shadow, or the work for the next token of its draft. Return
+        None if the pool has no pages for it."""
         shadow = self._shadows[leader.request_id]
         own, stop = shadow.sequence, len(shadow.sequence.tokens)
         if not self._keeper.grow(own, stop):

@@ -251,8 +251,8 @@ class PageKeeper:
         table.saved_at = max(table.saved_at, meeting.tokens)
 
     def _join(self, sequence: Sequence, meeting: Meeting) -> bool:
-        """Replace the pages that the front has in all groups but the first by those of the hit's end. Return
-        False, and change nothing in the tables, without room."""
+        """Replace the front's pages in all groups but the first by those of the hit's end. If the pool has no
+        room, return False and change nothing in the tables."""
         held, fresh = meeting.take_named(), list[GroupTable]()
         for table, pages in zip(sequence.tables[1:], held, strict=False):
             twin = table.another()
@@ -307,7 +307,7 @@ class PageKeeper:
 
     def most_drafted(self, sequence: Sequence) -> int:
         """Return the length of the longest draft that a sequence may have now. With recurrent states, the
-        step after it must not jump over the end of a page, where they are saved."""
+        step after it must not pass the end of a page, because states are saved there."""
         known = len(sequence.tokens)
         most = max(sequence.max_tokens - known - 1, 0)
         return min(most, -(known + 1) % self.chunk_tokens) if self.stateful and self.keeps else most

@@ -56,8 +56,8 @@ def _of_file(config: ModelConfig, file: Path) -> Ranges:
 
 
 def _planes_of(config: ModelConfig) -> list[tuple[int, int]]:
-    """Return, for each layer, how many planes of numbers with a scale it has, and of how many heads: ``(2,
-    kv_heads)``, for a latent ``(1, 1)``, for a recurrent state ``(0, 0)``."""
+    """Return the number of planes with scales and of their heads, for each layer: ``(2, kv_heads)`` for keys
+    and values, ``(1, 1)`` for a latent, ``(0, 0)`` for a recurrent state."""
     found = {}
     for group in config.groups:
         scaled = group.kind is not LayerKind.RECURRENT_STATE

@@ -15,8 +15,8 @@ estimates in each step where both will meet, from the latest measurements. So a 
 not a request.
 
 **Layer groups.** Blocks are pages of the first group, which needs every token. The other groups need pages at
-the hit's end only (a window, a state); the first block brings them. Until both meet, the front is computed
-with windows and states of its own, from token 0 on. They are then replaced by those of the hit's end.
+the hit's end only (a window, a state); the first block loads them. Until both meet, the front is computed
+with windows and states of its own, from token 0 on. Then the pages of the hit's end replace them.
 """
 
 from __future__ import annotations

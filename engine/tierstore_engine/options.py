@@ -101,8 +101,8 @@ class EngineOptions(ModelOptions):
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep pages that do not fit --hbm-bytes in a file in DIR; on a GPU behind "
-            "--overflow-host-bytes (docs/beyond-memory.md)",
+            help="Keep pages that do not fit --hbm-bytes (on a GPU: nor --overflow-host-bytes) in a "
+            "file in DIR (docs/beyond-memory.md)",
         ),
     ] = None
     overflow_bytes: Annotated[int, size_option("Size of the file in --overflow, for all pages")] = 16 * GIB

@@ -70,7 +70,7 @@ def threads_for(nbytes: int) -> int:
 
 
 def arithmetic() -> str:
-    """Return what decides the bits of numbers within :func:`same_bits`: processor and libraries."""
+    """Return the processor and libraries, which decide the bits of numbers within :func:`same_bits`."""
     assert native.DECODE is not None
     of_torch = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     return f"{of_torch}, decode {native.DECODE.tierstore_decode_arithmetic()}"

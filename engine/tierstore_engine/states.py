@@ -62,14 +62,13 @@ class _Recurrence(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The terms by which tokens change the matrices of a layer, ``[heads, key_dim, value_dim]``. All is
-    float32.
+    """The terms by which tokens change the matrices of a layer, ``[heads, key_dim, value_dim]``, in float32.
 
-    ``queries`` and ``keys`` are ``[tokens, key_heads, key_dim]``; each of them belongs to as many heads.
-    ``added`` is ``[tokens, heads, value_dim]``. ``decays`` are the logarithms of a matrix's factors,
-    ``[tokens, heads]``. ``rates [tokens, heads]`` are those of the delta rule, None under other rules.
-    ``fading [key_dim, value_dim]`` is Mamba-1's, None under other rules: ``decays`` are then ``[tokens,
-    heads, value_dim]``, to be multiplied by it.
+    ``queries`` and ``keys`` are ``[tokens, key_heads, key_dim]``. Each key head serves an equal number of
+    heads. ``added`` is ``[tokens, heads, value_dim]``. ``decays`` are the logarithms of a matrix's factors,
+    ``[tokens, heads]``. ``rates [tokens, heads]`` are the delta rule's, None under other rules. ``fading
+    [key_dim, value_dim]`` is Mamba-1's, None under other rules: ``decays`` are then ``[tokens, heads,
+    value_dim]``, to be multiplied by it.
     """
 
     queries: torch.Tensor
@@ -91,7 +90,7 @@ class Tokens:
         )
 
     def contiguous(self) -> tuple[torch.Tensor | None, ...]:
-        """Return all of it as the compiled part reads it, in the order of the fields."""
+        """Return all fields in order, as the compiled part reads them."""
         every = (self.queries, self.keys, self.added, self.decays, self.rates, self.fading)
         return tuple(None if each is None else each.contiguous() for each in every)
 
@@ -106,14 +105,14 @@ class Tokens:
 
 
 Rule: TypeAlias = Callable[[torch.Tensor, Tokens], torch.Tensor]
-"""Return what a block of tokens reads, ``[tokens, heads, value_dim]``. The matrices of the state before the
-block are updated to those after it."""
+"""Take matrices of a state through a block of tokens, in place. Return the tokens' outputs, ``[tokens, heads,
+value_dim]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Passages:
     """Spans, each with the number of the state that it takes through its tokens, and its rows in the step.
-    ``array`` has the same for the compiled part."""
+    ``array`` has this for the compiled part."""
 
     spans: tuple[tuple[Span, int, slice], ...]
     array: np.ndarray[tuple[int], np.dtype[np.void]]
@@ -127,13 +126,13 @@ class _Passages:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """A batch's sequences. ``pages`` are those of their states, and ``new`` of sequences that begin.
-    ``certain`` has the spans without drafted tokens, by their pages. ``drafts`` has the drafted tokens, by
-    their place in ``drafted``, the pages with the states before them.
+    """A batch's sequences. ``pages`` have their states, and ``new`` are the pages of sequences that begin.
+    ``certain`` has the spans without drafted tokens, numbered by their pages. ``drafted`` has the pages with
+    the states before drafts. ``drafts`` has the drafted tokens, numbered by their place in ``drafted``.
 
-    The inputs of a convolution are the kept inputs of each sequence, and then those of the batch's tokens.
-    ``sources`` (int64 ``[tokens, width]``) are the inputs of each token, and ``kept`` (``[sequences, width -
-    1]``) those that are kept for later tokens.
+    The inputs of a convolution are the kept inputs of each sequence, and then the inputs of the batch's
+    tokens. ``sources`` (int64 ``[tokens, width]``) are the inputs of each token, and ``kept`` (``[sequences,
+    width - 1]``) the inputs to keep for later tokens.
     """
 
     certain: _Passages
@@ -176,8 +175,8 @@ class StatePages:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Return the causal convolution of ``channels [tokens, channels]`` for the layout's spans, in the
-        same shape. Sums are float32. The pages then have the inputs for the tokens after the spans, and
-        those of sequences that begin have matrices of zeros. Call this before :meth:`advance`."""
+        same shape. Sums are float32. Afterwards the pages have the inputs for the tokens after the
+        spans. Pages of sequences that begin have matrices of zeros. Call this before :meth:`advance`."""
         batch = self._batch(layout)
         kept, matrices = self._inputs[layer], self._matrices[layer]
         if len(batch.new):
@@ -192,7 +191,7 @@ class StatePages:
         """Take a layer's matrices through the tokens of the layout's spans. Return what the tokens read,
         float32 ``[tokens, heads, value_dim]``. ``rule`` computes it without the compiled part.
 
-        Drafted tokens read a copy of the matrices, which the page has as they are before the draft."""
+        Drafted tokens change a copy of the matrices: the page keeps the matrices before the draft."""
         batch, matrices = self._batch(layout), self._matrices[layer]
         out = torch.empty(tokens.added.shape)
         _advance(matrices, tokens, batch.certain, rule, out)
@@ -217,8 +216,8 @@ class LayerState:
 def _advance(
     matrices: torch.Tensor, tokens: Tokens, passages: _Passages, rule: Rule, out: torch.Tensor
 ) -> None:
-    """Take ``matrices [states, heads, key_dim, value_dim]`` through the tokens of ``passages``. Write what
-    these read into their rows of ``out``."""
+    """Take ``matrices [states, heads, key_dim, value_dim]`` through the tokens of ``passages``. Write each
+    token's result into its row of ``out``."""
     rows, columns = matrices.shape[-2:]
     if native.DECODE is None or rows > MOST_ROWS:
         for span, number, own in passages.spans:
@@ -269,8 +268,9 @@ def _batch_of(layout: BatchLayout, kept_inputs: int) -> _Batch:
 def _convolved(
     inputs: torch.Tensor, sources: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the sum of each token's ``sources [tokens, width]``, which are rows of ``inputs [inputs,
-    channels]``, each multiplied by its tap (``taps [width, channels]``), and the bias. All is float32."""
+    """Return ``[tokens, channels]``, in float32: for each token the bias, and the sum of the rows of ``inputs
+    [inputs, channels]`` that ``sources [tokens, width]`` names, each times its tap (``taps [width,
+    channels]``)."""
     out = inputs.new_empty(len(sources), inputs.shape[1])
     if native.DECODE is not None:
         native.DECODE.tierstore_convolve(
@@ -322,10 +322,10 @@ class BlockDecays:
 
 
 def read_and_add(state: torch.Tensor, tokens: Tokens, added: torch.Tensor, left: BlockDecays) -> torch.Tensor:
-    """Return what a block of tokens reads of a state, ``[tokens, heads, value_dim]``. Each token adds ``key ⊗
-    added``.
+    """Take a state through a block of tokens. Return the tokens' outputs, ``[tokens, heads, value_dim]``.
+    Each token adds ``key ⊗ added``.
 
-    ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated to the state after it.
+    ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated in place.
     ``tokens`` are :meth:`Tokens.of_heads`, and ``added`` is ``[heads, tokens, value_dim]``.
     """
     queries, keys = tokens.queries, tokens.keys

@@ -55,7 +55,7 @@ class TensorLayout:
     pack: Callable[[WeightScheme, Mapping[str, torch.Tensor]], PackedMatrix]
 
     def stem(self, name: str) -> str:
-        """Return what the names of the tensors of weight ``name`` begin with."""
+        """Return the common prefix of the tensors of weight ``name``."""
         return name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
 
 

@@ -426,7 +426,7 @@ def digest_weights(config: ModelConfig, weights: ModelWeights) -> str:
 
 
 def _bytes_of(matrix: Matrix, digest: xxhash.xxh3_128) -> Iterator[torch.Tensor]:
-    """Yield what the numbers of a matrix are made of. ``digest`` takes the formats of quantised ones."""
+    """Yield the tensors of a matrix. If it is quantised, add its formats to ``digest``."""
     if isinstance(matrix, torch.Tensor):
         yield matrix
         return

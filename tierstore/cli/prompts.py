@@ -57,8 +57,8 @@ class ModelChoice:
     ] = None
 
     def of(self, known: list[Identity]) -> tuple[Identity, ...]:
-        """Return the identities of the layer groups of the only model that matches, those that pages are
-        known of. Raise :class:`UsageError` if none or several match."""
+        """Return the identities of the layer groups of the only model that matches, as far as their pages are
+        known. Raise :class:`UsageError` if none or several match."""
         return _chosen(_models(known), self.model, self.identity)
 
 

@@ -27,8 +27,8 @@ from tierstore.wire.keys import KeyPair, read_pair, read_public
 from tierstore.wire.messages import Message
 
 _GREETING_S = 2.0
-_AT_ONCE = 64  # registrations: as many as a daemon queues, and far less than a socket buffers
-_SECOND_TRY_MS = 20  # ZMQ's retry interval, for daemons whose sockets are just being opened
+_AT_ONCE = 64  # registrations before an answer: a daemon queues as many, and a socket buffers far more
+_SECOND_TRY_MS = 20  # ZMQ's retry interval: the daemon may still be opening its socket
 
 A = TypeVar("A", bound=Message)
 

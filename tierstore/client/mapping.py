@@ -65,7 +65,7 @@ class Mapping:
             return self._pins[device.kind][0]
 
     def release(self) -> None:
-        """Release one holder. The last one ends the mapping, once no running copy uses it any more. (Until
+        """Release one holder. The last one ends the mapping when no running copy uses it any more. (Until
         then, a dead daemon's arena takes memory.)"""
         with _lock:
             self.holders -= 1

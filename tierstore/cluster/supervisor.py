@@ -301,7 +301,7 @@ def _nothing() -> None:
 
 
 def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
-    """Return what identifies a prompt up to one of its chunks."""
+    """Return the identity digest and key of a prompt up to one of its chunks."""
     return view.registration.identity.digest, view.key_up_to(chunk)
 
 

@@ -112,8 +112,8 @@ class Core:
         self.curve.start()
 
     def write_worth(self, tenant: str) -> WriteWorth:
-        """Return what is known of a tenant's disk reads, which decides whether its saves go to disk. Needs
-        the lock.
+        """Return the record of a tenant's disk reads, which decides whether its saves go to disk. Needs the
+        lock.
         """
         worth = self._write_worth.get(tenant)
         if worth is None:
@@ -199,7 +199,7 @@ class Core:
                 self.quotas.forget(digest)
 
     def forget_gone(self) -> None:
-        """Make clients drop their references to pages that have left the tree, once there are enough of them.
+        """Make clients drop their references to pages that have left the tree, if there are enough of them.
         Needs the state's lock.
         """
         forgotten = self.state.index.forgotten_bytes

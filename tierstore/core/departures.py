@@ -119,7 +119,7 @@ class Departures:
         return self._left_bytes - self._volumes[first][1] if first < len(self._volumes) else 0
 
     def of(self, identity: bytes, key: bytes) -> Departure | None:
-        """Return what is known of a page; None if it was never seen or is forgotten."""
+        """Return the departure of a page; None if it was never seen or is forgotten."""
         place = self._find(*self._place(identity, key))
         if place is None:
             return None

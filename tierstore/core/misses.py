@@ -266,7 +266,7 @@ class Misses:
         return _without_new(misses)
 
     def _first_page_misses(self, view: HitView, group: NamedGroup, hit: int) -> list[Miss]:
-        """Return the same from one batch. The pages behind the batch get the reason of its last page."""
+        """Return the misses of the first batch of pages. Pages behind it get the reason of its last page."""
         misses: list[Miss] = []
         for ends in islice(_batches(view, hit), 1):
             self._examine_pages(view, group, ends, misses)
@@ -328,8 +328,8 @@ class Misses:
         )
 
     def _missing(self, view: HitView, group: NamedGroup, ends: Sequence[int]) -> list[Departure | None]:
-        """Return what is known of each page of a group that ends there and is neither held nor with the
-        client."""
+        """Return the departures of a group's pages at ``ends`` that neither the store nor the client holds.
+        None stands for a page without a known departure."""
         pages = view.pages(group, [end for end in ends if end not in group.here])
         missing = pages.missing(pages.find(self._state, pages.num_tokens), pages.num_tokens)
         identity = group.registration.identity.digest
@@ -604,7 +604,7 @@ def _append(misses: list[Miss], miss: Miss) -> None:
 
 
 def _by_group(search: HitSearch, misses: Sequence[Miss]) -> list[Miss]:
-    """Return the misses of the shortest chain as those of its layer group, as far as the others reach."""
+    """Attribute ``misses`` of the shortest chain to its layer group, as far as the other chains reach."""
     number, reached = search.shortest, list(search.reached)
     if number is None or len(reached) == 1:
         return list(misses)
@@ -635,7 +635,7 @@ def _add(counts: dict[str, int], reason: str, tokens: int) -> None:
 
 
 def _continuation(page: Page, first: int) -> tuple[int, ...]:
-    """Return the tokens of a page from ``first`` on, and those of the pages behind it, the newest of each."""
+    """Return the tokens of a page from ``first`` on, then those of its newest child, and so on."""
     tokens = page.tokens[first * TOKEN_BYTES :]
     while len(tokens) < CONTEXT_TOKENS * TOKEN_BYTES and page.children:
         page = next(reversed(page.children.values()))

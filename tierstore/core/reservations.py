@@ -216,7 +216,7 @@ class ReservationBuilder:
         return page
 
     def _note_no_room(self) -> None:
-        """Note that the rest of the pages is not kept, for as many of them as one step handles."""
+        """Note that further pages have no room, for at most as many pages as one step handles."""
         prompt, departures = self._prompt, self._state.departures
         for chunk in self._chunks[self._next : self._next + _NOTED_AT_ONCE]:
             if chunk < prompt.whole_chunks:

@@ -150,7 +150,7 @@ class StoreState:
         """Note the outcome of a read from disk."""
         self.counters.disk_read_pages += read.good
         if read.good:
-            self.health.was_read()  # first: if other pages were read, one failed page is not a failed disk
+            self.health.was_read()  # first, because one failed page among good ones is no failed disk
         if read.error is not None:
             self.counters.disk_read_errors += 1
             self.health.read_failed(read.error)
@@ -211,7 +211,7 @@ class StoreState:
         return True
 
     def forget_gone(self) -> None:
-        """Drop the remaining references to pages that have left the tree, once there are enough of them."""
+        """Drop the remaining references to pages that have left the tree, if there are enough of them."""
         if self.index.forgotten_bytes - self._forgotten_bytes > GONE_BYTES:
             self._forgotten_bytes = self.index.forgotten_bytes
             self.sessions.forget_gone()

@@ -99,7 +99,7 @@ class WriteBehind:
         self._state.changed.notify_all()
 
     def move_stats(self) -> MoveStats:
-        """Return what making room on disk has cost."""
+        """Return the cost so far of making room on disk."""
         return self._placement.room.moves.stats()
 
     # -- for the store (without the lock) -------------------------------------------------------------

@@ -265,7 +265,7 @@ class Writing:
         reservation.ended = True
 
     def _give_up(self, reservation: LocalReservation) -> None:
-        """Free the slots of a reservation, once no copy writes to them any more. Needs the lock."""
+        """Free the slots of a reservation when no copy writes to them any more. Needs the lock."""
         if not reservation.copying:
             self._free(reservation.pages)
 

@@ -60,8 +60,8 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Exported:
     """The result of an export: a file with one pack for each layer group that has pages of the prompts.
-    ``asked_tokens`` are the tokens of the prompts, ``held_tokens`` those that the store has of the first of
-    these groups. ``resumed_pages`` come from an earlier run."""
+    ``asked_tokens`` counts the tokens of the prompts, and ``held_tokens`` the tokens that the store has in
+    the first of these groups. ``resumed_pages`` come from an earlier run."""
 
     manifests: tuple[Manifest, ...]
     asked_tokens: int

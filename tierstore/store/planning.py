@@ -41,8 +41,8 @@ class Planning:
         return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
 
     def explanation(self, found: ExplainedHit) -> Explanation:
-        """Return why tokens of a prompt are missed: with those that the plan would not load, those that
-        other hosts have, and those that an engine computes in any case."""
+        """Return why tokens of a prompt are missed. This includes tokens that the plan would not load, tokens
+        that other hosts have, and tokens that an engine computes in any case."""
         hit = found.hit
         used = min(self.plan(hit, found.prompt_tokens, block=0).tokens, hit.tokens)
         misses: list[Miss] = []
@@ -67,9 +67,9 @@ class Planning:
         return Explanation(found.prompt_tokens, used, tuple(misses), dict(hit.by_tier)).check()
 
     def _parts(self, hit: Hit) -> list[TierPart]:
-        """Return what a load brings, in its order. Chained pages are listed run by run. With named pages the
-        load is all or nothing, since these pages serve only the hit's end: all tokens count for the last
-        tier."""
+        """Return the parts of a load by tier, in the load's order. Chained pages are listed run by run. With
+        named pages the load is all or nothing, since these pages serve only the hit's end: all tokens count
+        for the last tier."""
         if hit.parts and all(part.leading for part in hit.parts):
             return self._run_by_run(hit.by_runs(), sum(part.page_bytes for part in hit.parts))
         nbytes: dict[str, float] = {}

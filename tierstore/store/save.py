@@ -336,7 +336,8 @@ class Save:
     # -- used by both ----------------------------------------------------------------------------------
 
     def _tokens(self, position: int, count: int) -> int:
-        """Return the number of tokens in chunks of the prompt, including its partial tail."""
+        """Return the number of tokens in ``count`` chunks from ``position`` on; the last one may be
+        partial."""
         chunk_tokens = self._request.chunk_tokens
         start = (self._first + position) * chunk_tokens
         tokens = min(start + count * chunk_tokens, self._request.num_tokens) - start

@@ -415,8 +415,8 @@ class Store:
 
     def resize_hbm(self, nbytes: int) -> PoolSize:
         """Change the memory of all groups' pools to ``nbytes``. Growth takes effect at once, as far as there
-        is memory. To shrink, free and cached pages are dropped at once, and pages in use when they are
-        released. Pages in use never move. Raise :class:`UsageError` for an impossible size."""
+        is memory. When the pool shrinks, free and cached pages are dropped at once. Pages in use are dropped
+        when they are released. Pages in use never move. Raise :class:`UsageError` for an impossible size."""
         self._hbm.require_process()
         pool = self._hbm.pool(0)
         nbytes = whole_number("nbytes", nbytes, least=1)

@@ -100,7 +100,7 @@ class SlabAllocator:
         return bytearray(self._taken)
 
     def free_slots(self) -> Counter[int]:
-        """Return slot bytes → slots that are free without a new slab."""
+        """Return the number of free slots in present slabs, by slot bytes."""
         return Counter(
             {
                 size: sum(len(slab.free) for slab in slabs.values())

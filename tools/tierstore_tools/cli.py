@@ -376,9 +376,9 @@ def scenarios(
     """Compare OpenAI servers from their clients' view.
 
     The servers are ours with and without a store, vLLM, and a loop around transformers. The scenario batch
-    asks questions about documents, all at once. A run of longctx asks a long prompt again, and after
-    restarts. In online, conversations arrive by Poisson or by a trace. In stream, quick readers are beside
-    slow ones, and beside long prompts.
+    sends all questions about some documents at once. The scenario longctx repeats a long prompt, also after
+    restarts. In online, conversations arrive by Poisson or by a trace. In stream, some clients read quickly
+    while others read slowly or send long prompts.
     """
     from tierstore_tools.scenarios import command, settings
     from tierstore_tools.scenarios import targets as servers

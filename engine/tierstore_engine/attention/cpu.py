@@ -120,8 +120,8 @@ class CpuAttention(Attention):
         return out, lse
 
     def prepare(self, batch: BatchLayout) -> None:
-        """Once for each batch: give memory to the pages that it writes, and start to read those that have
-        none. Raises the errors of :meth:`OverflowPool.prepare
+        """Give memory to the pages that a batch writes, and start to read its pages that have none. Do
+        nothing if the batch is prepared. Raises the errors of :meth:`OverflowPool.prepare
         <tierstore.tiers.overflow.OverflowPool.prepare>`."""
         if self._beyond is None or self._prepared is batch:
             return

@@ -75,8 +75,8 @@ class KernelAttention(Attention):
 
     @abstractmethod
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """Return a fixed batch of decoding sequences over these tensors, whose contents at the time of
-        computing count. Its spans are empty. This is for batches that are captured once and replayed."""
+        """Return a batch of decoding sequences over these tensors, to be captured once and replayed. A replay
+        reads the tensors' contents at that time. The batch's spans are empty."""
 
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         return self._attend(layer, queries, batch, None)
@@ -101,8 +101,9 @@ class KernelAttention(Attention):
         second: tuple[torch.Tensor, torch.Tensor],
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention over two parts of the keys, each from :meth:`partial` here or elsewhere, and its
-        LSEs: in float32 for another merge, or written ``into`` an output of the model's dtype and LSEs."""
+        """Merge attention over two parts of the keys, each from :meth:`partial` here or elsewhere. Return
+        outputs and LSEs: in float32 for another merge, or ``into`` (an output of the model's dtype, and
+        LSEs)."""
         merged = into or (torch.empty_like(first[0]), torch.empty_like(first[1]))
         self._kernels.merge(first, second, *merged)
         return merged
@@ -340,7 +341,7 @@ def _prepare(
 
 
 def _pieces(member: _Member, most_tokens: int) -> Iterator[_Member]:
-    """Yield a span and its first row, in pieces of at most ``most_tokens`` tokens."""
+    """Yield pieces of a span, of at most ``most_tokens`` tokens, each with its first row."""
     span, row = member
     for start in range(span.start, span.stop, most_tokens):
         stop = min(start + most_tokens, span.stop)
@@ -350,7 +351,8 @@ def _pieces(member: _Member, most_tokens: int) -> Iterator[_Member]:
 def _groups(
     members: Sequence[_Member], splits_of: Callable[[Span], int], most_parts: int
 ) -> Iterator[list[_Member]]:
-    """Yield ``members`` in launches of at most ``most_parts``, which need memory, or of one member."""
+    """Yield the ``members`` of each launch: parts need memory, so a launch has at most ``most_parts`` parts,
+    or one member."""
     group: list[_Member] = []
     room = most_parts
     for member in members:

@@ -3,7 +3,7 @@
 Each token is handled separately. A decoded token has as many splits as its sequence is long enough for; each
 token of a prefill chunk has one. Chunks and decoded tokens take one launch each (decoding: two). The results
 for a token depend on its sequence alone. If a token must have the same bits in every step
-(``ModelConfig.arithmetic``), it has the splits of a decoded token in a chunk as well.
+(``ModelConfig.arithmetic``), a token in a chunk gets the same splits as a decoded token.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CudaLatentAttention(KernelAttention):
         return out
 
     def _most_entries(self, entries: Entries) -> int:
-        """Return how many of them may be computed in splits at once."""
+        """Return the largest number of ``entries`` that one launch may compute in splits."""
         splits = self._kernels.split_rule.splits(entries.max_length, self.chunk_tokens)
         return max(MOST_PARTS // self._heads // splits, 1)
 

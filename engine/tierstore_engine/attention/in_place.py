@@ -3,9 +3,9 @@
 A decode step has one query for each sequence, or some more with a draft. Gathering the pages of each sequence
 and calling torch for each costs more than the attention itself. The compiled part
 (``tierstore/native/decode.c``) does a layer of all such sequences in one call. It computes in float32 and
-reads float32, bfloat16 and quantised pages. A query's result is the same bits in a span of any length: else a
-drafted token would have other bits than one alone, and where these decide on a code, a whole step's
-difference.
+reads float32, bfloat16 and quantised pages. A query's result has the same bits in a span of any length. So a
+drafted token has the bits of a token that is computed alone. With other bits, a number of a quantised KV
+could get another code.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Attention over pages that are copied up to a GPU for it, a layer at a time.
 
-The host attends to a page once for each query. For the queries of a prompt's chunk that takes much longer
-than a copy of the page. So the pages pass through two staging buffers on the device, and its kernels attend
-to them there::
+The host attends to a page once for each query. With the many queries of a prompt's chunk, this takes much
+longer than a copy of the page. So the pages pass through two staging buffers on the device, and its kernels
+attend to them there::
 
     copies           batch 0 up │ batch 1 up           │ batch 2 up
     compute stream              │ attend to 0, merge   │ attend to 1, merge
 
-A batch is copied after the computation on the last one in its buffer, and computed after its copy. Pages in a
-file are read ahead into staging memory of the host first (:mod:`tierstore.tiers.overflow`). There a batch is
-overwritten by a later read, so the host waits for its copy.
+A batch is copied when its buffer is free, and computed after its copy. Pages in a file are read ahead into
+staging memory of the host first (:mod:`tierstore.tiers.overflow`). There a later read overwrites a batch, so
+the host waits for its copy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LiftedSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Pages of a span, and the layout of its queries over them when they are in a buffer."""
+    """Pages of a span, and the layout of its queries over these pages in a buffer."""
 
     pages: Numbers
     layout: BatchLayout
@@ -76,12 +76,12 @@ class _Buffer:
     def __init__(self, device: KernelAttention, memory: torch.Tensor, computed: Event) -> None:
         self.attention = device.over_layers(memory)
         self.address = memory.data_ptr()
-        self.computed = computed  # when what was last in its memory is no longer needed
+        self.computed = computed  # when the last computation on its memory has ended
 
 
 class Lift:
-    """Attention of a step's queries over pages of ``pool`` that are not on the device. ``tensors`` is where
-    torch's tensors lie. Used by one thread.
+    """Attention of a step's queries over pages of ``pool`` that are not on the device. ``tensors`` is torch's
+    device. Used by one thread.
 
     Each layer attends to the same *batches*, in the same order: for each span the pages in host memory, then
     those in the file.
@@ -173,7 +173,7 @@ class Lift:
         return below.address + pages * below.stride + below.spec.layer(layer).start
 
     def _in_a_row(self, count: int) -> Numbers:
-        """Return where the pages of a staging buffer begin, on the host and on the device."""
+        """Return the offsets of pages in a staging buffer, the same on the host and on the device."""
         return np.arange(count) * self._pool.below.file.stride
 
     def _copy_up(self, sources: Numbers, buffer: _Buffer) -> Event:

@@ -42,14 +42,14 @@ from tierstore_engine.pointwise import Pointwise
 _ROWS = 64  # rows of the smallest buffers
 _MEASURED = 3  # calls; the fastest counts
 BREAK_EVEN = 16.0
-"""For a pool that was not measured: longer spans are also those that the compiled part does not take."""
+"""For a pool that was not measured. The compiled part takes spans of at most this many tokens, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A batch in two parts. ``runs`` are the rows (first, stop) of the spans that the host has a part of.
+    """A batch in two parts. ``runs`` are the rows (first, stop) of the spans with a part on the host.
     ``beyond`` has these spans, with the pages that are not on the device; None without such pages. ``lifted``
-    are the same spans if their pages are copied up, and then the host has no part."""
+    are the same spans if their pages are copied up; then the host attends to nothing."""
 
     here: BatchLayout
     beyond: BatchLayout | None = None
@@ -132,7 +132,7 @@ class PushDownAttention(Attention):
     def _attend_above(
         self, layer: int, queries: torch.Tensor, parts: _Split, into: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Attend to all pages on the device, those of ``parts.lifted`` batch by batch."""
+        """Attend to all pages on the device. Pages of ``parts.lifted`` are copied to it batch by batch."""
         assert self._lift is not None
         here = self.device.partial(layer, queries, parts.here)
         if sum(span.tokens for span in parts.lifted) < len(queries):  # the other rows are complete
@@ -156,7 +156,7 @@ class PushDownAttention(Attention):
         into: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Let the host attend to the pages that are not on the device, where they lie. A row without such
-        pages has a second part that saw nothing."""
+        pages has an empty second part."""
         runtime, stream = self._pool.hbm.runtime, self._pool.hbm.compute
         rows = sum(stop - first for first, stop in parts.runs)
         if rows > self._buffers.rows:
@@ -180,8 +180,8 @@ class PushDownAttention(Attention):
         self.device.merge((out, lse), (others, other_lse), into)
 
     def _attend_on_host(self, layer: int, rows: int, beyond: BatchLayout) -> None:
-        """Attend to the pages that are not on the device: from the buffer of queries to those of outputs and
-        LSEs."""
+        """Attend to the pages that are not on the device. Read the buffer of queries, and fill the buffers of
+        outputs and LSEs."""
         queries, outputs, lses = self._buffers.arrays
         asking = torch.from_numpy(queries).view(self._dtype).view(-1, self._heads, self._width)[:rows]
         out, lse = self._host.partial(layer, asking, beyond)
@@ -277,12 +277,12 @@ class _Buffers:
         self._unregister.atexit = False  # the driver may be unloaded first
 
     def close(self) -> None:
-        """Unregister the memory, as the last reference also does. No copy may be in flight."""
+        """Unregister the memory. Otherwise this happens with the last reference. No copy may be in flight."""
         self._unregister()
 
 
 def _host_layout(spans: Sequence[LiftedSpan], chunk_tokens: int) -> BatchLayout:
-    """Return the layout of these spans over their pages alone, which their queries see completely."""
+    """Return the layout of these spans over their pages alone. Each query sees all of these pages' tokens."""
     pasts = [len(span.pages) * chunk_tokens for span in spans]
     members = tuple(
         Span((span.pages.tolist(),), past, past + span.tokens)
@@ -293,7 +293,7 @@ def _host_layout(spans: Sequence[LiftedSpan], chunk_tokens: int) -> BatchLayout:
 
 
 def _runs(spans: Sequence[LiftedSpan]) -> tuple[tuple[int, int], ...]:
-    """Return the rows of these spans, those of neighbours together."""
+    """Return the rows of these spans. Neighbouring rows are one run."""
     runs: list[tuple[int, int]] = []
     for span in spans:
         first = span.rows.start

@@ -27,8 +27,8 @@ _COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from the model
 @dataclass(frozen=True, slots=True)
 class Sight:
     """The tokens that a token sees, up to itself: the last ``window``, those of its attention chunk of
-    ``chunk`` tokens, or all. If not ``causal``, the new tokens are elsewhere, and each of them sees all
-    tokens of its sequence."""
+    ``chunk`` tokens, or all. If not ``causal``, the sequence does not contain the new tokens, and each
+    of them sees all of it."""
 
     window: int | None = None
     chunk: int | None = None
@@ -53,7 +53,7 @@ class Sight:
 EVERYTHING = Sight()
 
 PART_TOKENS = 2048
-"""Tokens of a part, where a token must have the same bits in every step. Not tuned on a GPU."""
+"""Tokens of a part, if a token must have the same bits in every step. Not tuned on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class SplitRule:
 
     A sequence's splits depend on its own tokens only, so that its bits do not depend on the batch.
 
-    With ``part_tokens`` (a multiple of 64), parts of prefill begin at its multiples in the sequence. A
-    token's bits then do not depend on the chunk that it is in either, if single tokens are prefilled too.
+    With ``part_tokens`` (a multiple of 64), parts of prefill begin at its multiples in the sequence. If
+    single tokens are prefilled too, a token's bits then do not depend on its chunk either.
     """
 
     min_pages: int = 8

@@ -25,7 +25,7 @@ class StateSpans:
     """The sequences of one launch, as int32 device arrays like
     :class:`~tierstore_engine.kernels.operations.Sequences`. A sequence is new if all of its tokens are. The
     first column of ``tables [sequences, width]`` has the page of each sequence's state. The last ``drafts``
-    of its tokens are a draft, before which the state is kept; None if no sequence has one."""
+    of its tokens are a draft, and the page keeps the state before it. ``drafts`` is None without drafts."""
 
     rows: torch.Tensor
     counts: torch.Tensor

@@ -36,9 +36,9 @@ class AdmissionPlace:
         if admission.tokens and admission.tokens + tokens > admission.settings.max_queued_tokens:
             raise ApiError(
                 429,
-                f"running and waiting requests have {admission.tokens} prompt tokens, and with {tokens} more "
-                f"there would be more than {admission.settings.max_queued_tokens}: try again in a "
-                "moment",
+                f"running and waiting requests have {admission.tokens} prompt tokens and this "
+                f"request has {tokens}, but the limit is {admission.settings.max_queued_tokens} together: "
+                "try again in a moment",
                 retry_after_s=_RETRY_S,
             )
         admission.tokens += tokens

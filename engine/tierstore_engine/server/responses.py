@@ -40,8 +40,8 @@ def usage(prompts: Iterable[RequestMetrics], generated: int) -> Json:
 class Answer(ABC):
     """The answer to one request to ``model``.
 
-    Choices are numbered as the client sees them: the first ``n`` belong to the first of ``prompts``. The last
-    fields of an answer are given as ``spent``: ``usage``, and those that the client asked for.
+    Choices are numbered as the client sees them: the first ``n`` belong to the first of ``prompts``.
+    ``spent`` are the last fields of an answer: ``usage``, and the fields that the client asked for.
     ``echoes`` has the text of each prompt if the text of its choices begins with it, and is empty otherwise.
     """
 

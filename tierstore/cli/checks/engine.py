@@ -119,8 +119,8 @@ def dotted(version: tuple[int, ...]) -> str:
 def probe(
     what: str, engine: str, program: str, config: Mapping[str, Any], *, installed: bool, good: str
 ) -> Check:
-    """Let a process with the engine do the same with ``config`` as the engine does. If it fails, its last
-    line on stderr is the reason."""
+    """Run ``program`` with ``config`` in a process that imports the engine, as the engine itself would. If it
+    fails, its last line on stderr is the reason."""
     if not installed:
         return warn(what, "not tested", f"{engine} is not installed here")
     command = [sys.executable, "-c", program, json.dumps(config)]

@@ -26,7 +26,7 @@ _ROLES = {
     "kv_consumer": "this engine loads and does not save",
 }
 
-# A process does the same with the flags as vLLM.
+# Code of a separate process, which reads the flags as vLLM does.
 _PROBE = """
 import json, sys
 from vllm.config import KVTransferConfig

@@ -124,8 +124,8 @@ def _record(number: int, nbytes: int = _PAGE_BYTES, place: int | None = None) ->
 #
 # Finds out whether a failed disk works again, before users' pages depend on it.
 #
-# The probe is a page like any other, and uses the same calls. It reserves a place, which may grow the files;
-# a full disk refuses that. Its bytes are written, synced together with a transaction of the index, and read
+# The probe is a page like any other, and uses the same calls. It reserves a place, which may grow the files
+# and fails on a full disk. Its bytes are written, synced together with a transaction of the index, and read
 # back. No record names the place, so it is free again afterwards. A separate probe file would be simpler but
 # would prove less: it needs no preallocation, no O_DIRECT and no index.
 

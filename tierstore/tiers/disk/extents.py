@@ -2,7 +2,7 @@
 
 Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. Files are created and grown in
 steps when a write needs them, but never past the capacity. At open, the part beyond the present capacity is
-cut off, once no page is there (fitting.py). Each file is opened twice: with O_DIRECT, for aligned memory, and
+cut off when no page is there (fitting.py). Each file is opened twice: with O_DIRECT, for aligned memory, and
 through the page cache, for other memory and for disks that read faster that way. The kernel keeps the two
 coherent.
 """

@@ -109,7 +109,7 @@ class SlotCache:
         except UsageError as error:
             self.errors.warn("identify", f"nothing is restored or saved: {error}")
             return False
-        except Exception as error:  # noqa: BLE001  # it is starting, or busy: it is asked again
+        except Exception as error:  # noqa: BLE001  # the server starts or is busy: try again later
             _log.debug("llama-server is not ready: %r", error)
         else:
             self._served = served
@@ -221,7 +221,7 @@ class SlotCache:
             self.errors.caught("saving a slot", error)
 
     async def _saved(self, use: SlotUse, headers: Mapping[str, str]) -> None:
-        """Save what is new in the slot."""
+        """Save the new pages of the slot."""
         computed = await self._noted(use, headers)
         if not self._settings.save:
             return

@@ -55,7 +55,7 @@ class DecodeRow:
 
 def memory_needed(case: DecodeCase) -> int:
     """Return the bytes on the device for one case: K and V in pages of all layers, gathered and contiguous,
-    the rest of the case before, and the copy."""
+    the memory that the previous case may still hold, and the copy."""
     return (3 + case.layers) * decode_bytes(LLAMA_3_8B, case.batch, case.context) + 2 * COPY_BYTES
 
 

@@ -26,8 +26,8 @@ from tierstore_tools.longctx.beyond import fill
 
 _STEPS = 3
 _SHARE = 0.8  # pages take at most this share of the free memory
-_SPARE_PAGES = 8  # in host memory: those that move together, and the new token's
-_LINK_PAGES = 128  # whose copy shows the link's rate
+_SPARE_PAGES = 8  # in host memory, for pages that move together and for the new token's page
+_LINK_PAGES = 128  # the copy that measures the link has at most this many pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,14 @@ CASES = (PushDownCase(1 << 18, 1 << 16), PushDownCase(1 << 20, 1 << 16))
 
 @dataclass(frozen=True, slots=True)
 class PushDownRow:
-    """One case. ``wanted`` is its number of tokens, and ``tokens`` the number that memory had room for.
+    """The result of one case. ``wanted`` is its number of tokens, and ``tokens`` the number that memory had
+    room for.
 
     ``step_s`` is the time of attention for one new token, in all layers, without the rest of the model.
-    ``host_gb_per_s`` is the size of the pages in host memory over this time, and ``fraction`` this rate over
-    that of a plain copy from pinned memory. Above 1, copying the pages up for each token would be slower.
-    ``resident_s`` is the time of the same step with all pages on the device, and ``largest_difference`` that
-    of the last layer's outputs; None if the pages do not fit.
+    ``host_gb_per_s`` is the size of the pages in host memory over this time. ``fraction`` is this rate over
+    the rate of a plain copy from pinned memory. If it is above 1, copying the pages up for each token would
+    be slower. ``resident_s`` is the time of the same step with all pages on the device, and
+    ``largest_difference`` is between the last layer's outputs of both; None if the pages do not fit.
     """
 
     wanted: int

@@ -2,8 +2,9 @@
 
 A context is made of pages with random numbers, as a load from a store would leave them. A decode step attends
 to all of them: with all pages in memory, and with memory for ``tokens`` tokens and the others in an overflow
-file. Steps take turns with what limits them: reading the bytes of the same keys and values from memory, and
-reading those of the file with O_DIRECT and nothing else. So a busy machine slows all of them alike.
+file. Steps take turns with the operations that limit them: reading the bytes of the same keys and values from
+memory, and reading those of the file with O_DIRECT and nothing else. So a busy machine slows all of them
+alike.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class BeyondRow:
     """A context. Rates are tokens and bytes per second, medians of steps; ``of_…`` are the medians of ratios
     of neighbouring steps. Without room for all pages in memory, the figures of memory are None.
 
-    ``of_here`` is the speed with an overflow file over that with all pages in memory and no file. At one
-    times the memory both have all pages there.
+    ``of_here`` is the speed with an overflow file, divided by the speed with all pages in memory and no file.
+    With ``times`` = 1 both have all pages in memory.
 
     ``process_bytes`` is the memory (PSS) of the process while it decodes beyond memory, ``pages_bytes`` that
     of the pages in it. ``max_logit_diff`` is the largest difference of logits to those with all pages in
@@ -119,7 +120,7 @@ def run(
 
 
 def fill(pool: PagePool, pages: Sequence[int], dtype: torch.dtype) -> None:
-    """Write the same random numbers into the pages, from another place on in each."""
+    """Write random numbers into the pages. Each page gets the same series, from another start."""
     count = pool.spec.page_bytes // dtype.itemsize
     numbers = torch.randn(2 * count, generator=torch.Generator().manual_seed(1))
     filled = (numbers * 0.5).to(dtype)

@@ -46,7 +46,7 @@ class Ratio:
 
     @classmethod
     def of_whole(cls, values: Sequence[float | None]) -> Ratio | None:
-        """Return the same of the values that are not None; None if there is none."""
+        """Return :meth:`of` the values that are not None; None if all are."""
         whole = [value for value in values if value is not None]
         return cls.of(whole) if whole else None
 

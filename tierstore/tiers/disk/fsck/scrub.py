@@ -146,7 +146,7 @@ class _ScrubBatch:
 class ExtentScrub:
     """Verifies each row's payload on threads of its own. Inline rows are skipped.
 
-    ``seconds`` is the time that it took, once it has ended.
+    ``seconds`` is the time that it took; 0 before its end.
     """
 
     def __init__(
