@@ -26,16 +26,10 @@ from tierstore.errors import SpecError, UsageError
 from tierstore.spec import read_json
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
+from tierstore_engine.layer_weights import ExpertsWeights, LayerWeights, ModelWeights
 from tierstore_engine.quantised import AdaptedMatrix, AdapterRows, LowRank, Matrix
-from tierstore_engine.weights import (
-    ExpertsWeights,
-    LayerWeights,
-    ModelWeights,
-    Slot,
-    meta_weights,
-    slots,
-    stored_name,
-)
+from tierstore_engine.weight_slots import Slot, slots
+from tierstore_engine.weights import meta_weights, stored_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

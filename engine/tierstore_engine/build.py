@@ -46,6 +46,7 @@ from tierstore_engine.gguf_file import config_from_gguf
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
+from tierstore_engine.layer_weights import ModelWeights
 from tierstore_engine.mamba1 import CpuMamba1States
 from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory, Model
@@ -58,7 +59,6 @@ from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, has_vocabulary
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
-    ModelWeights,
     check_tensors,
     digest_weights,
     load_weights,

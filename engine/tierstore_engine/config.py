@@ -437,6 +437,11 @@ class ModelConfig:
         """Return the factor of scores before the softmax."""
         return self.score_scale or self.head_dim**-0.5
 
+    @property
+    def query_rows(self) -> int:
+        """Return the rows of a layer's Q, with those of its gates."""
+        return self.heads * self.head_dim * (2 if self.gated_attention else 1)
+
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 

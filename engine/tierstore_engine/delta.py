@@ -21,10 +21,10 @@ from torch.nn.functional import silu, softplus
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import DeltaConfig, ModelConfig
+from tierstore_engine.layer_weights import DeltaWeights
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.quantised import linear
 from tierstore_engine.states import BlockDecays, StatePages, Tokens, read_and_add
-from tierstore_engine.weights import DeltaWeights
 
 _EPSILON = 1e-6  # for the norms of queries and keys
 

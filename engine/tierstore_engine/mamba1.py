@@ -17,10 +17,10 @@ from torch.nn.functional import silu, softplus
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.layer_weights import Mamba1Weights
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.quantised import linear
 from tierstore_engine.states import StatePages, Tokens
-from tierstore_engine.weights import Mamba1Weights
 
 
 class CpuMamba1States:

@@ -19,10 +19,10 @@ from torch.nn.functional import silu, softplus
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import Mamba2Config, ModelConfig
+from tierstore_engine.layer_weights import Mamba2Terms, Mamba2Weights
 from tierstore_engine.pointwise import each
 from tierstore_engine.quantised import linear
 from tierstore_engine.states import BlockDecays, StatePages, Tokens, read_and_add
-from tierstore_engine.weights import Mamba2Terms, Mamba2Weights
 
 
 class Mamba2States(ABC):

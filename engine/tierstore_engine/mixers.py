@@ -11,12 +11,12 @@ import torch
 
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
+from tierstore_engine.layer_weights import AttentionWeights, LatentWeights, SharedBlockWeights
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.products import bits_are_same, multiply
 from tierstore_engine.quantised import ChangedMatrix, LowRank, Matrix, linear
 from tierstore_engine.rope import paired_by_halves, rotate
-from tierstore_engine.weights import AttentionWeights, LatentWeights, SharedBlockWeights
 
 Rotations: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 

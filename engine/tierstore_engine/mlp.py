@@ -16,9 +16,9 @@ import torch
 from torch.nn.functional import gelu, relu, silu, softplus
 
 from tierstore_engine.config import ExpertsConfig, ModelConfig
+from tierstore_engine.layer_weights import ExpertsWeights, MLPWeights
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.quantised import linear
-from tierstore_engine.weights import ExpertsWeights, MLPWeights
 
 _Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

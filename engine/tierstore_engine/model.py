@@ -17,6 +17,16 @@ from tierstore_engine.adapters import Adapter, adapted
 from tierstore_engine.attention.base import Attention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.delta import DeltaStates, GatedDelta
+from tierstore_engine.layer_weights import (
+    AttentionWeights,
+    DeltaWeights,
+    LatentWeights,
+    Mamba1Weights,
+    Mamba2Weights,
+    ModelWeights,
+    SharedBlockWeights,
+    ShortConvWeights,
+)
 from tierstore_engine.mamba1 import CpuMamba1States, Mamba1
 from tierstore_engine.mamba2 import Mamba2, Mamba2States
 from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention, SharedBlock
@@ -28,16 +38,6 @@ from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.short_conv import CpuShortConvStates, ShortConv
 from tierstore_engine.step import PartialStep, Step, StepInput
-from tierstore_engine.weights import (
-    AttentionWeights,
-    DeltaWeights,
-    LatentWeights,
-    Mamba1Weights,
-    Mamba2Weights,
-    ModelWeights,
-    SharedBlockWeights,
-    ShortConvWeights,
-)
 
 Memory: TypeAlias = Attention | DeltaStates | Mamba2States | CpuMamba1States | CpuShortConvStates
 """The memory of a layer group: attention over its pages, or the states in them."""

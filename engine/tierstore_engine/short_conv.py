@@ -11,9 +11,9 @@ import torch
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.layer_weights import ShortConvWeights
 from tierstore_engine.quantised import linear
 from tierstore_engine.states import StatePages
-from tierstore_engine.weights import ShortConvWeights
 
 
 class CpuShortConvStates:

@@ -22,7 +22,8 @@ from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError, UnknownModelError
 from tierstore_engine.presets import preset
 from tierstore_engine.server import run as server
-from tierstore_engine.weights import random_weights, slots, weights_bytes
+from tierstore_engine.weight_slots import slots
+from tierstore_engine.weights import random_weights, weights_bytes
 
 WEIGHTS = "model.safetensors"
 

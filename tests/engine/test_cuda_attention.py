@@ -41,7 +41,7 @@ from tierstore_engine.presets import preset
 from tierstore_engine.rope import Rope, rotate
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.weights import slots
+from tierstore_engine.weight_slots import slots
 
 from .conftest import Oracle
 from .test_drafting import Echo

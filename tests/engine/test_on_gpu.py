@@ -24,7 +24,7 @@ from tierstore_engine.gather import KernelGather
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.weights import slots
+from tierstore_engine.weight_slots import slots
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),

@@ -21,7 +21,7 @@ from tierstore_engine.model import Model
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import Draw, SamplingParams, sample
 from tierstore_engine.step import Step
-from tierstore_engine.weights import _allocate
+from tierstore_engine.weight_memory import allocate
 
 from .test_cuda_attention import memory_kind
 from .test_graphs import GROUPED
@@ -50,7 +50,7 @@ def run(spans: tuple[Span, ...], library: LibraryRanges = NOWHERE) -> tuple[torc
     pool = torch.empty((16, spec.page_bytes), dtype=torch.uint8, device="meta")
     attention = CudaAttention(pool, spec, tiny, launcher)
     attention.library_at = library
-    model = Model(tiny, _allocate(tiny, "meta"), [attention], device="meta")
+    model = Model(tiny, allocate(tiny, "meta"), [attention], device="meta")
     counts = [span.tokens for span in spans]
     rows = [sum(counts[: place + 1]) - 1 for place in range(len(spans))]
     logits = model.compute(Step(spans, [0] * sum(counts), rows, COMPLETED, CHUNK))
@@ -97,7 +97,7 @@ def test_nor_does_one_over_other_layer_groups(kind: str) -> None:
         Span(tuple(span.tables[0] for _ in memories), span.start, span.stop)
         for span in (DECODING, CHUNK_OF_PREFILL, ANOTHER)
     )
-    model = Model(config, _allocate(config, "meta"), memories, device="meta")
+    model = Model(config, allocate(config, "meta"), memories, device="meta")
     tokens = sum(span.tokens for span in spans)
     logits = model.compute(Step(spans, [0] * tokens, [0, 34, 35], COMPLETED, CHUNK))
     assert logits.shape == (3, config.vocab_size)

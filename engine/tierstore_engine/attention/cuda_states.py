@@ -15,9 +15,9 @@ from tierstore_engine.delta import DeltaStates
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import Sequences, Slots
 from tierstore_engine.kernels.states import DeltaKernels, LayerStates, Mamba2Kernels, StateSpans
+from tierstore_engine.layer_weights import Mamba2Terms
 from tierstore_engine.mamba2 import Mamba2States
 from tierstore_engine.moving import to_device
-from tierstore_engine.weights import Mamba2Terms
 
 
 class CudaStates:

@@ -17,7 +17,7 @@ from tierstore_engine.kernels.catalog import (
     mamba2_set,
 )
 from tierstore_engine.kernels.launcher import Argument, Launcher
-from tierstore_engine.weights import Mamba2Terms
+from tierstore_engine.layer_weights import Mamba2Terms
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from tierstore_engine.delta import CpuDeltaStates
 from tierstore_engine.kernels.catalog import StateSet, delta_set, mamba2_set
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.states import DeltaKernels, LayerStates, Mamba2Kernels, StateSpans
+from tierstore_engine.layer_weights import Mamba2Terms
 from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.presets import preset
 from tierstore_engine.states import StatePages
-from tierstore_engine.weights import Mamba2Terms
 
 LAYER = 1  # of those with states
 ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2}

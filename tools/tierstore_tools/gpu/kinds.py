@@ -13,7 +13,7 @@ from tierstore_engine.kernels.latents import Entries, LatentKernels
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences, Sight
 from tierstore_engine.kernels.states import DeltaKernels, LayerStates, Mamba2Kernels, StateSpans
-from tierstore_engine.weights import Mamba2Terms
+from tierstore_engine.layer_weights import Mamba2Terms
 from tierstore_tools.gpu.arithmetic import Heads, pages_for
 from tierstore_tools.gpu.decode import COPY_BYTES, PAGE_TOKENS, Timer, copy_rate
 

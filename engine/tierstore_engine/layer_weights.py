@@ -1,0 +1,214 @@
+"""The tensors of a model, layer by layer.
+
+Q, K and V are one matrix here, and so are the gate and up projections, and those of all experts: one large
+product costs less than several small ones. Matrices are ``[out, in]``; None if the architecture has no such
+tensor. :mod:`tierstore_engine.weights` loads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from tierstore_engine.pointwise import each
+from tierstore_engine.quantised import LowRank, Matrix
+from tierstore_engine.weights_on_disk import WeightStream
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """The weights of a layer with keys and values. With gated attention a head's rows of Q are followed by
+    those of its gate."""
+
+    qkv: Matrix
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Matrix
+    o_bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of a layer with latents. ``q`` takes the output of ``q_down``, if that exists. ``kv_up``
+    has all heads' keys (without RoPE) and values, ``[heads, nope_dim + value_dim, rank]``."""
+
+    q_down: Matrix | None
+    q_norm: torch.Tensor | None
+    q: Matrix
+    kv_down: Matrix
+    kv_norm: torch.Tensor
+    kv_up: torch.Tensor
+    o: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The weights of a gated delta rule layer."""
+
+    qkvz: Matrix
+    ba: Matrix
+    conv: torch.Tensor
+    dt_bias: torch.Tensor
+    a_log: torch.Tensor
+    norm: torch.Tensor
+    o: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """The weights of a Mamba-2 layer. The projection yields gates, the convolution's channels, and steps."""
+
+    projection: Matrix
+    projection_bias: torch.Tensor | None
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    dt_bias: torch.Tensor
+    a_log: torch.Tensor
+    skip: torch.Tensor
+    norm: torch.Tensor | None
+    o: Matrix
+    o_bias: torch.Tensor | None
+
+    def terms(self) -> Mamba2Terms:
+        return Mamba2Terms(
+            self.conv,
+            self.conv_bias,
+            self.dt_bias.float(),
+            -each(torch.exp, self.a_log.float()),
+            self.skip.float(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Terms:
+    """The terms of a Mamba-2 layer's rule: the convolution ``[channels, 1, width]`` and its bias, and for
+    each head the bias of steps, the decay (below 0) and the skip, float32."""
+
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    step_bias: torch.Tensor
+    decay: torch.Tensor
+    skip: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """The weights of a layer with a short convolution."""
+
+    projection: Matrix
+    projection_bias: torch.Tensor | None
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    o: Matrix
+    o_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Weights:
+    """The weights of a Mamba-1 layer. The projection yields the channels and their gates, the selection the
+    inputs of ``steps``, the keys and the queries. The norms are None if they have no weights."""
+
+    projection: Matrix
+    projection_bias: torch.Tensor | None
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    selection: Matrix
+    steps: Matrix
+    step_bias: torch.Tensor
+    a_log: torch.Tensor
+    skip: torch.Tensor
+    step_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    o: Matrix
+    o_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class MLPWeights:
+    """The weights of an MLP: the rows of the gate, if it has one, then the rows that it multiplies. ``xielu``
+    has the four numbers of that activation: two trained ones, beta and epsilon."""
+
+    gate_up: Matrix
+    gate_up_bias: torch.Tensor | None
+    down: Matrix
+    down_bias: torch.Tensor | None
+    xielu: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """The weights of a transformer block that layers share. The input of its attention and ``norm`` are
+    ``2 × hidden_size`` wide."""
+
+    norm: torch.Tensor
+    attention: AttentionWeights
+    mlp_norm: torch.Tensor
+    mlp: MLPWeights
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlockWeights:
+    """One use of a shared block: the block, and what only this use has. ``use`` counts the uses of all blocks
+    before it. ``qkv_changes`` are those of Q, K and V, empty in a model without them. ``out`` takes the
+    block's output."""
+
+    use: int
+    block: BlockWeights
+    qkv_changes: tuple[LowRank, ...]
+    gate_up_change: LowRank
+    out: Matrix
+
+
+MixerWeights: TypeAlias = (
+    AttentionWeights
+    | LatentWeights
+    | DeltaWeights
+    | Mamba1Weights
+    | Mamba2Weights
+    | ShortConvWeights
+    | SharedBlockWeights
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """The weights of a mixture of experts: like those of an MLP, with the expert as first dimension."""
+
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    correction: torch.Tensor | None
+    gate_up: Matrix
+    gate_up_bias: torch.Tensor | None
+    down: Matrix
+    down_bias: torch.Tensor | None
+    shared: MLPWeights | None
+    shared_gate: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. The last two norms apply to the outputs of the mixer and the MLP. A norm with a bias
+    is ``[2, hidden_size]``."""
+
+    mixer_norm: torch.Tensor | None
+    mixer: MixerWeights
+    mlp_norm: torch.Tensor | None
+    mlp: MLPWeights | ExpertsWeights | None
+    mixer_post_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All tensors. ``head`` is ``embed`` itself if the embeddings are tied."""
+
+    embed: Matrix
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: Matrix
+    stream: WeightStream | None = None  # of weights that stay on disk
