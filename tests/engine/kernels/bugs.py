@@ -68,8 +68,8 @@ PREFILL = [
     Bug(
         "rows that saw nothing",
         "prefill.cu",
-        "most == NEGATIVE_INFINITY ? 0.f : most * scale_log2",
-        "most * scale_log2",
+        "most == NEGATIVE_INFINITY ? 0.f : most,",
+        "most,",
     ),
     Bug(
         "page of the first tile for all", "prefill.cu", "pages.page_of(token)", "pages.page_of(visible_begin)"

@@ -27,6 +27,7 @@ from tests.engine.kernels.test_packed import check_numbers, check_product, guard
 from tests.engine.kernels.test_pointwise import EPSILON, check
 from tests.engine.kernels.test_quantise_write import check_bytes
 from tests.engine.test_packed import FORMATS, finite, random_matrix
+from tests.portions import chosen
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance, kernel_set, latent_set, packed_set, pointwise_set
 from tierstore_engine.kernels.operations import EVERYTHING, PointwiseKernels, Sight
@@ -75,13 +76,13 @@ def builds(
     """The kernels of all bugs that are going to be tested, being built on all cores while the first are
     tested: one g++ at a time is most of what these tests take. They are kept by content, so the tests find
     them."""
-    chosen = [
+    found = [
         item.callspec.params["bug"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module and "bug" in item.fixturenames
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {bug: pool.submit(build_planted, bug, tmp_path_factory.mktemp("bug")) for bug in chosen}
+        yield {bug: pool.submit(build_planted, bug, tmp_path_factory.mktemp("bug")) for bug in found}
         pool.shutdown(cancel_futures=True)
 
 
@@ -235,7 +236,19 @@ def assert_packed_caught(kernels: Path) -> None:
 
 
 def named(found: list[Bug]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("bug", found, ids=lambda bug: f"{bug.file}: {bug.name}")
+    """Return the parameters: a quarter of the bugs, and the others for the soak. Each needs its own compiled
+    kernels."""
+    return pytest.mark.parametrize(
+        "bug", chosen(found, *found[::4]), ids=lambda bug: f"{bug.file}: {bug.name}"
+    )
+
+
+def test_every_bug_can_be_planted() -> None:
+    every = [bug for group in vars(bugs).values() if isinstance(group, list) for bug in group]
+    assert len(every) > 150
+    texts = {bug.file: (KERNEL_DIR / bug.file).read_text() for bug in every}
+    for bug in every:
+        assert texts[bug.file].count(bug.old) == bug.times, bug.name
 
 
 @named(bugs.PREFILL + bugs.CHUNKED + bugs.TILES + bugs.PAGES)
