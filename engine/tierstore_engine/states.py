@@ -125,7 +125,7 @@ class _Passages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _StateBatch:
     """A batch's sequences. ``pages`` have their states, and ``new`` are the pages of sequences that begin.
     ``certain`` has the spans without drafted tokens, numbered by their pages. ``drafted`` has the pages with
     the states before drafts. ``drafts`` has the drafted tokens, numbered by their place in ``drafted``.
@@ -154,7 +154,7 @@ class StatePages:
         self._kept_inputs = shape.conv_width - 1
         self._inputs: dict[int, torch.Tensor] = {}
         self._matrices: dict[int, torch.Tensor] = {}
-        self._batches: Prepared[_Batch] = Prepared()
+        self._batches: Prepared[_StateBatch] = Prepared()
         [group] = pool.spec.groups
         for layer in group.layers:
             inputs = pool.spec.layer(layer).start
@@ -199,7 +199,7 @@ class StatePages:
             _advance(matrices[batch.drafted], tokens, batch.drafts, rule, out)
         return out
 
-    def _batch(self, layout: BatchLayout) -> _Batch:
+    def _batch(self, layout: BatchLayout) -> _StateBatch:
         return self._batches.of(layout, lambda: _batch_of(layout, self._kept_inputs))
 
 
@@ -239,7 +239,7 @@ def _advance(
     )
 
 
-def _batch_of(layout: BatchLayout, kept_inputs: int) -> _Batch:
+def _batch_of(layout: BatchLayout, kept_inputs: int) -> _StateBatch:
     """Return the sequences of a batch before a convolution that keeps ``kept_inputs`` inputs of each."""
     found = list(sequences(layout))
     first = len(found) * kept_inputs  # the input of the batch's first token
@@ -254,7 +254,7 @@ def _batch_of(layout: BatchLayout, kept_inputs: int) -> _Batch:
         series = np.concatenate((earlier, np.arange(first + rows.start, first + rows.stop)))
         sources.append(np.lib.stride_tricks.sliding_window_view(series, kept_inputs + 1))
         kept.append(series[cut - span.start :][:kept_inputs])
-    return _Batch(
+    return _StateBatch(
         _Passages.of(certain),
         _Passages.of((span, at, rows) for at, (span, _, rows) in enumerate(drafted)),
         torch.tensor([page for _, page, _ in drafted], dtype=torch.int64),

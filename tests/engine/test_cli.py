@@ -129,9 +129,9 @@ def test_pages_of_another_size_are_other_pages(run: Run, tmp_path: Path, chunk: 
         (("--model", "tiny", "--prompt", "x", "--kv-dtype", "int3"), 2, "unknown KV dtype 'int3'"),
         (("--model", "tiny", "--prompt", "x", "--draft", "huge"), 2, "neither a folder nor a preset"),
         (
-            ("--model", "tiny", "--prompt", "x", "--deterministic", "--kv-dtype", "int4"),
+            ("--model", "tiny", "--prompt", "x", "--deterministic", "--dtype", "float16"),
             2,
-            "takes KV in the model's dtype or as int8",
+            "computes in float32 or bfloat16, not float16",
         ),
         (
             ("--model", "tiny", "--prompt", "x", "--hbm-bytes", "99TiB"),

@@ -107,7 +107,7 @@ def test_logits_have_the_same_bits_in_all_steps(
         torch.set_num_threads(threads)
     plain = Sequences(load_model(str(checkpoints(name)), device="cpu", dtype=dtype))
     [logits] = plain.compute([(0, TOKENS)])
-    exact = 1e-3 if name == "zamba2" else 1e-4  # rounding grows from block to block: these have no residuals
+    exact = 1e-3 if name == "zamba2" else 2e-4  # rounding grows from block to block: these have no residuals
     assert (logits - right[0]).abs().max() <= (exact if dtype == "float32" else 0.25)
 
 

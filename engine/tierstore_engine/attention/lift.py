@@ -62,7 +62,7 @@ class LiftedSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _LiftedBatch:
     """Pages of a span, and the layout of its queries over these pages in a buffer."""
 
     pages: Numbers
@@ -70,7 +70,7 @@ class _Batch:
     in_file: bool
 
 
-class _Buffer:
+class _StagingBuffer:
     """Memory on the device for one layer of some pages, and attention over it."""
 
     def __init__(self, device: KernelAttention, memory: torch.Tensor, computed: Event) -> None:
@@ -93,7 +93,7 @@ class Lift:
         self._staged = pool.below.staged_pages
         shape = self._staged, pool.below.file.stride
         self._buffers = [
-            _Buffer(
+            _StagingBuffer(
                 device,
                 torch.empty(shape, dtype=torch.uint8, device=tensors),
                 self._runtime.record(self._compute),
@@ -106,7 +106,7 @@ class Lift:
         self._copied: Event | None = None  # after the last copy
         self._reading = ExitStack()
         self._file: PageStream | None = None
-        self._batches: list[list[_Batch]] = []  # a list for each span
+        self._batches: list[list[_LiftedBatch]] = []  # a list for each span
 
     def prepare(self, spans: Sequence[LiftedSpan]) -> None:
         """Start to read the spans' pages that are in the file, after :meth:`close`. Raises the errors of
@@ -118,7 +118,7 @@ class Lift:
             away = below.is_beyond(span.pages)
             self._batches.append(
                 [
-                    _Batch(pages, self._layout(len(pages), span.tokens), in_file)
+                    _LiftedBatch(pages, self._layout(len(pages), span.tokens), in_file)
                     for in_file in (False, True)
                     for pages in batches(span.pages[away == in_file], self._staged)
                 ]
@@ -176,7 +176,7 @@ class Lift:
         """Return the offsets of pages in a staging buffer, the same on the host and on the device."""
         return np.arange(count) * self._pool.below.file.stride
 
-    def _copy_up(self, sources: Numbers, buffer: _Buffer) -> Event:
+    def _copy_up(self, sources: Numbers, buffer: _StagingBuffer) -> Event:
         """Queue a copy of one layer of pages from host addresses to ``buffer``. Return the event after it."""
         to = (buffer.address + self._in_a_row(len(sources))).astype(np.uint64)
         nbytes = self._pool.below.file.slice_bytes

@@ -188,8 +188,10 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         // A row of a windowed layer may have seen no key yet: -inf - -inf would be NaN.
         const float seen = most == NEGATIVE_INFINITY ? 0.f : most, base = seen * scale_log2;
-        // Exactly 1 if the maximum stays. The difference of two products is not 0 if one of them is fused with it.
-        const float rescale = ptx::exp2_approx((maximum[strip][half] - seen) * scale_log2);
+        // In parts it is exactly 1 if the maximum stays: the difference of two products is not 0 if one of them is
+        // fused with it. Without parts a row's bits need not be the same in every step, and this takes a register less.
+        const float shrink = SPLIT ? (maximum[strip][half] - seen) * scale_log2 : maximum[strip][half] * scale_log2 - base;
+        const float rescale = ptx::exp2_approx(shrink);
         maximum[strip][half] = most;
         denominator[strip][half] *= rescale;
 #pragma unroll
