@@ -204,6 +204,14 @@ def test_a_draft_model_of_another_family(
         assert engine.stats().drafted_tokens > 40
 
 
+def test_a_draft_for_which_the_draft_model_has_no_positions(loaded: Callable[..., LoadedModel]) -> None:
+    """Without a refusal, it would never draft."""
+    tiny = loaded("tiny")
+    most = tiny.config.max_positions - 1
+    with pytest.raises(UsageError, match=f"at most {most} tokens, got {most + 1}: draft fewer"):
+        build_draft_model(tiny, tiny, pool_pages=8, tokens=most + 1)
+
+
 def test_the_room_of_a_draft_model() -> None:
     """For as many tokens as the model has room for; a model that has only states has room for any number."""
     settings = EngineSettings(max_sequences=8)
