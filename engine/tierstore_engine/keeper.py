@@ -368,6 +368,8 @@ class PageKeeper:
                 self._park(table.save(point))
         for table in sequence.tables:
             submitted = table.saved(submitted)  # tokens from which no hit can begin are not to be waited for
+        if submitted > sequence.prompt_tokens:  # within the prompt, a hit of all groups ends at its save point
+            submitted = (sequence.prompt_tokens - 1) // self.chunk_tokens * self.chunk_tokens
         sequence.submitted_tokens = submitted if self.connector.shared else 0
         self._drop(sequence)
         sequence.arriving = False
