@@ -59,6 +59,9 @@ class DraftModel(Drafter):
     ) -> None:
         if tokens < 1:
             raise UsageError(f"a draft needs at least one token, got {tokens}")
+        most = model.config.max_positions - 1
+        if tokens > most:
+            raise UsageError(f"this draft model drafts at most {most} tokens, got {tokens}: draft fewer")
         settings = settings or EngineSettings()
         self.connector = connector
         self._model = model

@@ -131,7 +131,7 @@ class PageKeeper:
         counts, steps = [0] * len(self._empty), [0] * len(self._empty)
         for sequence in admitted:
             tokens, coming = len(sequence.tokens), sequence.coming
-            prefill = sequence.remaining > 1 or sequence.state is not SequenceState.RUNNING
+            prefill = sequence.prefills or sequence.state is not SequenceState.RUNNING
             for number, table in enumerate(sequence.tables or self._empty):
                 counts[number] += table.lacking(tokens, coming)
                 if prefill:
@@ -368,6 +368,8 @@ class PageKeeper:
                 self._park(table.save(point))
         for table in sequence.tables:
             submitted = table.saved(submitted)  # tokens from which no hit can begin are not to be waited for
+        if submitted > sequence.prompt_tokens:  # then a hit ends at the prompt's save point
+            submitted = (sequence.prompt_tokens - 1) // self.chunk_tokens * self.chunk_tokens
         sequence.submitted_tokens = submitted if self.connector.shared else 0
         self._drop(sequence)
         sequence.arriving = False

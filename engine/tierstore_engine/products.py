@@ -110,7 +110,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 def _by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if _AVX2 and _ONEDNN is not None and x.dtype is torch.float32 and x.device.type == "cpu" and x.dim() == 2:
-        product: torch.Tensor = _ONEDNN(x, weight, bias, "none", [], "")
+        whole = None if bias is None else bias.contiguous()  # oneDNN ignores a bias's stride
+        product: torch.Tensor = _ONEDNN(x, weight, whole, "none", [], "")
         return product
     return functional.linear(x, weight, bias)
 

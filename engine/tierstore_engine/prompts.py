@@ -230,7 +230,7 @@ class PendingPrompts:
         if step is None:
             return
         for sequence in admitted:
-            if sequence.remaining <= 1:
+            if not sequence.prefills:
                 self.forget(sequence)
         took_s = self._clock() - step.at
         if step.busy:

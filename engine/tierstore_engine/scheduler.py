@@ -415,7 +415,7 @@ class Scheduler:
         if not self._keeper.keeps:
             return None
         for other in self.admitted:
-            if not other.no_save and other.remaining > 1:
+            if not other.no_save and other.prefills:
                 common = self._prompts.common(sequence, other)
                 if other.computed < common:
                     self._keeper.add_save_point(other, common, parts=True)
@@ -554,7 +554,7 @@ class Scheduler:
             last = len(self._turns)
             sequences = sorted(sequences, key=lambda s: self._turns.get(s.request_id, last))
         for sequence in sequences:
-            if sequence.state is not SequenceState.RUNNING or sequence.remaining <= 1 or sequence.decodes:
+            if sequence.state is not SequenceState.RUNNING or not sequence.prefills:
                 continue
             item = self._next(sequence)
             if not self._keeper.may_compute(sequence, item.stop):

@@ -150,7 +150,7 @@ class Sequence:
         self.session: str | None = None  # the conversation, if known
         self.hint: Hint | None = None  # what the caller knows of its pages' future
         self.promise: Promise | None = None  # of another engine; None once it was waited for
-        self.submitted_tokens = 0  # tokens, in whole chunks, that were given to the store when it left
+        self.submitted_tokens = 0  # whole chunks of the prompt that the store got when it left
         self.no_save = False  # whether its pages are kept out of the store
         self.counted = False  # whether its lookup is in the store's statistics
         self.no_load = False  # whether it is computed from its beginning without lookup
@@ -202,6 +202,11 @@ class Sequence:
         """Return how many tokens' KV must still be computed; 1 while decoding, or a few more after a draft if
         the model has recurrent states."""
         return len(self.tokens) - self.computed
+
+    @property
+    def prefills(self) -> bool:
+        """Return whether KV of more tokens must still be computed than a step computes while decoding."""
+        return self.remaining > 1 + self.repeated
 
     @property
     def decodes(self) -> bool:
@@ -338,7 +343,7 @@ class Sequence:
             metrics=self._metrics(),
             logprobs=tuple(self._logprobs),
             logits=torch.stack(self._logits).numpy() if self._logits else None,
-            submitted_tokens=min(self.submitted_tokens, self.prompt_tokens),
+            submitted_tokens=self.submitted_tokens,
             error=self.error,
         )
 

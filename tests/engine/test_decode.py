@@ -175,6 +175,13 @@ def test_a_part_of_a_matrix_with_gaps_between_its_rows() -> None:
     torch.testing.assert_close(multiply(x, weight[:, :30]), x @ weight[:, :30].T)
 
 
+@pytest.mark.parametrize("rows", [1, 200])
+def test_a_bias_with_gaps_between_its_numbers(library: str, rows: int) -> None:
+    """200 rows are a product that is left to torch or oneDNN."""
+    x, weight, bias = torch.randn(rows, 32), torch.randn(16, 32), torch.randn(32)[::2]
+    torch.testing.assert_close(multiply(x, weight, bias), x @ weight.T + bias, atol=1e-4, rtol=1e-4)
+
+
 # -- attention -------------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,23 @@ def test_parked_and_forked_behind_an_accepted_draft(
     assert_same(done[parked], oracle)
 
 
+@pytest.mark.parametrize("name", ["qwen3-next"])
+def test_repeated_tokens_are_no_prompt(oracle: Oracle, model: LoadedModel, engine_of: EngineOf) -> None:
+    """A request whose prompt was found whole drafts in its first step. It is not ordered as a prompt then."""
+    drafter = echo(oracle, wrong=0.0)
+    engine = engine_of(model, drafter=drafter)
+    engine.generate([oracle.prompt], GREEDY)
+    known = [*oracle.prompt, *oracle.tokens]
+    ended = (len(known) - 6) // CHUNK * CHUNK
+    prompt, answer = known[: ended + 1], tuple(known[ended + 1 :])
+    drafter._answers[tuple(prompt)] = answer
+    request = engine.add(prompt, replace(GREEDY, max_new_tokens=len(answer)))
+    sequence = lagging(engine, request)
+    assert sequence.computed == len(prompt)
+    assert sequence not in engine._scheduler._prompts
+    assert finish(engine)[request].tokens == answer
+
+
 @pytest.mark.parametrize("name", STATEFUL)
 def test_sampled_side_by_side(model: LoadedModel, engine_of: EngineOf) -> None:
     """Several continuations of each prompt, with too little room for all. The drafts are those of the first
@@ -202,6 +219,14 @@ def test_a_draft_model_of_another_family(
         engine = engine_of(model, drafter=draft_of(loaded(draft), model))
         assert [each.tokens for each in engine.generate(asked, SAMPLED)] == [each.tokens for each in plain]
         assert engine.stats().drafted_tokens > 40
+
+
+def test_a_draft_for_which_the_draft_model_has_no_positions(loaded: Callable[..., LoadedModel]) -> None:
+    """Without a refusal, it would never draft."""
+    tiny = loaded("tiny")
+    most = tiny.config.max_positions - 1
+    with pytest.raises(UsageError, match=f"at most {most} tokens, got {most + 1}: draft fewer"):
+        build_draft_model(tiny, tiny, pool_pages=8, tokens=most + 1)
 
 
 def test_the_room_of_a_draft_model() -> None:

@@ -132,6 +132,25 @@ def test_several_continuations_and_streams(
     assert prefill.stats().generated_tokens == fields.get("best_of", len(choices))
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-next"])
+@pytest.mark.parametrize("tokens", [5, 304])
+def test_after_a_longer_answer_only_what_is_held_is_promised(
+    name: str,
+    tokens: int,
+    loaded: Callable[..., LoadedModel],
+    daemon: ServeProcess,
+    serve: Callable[..., Live],
+) -> None:
+    """A state is kept at the prompt's save point and at the answer's end, not where the prompt ends."""
+    prefill, decode = (serve(engine_over(loaded(name), daemon.url)) for _ in range(2))
+    prompt = a_prompt(tokens, tokens)
+    params = ask(prefill, prompt, max_tokens=40, kv_transfer_params=ASKS)["kv_transfer_params"]
+    held = (tokens - 1) // CHUNK * CHUNK
+    assert params["tierstore"]["tokens"] == held
+    assert cached(ask(decode, prompt, kv_transfer_params=params)) >= held
+    assert daemon.stats().service.broken_promises == 0
+
+
 def test_promised_pages_are_waited_for_and_others_go_on(
     pair: tuple[Live, Live], alone: Live, daemon: ServeProcess
 ) -> None:
