@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json as json_format
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -82,6 +83,7 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
+            start_new_session=True,
         )
 
     def measure(self, batch: int) -> tuple[float, float]:
@@ -97,7 +99,7 @@ class EngineProcess:
         raise SystemExit("an engine has ended: its error is above")
 
     def close(self) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # vLLM's workers, too
         self._process.wait()
 
 
