@@ -229,7 +229,7 @@ def test_too_many_tokens(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -
     live = serve(engine_of(tiny), max_queued_tokens=100)
     with live.client.completions.create(**_client(LONG), stream=True) as stream:
         next(iter(stream))
-        with pytest.raises(openai.RateLimitError, match="more than 100"):
+        with pytest.raises(openai.RateLimitError, match="the limit is 100 together"):
             live.client.completions.create(model="tiny", prompt="x" * 97)
         live.client.completions.create(model="tiny", prompt="x" * 90, max_tokens=1)
     live.wait_until_idle()
