@@ -16,9 +16,9 @@ import typer
 
 from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
-from tierstore.tiers.hbm import COMPLETED, PagePool
+from tierstore.tiers.hbm import COMPLETED
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model, pages_for_tokens
+from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model, pools_of_one_sequence
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
 from tierstore_tools import machine, report
@@ -64,12 +64,7 @@ def main(
 
 def measured(model: LoadedModel, tokens: int, steps: int) -> tuple[float, float]:
     """Return the seconds of a prompt and of a decode step after it."""
-    spec = model.kv_spec()
-    pages = pages_for_tokens(spec, tokens + steps)
-    pools = [
-        PagePool(part, 1 if group in model.config.states else pages)
-        for group, part in enumerate(spec.split())
-    ]
+    pools = pools_of_one_sequence(model, tokens + steps)
     runner = make_runner(model, pools, EngineSettings())
     tables = tuple(range(pool.num_pages) for pool in pools)
 
@@ -77,7 +72,7 @@ def measured(model: LoadedModel, tokens: int, steps: int) -> tuple[float, float]
         span = Span(tables, start, stop)
         ids = [token % 200 for token in range(start, stop)]
         begun = time.perf_counter()
-        runner.compute(Step((span,), ids, [stop - start - 1], COMPLETED, spec.chunk_tokens))
+        runner.compute(Step((span,), ids, [stop - start - 1], COMPLETED, pools[0].spec.chunk_tokens))
         return time.perf_counter() - begun
 
     prompt = sum(compute(start, min(start + _CHUNK, tokens)) for start in range(0, tokens, _CHUNK))

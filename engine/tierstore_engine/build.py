@@ -459,6 +459,14 @@ def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
     return -(-tokens // spec.chunk_tokens)
 
 
+def pools_of_one_sequence(model: LoadedModel, tokens: int) -> list[PagePool]:
+    """Return a pool for each layer group of a model on the CPU, with the pages of one sequence of ``tokens``
+    tokens. A window keeps all of its pages, too; a recurrent state has one."""
+    spec, states = model.kv_spec(), model.config.states
+    pages = pages_for_tokens(spec, tokens)
+    return [PagePool(part, 1 if group in states else pages) for group, part in enumerate(spec.split())]
+
+
 def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None = None) -> None:
     """Raise :class:`UsageError` for a pool without a page, or larger than this machine's memory. A GPU's
     memory is checked when the pool is made."""

@@ -9,11 +9,10 @@ import msgspec
 import torch
 
 from tierstore.errors import UsageError
-from tierstore.spec import KVSpec, LayerKind
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
 from tierstore_engine.attention.pages import kv_pages
-from tierstore_engine.build import LoadedModel, OpenModel, make_runner, pages_for_tokens
+from tierstore_engine.build import LoadedModel, OpenModel, make_runner, pools_of_one_sequence
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import Ranges
@@ -44,19 +43,18 @@ def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
 
     Raises :class:`ModelError` for numbers that are not finite.
     """
-    config, spec = model.config, model.kv_spec()
-    pages = pages_for_tokens(spec, len(tokens))
-    # A window's table has a page for each chunk, too: the ranges are of all tokens.
-    pools = [PagePool(part, 1 if _is_state(part) else pages) for part in spec.split()]
+    config, pools = model.config, pools_of_one_sequence(model, len(tokens))
     runner = make_runner(model, pools, EngineSettings())
     tables = tuple(range(pool.num_pages) for pool in pools)
     for start in range(0, len(tokens), _STEP_TOKENS):
         stop = min(start + _STEP_TOKENS, len(tokens))
         span = Span(tables, start, stop)
-        runner.compute(Step((span,), tokens[start:stop], [stop - start - 1], COMPLETED, spec.chunk_tokens))
+        runner.compute(
+            Step((span,), tokens[start:stop], [stop - start - 1], COMPLETED, pools[0].spec.chunk_tokens)
+        )
     found: dict[int, tuple[tuple[float, ...], ...]] = {}
-    for pool in pools:
-        if not _is_state(pool.spec):
+    for group, pool in enumerate(pools):
+        if group not in config.states:
             found.update(_largest(pool, config))
     return tuple(found.get(layer, ()) for layer in range(config.layers))
 
@@ -74,11 +72,6 @@ def _largest(pool: PagePool, config: ModelConfig) -> dict[int, tuple[tuple[float
             raise ModelError("the model's keys or values are not finite, so there is no scale for them")
         found[layer] = tuple(map(tuple, largest.where(largest > 0, 1.0).tolist()))
     return found
-
-
-def _is_state(part: KVSpec) -> bool:
-    """Return whether a layer group's pages are recurrent states."""
-    return part.groups[0].kind is LayerKind.RECURRENT_STATE
 
 
 def write_ranges(config: ModelConfig, ranges: Ranges, out: Path) -> None:
