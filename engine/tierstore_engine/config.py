@@ -455,9 +455,12 @@ class ModelConfig:
 
     @cached_property
     def joined(self) -> frozenset[int]:
-        """Return the layers that are computed in one go with the layer before. Both have one number in a
-        checkpoint."""
+        """Return the layers that are computed in one go with the layer before."""
         return self.fed.union(self.beside)
+
+    def stored_number(self, layer: int) -> int:
+        """Return a layer's number in a checkpoint, where joined layers have one number together."""
+        return layer - sum(each <= layer for each in self.joined)
 
     def mixer_scale(self, layer: int) -> float:
         return self.mixer_scales[layer] if self.mixer_scales else 1.0

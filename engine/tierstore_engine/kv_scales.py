@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 
 from tierstore.errors import UsageError
-from tierstore.spec import LayerKind
 from tierstore_engine.checkpoint import Checkpoint
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
@@ -59,9 +58,9 @@ def _planes_of(config: ModelConfig) -> list[tuple[int, int]]:
     """Return the number of planes with scales and of their heads, for each layer: ``(2, kv_heads)`` for keys
     and values, ``(1, 1)`` for a latent, ``(0, 0)`` for a recurrent state."""
     found = {}
-    for group in config.groups:
-        scaled = group.kind is not LayerKind.RECURRENT_STATE
-        found.update(dict.fromkeys(group.layers, (group.planes, group.kv_heads) if scaled else (0, 0)))
+    for number, group in enumerate(config.groups):
+        shape = (0, 0) if number in config.states else (group.planes, group.kv_heads)
+        found.update(dict.fromkeys(group.layers, shape))
     return [found[layer] for layer in range(config.layers)]
 
 
@@ -71,8 +70,9 @@ def _of_checkpoint(config: ModelConfig, folder: Path | None) -> Ranges:
     with Checkpoint(folder) as checkpoint:
 
         def read(layer: int, plane: str, heads: int) -> tuple[float, ...]:
-            number = layer - sum(each <= layer for each in config.beside)  # its number in the checkpoint
-            names = [f"model.layers.{number}.{name.format(plane=plane)}" for name in _NAMES]
+            names = [
+                f"model.layers.{config.stored_number(layer)}.{name.format(plane=plane)}" for name in _NAMES
+            ]
             for name in filter(checkpoint.__contains__, names):
                 scale = checkpoint.read(name)
                 if scale.numel() == 1:

@@ -115,9 +115,9 @@ def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
 
 
 def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
-    number, uses = -1, list[int]()  # the numbers of the layers that use shared blocks
+    uses: list[int] = []  # the numbers of the layers that use shared blocks
     for index, layer in enumerate(layers):
-        number += index not in config.joined
+        number = config.stored_number(index)
         if isinstance(layer.mixer, SharedBlockWeights):
             uses.append(number)
             yield from _use_slots(config, layer.mixer, uses)
