@@ -152,19 +152,17 @@ class StatePages:
         shape, dtype = config.recurrent, getattr(torch, config.dtype)
         memory = torch.from_numpy(pool.array)
         self._kept_inputs = shape.conv_width - 1
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._matrices: dict[int, torch.Tensor] = {}
+        self.inputs: dict[int, torch.Tensor] = {}
+        """Views of all pages for each layer, ``[pages, channels, conv_width - 1]``, the newest last."""
+        self.matrices: dict[int, torch.Tensor] = {}
+        """The same in float32, ``[pages, heads, key_dim, value_dim]``."""
         self._batches: Prepared[_StateBatch] = Prepared()
         [group] = pool.spec.groups
         for layer in group.layers:
             inputs = pool.spec.layer(layer).start
             matrices = inputs + shape.inputs_bytes(config.dtype)
-            self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, self._kept_inputs))
-            self._matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
-
-    def state(self, layer: int, page: int) -> LayerState:
-        """Return the state in a page."""
-        return LayerState(self._inputs[layer][page], self._matrices[layer][page])
+            self.inputs[layer] = _view(memory, dtype, inputs, (shape.channels, self._kept_inputs))
+            self.matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
 
     def convolve(
         self,
@@ -178,7 +176,7 @@ class StatePages:
         same shape. Sums are float32. Afterwards the pages have the inputs for the tokens after the
         spans. Pages of sequences that begin have matrices of zeros. Call this before :meth:`advance`."""
         batch = self._batch(layout)
-        kept, matrices = self._inputs[layer], self._matrices[layer]
+        kept, matrices = self.inputs[layer], self.matrices[layer]
         if len(batch.new):
             kept[batch.new], matrices[batch.new] = 0.0, 0.0
         inputs = torch.cat((kept[batch.pages].mT.flatten(0, 1), channels))
@@ -192,7 +190,7 @@ class StatePages:
         float32 ``[tokens, heads, value_dim]``. ``rule`` computes it without the compiled part.
 
         Drafted tokens change a copy of the matrices: the page keeps the matrices before the draft."""
-        batch, matrices = self._batch(layout), self._matrices[layer]
+        batch, matrices = self._batch(layout), self.matrices[layer]
         out = torch.empty(tokens.added.shape)
         _advance(matrices, tokens, batch.certain, rule, out)
         if len(batch.drafted):
@@ -201,16 +199,6 @@ class StatePages:
 
     def _batch(self, layout: BatchLayout) -> _StateBatch:
         return self._batches.of(layout, lambda: _batch_of(layout, self._kept_inputs))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """One layer's state of a sequence, as views of its page."""
-
-    inputs: torch.Tensor
-    """``[channels, conv_width - 1]``, the newest last."""
-    matrices: torch.Tensor
-    """float32 ``[heads, key_dim, value_dim]``."""
 
 
 def _advance(

@@ -111,8 +111,7 @@ class StateProblem(ABC):
         self._pages = torch.randperm(len(spans) + 1, generator=random).tolist()[: len(spans)]
         for (past, _), page in zip(self.spans, self._pages, strict=True):
             if past:
-                state = self._theirs.state(LAYER, page)
-                for tensor in (state.inputs, state.matrices):
+                for tensor in self._state(page):
                     tensor.copy_(torch.randn(tensor.shape, generator=random))
         self.pool = guarded_tensor(torch.from_numpy(pool.array.copy()))
         self.layer = LayerStates(self.pool, pool.spec.layer(LAYER).start)
@@ -141,6 +140,10 @@ class StateProblem(ABC):
             drafts=int32([*self.drafted, 0]) if any(self.drafted) else None,
         )
 
+    def _state(self, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and matrices in a page of the CPU's."""
+        return self._theirs.inputs[LAYER][page], self._theirs.matrices[LAYER][page]
+
     def untouched(self, number: int) -> bool:
         """Whether the state of a span is the one before it."""
         page = self._pages[number]
@@ -157,13 +160,13 @@ class StateProblem(ABC):
             right = self._on_cpu(rows, BatchLayout.of_states([span], device="cpu", group=0))
             self._assert_close(self.out[rows].float(), right.float())
             # The same page of ours, through the same views.
-            state = self._theirs.state(LAYER, page)
+            inputs, matrices = self._state(page)
             held = self._memory[page].clone()
             self._memory[page] = self.pool[page]
-            ours = state.inputs.clone(), state.matrices.clone()
+            ours = inputs.clone(), matrices.clone()
             self._memory[page] = held
-            assert torch.equal(ours[0], state.inputs)
-            self._assert_close(ours[1], state.matrices)
+            assert torch.equal(ours[0], inputs)
+            self._assert_close(ours[1], matrices)
         assert self.out[theirs].isnan().all(), "rows that are nobody's were written"
         unused = sorted({*range(len(self.pool))} - {*self._pages})
         assert torch.equal(self.pool[unused], self._before[unused]), "a page that is nobody's was written"
