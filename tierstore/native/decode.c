@@ -709,8 +709,8 @@ INLINE void unpack_row(const struct unpacking *of, size_t number) {
 
 /* ---- attention over one block of tokens ------------------------------------------------------------------------------- */
 
-/* scores[g][t] = q[g] · k[t], for `count` reordered queries and `tokens` keys; further scores up to a multiple of LANES are of no use.
- * Four queries and two keys at a time: eight sums that do not wait for one another, and each number is read for several of
+/* scores[g][t] = q[g] · k[t], for `count` reordered queries and `tokens` keys; further scores up to a multiple of LANES are
+ * of no use. Four queries and two keys at a time: eight sums that do not wait for one another, and each number is read for several of
  * them. The values of these tokens are fetched meanwhile, two rows at a time: they are read by columns, which the processor
  * does not foresee. */
 INLINE void multiply(const float *queries, size_t count, size_t width, const char *keys, const char *values,
@@ -766,8 +766,8 @@ INLINE void multiply(const float *queries, size_t count, size_t width, const cha
     }
 }
 
-/* sums[g] += Σ shares[g][t] v[t], for `vectors` (1 or 2) vectors from number `w` on, reordered. The same columns of `ahead` are fetched
- * meanwhile. */
+/* sums[g] += Σ shares[g][t] v[t], for `vectors` (1 or 2) vectors from number `w` on, reordered. The same columns of
+ * `ahead` are fetched meanwhile. */
 INLINE void add_some(float *const to[4], const float *const share[4], size_t w, size_t vectors, const char *values,
                      const char *ahead, size_t tokens, size_t row, int format) {
     const size_t next = w + (vectors - 1) * LANES;
@@ -977,7 +977,8 @@ INLINE void attend(const struct work *work, size_t task, int format) {
         const char *page = layer->pages + table[at / chunk] * layer->page_bytes;
         tokens = chunk - from < BLOCK ? chunk - from : BLOCK;
         tokens = left < tokens ? left : tokens;
-        const char *keys = vectors_of(layer, 0, table, head, at, format), *values = vectors_of(layer, 1, table, head, at, format);
+        const char *keys = vectors_of(layer, 0, table, head, at, format);
+        const char *values = vectors_of(layer, 1, table, head, at, format);
         const char *ahead = vectors_of(layer, 0, table, head, tokens < left ? at + tokens : at, format);
         scales_of(key_scales, layer, 0, page, head, from, tokens, layer->scale, format);
         scales_of(value_scales, layer, 1, page, head, from, tokens, 1.0f, format);

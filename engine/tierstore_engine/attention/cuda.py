@@ -217,6 +217,12 @@ class CudaAttention(KernelAttention):
         self._kernels.rope_write(self._layers[layer], queries, keys, values, cosines, sines, slots, rotated)
         return rotated
 
+    def over_layers(self, memory: torch.Tensor) -> KernelAttention:
+        other = super().over_layers(memory)
+        assert isinstance(other, CudaAttention)
+        other._sights = {layer: replace(sight, causal=False) for layer, sight in self._sights.items()}
+        return other
+
     def _attend(
         self,
         layer: int,
@@ -227,7 +233,7 @@ class CudaAttention(KernelAttention):
         wide: bool = False,
     ) -> torch.Tensor:
         step = self._prepared(batch, with_lse=lse is not None, wide=wide)
-        sight = replace(self._sights[layer], causal=self._causal)
+        sight = self._sights[layer]
         queries = queries.contiguous()
         out = torch.empty_like(queries, dtype=torch.float32 if wide else queries.dtype)
         for sequences in step.prefilling:

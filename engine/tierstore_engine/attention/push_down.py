@@ -56,6 +56,11 @@ class _Split:
     runs: tuple[tuple[int, int], ...] = ()
     lifted: tuple[LiftedSpan, ...] = ()
 
+    @property
+    def whole(self) -> bool:
+        """Whether all pages are on the device."""
+        return not self.runs and not self.lifted
+
 
 class PushDownAttention(Attention):
     """Attention over the pages of ``pool``: ``device`` over those in its slots, the CPU over the others. Not
@@ -103,7 +108,7 @@ class PushDownAttention(Attention):
 
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         parts = self._parts(batch)
-        if not parts.runs and not parts.lifted:
+        if parts.whole:
             return self.device.attend(layer, queries, parts.here)
         return self._attend(layer, queries, parts)[0]
 
@@ -111,7 +116,7 @@ class PushDownAttention(Attention):
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self._parts(batch)
-        if not parts.runs and not parts.lifted:
+        if parts.whole:
             return self.device.attend_with_lse(layer, queries, parts.here)
         return self._attend(layer, queries, parts)
 
