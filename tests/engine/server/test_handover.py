@@ -38,7 +38,7 @@ def daemon(tmp_path: Path) -> Iterator[ServeProcess]:
 @pytest.fixture
 def pair(tiny: LoadedModel, daemon: ServeProcess, serve: Callable[..., Live]) -> tuple[Live, Live]:
     """An engine that is to compute prompts, and one that is to go on with them."""
-    return serve(engine_over(tiny, daemon.url)), serve(engine_over(tiny, daemon.url))
+    return serve(engine_over(tiny, daemon.url), owned=True), serve(engine_over(tiny, daemon.url), owned=True)
 
 
 def engine_over(model: LoadedModel, url: str, role: str = "kv_both") -> Engine:
@@ -111,8 +111,8 @@ def test_several_continuations_and_streams(
 ) -> None:
     """Each token is told once: those of the engine that goes on."""
     model = loaded(name)
-    prefill, decode = (serve(engine_over(model, shared_daemon.url)) for _ in range(2))
-    alone = serve(build_engine(model, pool_pages=128, chunk_tokens=CHUNK))
+    prefill, decode = (serve(engine_over(model, shared_daemon.url), owned=True) for _ in range(2))
+    alone = serve(build_engine(model, pool_pages=128, chunk_tokens=CHUNK), owned=True)
     prompt = a_prompt(sum(map(ord, f"{name}{fields}")))
     asked = {"prompt": prompt, "seed": 7, **fields}
     _, params = told(prefill, **asked, max_tokens=1, kv_transfer_params=ASKS)
@@ -142,7 +142,7 @@ def test_after_a_longer_answer_only_what_is_held_is_promised(
     serve: Callable[..., Live],
 ) -> None:
     """A state is kept at the prompt's save point and at the answer's end, not where the prompt ends."""
-    prefill, decode = (serve(engine_over(loaded(name), daemon.url)) for _ in range(2))
+    prefill, decode = (serve(engine_over(loaded(name), daemon.url), owned=True) for _ in range(2))
     prompt = a_prompt(tokens, tokens)
     params = ask(prefill, prompt, max_tokens=40, kv_transfer_params=ASKS)["kv_transfer_params"]
     held = (tokens - 1) // CHUNK * CHUNK
@@ -238,8 +238,8 @@ def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: Serv
 def test_a_save_only_and_a_load_only_engine(
     tiny: LoadedModel, daemon: ServeProcess, serve: Callable[..., Live], alone: Live
 ) -> None:
-    producer = serve(engine_over(tiny, daemon.url, "kv_producer"))
-    consumer = serve(engine_over(tiny, daemon.url, "kv_consumer"))
+    producer = serve(engine_over(tiny, daemon.url, "kv_producer"), owned=True)
+    consumer = serve(engine_over(tiny, daemon.url, "kv_consumer"), owned=True)
     prompt, own = a_prompt(80), a_prompt(81)
     first = ask(producer, prompt, max_tokens=1, kv_transfer_params=ASKS)
     assert first["kv_transfer_params"] == promise(until_s=1.0)
@@ -265,7 +265,9 @@ def test_the_engine_that_computes_is_killed_in_the_middle(
 ) -> None:
     """A process of its own, with a step for each page."""
     prompt = a_prompt(70)
-    decode = serve(build_engine(tiny, pool_pages=64, store=daemon.url, settings=EngineSettings(plan="load")))
+    decode = serve(
+        build_engine(tiny, pool_pages=64, store=daemon.url, settings=EngineSettings(plan="load")), owned=True
+    )
     prefill = Process("--store", daemon.url, "--prefill-chunk", "64", "--max-sequences", "1")
     body = {"model": "tiny", "max_tokens": 1, "kv_transfer_params": ASKS}
     with ThreadPoolExecutor() as pool:
