@@ -19,8 +19,8 @@ __all__ = ["chromium", "serve", "visit"]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Live]]:
-    """Starts a server over an engine, in which nothing may be left after the test. ``owned`` closes the engine
-    then too: otherwise a later test on the same daemon gets this test's mapping of the daemon's arena."""
+    """Starts a server over an engine, in which nothing may be left after the test. ``owned`` closes the
+    engine then too: otherwise a later test on the same daemon gets this test's mapping of the arena."""
     from tierstore_engine.server.chat import PLAIN, ChatTemplate
 
     from .live import Live
