@@ -12,11 +12,9 @@ hit always counts for all of them, and pages that were saved with any number of 
 Rank 0 alone computes what cannot be divided: layers with a recurrent state, blocks that layers share, and
 attention that norms all heads together.
 
-====================  ======================================================================================
-:mod:`~.share`        what each rank computes, and its part of the weights
-:mod:`~.collective`   sums over all ranks, and the logits at rank 0
-:mod:`~.worker`       the process of a rank other than 0
-:mod:`~.runner`       the runner of rank 0: it starts the others and sends steps
-:mod:`~.others`       the other processes as rank 0 sees them: it notices one that died or hangs
-====================  ======================================================================================
+- :mod:`~.share`: the part of each rank, and its weights
+- :mod:`~.collective`: sums over all ranks, and the logits at rank 0
+- :mod:`~.runner`: the runner of rank 0
+- :mod:`~.others`: the other processes as rank 0 sees them; it notices one that died or hangs
+- :mod:`~.worker`: the main program of the other processes
 """

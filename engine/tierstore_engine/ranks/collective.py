@@ -36,15 +36,15 @@ class Traffic:
 
 
 class Ranks(Protocol):
-    """What a model asks of the other ranks. All ranks call the methods in the same order, with tensors of the
-    same shapes."""
+    """The other ranks, as a model sees them. All ranks call the methods in the same order, with tensors of
+    the same shapes."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' ``x``, with the same bits in each. ``x`` may be overwritten."""
 
     def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        """Return ``total`` columns, of which each rank has its share in ``part``, at rank 0. Other ranks get
-        ``part`` back."""
+        """Return at rank 0 the ``part`` of all ranks side by side: ``total`` columns. Other ranks get ``part``
+        back."""
 
 
 class Collective:

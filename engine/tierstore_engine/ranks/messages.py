@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks tell each other, pickled, over a socket that only the two have."""
+"""Messages between rank 0 and another rank, pickled, over a socket that only the two have."""
 
 from __future__ import annotations
 

@@ -50,6 +50,10 @@ class RankedRunner:
         return cls(model.config, part, others, ranks)
 
     @property
+    def count(self) -> int:
+        return self._ranks.share.count
+
+    @property
     def traffic(self) -> Traffic:
         """The tensors that rank 0 handed to collectives."""
         return self._ranks.traffic

@@ -1,4 +1,4 @@
-"""What each rank computes of a model, and the part of the weights that it needs for that."""
+"""The share of a model that each rank computes, and its part of the weights."""
 
 from __future__ import annotations
 

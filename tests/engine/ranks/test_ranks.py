@@ -81,7 +81,7 @@ def finish(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", chosen(MODELS, "tiny-deepseek"))
 def test_pages_of_any_number_of_ranks_serve_any_other(name: str, engine_with: Callable[..., Engine]) -> None:
-    """Rank 0 saves pages with all heads, whoever computed them."""
+    """A saved page has all heads."""
     prompt = a_prompt(1)
     expected = answer(engine_with(1, name, store=None), prompt).tokens
     for number, ranks in enumerate([2, 1, 3]):
@@ -112,7 +112,7 @@ def test_a_lost_rank_ends_the_engine(fault: str, ranks: int, engine_with: Callab
     began = time.monotonic()
     with pytest.raises(RankLostError, match=sentence):
         finish(engine)
-    assert time.monotonic() - began < LONGEST_S + 10  # of a busy machine
+    assert time.monotonic() - began < LONGEST_S + 10  # the machine may be busy
     with pytest.raises(RankLostError, match=sentence):  # and so again
         answer(engine, prompt)
     engine.close()
@@ -142,6 +142,17 @@ def test_kills_at_any_time(engine_with: Callable[..., Engine]) -> None:
         engine = engine_with(1)
         assert [answer(engine, prompt).tokens for prompt in prompts] == expected
         engine.close()
+
+
+def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]) -> None:
+    """As docs/serving.md says."""
+    engine = engine_with(2, store=None)
+    completion = answer(engine, a_prompt(4))
+    runner, config = engine.model, engine.model.config
+    assert isinstance(runner, RankedRunner)
+    rows = completion.metrics.prompt_tokens + completion.metrics.generated_tokens - 1
+    assert runner.traffic.summed_bytes == rows * 2 * config.layers * config.hidden_size * 4
+    assert runner.traffic.sent_bytes(2) == runner.traffic.summed_bytes
 
 
 def test_an_error_at_rank_0_ends_all(engine_with: Callable[..., Engine]) -> None:

@@ -141,7 +141,7 @@ def test_ranks_compute_what_one_computes(
     try:
         opened = open_model(folder, device="cpu", kv_dtype=kv_dtype, tensor_parallel=count)
     except TierStoreError as error:
-        pytest.skip(str(error))  # too few heads for so many ranks, or no KV that could be quantised
+        pytest.skip(str(error))  # it has fewer heads than ranks, or no KV that could be quantised
     model = load_model(folder, device="cpu", kv_dtype=kv_dtype)
     pools = pools_of_one_sequence(model, PROMPT + LATER)
     found = together(opened, pools, model.digest)
