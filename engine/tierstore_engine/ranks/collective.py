@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import distributed
 
 from tierstore_engine.ranks.share import Share
 
+_distributed: Any = torch.distributed  # its types leave out process groups that are not the default one
 _MEETING_S = 60.0
 _LONGEST_S = 3600.0
 """How long gloo waits for a rank. A rank that does not answer is found much earlier, by its heartbeat."""
@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """Return the sum of all ranks' ``x``, with the same bits in each. ``x`` may be overwritten."""
 
     def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        """Return at rank 0 the ``part`` of all ranks side by side: ``total`` columns. Other ranks get ``part``
+        """Return at rank 0 the parts of all ranks side by side: ``total`` columns. Other ranks get ``part``
         back."""
 
 
@@ -54,11 +54,11 @@ class Collective:
         """``meeting`` is a file, at first missing, at which all ranks meet. Blocks until all have come."""
         self.share = share
         self.traffic = Traffic()
-        gloo = distributed.ProcessGroupGloo
+        gloo = _distributed.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=_LONGEST_S)
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        store = distributed.FileStore(meeting, share.count)
+        store = _distributed.FileStore(meeting, share.count)
         store.set_timeout(timedelta(seconds=_MEETING_S))
         self._group = gloo(store, share.rank, share.count, options)
         self._group.allreduce([torch.zeros(1)]).wait()  # after this no rank needs the file
@@ -87,7 +87,7 @@ class Collective:
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
 
 
-def _root() -> distributed.GatherOptions:
-    options = distributed.GatherOptions()
+def _root() -> Any:
+    options = _distributed.GatherOptions()
     options.rootRank = 0
     return options
