@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.server.processes import Process
@@ -28,6 +29,7 @@ from tierstore_engine.outputs import Completion
 from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Step
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 LONGEST_S = 10.0
@@ -155,12 +157,20 @@ def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]
     assert runner.traffic.sent_bytes(2) == runner.traffic.summed_bytes
 
 
-def test_an_error_at_rank_0_ends_all(engine_with: Callable[..., Engine]) -> None:
+def test_an_error_at_rank_0_ends_all(
+    engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_with(2)
     pids = others(engine)
     assert isinstance(engine.model, RankedRunner)
-    with pytest.raises(RankLostError, match=r"^rank 0 failed in a step: .*: restart the engine$"):
-        engine.model.compute(None)  # type: ignore[arg-type]
+
+    def fail(step: Step) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.model._model, "compute", fail)
+    sentence = "^rank 0 failed in a step: MemoryError: no room: restart the engine$"
+    with pytest.raises(RankLostError, match=sentence):
+        answer(engine, a_prompt(5))
     engine.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
