@@ -281,24 +281,27 @@ def _wait_for_daemon(url: str, stores: Sequence[Store], wait_s: float) -> None:
         raise
 
 
-def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:
+def open_pool(
+    spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None, shared: bool = False
+) -> PagePool:
     """Return a pool of ``num_pages`` pages on ``device``: ``cpu``, ``cuda`` or ``cuda:N``.
 
     ``most`` is the number of pages that the pool may be resized to (None: ``num_pages`` on a CPU; on a GPU
-    the pool cannot be resized). Raises :class:`UsageError` for a device that does not exist or has no room,
-    and :class:`~tierstore.tiers.device.DeviceError` if its driver fails."""
+    the pool cannot be resized). On a CPU, other processes can map the memory of a ``shared`` pool. Raises
+    :class:`UsageError` for a device that does not exist or has no room, and
+    :class:`~tierstore.tiers.device.DeviceError` if its driver fails."""
     from tierstore.tiers.hbm import PagePool
 
     runtime = _device(device)
     if runtime is None:
-        return PagePool(spec, num_pages, most=most)
+        return PagePool(spec, num_pages, most=most, shared=shared)
     from tierstore.tiers.device_pool import DevicePool
 
     return DevicePool(spec, num_pages, runtime, most=most)
 
 
 def open_pools(
-    spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None
+    spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None, shared: bool = False
 ) -> tuple[PagePool, ...]:
     """Return a pool for each layer group of ``spec``, all in one memory of ``nbytes`` bytes on ``device``.
 
@@ -307,8 +310,10 @@ def open_pools(
 
     if len(spec.groups) == 1:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
-        return (open_pool(spec, nbytes // spec.page_bytes, device=device, most=most),)
-    return group_pools.open_group_pools(spec.split(), nbytes, most_bytes=most_bytes, device=_device(device))
+        return (open_pool(spec, nbytes // spec.page_bytes, device=device, most=most, shared=shared),)
+    return group_pools.open_group_pools(
+        spec.split(), nbytes, most_bytes=most_bytes, device=_device(device), shared=shared
+    )
 
 
 def open_overflow_pools(

@@ -115,10 +115,11 @@ class Memory:
             _libc.madvise(self.address, self.nbytes, mmap.MADV_HUGEPAGE)
 
     def discard(self, start: int, stop: int) -> None:
-        """Return the memory of the bytes ``start … stop`` to the system, in whole system pages. (Not for
-        shared memory.) They are zeros when touched again. Raise :class:`OSError` if that fails."""
+        """Return the memory of the bytes ``start … stop`` to the system, in whole system pages; shared memory
+        for all processes. They are zeros when touched again. Raise :class:`OSError` if that fails."""
         stop = min(stop, self.nbytes)
-        if _libc.madvise(self.address + start, stop - start, mmap.MADV_DONTNEED):
+        advice = mmap.MADV_DONTNEED if self.fd is None else mmap.MADV_REMOVE
+        if _libc.madvise(self.address + start, stop - start, advice):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ from tierstore import (
     DEFAULT_HOST_BYTES,
     Store,
     open_overflow_pools,
-    open_pool,
     open_pools,
 )
 from tierstore import Hit as StoreHit
@@ -271,6 +270,7 @@ def open_connector(
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_codec: str = NONE,
     device: str = "cpu",
+    shared: bool = False,
     model_name: str = "",
     role: Role = BOTH,
 ) -> Connector:
@@ -280,7 +280,8 @@ def open_connector(
     the pools share one memory, which holds this many pages of each group at once. ``most_bytes`` is the
     largest size that the pool may be resized to (None: on a CPU its first size; a pool on another device is
     not resizable). With ``overflow``, the first group's pool has these pages in memory and further ones in
-    the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory.
+    the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory. On a CPU, other
+    processes can map the memory of ``shared`` pools.
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
     or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
@@ -306,7 +307,7 @@ def open_connector(
         raise UsageError(
             f"pool_pages needs one number for each of {len(parts)} layer groups, got {len(counts)}"
         )
-    pools = _open_pools(spec, counts, most_bytes, overflow, device)
+    pools = _open_pools(spec, counts, most_bytes, overflow, device, shared=shared)
     if not prefix_cache:
         return NoStore(pools, identity)
     if store is not None and "://" in store:
@@ -336,14 +337,18 @@ def open_connector(
 
 
 def _open_pools(
-    spec: KVSpec, counts: Sequence[int], most_bytes: int | None, overflow: Overflow | None, device: str
+    spec: KVSpec,
+    counts: Sequence[int],
+    most_bytes: int | None,
+    overflow: Overflow | None,
+    device: str,
+    *,
+    shared: bool,
 ) -> Sequence[PagePool]:
     parts = spec.split()
     if overflow is None:
-        if len(parts) > 1:
-            return open_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
-        most = None if most_bytes is None else most_bytes // spec.page_bytes
-        return [open_pool(spec, counts[0], device=device, most=most)]
+        nbytes = bytes_for(parts, counts)
+        return open_pools(spec, nbytes, device=device, most_bytes=most_bytes, shared=shared)
     if most_bytes is not None:
         raise UsageError("a pool with an overflow file cannot be resized: leave one of the two out")
     return open_overflow_pools(spec, counts, overflow, device=device)

@@ -41,7 +41,7 @@ from tierstore_engine.deterministic import with_same_bits
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
-from tierstore_engine.errors import UnknownModelError
+from tierstore_engine.errors import RankLostError, UnknownModelError
 from tierstore_engine.gguf_file import config_from_gguf
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
@@ -53,6 +53,7 @@ from tierstore_engine.model import Memory, Model
 from tierstore_engine.options import EngineOptions
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.quantised import MatrixKernels
+from tierstore_engine.ranks.share import Share, check_ranks, read_share
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.short_conv import CpuShortConvStates
 from tierstore_engine.step import Runner
@@ -75,7 +76,7 @@ _DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with eve
 class OpenModel:
     """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
     tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
-    ``on_disk``: weights stay in their files."""
+    ``on_disk``: weights stay in their files. ``ranks`` is the number of processes that compute it."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -85,6 +86,7 @@ class OpenModel:
     expand: bool = False
     on_disk: bool = False
     adapters: tuple[Adapter, ...] = ()
+    ranks: int = 1
 
     @property
     def gguf(self) -> Path | None:
@@ -94,7 +96,8 @@ class OpenModel:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights."""
+    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights. With
+    ``divided``, the weights are those of rank 0, and the other ranks read theirs of that model."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -102,6 +105,8 @@ class LoadedModel:
     digest: str
     device: str
     adapters: tuple[Adapter, ...] = ()
+    divided: OpenModel | None = None
+    seed: int = 0
 
     def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)
@@ -131,6 +136,7 @@ def open_model(
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
     deterministic: bool = False,
+    tensor_parallel: int = 1,
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
     ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of the tokenizer and of the
@@ -141,7 +147,8 @@ def open_model(
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
     ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
     ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
-    (:mod:`~tierstore_engine.deterministic`).
+    (:mod:`~tierstore_engine.deterministic`). ``tensor_parallel`` is the number of processes that compute the
+    model together (:mod:`~tierstore_engine.ranks`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -150,6 +157,10 @@ def open_model(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     check_device(device)
+    if tensor_parallel < 1:
+        raise UsageError(f"--tensor-parallel must be at least 1, got {tensor_parallel}")
+    if tensor_parallel > 1 and adapters:
+        raise UsageError("--tensor-parallel does not work with --adapter")
     if weights_on_disk and (model in PRESETS or expand_weights):
         why = "a preset has no file" if model in PRESETS else "--expand-weights makes others of them"
         raise UsageError(f"weights cannot stay on disk: {why}")
@@ -158,7 +169,8 @@ def open_model(
         where = resolve_device(device, config.dtype)
         if deterministic:
             config = with_same_bits(config, where)
-        return OpenModel(config, ByteTokenizer(), None, where, adapters=read_adapters(config, adapters))
+        bare = OpenModel(config, ByteTokenizer(), None, where, adapters=read_adapters(config, adapters))
+        return _divided(bare, tensor_parallel)
     source = Path(model)
     if not source.exists():
         raise UnknownModelError(
@@ -186,7 +198,29 @@ def open_model(
     )
     if opened.device != "cpu":
         _check_gpu(opened)
-    return opened
+    return _divided(opened, tensor_parallel)
+
+
+def _divided(opened: OpenModel, ranks: int) -> OpenModel:
+    """Return the model for this number of ranks. Raises :class:`UsageError` if it cannot be divided."""
+    if ranks == 1:
+        return opened
+    refused = {
+        "a GPU: give --device cpu": opened.device != "cpu",
+        "--deterministic": bool(opened.config.arithmetic),
+        "--weights-on-disk": opened.on_disk,
+    }
+    for what, given in refused.items():
+        if given:
+            raise UsageError(f"--tensor-parallel does not work with {what}")
+    if opened.source is not None and not opened.expand:
+        with open_weights(opened.source) as stored:
+            if stored.quantised is not None:
+                raise UsageError(
+                    f"--tensor-parallel does not divide weights in {stored.quantised}: add --expand-weights"
+                )
+    check_ranks(opened.config, ranks)
+    return replace(opened, ranks=ranks)
 
 
 def _check_gpu(opened: OpenModel) -> None:
@@ -212,6 +246,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         kv_scales=options.kv_scales,
         adapters=options.adapter or (),
         deterministic=options.deterministic,
+        tensor_parallel=options.tensor_parallel,
         **options.reading(),
     )
 
@@ -228,6 +263,7 @@ def load_model(
     tokenizer: str | None = None,
     adapters: Sequence[str] = (),
     deterministic: bool = False,
+    tensor_parallel: int = 1,
     seed: int = 0,
 ) -> LoadedModel:
     """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
@@ -244,10 +280,16 @@ def load_model(
             tokenizer=tokenizer,
             adapters=adapters,
             deterministic=deterministic,
+            tensor_parallel=tensor_parallel,
         )
     source = model
     if not source.on_disk:
         _check_memory(source)
+    if source.ranks > 1:
+        weights, digest = read_share(source.config, source.source, Share(0, source.ranks), seed=seed)
+        return LoadedModel(
+            source.config, source.tokenizer, weights, digest, source.device, divided=source, seed=seed
+        )
     if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
@@ -317,6 +359,8 @@ def build_engine(
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     if overflow is not None:
+        if model.divided is not None:
+            raise UsageError("--tensor-parallel does not work with --overflow")
         overflow.pages(spec.split()[0], pages)  # refuses models that it does not suit, at any size
         check_resident(spec, pages, settings)
     connector = open_connector(
@@ -331,10 +375,15 @@ def build_engine(
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
         device=model.device,
+        shared=model.divided is not None,
         model_name=model_name,
         role=role,
     )
-    runner = make_runner(model, connector.pools, settings)
+    try:
+        runner = make_runner(model, connector.pools, settings)
+    except RankLostError:
+        connector.close()
+        raise
     adapters = {each.name: each.digest for each in model.adapters}
     for adapter in adapters.values():
         connector.register(adapter)
@@ -398,7 +447,12 @@ def draft_pages(draft: ModelConfig, model: ModelConfig, pages: int, settings: En
 
 
 def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineSettings) -> Runner:
-    """Return the model over a pool for each of its layer groups, on their device."""
+    """Return the model over a pool for each of its layer groups, on their device. Raises
+    :class:`~tierstore_engine.errors.RankLostError` if another rank does not start."""
+    if model.divided is not None:
+        from tierstore_engine.ranks.runner import RankedRunner
+
+        return RankedRunner.start(model, pools)
     memories = [make_memory(pool, model.config) for pool in pools]
     runnable = Model(model.config, model.weights, memories, device=model.device, adapters=model.adapters)
     slots = [pool.hbm if isinstance(pool, DeviceOverflowPool) else pool for pool in pools]

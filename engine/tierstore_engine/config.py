@@ -412,6 +412,9 @@ class ModelConfig:
     """Factors of an MLP's gates before their activation, and of its output. Experts have none."""
     shared: SharedBlocksConfig | None = None
     """The blocks that attention belongs to, if layers share them."""
+    first_kv_head: int = 0
+    """The first KV head in pages that is computed here. ``heads`` and ``kv_heads`` are then those of one
+    rank, and the pages have those of all (:mod:`tierstore_engine.ranks`)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -111,6 +111,9 @@ class CudaRunner(Runner):
     def wait(self) -> None:
         self._stream.synchronize()
 
+    def close(self) -> None:
+        """Do nothing: there is only memory."""
+
 
 class CudaRecorder:
     """CUDA graphs. A step runs once before its capture, so that libraries are initialized. The capture uses

@@ -413,12 +413,13 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Cancel all requests, and close the connector."""
+        """Cancel all requests, end the runner, and close the connector."""
         if self._thread is not None:
             self._thread.close()
         self.cancel_all()
         if self._drafter is not None:
             self._drafter.close()
+        self.model.close()
         self.connector.close()
 
     # -- inside --------------------------------------------------------------------------------------

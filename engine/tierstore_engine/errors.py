@@ -18,6 +18,10 @@ class RequestError(UsageError):
     parameters."""
 
 
+class RankLostError(TierStoreError):
+    """A process that computes a part of the model died or hangs. The engine cannot continue."""
+
+
 class DeadlineError(TierStoreError):
     """A request whose first token would be late. ``retry_after_s`` is when the waiting requests are expected
     to be computed; None if the prompt alone takes too long."""

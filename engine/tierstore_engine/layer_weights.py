@@ -164,6 +164,11 @@ class SharedBlockWeights:
     out: Matrix
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another rank computes this mixer (:mod:`tierstore_engine.ranks`)."""
+
+
 MixerWeights: TypeAlias = (
     AttentionWeights
     | LatentWeights
@@ -172,12 +177,15 @@ MixerWeights: TypeAlias = (
     | Mamba2Weights
     | ShortConvWeights
     | SharedBlockWeights
+    | Elsewhere
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """The weights of a mixture of experts: like those of an MLP, with the expert as first dimension."""
+    """The weights of a mixture of experts: like those of an MLP, with the expert as first dimension. The
+    router has all experts. The other matrices have those from ``first`` on, and further ranks have the
+    rest."""
 
     router: torch.Tensor
     router_bias: torch.Tensor | None
@@ -188,6 +196,12 @@ class ExpertsWeights:
     down_bias: torch.Tensor | None
     shared: MLPWeights | None
     shared_gate: torch.Tensor | None
+    first: int = 0
+
+    @property
+    def held(self) -> range:
+        """Return the experts whose matrices are here."""
+        return range(self.first, self.first + self.down.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

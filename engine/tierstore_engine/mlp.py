@@ -78,13 +78,15 @@ class MLPs:
         entering = hidden[order // experts.chosen]
         if experts.scaled_input:
             entering = entering * scores
-        produced = torch.empty_like(entering)
+        held = weights.held
+        # Other ranks compute the experts that are not here.
+        produced = torch.empty_like(entering) if len(held) == experts.count else torch.zeros_like(entering)
         start = 0
         for expert, count in enumerate(counts):
-            if count:
+            if count and expert in held:
                 rows = slice(start, start + count)
-                produced[rows] = self._expert(entering[rows], weights, expert, experts)
-                start += count
+                produced[rows] = self._expert(entering[rows], weights, expert - held.start, experts)
+            start += count
         if not experts.scaled_input:
             produced = produced * scores
         by_token = torch.empty_like(produced)

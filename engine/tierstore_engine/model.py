@@ -20,6 +20,7 @@ from tierstore_engine.delta import DeltaStates, GatedDelta
 from tierstore_engine.layer_weights import (
     AttentionWeights,
     DeltaWeights,
+    Elsewhere,
     LatentWeights,
     Mamba1Weights,
     Mamba2Weights,
@@ -34,6 +35,7 @@ from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.products import same_bits
 from tierstore_engine.quantised import AdapterRows, embedded, linear
+from tierstore_engine.ranks.collective import Ranks
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.short_conv import CpuShortConvStates, ShortConv
@@ -57,8 +59,11 @@ class Model:
         *,
         device: str,
         adapters: Sequence[Adapter] = (),
+        ranks: Ranks | None = None,
     ) -> None:
+        """With ``ranks``, ``config`` and ``weights`` are those of one rank; all ranks compute each step."""
         self.config = config
+        self._ranks = ranks
         self.device = device
         self._adapter_rows = AdapterRows()
         self._weights = adapted(weights, adapters, self._adapter_rows, device)
@@ -70,9 +75,11 @@ class Model:
         ropes = {config.rope_of(layer) for layer in range(config.layers)}
         self._ropes = {rope: Rope(rope, head_dim, device=device) for rope in ropes if rope is not None}
 
-    def _mixer(self, layer: int, memories: Sequence[Memory]) -> Mixer:
+    def _mixer(self, layer: int, memories: Sequence[Memory]) -> Mixer | None:
         config, weights = self.config, self._weights.layers[layer].mixer
         memory = memories[config.group_of(layer)]
+        if isinstance(weights, Elsewhere):
+            return None
         if isinstance(memory, Mamba2States):
             assert isinstance(weights, Mamba2Weights)
             return Mamba2(layer, config, weights, memory)
@@ -104,6 +111,9 @@ class Model:
 
     def wait(self) -> None:
         """Do nothing: on the CPU everything is done when :meth:`compute` returns."""
+
+    def close(self) -> None:
+        """Do nothing: there is only memory."""
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -154,10 +164,10 @@ class Model:
                 given = pointwise.norm(given, layer.mixer_post_norm)
             if self.config.parallel and layer.mlp is not None:
                 own = normed if layer.mlp_norm is None else pointwise.norm(hidden, layer.mlp_norm)
-                given = given + self._mlps.compute(own, layer.mlp)
+                given = given + self._summed(self._mlps.compute(own, layer.mlp))
             elif layer.mlp is not None:
                 hidden, normed = _added(pointwise, hidden, self._scaled(given), layer.mlp_norm)
-                given = self._mlps.compute(normed, layer.mlp)
+                given = self._summed(self._mlps.compute(normed, layer.mlp))
                 if layer.mlp_post_norm is not None:
                     given = pointwise.norm(given, layer.mlp_post_norm)
             given = self._scaled(given)
@@ -171,6 +181,10 @@ class Model:
         if self._weights.stream is not None:
             self._weights.stream.begin(layer)
 
+    def _summed(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' parts of the output of a mixer or an MLP."""
+        return given if self._ranks is None else self._ranks.sum(given)
+
     def _scaled(self, given: torch.Tensor) -> torch.Tensor:
         scale = self.config.residual_scale
         return given if scale == 1.0 else given * scale
@@ -178,18 +192,23 @@ class Model:
     def _mixed(self, layer: int, hidden: torch.Tensor, step: StepInput, positions: Positions) -> torch.Tensor:
         mixer, layout = self._mixers[layer], step.layouts[self.config.group_of(layer)]
         scale = self.config.mixer_scale(layer)
-        if isinstance(mixer, GatedDelta | Mamba1 | Mamba2 | ShortConv):
+        if mixer is None:  # another rank computes it
+            given = torch.zeros_like(hidden)
+        elif isinstance(mixer, GatedDelta | Mamba1 | Mamba2 | ShortConv):
             given = mixer.compute(hidden, layout)
         elif isinstance(mixer, SharedBlock):
             given = mixer.compute(hidden, self._embedded(step), layout, positions)
         else:
             given = mixer.compute(hidden, layout, positions)
+        given = self._summed(given)
         return given if scale == 1.0 else given * scale
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
         self._begin(self.config.layers)
         last = self._pointwise.norm(hidden[step.logit_rows], self._weights.norm)
         logits = linear(last, self._weights.head).float()
+        if self._ranks is not None:
+            logits = self._ranks.columns(logits, self.config.vocab_size)
         if self.config.logit_divisor != 1.0:
             logits = logits / self.config.logit_divisor
         cap = self.config.logit_cap

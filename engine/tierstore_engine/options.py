@@ -129,6 +129,9 @@ class EngineOptions(ModelOptions):
             help="On a CPU: compute the same bits cold or warm, alone or with others (docs/serving.md)",
         ),
     ] = False
+    tensor_parallel: Annotated[
+        int, typer.Option(help="On CPUs: processes that compute the model together (docs/serving.md)")
+    ] = 1
     adapter: Annotated[
         list[str] | None,
         typer.Option(

@@ -119,3 +119,6 @@ class Runner(Protocol):
 
     def wait(self) -> None:
         """Wait until all computing is done."""
+
+    def close(self) -> None:
+        """End what the runner has started."""

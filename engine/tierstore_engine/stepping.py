@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tierstore.errors import TierStoreError
+from tierstore_engine.errors import RankLostError
 from tierstore_engine.outputs import EngineStats, RequestId, StepOutput
 
 
@@ -93,7 +94,9 @@ class EngineThread(Generic[E]):
     """Run ``engine`` until :meth:`close`. All methods may be called from any thread.
 
     An error in a step ends all requests, and is counted in ``errors``. Later requests may succeed, for
-    example after a device ran out of memory. ``failed`` is set if even ending them failed.
+    example after a device ran out of memory. ``failed`` is set if even ending them failed, or if the engine
+    cannot continue (:class:`~tierstore_engine.errors.RankLostError`). Then ``when_failed`` is called on the
+    thread, which ends.
 
     ``stats`` are the engine's statistics from before its current step, so that reading them waits for
     nothing. ``stepping_since`` is when that step began, by the monotonic clock; None between two steps.
@@ -102,6 +105,7 @@ class EngineThread(Generic[E]):
     def __init__(self, engine: E) -> None:
         self.errors = 0
         self.failed: Exception | None = None
+        self.when_failed: Callable[[], object] = lambda: None
         self.stats: EngineStats = engine.stats()
         self.stepping_since: float | None = None
         self._engine = engine
@@ -204,7 +208,10 @@ class EngineThread(Generic[E]):
                 self.errors += 1
                 _log.error("a step failed and its requests were ended", exc_info=error)
                 self._end_all(error)
-                self._recover()
+                if isinstance(error, RankLostError):
+                    self._fail(error)
+                else:
+                    self._recover()
         self._end_all(EngineClosedError("the engine was closed before this was done"))
 
     def _recover(self) -> None:
@@ -215,9 +222,13 @@ class EngineThread(Generic[E]):
                 self._engine.step()
         except Exception as error:  # noqa: BLE001  # kept, and reported to callers
             _log.error("the engine has failed and stops", exc_info=error)
-            self.failed = error
-            with self._changed:
-                self._closing = True
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failed = error
+        with self._changed:
+            self._closing = True
+        self.when_failed()
 
     def _end_all(self, error: Exception) -> None:
         self._deliver([(request_id, error) for request_id in list(self._jobs)])

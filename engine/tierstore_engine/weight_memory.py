@@ -43,7 +43,7 @@ def allocate(
             "weights of an architecture that mixes the rows of Q, K and V are rearranged when they are read: "
             "give --expand-weights if they are quantised, and leave out --weights-on-disk"
         )
-    make = _Maker(config, device, keep=keep, kernels=kernels)
+    make = Maker(config, device, keep=keep, kernels=kernels)
     embed = make.matrix(config.vocab_size, config.hidden_size)
     return ModelWeights(
         embed=embed,
@@ -53,11 +53,17 @@ def allocate(
     )
 
 
-class _Maker:
-    """Allocate the tensors of a model, without filling them."""
+class Maker:
+    """Allocate the tensors of a model, without filling them. ``keep`` and ``kernels`` are as for
+    :func:`allocate`."""
 
     def __init__(
-        self, config: ModelConfig, device: str, *, keep: bool, kernels: MatrixKernels | None
+        self,
+        config: ModelConfig,
+        device: str,
+        *,
+        keep: bool = False,
+        kernels: MatrixKernels | None = None,
     ) -> None:
         self._config = config
         self._device = device

@@ -19,6 +19,7 @@ from tierstore_engine.layer_weights import (
     AttentionWeights,
     BlockWeights,
     DeltaWeights,
+    Elsewhere,
     ExpertsWeights,
     LatentWeights,
     LayerWeights,
@@ -185,7 +186,7 @@ def _mixer_slots(config: ModelConfig, weights: MixerWeights) -> Iterator[Slot]:
         return _shared_slots(config, weights, whole=True)
     if isinstance(weights, Mamba1Weights):
         return _mamba1_slots(weights)
-    return _mamba2_slots(weights)
+    return iter(()) if isinstance(weights, Elsewhere) else _mamba2_slots(weights)
 
 
 def _feed_forward_slots(config: ModelConfig, weights: MLPWeights | ExpertsWeights) -> Iterator[Slot]:

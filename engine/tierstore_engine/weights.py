@@ -34,6 +34,22 @@ def open_weights(source: Path, *, mapped: bool = False) -> StoredWeights:
     return (GGUFWeights if source.is_file() else Checkpoint)(source, mapped=mapped)
 
 
+def fill(config: ModelConfig, weights: ModelWeights, source: Path | None, *, seed: int) -> Iterator[Slot]:
+    """Fill slot after slot of ``weights`` on the CPU from a checkpoint, or from ``seed`` without one, and
+    yield it. Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape."""
+    if source is None:
+        generator = torch.Generator("cpu")
+        for slot in slots(config, weights):
+            _seed(slot, config, generator, seed)
+            yield slot
+        return
+    with open_weights(source) as checkpoint:
+        stored = _stored_names(config, checkpoint)
+        for slot in slots(config, weights):
+            slot.fill(checkpoint, stored(slot.name))
+            yield slot
+
+
 def load_weights(
     config: ModelConfig,
     source: Path,
@@ -123,24 +139,37 @@ def random_weights(config: ModelConfig, *, seed: int, device: str) -> ModelWeigh
     weights = allocate(config, device)
     generator = torch.Generator(device)
     for slot in slots(config, weights):
-        generator.manual_seed(xxhash.xxh3_64_intdigest(slot.name.encode(), seed) >> 1)
-        _seed(slot, config, generator)
+        _seed(slot, config, generator, seed)
     return weights
 
 
 def digest_weights(config: ModelConfig, weights: ModelWeights) -> str:
-    """Return XXH3-128 over every tensor's name, shape, dtype and bytes, as hex. It is the same on any
-    device."""
-    digest = xxhash.xxh3_128()
+    """Return the :class:`WeightsDigest` of all tensors. It is the same on any device."""
+    digest = WeightsDigest()
     for slot in slots(config, weights):
-        digest.update(f"{slot.name}{list(slot.tensor.shape)}{slot.tensor.dtype}".encode())
-        for tensor in _bytes_of(slot.tensor, digest):
-            flat = tensor.reshape(-1).view(torch.uint8)
-            for start in range(0, flat.numel(), _DIGEST_STEP_BYTES):
-                digest.update(flat[start : start + _DIGEST_STEP_BYTES].cpu().numpy().data)
+        digest.add(slot)
         if weights.stream is not None:
             weights.stream.release()
     return digest.hexdigest()
+
+
+class WeightsDigest:
+    """XXH3-128 over every tensor's name, shape, dtype and bytes, in the order of
+    :func:`~tierstore_engine.weight_slots.slots`."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, slot: Slot) -> None:
+        """Add the next slot, which is filled."""
+        self._digest.update(f"{slot.name}{list(slot.tensor.shape)}{slot.tensor.dtype}".encode())
+        for tensor in _bytes_of(slot.tensor, self._digest):
+            flat = tensor.reshape(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), _DIGEST_STEP_BYTES):
+                self._digest.update(flat[start : start + _DIGEST_STEP_BYTES].cpu().numpy().data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
 
 
 def _bytes_of(matrix: Matrix, digest: xxhash.xxh3_128) -> Iterator[torch.Tensor]:
@@ -179,8 +208,9 @@ _STATE_DECAY = 0.02
 count."""
 
 
-def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator) -> None:
+def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator, seed: int) -> None:
     """Fill a slot so that the greedy continuation depends on the whole context, as in a trained model."""
+    generator.manual_seed(xxhash.xxh3_64_intdigest(slot.name.encode(), seed) >> 1)
     kind, tensor = ".".join(slot.name.split(".")[-2:]), slot.tensor
     assert isinstance(tensor, torch.Tensor)
     if kind.endswith("norm.weight"):

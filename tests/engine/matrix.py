@@ -43,6 +43,7 @@ AXES: Mapping[str, Sequence[str]] = {
     "handover": ("no", "yes"),
     "deterministic": ("no", "yes"),
     "plan": ("load", "both-ends"),
+    "ranks": ("1", "2"),
 }
 
 LABELS: Mapping[tuple[str, str], str] = {
@@ -73,6 +74,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("handover", "yes"): "hand-over",
     ("deterministic", "yes"): "`--deterministic`",
     ("plan", "both-ends"): "`--plan both-ends`",
+    ("ranks", "2"): "`--tensor-parallel`",
 }
 """The names of the values in the documents. The others are what an engine has without options."""
 
@@ -106,6 +108,16 @@ REFUSALS = (
         ("family", ("latents",)),
         ("kv", ("k8v4",)),
         "latents are keys and values at once: give --kv-dtype one format for both",
+    ),
+    Refusal(
+        ("family", ("states",)),
+        ("ranks", ("2",)),
+        "--tensor-parallel divides attention and MLPs: this model has only recurrent states",
+    ),
+    Refusal(
+        ("deterministic", ("yes",)),
+        ("ranks", ("2",)),
+        "--tensor-parallel does not work with --deterministic",
     ),
 )
 

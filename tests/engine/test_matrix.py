@@ -81,6 +81,7 @@ class Rig:
             no_prefix_cache=False,
             draft=DRAFTS.get(row["draft"], FAMILIES[row["family"]]),
             plan=row["plan"],
+            tensor_parallel=int(row["ranks"]),
         )
 
     def plain(self) -> ServeOptions:

@@ -94,22 +94,41 @@ def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> C
 class HostRegion:
     """Memory of this process for the pools of a model: ``present`` large pages of ``large_bytes`` bytes,
     which may grow to ``most``, in one mapping. If it is not ``touched``, a page takes memory when it is
-    written."""
+    written. Other processes can map ``shared`` memory (:meth:`attach`)."""
 
     device = "cpu"
 
     def __init__(
-        self, large_bytes: int, present: int, *, most: int | None = None, touched: bool = True
+        self,
+        large_bytes: int,
+        present: int,
+        *,
+        most: int | None = None,
+        touched: bool = True,
+        shared: bool = False,
     ) -> None:
         count = max(present, most or 0)
         reserve = count > present or not touched
-        self.memory = Memory(count * large_bytes, shared=False, reserve=reserve, huge_pages=touched)
+        memory = Memory(count * large_bytes, shared=shared, reserve=reserve, huge_pages=touched)
         if touched:
-            self.memory.populate(nbytes=present * large_bytes)
+            memory.populate(nbytes=present * large_bytes)
         else:
-            self.memory.allow_huge_pages(large_bytes)
-        self.address = self.memory.address
-        self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(self.memory))
+            memory.allow_huge_pages(large_bytes)
+        self._take(memory, large_bytes, present, count)
+
+    @classmethod
+    def attach(cls, fd: int, large_bytes: int, count: int) -> HostRegion:
+        """Map the shared memory of another process's region, which has ``count`` large pages at most. Takes
+        over ``fd``. Which pages are free is known to the other process only. Raise :class:`UsageError` if
+        the memory cannot be mapped."""
+        region = cls.__new__(cls)
+        region._take(Memory.attach(fd, count * large_bytes), large_bytes, count, count)
+        return region
+
+    def _take(self, memory: Memory, large_bytes: int, present: int, count: int) -> None:
+        self.memory = memory
+        self.address = memory.address
+        self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(memory))
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
         """Return the memory as uint8 ``[count, nbytes]``, with rows ``stride`` bytes apart."""
@@ -148,11 +167,13 @@ class PagePool:
     array: Any
     """A numpy array on a CPU. On other devices, an object that the device's libraries accept."""
 
-    def __init__(self, spec: KVSpec, num_pages: int, *, most: int | None = None) -> None:
+    def __init__(
+        self, spec: KVSpec, num_pages: int, *, most: int | None = None, shared: bool = False
+    ) -> None:
         """Open a pool of ``num_pages`` pages, which :meth:`resize` can grow to ``most`` (None:
-        ``num_pages``)."""
+        ``num_pages``). Other processes can map ``shared`` memory: see :meth:`HostRegion.attach`."""
         check_pages(spec, num_pages)
-        region = HostRegion(spec.page_bytes, num_pages, most=most)
+        region = HostRegion(spec.page_bytes, num_pages, most=most, shared=shared)
         self._place(spec, region, WholePages(region.large_pages))
 
     @classmethod
@@ -167,6 +188,7 @@ class PagePool:
         self.device = region.device
         self.books = books
         self.large_pages = region.large_pages
+        self.region = region
         self.num_pages = region.large_pages.count * books.per_large
         self.stride = region.large_pages.large_bytes // books.per_large
         self._start = region.address

@@ -29,7 +29,7 @@ from tierstore.tiers.overflow import OverflowPool
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.attention.beyond import BeyondMemory
 from tierstore_engine.attention.in_place import InPlace
-from tierstore_engine.attention.pages import kv_pages
+from tierstore_engine.attention.pages import heads_of, kv_pages
 from tierstore_engine.config import ModelConfig
 
 BLOCK_TOKENS = 8192
@@ -65,7 +65,8 @@ class CpuAttention(Attention):
         self._chunk = pool.spec.chunk_tokens
         self._block = max(BLOCK_TOKENS // self._chunk, 1) * self._chunk
         [group] = pool.spec.groups
-        self._heads, self._kv_heads, self._width = config.heads, group.kv_heads, group.head_dim
+        self._heads, self._kv_heads = config.heads, len(heads_of(group, config))
+        self._width = group.head_dim
         self._planes = group.planes
         self._scale = config.attention_scale
         self._cap = config.score_cap

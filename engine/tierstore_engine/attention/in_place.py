@@ -24,6 +24,7 @@ from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Prepared
 from tierstore_engine.attention.beyond import BeyondMemory, ChunkWindow
+from tierstore_engine.attention.pages import heads_of
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.products import threads_for
 
@@ -107,23 +108,25 @@ class InPlace:
         kinds = _kinds(config, self._group)
         alike = kinds[0] if kinds[0] == kinds[-1] else ""
         planes = (0, self._group.planes - 1)  # latents are both keys and values
+        heads = heads_of(self._group, config)
         made = _Layer(
             pages=pool.array.ctypes.data,
             page_bytes=pool.array.strides[0],
-            start=tuple(spec.tile(layer, plane, 0).start for plane in planes),
+            start=tuple(spec.tile(layer, plane, heads.start).start for plane in planes),
             format=native.DECODE_FORMATS.get(alike, native.CODED),
             codes=tuple(native.KV_CODES.get(kind, 0) for kind in (kinds[0], kinds[-1])),
             chunk=spec.chunk_tokens,
             heads=config.heads,
-            kv_heads=self._group.kv_heads,
+            kv_heads=len(heads),
             width=self._group.head_dim,
             scale=config.attention_scale,
             cap=config.score_cap or 0.0,
         )
         if config.kv.dynamic:
-            made.scales = tuple(spec.scales(layer, plane, 0).start for plane in planes)
+            made.scales = tuple(spec.scales(layer, plane, heads.start).start for plane in planes)
         elif config.kv.quantised:
-            fixed = [config.kv.static_scales(layer, plane).float().flatten().contiguous() for plane in planes]
+            static = (config.kv.static_scales(layer, plane)[heads.start : heads.stop] for plane in planes)
+            fixed = [each.float().flatten().contiguous() for each in static]
             self._fixed += fixed
             made.fixed = tuple(each.data_ptr() for each in fixed)
         return made

@@ -9,9 +9,16 @@ from collections.abc import Callable
 
 import torch
 
-from tierstore.spec import SCALE_BYTES, KVSpec
+from tierstore.spec import SCALE_BYTES, KVSpec, LayerGroup, LayerKind
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kv_format import quantise
+
+
+def heads_of(group: LayerGroup, config: ModelConfig) -> range:
+    """Return the KV heads of a page that are computed with ``config``: all, or those of one rank."""
+    if group.kind is LayerKind.MLA_LATENT:
+        return range(1)
+    return range(config.first_kv_head, config.first_kv_head + config.kv_heads)
 
 
 class KVPages(ABC):
@@ -61,11 +68,15 @@ class _FloatPages(KVPages):
         shape = (group.planes, group.kv_heads, chunk, group.head_dim)
         rows, stride = memory.view(dtype), math.prod(shape)
         starts = {layer: start_of(layer) // dtype.itemsize for layer in group.layers}
-        self._kv = {layer: rows[:, at : at + stride].view(len(rows), *shape) for layer, at in starts.items()}
+        heads = heads_of(group, config)
+        self._kv = {
+            layer: rows[:, at : at + stride].view(len(rows), *shape)[:, :, heads.start : heads.stop]
+            for layer, at in starts.items()
+        }
         self._buffer: torch.Tensor | None = None  # for reading pages that are not float32
         if dtype is not torch.float32:
             width = gathered * chunk
-            self._buffer = torch.empty((group.planes, group.kv_heads, width, group.head_dim), dtype=dtype)
+            self._buffer = torch.empty((group.planes, len(heads), width, group.head_dim), dtype=dtype)
 
     def put(
         self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
@@ -90,10 +101,10 @@ class _QuantisedPages(KVPages):
         self._spec = spec
         self._start_of = start_of
         [group] = spec.groups
-        self._heads = group.kv_heads
+        self._heads = heads = heads_of(group, config)
         self._memory = memory
         planes = itertools.product(group.layers if config.kv.ranges else (), range(group.planes))
-        self._static = {plane: config.kv.static_scales(*plane) for plane in planes}
+        self._static = {plane: config.kv.static_scales(*plane)[heads.start : heads.stop] for plane in planes}
 
     def put(
         self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
@@ -109,7 +120,7 @@ class _QuantisedPages(KVPages):
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         for plane, code in enumerate(self._format.codes[: len(out)]):
             held, static = self._codes(layer, plane), self._static.get((layer, plane))
-            for head in range(self._heads):  # one at a time: decoded data stays in the cache
+            for head in range(len(self._heads)):  # one at a time: decoded data stays in the cache
                 numbers = code.decode(held[:, head].index_select(0, pages))
                 if static is None:
                     scales = self._scales(layer, plane)[:, head].index_select(0, pages)
@@ -120,16 +131,17 @@ class _QuantisedPages(KVPages):
 
     def _codes(self, layer: int, plane: int) -> torch.Tensor:
         """Return the codes, uint8 ``[num_pages, kv_heads, chunk_tokens, bytes]``."""
-        first = self._spec.tile(layer, plane, 0)
+        first = self._spec.tile(layer, plane, self._heads.start)
         page, tile, chunk = self._memory.stride(0), first.nbytes, self._spec.chunk_tokens
-        shape = (len(self._memory), self._heads, chunk, tile // chunk)
+        shape = (len(self._memory), len(self._heads), chunk, tile // chunk)
         return self._memory.as_strided(shape, (page, tile, tile // chunk, 1), self._moved(layer, first.start))
 
     def _scales(self, layer: int, plane: int) -> torch.Tensor:
         """Return the scales, bfloat16 ``[num_pages, kv_heads, chunk_tokens]``."""
         memory, chunk = self._memory.view(torch.bfloat16), self._spec.chunk_tokens
-        start = self._moved(layer, self._spec.scales(layer, plane, 0).start) // SCALE_BYTES
-        shape = (len(memory), self._heads, chunk)
+        first = self._spec.scales(layer, plane, self._heads.start)
+        start = self._moved(layer, first.start) // SCALE_BYTES
+        shape = (len(memory), len(self._heads), chunk)
         return memory.as_strided(shape, (memory.stride(0), chunk, 1), start)
 
     def _moved(self, layer: int, start: int) -> int:

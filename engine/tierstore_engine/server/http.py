@@ -248,8 +248,10 @@ async def serve_app(
     announce: str,
     err: TextIO,
     descriptors: int = 1,
+    failed: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then wait for ``drain``; a second signal ends at once.
+    """Serve until SIGTERM or SIGINT, then wait for ``drain``; a second signal ends at once. End without
+    draining when ``failed`` is set.
 
     A line on ``err`` that begins with ``announce`` has the address. A request takes ``descriptors`` file
     descriptors, including its connection's.
@@ -281,8 +283,15 @@ async def serve_app(
         name = f"[{host}]" if ":" in host else host
         print(f"{announce} http://{name}:{port}/v1", file=err, flush=True)
 
-    announcing = asyncio.create_task(announce_address())
+    async def end_when_failed(failed: asyncio.Event) -> None:
+        await failed.wait()
+        http.should_exit = True
+
+    beside = [asyncio.create_task(announce_address())]
+    if failed is not None:
+        beside.append(asyncio.create_task(end_when_failed(failed)))
     try:
         await http.serve()
     finally:
-        announcing.cancel()
+        for each in beside:
+            each.cancel()

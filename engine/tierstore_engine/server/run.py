@@ -84,15 +84,20 @@ async def _serve(
     err: TextIO,
 ) -> None:
     server = ApiServer(engine, settings, template, defaults)
+    failed, loop = asyncio.Event(), asyncio.get_running_loop()
+    server.engine.when_failed = lambda: loop.call_soon_threadsafe(failed.set)
 
     async def drain() -> None:
         if not await server.drain():
             _log.warning("requests were cut off: drain_s (%g) was not enough", settings.drain_s)
 
     try:
-        await serve_app(server.app, listening, drain=drain, announce=f"{settings.model_name} at", err=err)
+        announce = f"{settings.model_name} at"
+        await serve_app(server.app, listening, drain=drain, announce=announce, err=err, failed=failed)
     finally:
         await asyncio.to_thread(server.close)
+    if server.engine.failed is not None:
+        raise server.engine.failed
 
 
 def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:

@@ -16,6 +16,7 @@ from tierstore.errors import UsageError
 from tierstore.units import MIB
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.engine import Engine
+from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_tools import corpus, limits
 from tierstore_tools.limits import MachineLimits
 from tierstore_tools.longctx.session import (
@@ -82,11 +83,13 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class LongContextResult:
-    """All results. ``save_overhead`` is (cold with a store − without) / without."""
+    """All results. ``save_overhead`` is (cold with a store − without) / without. ``sent_bytes_per_token`` is
+    what each rank sends for a token of the cold run, None with one rank."""
 
     limits: MachineLimits
     rows: tuple[LongContextRow, ...]
     save_overhead: float
+    sent_bytes_per_token: float | None
     sweep: tuple[SweepRow, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -94,6 +97,7 @@ class LongContextResult:
             "limits": self.limits.to_json(),
             "rows": [asdict(row) for row in self.rows],
             "save_overhead": self.save_overhead,
+            "sent_bytes_per_token": self.sent_bytes_per_token,
             "sweep": [asdict(row) for row in self.sweep],
         }
 
@@ -107,6 +111,7 @@ def run(settings: LongContext, phases: Phases) -> LongContextResult:
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
             kv_scales=settings.kv_scales,
+            tensor_parallel=settings.ranks,
         )
         prompt = corpus.long_prompt(
             model.tokenizer.encode, settings.tokens, text=settings.prompt_text, question=corpus.QUESTION
@@ -114,9 +119,10 @@ def run(settings: LongContext, phases: Phases) -> LongContextResult:
         sizes = _sizes(model, settings, settings.tokens)
     with phases.phase("this machine's limits", measurable=False):
         measured = limits.measure(settings.directory, nbytes=_measured_bytes(model, sizes, settings))
-    rows, overhead = _LongContextExperiment(settings, model, sizes, measured, phases).run(prompt)
+    experiment = _LongContextExperiment(settings, model, sizes, measured, phases)
+    rows, overhead = experiment.run(prompt)
     sweep = [_sweep_one(settings, model, tokens, phases) for tokens in settings.sweep]
-    return LongContextResult(measured, tuple(rows), overhead, tuple(sweep))
+    return LongContextResult(measured, tuple(rows), overhead, experiment.sent_bytes_per_token, tuple(sweep))
 
 
 def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
@@ -135,6 +141,12 @@ def _measured_bytes(model: LoadedModel, sizes: Sizes, settings: LongContext) -> 
     """Return how much is copied to measure the limits: as many bytes as the pages have, within bounds."""
     nbytes = sizes.pool_pages * model.kv_spec(chunk_tokens=settings.chunk_tokens).page_bytes
     return min(max(nbytes // MIB * MIB, _LEAST_MEASURED), _MOST_MEASURED)
+
+
+def _sent_bytes(engine: Engine) -> float | None:
+    """Return the bytes that a rank has sent; None for an engine with one rank."""
+    runner = engine.model
+    return runner.traffic.sent_bytes(runner.count) if isinstance(runner, RankedRunner) else None
 
 
 @contextmanager
@@ -167,7 +179,11 @@ class _LongContextExperiment:
             engine = self._open(str(directory))
             stack.callback(engine.close)
 
+            before = _sent_bytes(without)
             off, cold = self._cold(without, engine, prompt)
+            if before is not None:
+                tokens = len(prompt) + len(off.tokens) - 1
+                self.sent_bytes_per_token = ((_sent_bytes(without) or 0.0) - before) / tokens
             pages = page_digests(engine, prompt)
             rows = [
                 self._row("store_off", [off], cold, len(prompt)),
@@ -250,6 +266,7 @@ class _LongContextExperiment:
             list(prompt),
             settings.chunk_tokens,
             settings.prefill_chunk,
+            settings.ranks,
             sizes.pool_pages,
             sizes.host_bytes,
             sizes.disk_bytes,

@@ -17,8 +17,8 @@ TAIL_TOKENS = 1024
 
 @dataclass(frozen=True)
 class LongContext:
-    """The options. The store is made in ``directory``. ``prompt_text`` replaces the standard library as
-    text."""
+    """The options. The store is made in ``directory``. ``prompt_text`` replaces the standard library as text.
+    ``ranks`` is the number of processes that compute the model."""
 
     model: str
     tokens: int
@@ -27,6 +27,7 @@ class LongContext:
     dtype: str | None = None
     kv_dtype: str = "auto"
     kv_scales: str = "dynamic"
+    ranks: int = 1
     prompt_text: str | None = None
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     prefill_chunk: int = 2048

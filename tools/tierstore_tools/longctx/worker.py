@@ -38,6 +38,7 @@ class WorkerJob:
     prompt: list[int]
     chunk_tokens: int
     prefill_chunk: int
+    ranks: int
     pool_pages: int
     host_bytes: int
     disk_bytes: int
@@ -84,7 +85,12 @@ def main(job_file: str, result_file: str) -> None:
     job = msgspec.json.decode(Path(job_file).read_bytes(), type=WorkerJob)
     torch.set_num_threads(job.threads)
     model = load_model(
-        job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype, kv_scales=job.kv_scales
+        job.model,
+        device=job.device,
+        dtype=job.dtype,
+        kv_dtype=job.kv_dtype,
+        kv_scales=job.kv_scales,
+        tensor_parallel=job.ranks,
     )
     sizes = Sizes(job.pool_pages, job.host_bytes, job.disk_bytes)
     engine = open_engine(

@@ -1,0 +1,93 @@
+"""Sums over all ranks, and the parts of the logits brought to rank 0, by gloo on this host's loopback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from tierstore_engine.ranks.share import Share
+
+_distributed: Any = torch.distributed  # its types leave out process groups that are not the default one
+_MEETING_S = 60.0
+_LONGEST_S = 3600.0
+"""How long gloo waits for a rank. A rank that does not answer is found much earlier, by its heartbeat."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The tensors that this rank handed to collectives. ``summed_bytes`` are those of all sums."""
+
+    sums: int = 0
+    summed_bytes: int = 0
+    gathers: int = 0
+    gathered_bytes: int = 0
+
+    def sent_bytes(self, ranks: int) -> float:
+        """Return the bytes that this rank sends if sums go round in a ring: ``2 (n - 1) / n`` of each tensor
+        (Patarasuk and Yuan 2009). Rank 0 receives what is gathered, and the other ranks send it.
+
+        >>> Traffic(sums=1, summed_bytes=1000).sent_bytes(4)
+        1500.0
+        """
+        return self.summed_bytes * 2 * (ranks - 1) / ranks
+
+
+class Ranks(Protocol):
+    """The other ranks, as a model sees them. All ranks call the methods in the same order, with tensors of
+    the same shapes."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' ``x``, with the same bits in each. ``x`` may be overwritten."""
+
+    def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        """Return at rank 0 the parts of all ranks side by side: ``total`` columns. Other ranks get ``part``
+        back."""
+
+
+class Collective:
+    """:class:`Ranks` of one process, by gloo."""
+
+    def __init__(self, share: Share, meeting: str) -> None:
+        """``meeting`` is a file, at first missing, at which all ranks meet. Blocks until all have come."""
+        self.share = share
+        self.traffic = Traffic()
+        gloo = _distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=_LONGEST_S)
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        store = _distributed.FileStore(meeting, share.count)
+        store.set_timeout(timedelta(seconds=_MEETING_S))
+        self._group = gloo(store, share.rank, share.count, options)
+        self._group.allreduce([torch.zeros(1)]).wait()  # after this no rank needs the file
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        self.traffic.sums += 1
+        self.traffic.summed_bytes += x.nbytes
+        self._group.allreduce([x]).wait()
+        return x
+
+    def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        if not len(part):
+            return part.new_empty(0, total)
+        widths = [len(Share(rank, self.share.count).cut(total)) for rank in range(self.share.count)]
+        widest = max(widths)
+        mine = torch.zeros(len(part), widest, dtype=part.dtype)
+        mine[:, : part.shape[1]] = part
+        self.traffic.gathers += 1
+        self.traffic.gathered_bytes += mine.nbytes
+        if not self.share.first:
+            self._group.gather([], [mine], _root()).wait()
+            return part
+        parts = [torch.empty_like(mine) for _ in widths]
+        self._group.gather([parts], [mine], _root()).wait()
+        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
+
+
+def _root() -> Any:
+    options = _distributed.GatherOptions()
+    options.rootRank = 0
+    return options

@@ -1,0 +1,54 @@
+"""Messages between rank 0 and another rank, pickled, over a socket that only the two have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tierstore_engine.build import OpenModel
+from tierstore_engine.ranks.share import Share
+from tierstore_engine.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message. ``groups`` are the layouts of the layer groups' pages. ``fd`` is the descriptor of
+    the pools' memory, which the process inherits. It has ``large_pages`` large pages. ``digest`` is that of
+    the weights that rank 0 has."""
+
+    opened: OpenModel
+    share: Share
+    seed: int
+    digest: str
+    groups: tuple[str, ...]
+    fd: int
+    large_bytes: int
+    large_pages: int
+    meeting: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """A question whether the process is alive. It is answered also during a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to :class:`Ping`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The rank has its weights and waits for steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The rank ends, because of an error."""
+
+    why: str
+
+
+ToRank: TypeAlias = Setup | Step | Ping
+FromRank: TypeAlias = Pong | Ready | Failed

@@ -1,0 +1,184 @@
+"""The processes of the other ranks, as rank 0 sees them.
+
+A rank may die or hang while rank 0 waits for it in a sum. A thread pings all ranks. If one has ended or does
+not answer, the thread notes why and kills all of them. Then the sum ends with an error, and the step with
+:class:`~tierstore_engine.errors.RankLostError`. Pages of that step are never saved, because the engine saves
+pages after the step has returned.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+
+import torch
+
+from tierstore.tiers.hbm import HostRegion, PagePool
+from tierstore_engine.build import LoadedModel
+from tierstore_engine.errors import RankLostError
+from tierstore_engine.ranks.messages import Failed, FromRank, Ping, Ready, Setup, ToRank
+from tierstore_engine.ranks.share import Share
+from tierstore_engine.tokenizer import ByteTokenizer
+
+_PING_S = 1.0
+_SILENT_S = 8.0
+"""A rank that has not answered for this long hangs. It answers also during a step."""
+_START_S = 600.0
+_REASON_S = 2.0  # how long a failed step waits for the reason
+
+
+class Others:
+    """All ranks but rank 0, each with its process. Started when this is made."""
+
+    def __init__(self, model: LoadedModel, pools: Sequence[PagePool], meeting: str) -> None:
+        """``meeting`` is the file at which the collectives of all ranks meet."""
+        assert model.divided is not None
+        count = model.divided.ranks
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._connections: dict[Connection[ToRank, FromRank], int] = {}  # the index of the process
+        self._sending = threading.Lock()
+        self._lost: str | None = None  # why; set once
+        self._found = threading.Event()  # that a rank is lost
+        self._started = threading.Event()  # or lost
+        self._closing = False
+        self._former_threads = torch.get_num_threads()
+        threads = max((os.cpu_count() or 1) // count, 1)
+        torch.set_num_threads(min(self._former_threads, threads))
+        region = pools[0].region
+        assert isinstance(region, HostRegion)
+        assert region.memory.fd is not None, "the pools are not shared"
+        for rank in range(1, count):
+            self._start(
+                Setup(
+                    opened=replace(model.divided, tokenizer=ByteTokenizer(), folder=None),
+                    share=Share(rank, count),
+                    seed=model.seed,
+                    digest=model.digest,
+                    groups=tuple(pool.spec.describe() for pool in pools),
+                    fd=region.memory.fd,
+                    large_bytes=region.large_pages.large_bytes,
+                    large_pages=region.large_pages.count,
+                    meeting=meeting,
+                    threads=threads,
+                )
+            )
+        self._watcher = threading.Thread(target=self._watch, name="tierstore-ranks", daemon=True)
+        self._watcher.start()
+
+    def _start(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        command = (sys.executable, "-m", "tierstore_engine.ranks.worker", str(theirs.fileno()))
+        fds = (theirs.fileno(), setup.fd)
+        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        theirs.close()
+        connection: Connection[ToRank, FromRank] = Connection(ours.detach())
+        self._connections[connection] = len(self.processes)
+        self.processes.append(process)
+        connection.send(setup)
+
+    def send(self, message: ToRank) -> None:
+        """Send a message to each rank, but not to one that has ended: the watcher finds it."""
+        with self._sending:
+            self._send(message)
+
+    def _send(self, message: ToRank) -> None:
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.send(message)
+
+    def wait_ready(self) -> None:
+        """Block until all ranks have their weights. Raises :class:`RankLostError`."""
+        if not self._started.wait(_START_S):
+            self._lose(f"a rank did not start within {_START_S:g} s")
+        self.check()
+
+    def check(self) -> None:
+        """Raise :class:`RankLostError` if a rank is lost."""
+        if self._lost is not None:
+            raise RankLostError(f"{self._lost}: restart the engine")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Return a context for what all ranks do together. An error of this rank in it is one of a lost rank,
+        or causes the loss of all: they are no longer at the same point. Raises :class:`RankLostError`."""
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            if not self._found.wait(_REASON_S):
+                self._lose(f"rank 0 failed in a step: {type(error).__name__}: {error}")
+            if isinstance(error, RankLostError) or not isinstance(error, Exception):
+                raise
+            raise RankLostError(f"{self._lost}: restart the engine") from error
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._closing = True
+        self._kill()
+        self._watcher.join()
+        for process in self.processes:
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        torch.set_num_threads(self._former_threads)
+
+    # -- the watcher -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        heard = dict.fromkeys(self._connections, time.monotonic())
+        starting = set(self._connections)
+        pinged = 0.0
+        while self._lost is None and not self._closing:
+            for connection in wait(list(heard), timeout=_PING_S / 2):
+                assert isinstance(connection, Connection)
+                if self._receive(connection):
+                    starting.discard(connection)
+                heard[connection] = time.monotonic()
+            if not starting:
+                self._started.set()
+            now = time.monotonic()
+            for connection in heard.keys() - starting:
+                if now - heard[connection] > _SILENT_S:
+                    self._lose(f"{self._name(connection)} has not answered for {_SILENT_S:g} s")
+            # Not while another thread sends, because that may wait for a rank that hangs.
+            if now - pinged > _PING_S and self._sending.acquire(blocking=False):
+                try:
+                    self._send(Ping())
+                finally:
+                    self._sending.release()
+                pinged = now
+
+    def _receive(self, connection: Connection[ToRank, FromRank]) -> bool:
+        """Receive a message, or the end of a rank. Return whether the rank has its weights."""
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            if not self._closing:
+                status = self.processes[self._connections[connection]].wait()
+                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+                self._lose(f"{self._name(connection)} {how}")
+            return False
+        if isinstance(message, Failed):
+            self._lose(f"{self._name(connection)} failed: {message.why}")
+        return isinstance(message, Ready)
+
+    def _name(self, connection: Connection[ToRank, FromRank]) -> str:
+        return f"rank {self._connections[connection] + 1} of {len(self.processes) + 1}"
+
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or why
+        self._kill()
+        self._found.set()
+        self._started.set()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()

@@ -1,0 +1,78 @@
+"""The runner of rank 0: it computes its share of each step, with the other ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.build import LoadedModel, make_memory
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.model import Model
+from tierstore_engine.ranks.collective import Collective, Traffic
+from tierstore_engine.ranks.others import Others
+from tierstore_engine.ranks.share import Share, config_of
+from tierstore_engine.sampling import Choice, Draw
+from tierstore_engine.step import PartialStep, Step
+
+
+class RankedRunner:
+    """A model over several ranks. Used by one thread. Made by :meth:`start`."""
+
+    def __init__(self, config: ModelConfig, model: Model, others: Others, ranks: Collective) -> None:
+        self.config = config
+        self._model = model
+        self._others = others
+        self._ranks = ranks
+
+    @classmethod
+    def start(cls, model: LoadedModel, pools: Sequence[PagePool]) -> RankedRunner:
+        """Start a process for each further rank of a divided model, and block until all have their weights.
+        The memory of ``pools`` is shared. Raises :class:`RankLostError` if a rank ends before."""
+        assert model.divided is not None
+        share = Share(0, model.divided.ranks)
+        with tempfile.TemporaryDirectory(prefix="tierstore-ranks-") as folder:
+            meeting = str(Path(folder) / "meeting")
+            others = Others(model, pools, meeting)
+            try:
+                with others.watched():
+                    others.wait_ready()
+                    ranks = Collective(share, meeting)
+                    own = config_of(model.config, share)
+                    memories = [make_memory(pool, own) for pool in pools]
+                    part = Model(own, model.weights, memories, device="cpu", ranks=ranks)
+            except BaseException:
+                others.close()
+                raise
+        return cls(model.config, part, others, ranks)
+
+    @property
+    def count(self) -> int:
+        return self._ranks.share.count
+
+    @property
+    def traffic(self) -> Traffic:
+        """The tensors that rank 0 handed to collectives."""
+        return self._ranks.traffic
+
+    def compute(self, step: Step) -> torch.Tensor:
+        with self._others.watched():
+            self._others.send(step)
+            return self._model.compute(step)
+
+    def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        assert layers == range(self.config.layers), "on a CPU all pages have arrived when a step begins"
+        return self.compute(partial.step)
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
+        return self._model.sample(logits, draws, rows)
+
+    def wait(self) -> None:
+        """Do nothing: on the CPU everything is done when :meth:`compute` returns."""
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._others.close()

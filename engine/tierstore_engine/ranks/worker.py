@@ -1,0 +1,91 @@
+"""The process of a rank other than 0: ``python -m tierstore_engine.ranks.worker FD``.
+
+One thread receives: it answers pings at once, and ends the process when rank 0 has gone. The main thread
+computes the steps. An error ends the process with a message to rank 0, because the other ranks then wait for
+it in a sum.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import torch
+
+from tierstore.errors import TierStoreError
+from tierstore.spec import KVSpec
+from tierstore.tiers.group_pools import attach_group_pools
+from tierstore_engine.build import make_memory
+from tierstore_engine.model import Model
+from tierstore_engine.ranks.collective import Collective
+from tierstore_engine.ranks.messages import Failed, FromRank, Ping, Pong, Ready, Setup, ToRank
+from tierstore_engine.ranks.share import config_of, read_share
+from tierstore_engine.step import Step
+
+
+class Wire:
+    """The connection to rank 0. Messages other than pings come out of :meth:`next`."""
+
+    def __init__(self, connection: Connection[FromRank, ToRank]) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._received: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, name="tierstore-rank", daemon=True).start()
+
+    def send(self, message: FromRank) -> None:
+        with self._sending:
+            self._connection.send(message)
+
+    def next(self) -> ToRank:
+        return self._received.get()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Ping):
+                    self.send(Pong())
+                else:
+                    self._received.put(message)
+        except (EOFError, OSError):
+            os._exit(0)  # rank 0 has gone: the main thread may be in a sum, which would never end
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 ends in order
+    wire = Wire(Connection(int(sys.argv[1])))
+    try:
+        setup = wire.next()
+        assert isinstance(setup, Setup)
+        model = _model(setup, wire)
+        while True:
+            step = wire.next()
+            assert isinstance(step, Step)
+            model.compute(step)
+    except BaseException as error:
+        why = str(error) if isinstance(error, TierStoreError) else f"{type(error).__name__}: {error}"
+        wire.send(Failed(why))
+        raise
+
+
+def _model(setup: Setup, wire: Wire) -> Model:
+    torch.set_num_threads(setup.threads)
+    config = setup.opened.config
+    weights, digest = read_share(config, setup.opened.source, setup.share, seed=setup.seed)
+    if digest != setup.digest:
+        raise TierStoreError("its weights differ from those of rank 0: the checkpoint was changed meanwhile")
+    specs = [KVSpec.parse(group) for group in setup.groups]
+    pools = attach_group_pools(specs, setup.fd, setup.large_bytes, setup.large_pages)
+    own = config_of(config, setup.share)
+    memories = [make_memory(pool, own) for pool in pools]
+    wire.send(Ready())
+    ranks = Collective(setup.share, setup.meeting)
+    return Model(own, weights, memories, device="cpu", ranks=ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Ranks in processes of their own: pages of any number of ranks serve any other. A rank that dies or hangs
+ends the engine with one line and leaves no wrong page. ``test_matrix.py`` has ranks together with every other
+feature."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.server.processes import Process
+from tests.forked import Forked
+from tests.portions import chosen
+from tierstore.testing.clock import wait_until
+from tierstore.tiers.hbm import HostRegion
+from tierstore_engine.build import build_engine, load_model
+from tierstore_engine.engine import Engine
+from tierstore_engine.errors import RankLostError
+from tierstore_engine.outputs import Completion
+from tierstore_engine.ranks.runner import RankedRunner
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Step
+
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+LONGEST_S = 10.0
+MODELS = ("tiny", "tiny-moe", "tiny-deepseek", "tiny-gemma3", "tiny-qwen3-next")
+
+
+@pytest.fixture
+def engine_with(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine of a preset with a number of ranks over one store directory."""
+    engines: list[Engine] = []
+
+    def make(ranks: int, name: str = "tiny", *, store: str | None = "store") -> Engine:
+        engines.append(
+            build_engine(
+                load_model(name, device="cpu", tensor_parallel=ranks),
+                pool_pages=64,
+                store=None if store is None else str(tmp_path / store),
+                host_bytes=16 << 20,
+                disk_bytes=64 << 20,
+                chunk_tokens=16,
+                settings=EngineSettings(prefill_chunk=64, plan="load"),
+            )
+        )
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def a_prompt(seed: int, tokens: int = 300) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(250) for _ in range(tokens)]
+
+
+def others(engine: Engine) -> list[int]:
+    """Return the process ids of the ranks besides the engine's own."""
+    assert isinstance(engine.model, RankedRunner)
+    return [process.pid for process in engine.model._others.processes]
+
+
+def answer(engine: Engine, prompt: list[int]) -> Completion:
+    [completion] = engine.generate([prompt], GREEDY)
+    return completion
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize("name", chosen(MODELS, "tiny-deepseek"))
+def test_pages_of_any_number_of_ranks_serve_any_other(name: str, engine_with: Callable[..., Engine]) -> None:
+    """A saved page has all heads."""
+    prompt = a_prompt(1)
+    expected = answer(engine_with(1, name, store=None), prompt).tokens
+    for number, ranks in enumerate([2, 1, 3]):
+        engine = engine_with(ranks, name)
+        found = answer(engine, prompt)
+        engine.close()
+        assert found.tokens == expected
+        assert bool(found.metrics.reused_by_tier.get("disk")) == (number > 0)
+
+
+FAULTS = {
+    "killed": (signal.SIGKILL, "^rank 1 of 2 was killed by signal 9: restart the engine$"),
+    "hanging": (signal.SIGSTOP, "^rank 1 of 2 has not answered for 8 s: restart the engine$"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("ranks", [2])
+def test_a_lost_rank_ends_the_engine(fault: str, ranks: int, engine_with: Callable[..., Engine]) -> None:
+    number, sentence = FAULTS[fault]
+    prompt = a_prompt(2)
+    expected = answer(engine_with(1, store=None), prompt).tokens
+    engine = engine_with(ranks)
+    engine.add(prompt, GREEDY)
+    for _ in range(8):
+        engine.step()
+    os.kill(others(engine)[0], number)
+    began = time.monotonic()
+    with pytest.raises(RankLostError, match=sentence):
+        finish(engine)
+    assert time.monotonic() - began < LONGEST_S + 10  # the machine may be busy
+    with pytest.raises(RankLostError, match=sentence):  # and so again
+        answer(engine, prompt)
+    engine.close()
+    found = answer(engine_with(1), prompt)
+    assert found.tokens == expected
+    assert found.metrics.reused_tokens > 0
+
+
+@pytest.mark.soak
+def test_kills_at_any_time(engine_with: Callable[..., Engine]) -> None:
+    """200 times, of any rank but rank 0: no hang, and no wrong page."""
+    prompts = [a_prompt(seed, 200 + 30 * seed) for seed in range(4)]
+    expected = [answer(engine_with(1, store=None), prompt).tokens for prompt in prompts]
+    draw = random.Random(7)
+    for _ in range(200):
+        engine = engine_with(draw.choice([2, 3, 4]))
+        for prompt in prompts:
+            engine.add(prompt, GREEDY)
+        with suppress(RankLostError):
+            for _ in range(draw.randrange(40)):
+                engine.step()
+            os.kill(draw.choice(others(engine)), signal.SIGKILL)
+            began = time.monotonic()
+            finish(engine)
+        assert time.monotonic() - began < LONGEST_S
+        engine.close()
+        engine = engine_with(1)
+        assert [answer(engine, prompt).tokens for prompt in prompts] == expected
+        engine.close()
+
+
+def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]) -> None:
+    """As docs/serving.md says."""
+    engine = engine_with(2, store=None)
+    completion = answer(engine, a_prompt(4))
+    runner, config = engine.model, engine.model.config
+    assert isinstance(runner, RankedRunner)
+    rows = completion.metrics.prompt_tokens + completion.metrics.generated_tokens - 1
+    assert runner.traffic.summed_bytes == rows * 2 * config.layers * config.hidden_size * 4
+    assert runner.traffic.sent_bytes(2) == runner.traffic.summed_bytes
+
+
+def test_an_error_at_rank_0_ends_all(
+    engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_with(2)
+    pids = others(engine)
+    assert isinstance(engine.model, RankedRunner)
+
+    def fail(step: Step) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.model._model, "compute", fail)
+    sentence = "^rank 0 failed in a step: MemoryError: no room: restart the engine$"
+    with pytest.raises(RankLostError, match=sentence):
+        answer(engine, a_prompt(5))
+    engine.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_other_weights_are_refused(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    """The checkpoint is replaced between the reading of two ranks."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints("llama3"), folder)
+    model = load_model(str(folder), device="cpu", tensor_parallel=2)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(RankLostError, match=r"^rank 1 of 2 failed: its weights differ from those of rank 0"):
+        build_engine(model, pool_pages=64, chunk_tokens=16)
+
+
+def test_a_resized_pool_gives_its_memory_back(engine_with: Callable[..., Engine]) -> None:
+    engine = engine_with(2, store=None)
+    region = engine.connector.pool.region
+    assert isinstance(region, HostRegion)
+    fd, prompt = region.memory.fd, a_prompt(3)
+    assert fd is not None
+    expected = answer(engine, prompt).tokens
+    held = os.fstat(fd).st_blocks
+    engine.resize_pool(region.large_pages.large_bytes * 24)
+    assert os.fstat(fd).st_blocks < held / 2
+    assert answer(engine, prompt).tokens == expected
+
+
+def test_ranks_end_with_the_engine_that_is_killed() -> None:
+    server = Process("--tensor-parallel", "2")
+    try:
+        [child] = children(server.process)
+        server.process.kill()
+        wait_until(lambda: not running(child))
+    finally:
+        server.close()
+
+
+def test_a_server_that_loses_a_rank_ends_with_one_line() -> None:
+    server = Process("--tensor-parallel", "2")
+    try:
+        server.cached()
+        os.kill(children(server.process)[0], signal.SIGKILL)
+        with suppress(Exception):  # a client sees an error or a closed connection
+            server.cached()
+        assert server.process.wait(60) == 1
+        assert (
+            server.said.read()
+            .splitlines()[-1]
+            .endswith("rank 1 of 2 was killed by signal 9: restart the engine")
+        )
+    finally:
+        server.close()
+
+
+def children(process: Forked) -> list[int]:
+    """Return the process ids of a process's children."""
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,208 @@
+"""A model over several ranks computes what it computes alone. The ranks are threads here, with sums of their
+own; ``test_ranks.py`` has processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.test_quantised import CASES, quantise_folder
+from tests.portions import chosen
+from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, STATES, VARIANTS, VOCAB
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.tiers.hbm import COMPLETED, PagePool
+from tierstore_engine.attention.base import Span
+from tierstore_engine.build import (
+    LoadedModel,
+    OpenModel,
+    load_model,
+    make_memory,
+    open_model,
+    pools_of_one_sequence,
+)
+from tierstore_engine.layer_weights import AttentionWeights, MLPWeights
+from tierstore_engine.model import Model
+from tierstore_engine.ranks.share import Share, config_of, read_share
+from tierstore_engine.step import Step
+
+FAMILIES = (*ARCHITECTURES, *GROUPED, *VARIANTS, *STATES, *LLAMA_LIKE)
+CASES_OF_RANKS = tuple(product(FAMILIES, (2, 3, 4), ("auto", "int8")))
+NORMAL = (
+    ("llama3", 2, "auto"),
+    ("llama3", 3, "int8"),
+    ("llama2", 4, "auto"),
+    ("qwen2-moe", 3, "auto"),
+    ("deepseek-v3", 2, "auto"),
+    ("gemma3", 4, "int8"),
+    ("gpt-oss", 2, "auto"),
+    ("qwen3-next", 2, "auto"),
+    ("falcon-h1", 2, "auto"),
+    ("olmo2", 2, "auto"),
+)
+PROMPT, LATER = 100, 3
+MOST = {"auto": 1e-5, "int8": 0.05}
+"""Difference of logits. A quantised number at the border of two codes may move by a step."""
+
+
+class Threads:
+    """Ranks that are threads of one process."""
+
+    def __init__(self, count: int) -> None:
+        self._parts: list[torch.Tensor] = [torch.empty(0)] * count
+        self._barrier = threading.Barrier(count, timeout=60)
+
+    def rank(self, number: int) -> OneThread:
+        return OneThread(self, number)
+
+    def exchange(self, number: int, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        self._barrier.wait()  # the parts before have been read
+        self._parts[number] = part
+        self._barrier.wait()
+        return self._parts
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+class OneThread:
+    def __init__(self, ranks: Threads, number: int) -> None:
+        self._ranks = ranks
+        self._number = number
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(tuple(self._ranks.exchange(self._number, x.clone()))).sum(0)
+
+    def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        parts = self._ranks.exchange(self._number, part)
+        return torch.cat(tuple(parts), dim=1) if self._number == 0 else part
+
+
+def steps(pools: Sequence[PagePool], states: frozenset[int]) -> list[Step]:
+    """Return a prompt in two steps, and then tokens one by one."""
+    tables = tuple(range(1) if group in states else range(pool.num_pages) for group, pool in enumerate(pools))
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (PROMPT + LATER,), generator=generator).tolist()
+    cuts = [0, 61, *range(PROMPT, PROMPT + LATER + 1)]
+    return [
+        Step(
+            (Span(tables, start, stop),),
+            tokens[start:stop],
+            range(stop - start) if start else range(0),
+            COMPLETED,
+            pools[0].spec.chunk_tokens,
+        )
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def alone(model: LoadedModel) -> list[torch.Tensor]:
+    pools = pools_of_one_sequence(model, PROMPT + LATER)
+    memories = [make_memory(pool, model.config) for pool in pools]
+    whole = Model(model.config, model.weights, memories, device="cpu")
+    return [whole.compute(step) for step in steps(pools, model.config.states)]
+
+
+def together(opened: OpenModel, pools: Sequence[PagePool], digest: str) -> list[torch.Tensor]:
+    """Return what the ranks compute over common pages."""
+    ranks = Threads(opened.ranks)
+
+    def play(rank: int) -> list[torch.Tensor]:
+        try:
+            share = Share(rank, opened.ranks)
+            weights, read = read_share(opened.config, opened.source, share, seed=0)
+            assert read == digest
+            own = config_of(opened.config, share)
+            memories = [make_memory(pool, own) for pool in pools]
+            part = Model(own, weights, memories, device="cpu", ranks=ranks.rank(rank))
+            return [part.compute(step) for step in steps(pools, opened.config.states)]
+        except BaseException:
+            ranks.give_up()
+            raise
+
+    with ThreadPoolExecutor(opened.ranks) as pool:
+        of_rank_0, *_ = pool.map(play, range(opened.ranks))
+        return of_rank_0
+
+
+@pytest.mark.parametrize(("name", "count", "kv_dtype"), chosen(CASES_OF_RANKS, *NORMAL))
+def test_ranks_compute_what_one_computes(
+    name: str, count: int, kv_dtype: str, checkpoints: Callable[..., Path]
+) -> None:
+    """Four ranks are more than the KV heads of these models."""
+    folder = str(checkpoints(name))
+    try:
+        opened = open_model(folder, device="cpu", kv_dtype=kv_dtype, tensor_parallel=count)
+    except TierStoreError as error:
+        pytest.skip(str(error))  # it has fewer heads than ranks, or no KV that could be quantised
+    model = load_model(folder, device="cpu", kv_dtype=kv_dtype)
+    pools = pools_of_one_sequence(model, PROMPT + LATER)
+    found = together(opened, pools, model.digest)
+    for mine, expected in zip(found, alone(model), strict=True):
+        scale = max(float(expected.abs().max()), 1.0) if len(expected) else 1.0
+        torch.testing.assert_close(mine, expected, rtol=0, atol=MOST[kv_dtype] * scale)
+
+
+def test_each_rank_holds_about_its_part(checkpoints: Callable[..., Path]) -> None:
+    opened = open_model(str(checkpoints("llama3")), device="cpu", tensor_parallel=2)
+    weights, _ = read_share(opened.config, opened.source, Share(1, 2), seed=0)
+    [layer, *_] = weights.layers
+    assert isinstance(layer.mixer, AttentionWeights)
+    assert isinstance(layer.mlp, MLPWeights)
+    heads = opened.config.heads // 2 * opened.config.head_dim
+    assert layer.mixer.o.shape == (opened.config.hidden_size, heads)
+    assert layer.mlp.down.shape == (opened.config.hidden_size, opened.config.intermediate_size // 2)
+    for part in (layer.mixer.o, layer.mixer.qkv, layer.mlp.down, layer.mlp.gate_up):
+        assert isinstance(part, torch.Tensor)
+        assert part.untyped_storage().nbytes() == part.nbytes  # a view would keep the whole matrix in memory
+
+
+@given(heads=st.integers(1, 64), kv_heads=st.integers(1, 16), count=st.integers(1, 8))
+def test_ranks_share_all_heads(heads: int, kv_heads: int, count: int) -> None:
+    """Each query head has one rank, and its rank has its KV head."""
+    heads *= kv_heads
+    queries: list[int] = []
+    for rank in range(count):
+        mine, kv = Share(rank, count).heads(heads, kv_heads)
+        queries += mine
+        assert {query // (heads // kv_heads) for query in mine} <= set(kv)
+        assert len(mine) % len(kv) == 0
+    assert queries == list(range(heads))
+
+
+REFUSED = {
+    "--deterministic": {"deterministic": True},
+    "--adapter": {"adapters": ["a=/nowhere"]},
+    "at most that": {"tensor_parallel": 5},
+    "at least 1": {"tensor_parallel": 0},
+    "only recurrent states": {"model": "tiny-mamba2"},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_refused_at_the_start(sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        open_model(**{"model": "tiny", "device": "cpu", "tensor_parallel": 2, **REFUSED[sentence]})
+
+
+def test_quantised_weights_are_divided_when_expanded(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantise_folder(CASES["gptq"], checkpoints("llama3"), tmp_path / "model")
+    folder = str(tmp_path / "model")
+    with pytest.raises(
+        UsageError, match=r"^--tensor-parallel does not divide weights in .*: add --expand-weights$"
+    ):
+        open_model(folder, device="cpu", tensor_parallel=2)
+    opened = open_model(folder, device="cpu", tensor_parallel=2, expand_weights=True)
+    model = load_model(folder, device="cpu", expand_weights=True)
+    pools = pools_of_one_sequence(model, PROMPT + LATER)
+    for mine, expected in zip(together(opened, pools, model.digest), alone(model), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-4)
