@@ -30,6 +30,7 @@ _LISTED = 1000  # entries in an answer, as S3 limits them
 _PROFILE_S = 600  # until a profile's file is read again
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"\b[45]\d\d (?:[A-Z][A-Za-z]+ ?){1,4}")
+_UNREADABLE = ("<Code>InvalidRange</Code>", "<Code>InvalidObjectState</Code>")
 _INSTANCE = ("/latest/api/token", "/latest/meta-data", "169.254.170.")
 _ADVICE = {
     "RequestTimeTooSkewed": "set this host's clock",
@@ -45,7 +46,7 @@ class BucketError(SharedStoreError):
 
 
 class NoObjectError(BucketError):
-    """There is no such object."""
+    """There is no such object, or it cannot be read: it is too short, or archived."""
 
 
 class Listed(NamedTuple):
@@ -113,7 +114,7 @@ class Bucket:
 
     def read(self, path: str, start: int, length: int) -> memoryview:
         """Return a range of an object, shorter at its end. Raise :class:`NoObjectError` if there is no such
-        object."""
+        object or range."""
         with self._reporting():
             return memoryview(self._api.get_range(self._reading, path, start=start, length=length))
 
@@ -137,7 +138,10 @@ class Bucket:
                 raise BucketError(self._described("NoSuchBucket")) from None
             raise NoObjectError(f"bucket {self.address.bucket} has no such object") from None
         except self._errors as error:
-            raise BucketError(self._described(f"{type(error).__name__} {error}")) from None
+            text = f"{type(error).__name__} {error}"
+            if any(code in text for code in _UNREADABLE):
+                raise NoObjectError(self._described(text)) from None
+            raise BucketError(self._described(text)) from None
 
     def _described(self, text: str) -> str:
         """Return an error in one line. Only known parts of its ``text`` are in it."""

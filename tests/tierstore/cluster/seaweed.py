@@ -9,8 +9,6 @@ import socketserver
 import subprocess
 import threading
 import time
-
-
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
