@@ -101,10 +101,12 @@ def _warm_up(url: str, top: int, secret: Path | None, where: ConnectOptions) -> 
 
     from tierstore.cluster.bundle_store import BundleStore
     from tierstore.cluster.fetching import DaemonStores
+    from tierstore.cluster.s3_address import S3Address
     from tierstore.cluster.shared_store import SharedStoreOptions, read_secret
     from tierstore.cluster.warm_up import Warmer
     from tierstore.daemon.settings import default_listen
 
+    S3Address.parse(url)  # before a daemon is asked
     key = read_secret(secret)
     where.operator().close()  # a daemon must answer before anything is read
     bundles = BundleStore(SharedStoreOptions(url), watch=False)

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from tierstore.errors import UsageError
 
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,62}")
 _REFRESH_S = (0.1, 86400.0)
 _DEFAULT_REFRESH_S = 30.0
 
@@ -39,7 +39,7 @@ class S3Address:
         place = _split(url)
         if place.scheme != "s3" or not _BUCKET.fullmatch(place.netloc):
             raise UsageError(
-                "an address in S3 must be s3://BUCKET/PREFIX, with a bucket of 2 to 63 characters"
+                "an address in S3 must be s3://BUCKET/PREFIX, with a bucket of 3 to 63 characters"
             )
         given = dict(parse_qsl(place.query, keep_blank_values=True))
         unknown = given.keys() - {"endpoint", "region", "style", "refresh_s"}

@@ -171,7 +171,7 @@ def test_an_object_that_is_none_is_not_there(url, seaweed, prefix, harm):
     bucket.put(first, harmed[harm])
     reader = Agent().open(url)
     assert sorted((reader.get(1), reader.get(2))) == [0, 4]
-    assert reader.counted("damaged_objects") == 1
+    assert reader.counted("damaged_objects") == (harm != "empty")
     assert sum(reader.store.exists(names(1, 0, 4)) + reader.store.exists(names(2, 0, 4))) == 4
     # It is written again, and then it is there.
     writer = Agent().open(url)
