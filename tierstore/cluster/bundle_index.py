@@ -1,6 +1,6 @@
 """Which pages lie in the bundles of an object store, as far as known. Pure: listings and heads come in.
 
-An index has at most 2 million pages, of 36 bytes each. Pages of further bundles, the oldest, are not found.
+An index has at most 2 million pages, and then takes 90 MB. Pages of older bundles are not found.
 These bundles still count against the store's limits.
 
 Time is the server's: the newest time in a listing, plus what this process has measured since. So a wrong
@@ -144,7 +144,7 @@ class BundleIndex:
             self._newest = written_at, self._clock()
 
     def rebuild(self) -> None:
-        """Make the table for :meth:`find`. Takes 0.1 s for a million pages."""
+        """Make the table for :meth:`find`. It takes 0.3 s for a million pages (on a busy EPYC)."""
         bundles: list[Bundle] = []
         pages = 0
         for each in sorted(self._stored.values(), key=lambda each: each.written_at, reverse=True):
@@ -170,13 +170,12 @@ class BundleIndex:
             return [None] * len(digests)
         rows = np.searchsorted(table.keys, _keys(b"".join(digests)))
         found: list[BundlePlace | None] = []
-        for digest, row in zip(digests, rows.tolist(), strict=True):
-            place = None
-            if row < len(table.keys):
-                number, at = divmod(int(table.places[row]), 1 << _PLACE_BITS)
-                bundle = table.bundles[number]
-                place = BundlePlace(bundle, at) if bundle.page_name(at) == digest else None
-            found.append(place)
+        for digest, row in zip(
+            digests, table.places[np.minimum(rows, len(table.keys) - 1)].tolist(), strict=True
+        ):
+            number, at = divmod(row, 1 << _PLACE_BITS)
+            bundle = table.bundles[number]
+            found.append(BundlePlace(bundle, at) if bundle.page_name(at) == digest else None)
         return found
 
     def parent(self, bundle: Bundle) -> Bundle | None:
@@ -193,8 +192,8 @@ class BundleIndex:
 
     def victims(self, nbytes: int, count: int, uses: Mapping[str, float]) -> list[str]:
         """Return bundles of at least ``nbytes`` bytes, and at least ``count`` of them: the least used first,
-        and the oldest of these. What continues a bundle is chosen before it, because no hit could reach it
-        afterwards."""
+        and the oldest of these. A bundle is chosen after those that continue it, because no hit could
+        reach these without it."""
         children: dict[str, list[str]] = {}
         for each in self._stored.values():
             parent = self.parent(each.bundle) if each.bundle is not None else None

@@ -183,7 +183,7 @@ class BundleStore(SharedStore):
     # -- reading -------------------------------------------------------------------------------------
 
     def _read(self, part: _Range, into: Sequence[Memory]) -> bool:
-        """Read pages to memory. Return whether all have arrived. What has not is a miss."""
+        """Read pages to memory. Return whether all have arrived."""
         bundle = part.bundle
         try:
             data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.offset(part.at), part.nbytes)

@@ -80,7 +80,7 @@ class Bundle:
         return self.names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
 
     def origin(self, data: bytes) -> Origin:
-        """Return the origin, of which ``data`` are the bytes. Raise :class:`BundleError` if they are not."""
+        """Return the origin with the bytes ``data``. Raise :class:`BundleError` if they have changed."""
         if hashlib.sha256(data).digest() != self.origin_digest:
             raise BundleError(f"the origin of bundle {self.name} has changed")
         try:
@@ -110,7 +110,7 @@ def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
     (check,) = _CHECK.unpack_from(data, _HEAD.size)
     if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(data[: _HEAD.size]):
         raise BundleError(f"object {name} is no bundle of this version")
-    needed = HEAD_BYTES + pages * NAME_BYTES
+    needed: int = HEAD_BYTES + pages * NAME_BYTES
     whole = needed + origin_bytes + pages * object_bytes
     bounded = pages <= _MOST_PAGES and object_bytes <= _MOST_OBJECT_BYTES
     if not pages or not bounded or origin_bytes > MAX_MESSAGE_BYTES or whole != nbytes:

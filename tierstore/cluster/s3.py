@@ -75,9 +75,9 @@ class Bucket:
         endpoint = address.endpoint or next(
             filter(None, map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))), ""
         )
-        config: dict[str, Any] = {"virtual_hosted_style_request": not address.path_style}
-        config |= {"endpoint": address.endpoint} if address.endpoint else {}
-        config |= {"region": address.region} if address.region else {}
+        given = {"endpoint": address.endpoint, "region": address.region}
+        config: Any = {name: value for name, value in given.items() if value}
+        config["virtual_hosted_style_request"] = not address.path_style
 
         def opened(request_s: float, retries: int) -> Any:
             return S3Store(
@@ -125,7 +125,7 @@ class Bucket:
             self._api.put(self._writing, path, data, use_multipart=False)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects. Those that do not exist are ignored."""
+        """Delete objects, as far as they exist."""
         with self._reporting():
             self._api.delete(self._writing, list(paths))
 

@@ -34,7 +34,7 @@ from tierstore.wire.framing import LENGTH
 _log = logging.getLogger(__name__)
 
 
-_DEFAULT_BYTES = 100 * GIB  # of an object store
+_DEFAULT_BYTES = 100 * GIB  # limit of an object store
 _OVERDUE_S = 5.0  # an agent whose answer is this late is killed
 _CHECK_S = 0.5
 _BACK_OFF_S = (0.1, 5.0)

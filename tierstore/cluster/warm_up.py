@@ -33,7 +33,7 @@ _FLUSH_BYTES = 64 * MIB  # between flushes, if the size of the host tier is unkn
 
 @dataclass(slots=True)
 class WarmUp:
-    """What a warm-up has done so far, in pages and bytes. ``held_pages`` were in the daemon before,
+    """The progress of a warm-up in pages and bytes. ``held_pages`` were in the daemon before,
     ``left_out_pages`` did not come or are not trusted, and ``beyond_pages`` would exceed the limits."""
 
     fetched_pages: int = 0
