@@ -30,7 +30,7 @@ import msgspec
 from tierstore import copying
 from tierstore.cluster import orders as o
 from tierstore.cluster.fetching import LOOKUP_S, DaemonStores, Fetcher, objects_of, prompt_of, room_of
-from tierstore.cluster.objects import HEADER_BYTES, PageObject, object_name
+from tierstore.cluster.objects import HEADER_BYTES, PageObject
 from tierstore.cluster.promised import PromisedPages, PromisedPrompt
 from tierstore.cluster.recent import Recent
 from tierstore.cluster.shared_store import (
@@ -375,7 +375,6 @@ def _begin(begin: o.Begin, tell: Tell) -> Agent:
     )
     try:
         shared = open_shared_store(options)
-        shared.exists([object_name(bytes(32))])  # the first call takes longer than a lookup waits
     except TierStoreError as error:
         tell(o.Away(str(error), isinstance(error, UsageError)))
         os._exit(1)

@@ -46,8 +46,10 @@ from tierstore.cluster.shared_store import (
 _BUNDLES = "bundles"
 _USES = "uses"
 _HEAD_READ_BYTES = 16 << 10  # head and names of 800 pages, in one request
-_RANGE_BYTES = 4 << 20  # of one request; several are made at a time
+_RANGE_BYTES = 2 << 20  # of one request; several are made at a time
 _READERS = 8
+_READ_S = 3.0  # of one request; a fetch waits 2 s, and an agent is killed 5 s later
+_PATIENT_READ_S = 60.0  # without a request that waits
 _AGAIN_S = (1.0, 30.0)
 _SLACK = 20  # a deletion makes room for a twentieth of the limit
 _MOST_USES = 4096  # bundles whose uses are counted here
@@ -59,7 +61,7 @@ _USES_S = 60.0  # until uses are read again
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class _BundleRange:
     """Consecutive pages of a bundle, and their places in the caller's list."""
 
     bundle: Bundle
@@ -73,12 +75,15 @@ class _Range:
 
 class BundleStore(SharedStore):
     """The bundles below a prefix in a bucket. The constructor reads the heads of all bundles. It raises
-    :class:`UsageError` if the store can never be used, and :class:`SharedStoreError` if it does not answer.
-    ``watch`` keeps the index up to date."""
+    :class:`UsageError` if the store can never be used.
+
+    With ``watch``, for agents, a thread keeps the index up to date, also if the server does not answer at
+    first. Otherwise requests may take long, and the constructor raises :class:`SharedStoreError` if the
+    server does not answer."""
 
     def __init__(self, options: SharedStoreOptions, *, watch: bool = True) -> None:
         self.transport = "s3"
-        self.bucket = Bucket(S3Address.parse(options.url))
+        self.bucket = Bucket(S3Address.parse(options.url), _READ_S if watch else _PATIENT_READ_S)
         self.index = BundleIndex()
         self._options = options
         self._lock = threading.Lock()  # guards all changes of the index, and what follows
@@ -90,7 +95,13 @@ class BundleStore(SharedStore):
         self._uses_name = f"{_USES}/{secrets.token_hex(8)}"
         self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # until when, and the uses of other hosts
         self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
-        self._refresh()
+        self._listed = False  # without a listing, the limits are unknown
+        try:
+            self._refresh()
+        except BucketError as error:
+            if not watch:
+                raise
+            self._failed(error)
         if watch:
             threading.Thread(target=self._watch, name="tierstore-s3-list", daemon=True).start()
 
@@ -113,7 +124,7 @@ class BundleStore(SharedStore):
         bundle, head = make_bundle(names, of[0][1], origin)
         pages = [memoryview((ctypes.c_char * nbytes).from_address(address)) for address, nbytes in of]
         try:
-            if self._pausing or not self._make_room(bundle.nbytes):
+            if self._pausing or not self._listed or not self._make_room(bundle.nbytes):
                 return [False] * len(names)
             self.bucket.write(f"{_BUNDLES}/{bundle.name}", b"".join([head, *pages]))
         except BucketError as error:
@@ -182,7 +193,7 @@ class BundleStore(SharedStore):
 
     # -- reading -------------------------------------------------------------------------------------
 
-    def _read(self, part: _Range, into: Sequence[Memory]) -> bool:
+    def _read(self, part: _BundleRange, into: Sequence[Memory]) -> bool:
         """Read pages to memory. Return whether all have arrived."""
         bundle = part.bundle
         try:
@@ -217,7 +228,8 @@ class BundleStore(SharedStore):
     def _watch(self) -> None:
         refresh_s = self.bucket.address.refresh_s
         while True:
-            time.sleep(refresh_s)
+            left_s = self._again_at - time.monotonic()
+            time.sleep(min(max(left_s, _AGAIN_S[0] / 2), refresh_s) if self._trouble else refresh_s)
             try:
                 self._refresh()
                 self._write_uses()
@@ -232,6 +244,7 @@ class BundleStore(SharedStore):
         listing = [(_last(each), each.nbytes, each.written_at) for each in self.bucket.list(_BUNDLES)]
         with self._lock:
             unread = self.index.listed(listing, began)
+            self._listed = True
             expired = self.index.expired(self._options.lifetime_s) if self._options.lifetime_s else []
         if expired:
             self._delete(expired, "expired_objects")
@@ -326,9 +339,9 @@ def _last(each: Listed) -> str:
     return each.path.rpartition("/")[2]
 
 
-def _ranges(places: Sequence[BundlePlace | None], into: Sequence[Memory]) -> Iterator[_Range]:
-    """Yield the ranges to read: consecutive pages of a bundle together, about 4 MiB each."""
-    current: _Range | None = None
+def _ranges(places: Sequence[BundlePlace | None], into: Sequence[Memory]) -> Iterator[_BundleRange]:
+    """Yield the ranges to read: consecutive pages of a bundle together, about 2 MiB each."""
+    current: _BundleRange | None = None
     for number, place in enumerate(places):
         fits = place is not None and place.bundle.object_bytes == into[number][1]
         if (
@@ -343,7 +356,7 @@ def _ranges(places: Sequence[BundlePlace | None], into: Sequence[Memory]) -> Ite
             continue
         if current is not None:
             yield current
-        current = _Range(place.bundle, place.at, [number]) if place is not None and fits else None
+        current = _BundleRange(place.bundle, place.at, [number]) if place is not None and fits else None
     if current is not None:
         yield current
 

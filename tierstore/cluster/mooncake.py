@@ -63,6 +63,7 @@ class MooncakeStore(SharedStore):
         code = self._store.setup(host, "P2PHANDSHAKE", 0, 0, options.protocol, options.devices, master)
         if code:
             raise SharedStoreError(f"Mooncake's master at {master} does not answer ({code})")
+        self.exists(["ts1:"])  # the first call takes longer than a lookup waits
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         found = self._store.batch_is_exist(list(names))

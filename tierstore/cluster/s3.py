@@ -24,7 +24,6 @@ from tierstore.cluster.shared_store import SharedStoreError
 from tierstore.errors import UsageError
 from tierstore.extras import install
 
-_READ_S = 3.0  # of one request; a fetch waits 2 s, and an agent is killed 5 s later
 _WRITE_S = 60.0
 _LISTED = 1000  # entries in an answer, as S3 limits them
 _PROFILE_S = 600  # until a profile's file is read again
@@ -59,10 +58,13 @@ class Listed(NamedTuple):
 
 
 class Bucket:
-    """The objects below a prefix. Thread-safe. The constructor raises :class:`UsageError` without obstore,
-    every method :class:`BucketError` if the server does not answer or refuses."""
+    """The objects below a prefix. A request that reads takes at most ``read_s`` seconds, and is repeated
+    once. Thread-safe.
 
-    def __init__(self, address: S3Address) -> None:
+    The constructor raises :class:`UsageError` without obstore. Every method raises :class:`BucketError` if
+    the server does not answer or refuses."""
+
+    def __init__(self, address: S3Address, read_s: float = 10.0) -> None:
         try:
             import obstore
             from obstore.exceptions import BaseError
@@ -102,7 +104,7 @@ class Bucket:
             )
 
         with self._reporting():
-            self._reading = opened(_READ_S, 1)
+            self._reading = opened(read_s, 1)
             self._writing = opened(_WRITE_S, 3)
 
     def list(self, folder: str) -> Iterator[Listed]:

@@ -108,8 +108,9 @@ class Cluster:
             options.most_bytes or _DEFAULT_BYTES,
             options.lifetime_s,
         )
-        self._getter = _Agent(begin, self._counts)
-        self._putter = _Agent(begin, self._counts)
+        self._logged = ""  # the trouble that was logged last
+        self._getter = _Agent(begin, self._counts, self._log)
+        self._putter = _Agent(begin, self._counts, self._log)
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._fetching: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
@@ -134,6 +135,12 @@ class Cluster:
         for agent in (self._getter, self._putter):
             await agent.stop()
 
+    def _log(self, trouble: str) -> None:
+        """Log a trouble once, even if both agents have it and it comes and goes."""
+        if trouble and trouble != self._logged:
+            self._logged = trouble
+            _log.warning("cluster: %s", trouble)
+
     @property
     def pids(self) -> set[int]:
         """Return the process ids of the running agents."""
@@ -146,7 +153,7 @@ class Cluster:
     def stats(self) -> ClusterStats:
         return ClusterStats(
             url=self._options.url,
-            online=self._getter.ready,
+            online=self._getter.ready and not self._getter.trouble,
             trouble=self._getter.trouble or self._putter.trouble,
             transport=self._getter.transport,
             bytes_per_s=self._bytes_per_s,
@@ -338,6 +345,7 @@ class _Agent:
 
     begin: o.Begin
     counts: Counter[str]
+    log: Callable[[str], None]
     ready: bool = False
     transport: str = ""
     trouble: str = "starting"
@@ -348,7 +356,6 @@ class _Agent:
     _running: asyncio.Task[None] | None = None
     _hopeless: bool = False
     _failure: str = ""  # logged last
-    _logged: str = ""  # the trouble that was logged last
 
     def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -465,9 +472,7 @@ class _Agent:
                     self._failure = order.message
 
     def _note_trouble(self, message: str) -> None:
-        if message and message != self._logged:  # a trouble that comes and goes is logged once
-            self._logged = message
-            _log.warning("cluster: %s", message)
+        self.log(message)
         self.trouble = message
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from tierstore.cluster import orders as o
 from tierstore.cluster.bundle_store import BundleStore
@@ -24,6 +25,7 @@ from tierstore.keys import KEY_BYTES, TOKEN_BYTES
 from tierstore.store import Store
 from tierstore.units import MIB
 
+_End: TypeAlias = Literal["whole", "beyond", "failed"]
 _AT_A_TIME = 4  # bundles
 _STAGING_BYTES = 128 * MIB
 _BUNDLE_S = 60.0
@@ -67,7 +69,7 @@ class Warmer:
 
     def run(self, top_bytes: int) -> WarmUp:
         """Fetch bundles of at most ``top_bytes`` bytes, and no more than the daemon has room for."""
-        came: dict[str, Future[bool]] = {}
+        came: dict[str, Future[_End]] = {}
         left = top_bytes
         with ThreadPoolExecutor(_AT_A_TIME, "tierstore-warm-up") as pool:
             for bundle in self._bundles.index.by_use(self._bundles.uses()):
@@ -82,13 +84,16 @@ class Warmer:
             each.result()
         return self.done
 
-    def _fetch(self, bundle: Bundle, before: Future[bool] | None) -> bool:
-        """Fetch a bundle when the one before it has come. Return whether all of its pages are there."""
+    def _fetch(self, bundle: Bundle, before: Future[_End] | None) -> _End:
+        """Fetch a bundle when the one before it has come."""
         counts: Counter[str] = Counter()
         held = beyond = came = 0
         try:
-            if bundle.has_parent and (before is None or not before.result()):
-                return False
+            if bundle.has_parent:
+                end = before.result() if before is not None else "failed"
+                beyond = bundle.pages if end == "beyond" else 0
+                if end != "whole":
+                    return end
             origin = self._checked(bundle)
             first = len(origin.pages.keys) // KEY_BYTES - origin.count
             store = self._stores.of(origin.pages)
@@ -98,10 +103,11 @@ class Warmer:
                 beyond = 0 if self._take_room(store, wanted) else origin.count - held
             if held < origin.count and not beyond:
                 came = self._fetcher.fetch(origin.pages, first + held, origin.count - held, _BUNDLE_S, counts)
-            return held + came == origin.count
+            whole = held + came == origin.count
+            return "beyond" if beyond else "whole" if whole else "failed"
         except TierStoreError:
             counts["failed_bundles"] += 1
-            return False
+            return "failed"
         finally:
             with self._lock:
                 self.done.counts += counts

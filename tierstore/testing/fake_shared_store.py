@@ -143,4 +143,6 @@ def open_shared_store(options: SharedStoreOptions) -> SharedStore:
     directory = Path(urlsplit(options.url).path)
     if not directory.is_dir():
         raise SharedStoreError(f"there is no directory {directory}")
-    return FakeSharedStore(directory)
+    store = FakeSharedStore(directory)
+    store.exists(["ts1:"])
+    return store

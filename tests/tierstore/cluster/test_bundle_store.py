@@ -13,9 +13,10 @@ import pytest
 from tests.tierstore.cluster.seaweed import BUCKET, KEY, SECRET
 from tests.tierstore.cluster.test_bundles import names
 from tierstore.cluster import bundle_store
+from tierstore.cluster.agent import PublishQueue
 from tierstore.cluster.bundle_store import BundleStore
-from tierstore.cluster.orders import Counted, Origin, PromptPages, ToDaemon, Trouble
-from tierstore.cluster.shared_store import SharedStoreError, SharedStoreOptions, open_shared_store
+from tierstore.cluster.orders import Counted, Origin, PromptPages, Publish, ToDaemon, Trouble
+from tierstore.cluster.shared_store import SharedStoreError, SharedStoreOptions
 from tierstore.errors import UsageError
 from tierstore.testing.clock import wait_until
 
@@ -117,6 +118,7 @@ def test_consecutive_pages_are_one_request(through, proxy):
 @pytest.mark.parametrize("fault", ["status", "skewed", "half", "cut", "longer", "hang"])
 def test_a_server_that_fails_is_a_miss_and_one_line(through, proxy, fault, monkeypatch):
     monkeypatch.setattr(bundle_store, "_AGAIN_S", (0.05, 0.1))
+    monkeypatch.setattr(bundle_store, "_PATIENT_READ_S", 1.0)
     agent = Agent().open(through)
     agent.put(1)
     agent.put(2)
@@ -244,7 +246,7 @@ def test_damaged_uses_do_not_count(url, seaweed, prefix):
 def test_wrong_buckets_and_credentials_are_one_line(seaweed, monkeypatch, tmp_path):
     def said(url: str) -> str:
         with pytest.raises((SharedStoreError, UsageError)) as raised:
-            open_shared_store(SharedStoreOptions(url))
+            Agent().open(url)
         message = str(raised.value)
         assert "\n" not in message
         assert SECRET not in message
@@ -306,3 +308,36 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path, prefix, monkeypatch):
         assert len(there) >= before - 1
     finally:
         server.kill()
+
+
+def test_without_a_listing_nothing_is_written(through, proxy, seaweed, prefix):
+    """Nobody knows then how much there is."""
+    proxy.fault, proxy.methods = "status", ("GET",)
+    agent = Agent().open(through, watch=True)
+    wait_until(lambda: not agent.store._pausing)
+    assert agent.put(1) == [False] * 4
+    assert objects(seaweed, prefix) == {}
+    proxy.fault = ""
+    wait_until(lambda: agent.put(1) == [True] * 4)
+
+
+def test_prompts_that_are_used_most_are_published_first():
+    """And one prompt's pages are queued once, up to a limit."""
+    queue = PublishQueue(10)
+
+    def add(line: int, count: int = 4) -> int:
+        pages = PromptPages({"model": "m", "layout": "x"}, PAGE, 4, bytes(16), bytes(16))
+        return queue.add(Publish(pages, count), names(line, 0, count), set(names(line, 0, count)))
+
+    assert (add(1), add(2), add(2), add(3)) == (0, 0, 0, 4), "the third does not fit"
+    first = queue.take()
+    assert first.names == set(names(2, 0, 4))
+    assert add(2, count=6) == 0, "two more pages of it"
+    assert add(3) == 4, "what is being published counts"
+    queue.done(first)
+    assert add(3) == 0
+    assert [queue.take().names for _ in range(3)] == [
+        set(names(1, 0, 4)),
+        set(names(2, 4, 2)),
+        set(names(3, 0, 4)),
+    ]

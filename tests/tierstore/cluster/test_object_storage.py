@@ -89,6 +89,23 @@ def test_hosts_share_a_bucket_and_agents_may_die(start, url, proxy, seaweed):
     assert not any(SECRET in str(host.stats()) for host in (one, other, third))
 
 
+def test_a_server_that_is_away_at_the_start_is_waited_for(url, proxy, seaweed):
+    """By the same agents, with one line for people."""
+    proxy.fault = "status"
+    host = Host(url.replace(seaweed.endpoint, proxy.endpoint))
+    try:
+        stats = host.wait_for(lambda stats: "SlowDown" in stats.cluster.trouble)
+        assert not stats.cluster.online
+        assert stats.cluster.line.count("\n") == 0
+        proxy.fault = ""
+        host.wait_online()
+        assert not host.counts().get("agent_ends")
+        host.save(prompt(1))
+        published(host, 8)
+    finally:
+        host.close()
+
+
 def test_the_daemon_itself_does_not_load_the_client(start):
     host = start()
     maps = {pid: Path(f"/proc/{pid}/maps").read_text() for pid in (host.process.pid, *host.agents())}
