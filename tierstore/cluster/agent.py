@@ -378,7 +378,7 @@ def _begin(begin: o.Begin, tell: Tell) -> Agent:
     except TierStoreError as error:
         tell(o.Away(str(error), isinstance(error, UsageError)))
         os._exit(1)
-    tell(o.Ready(shared.transport))
+    tell(o.Ready(shared.transport, shared.trouble))
     return Agent(begin, shared, tell)
 
 

@@ -87,7 +87,6 @@ class BundleStore(SharedStore):
         self.index = BundleIndex()
         self._options = options
         self._lock = threading.Lock()  # guards all changes of the index, and what follows
-        self._trouble = ""
         self._again_at = 0.0
         self._pause_s = _AGAIN_S[0]
         self._uses: Counter[str] = Counter()  # since the start, by bundle
@@ -107,7 +106,7 @@ class BundleStore(SharedStore):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         if self._pausing:
-            raise SharedStoreError(self._trouble)
+            raise SharedStoreError(self.trouble)
         return [place is not None for place in self.index.find(names)]
 
     def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
@@ -181,14 +180,14 @@ class BundleStore(SharedStore):
             if now >= self._again_at:  # several threads may have met the same error
                 self._again_at = now + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _AGAIN_S[1])
-            told, self._trouble = self._trouble, str(error)
+            told, self.trouble = self.trouble, str(error)
         if told != str(error):
             self._options.tell(o.Trouble(str(error)))
 
     def _answered(self) -> None:
-        if self._trouble:
+        if self.trouble:
             with self._lock:
-                self._trouble, self._pause_s, self._again_at = "", _AGAIN_S[0], 0.0
+                self.trouble, self._pause_s, self._again_at = "", _AGAIN_S[0], 0.0
             self._options.tell(o.Trouble(""))
 
     # -- reading -------------------------------------------------------------------------------------
@@ -229,7 +228,7 @@ class BundleStore(SharedStore):
         refresh_s = self.bucket.address.refresh_s
         while True:
             left_s = self._again_at - time.monotonic()
-            time.sleep(min(max(left_s, _AGAIN_S[0] / 2), refresh_s) if self._trouble else refresh_s)
+            time.sleep(min(max(left_s, _AGAIN_S[0] / 2), refresh_s) if self.trouble else refresh_s)
             try:
                 self._refresh()
                 self._write_uses()

@@ -99,9 +99,10 @@ class Publish(AgentOrder):
 
 
 class Ready(AgentOrder):
-    """The agent has opened the shared store."""
+    """The agent has opened the shared store. ``trouble`` says why it does not work yet (:class:`Trouble`)."""
 
     transport: Text
+    trouble: Text = ""
 
 
 class Away(AgentOrder):

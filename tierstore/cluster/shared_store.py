@@ -30,6 +30,9 @@ class SharedStore(Protocol):
     transport: str
     """The transport of bytes, such as ``tcp`` or ``rdma``, for people."""
 
+    trouble: str = ""
+    """Why the store does not work at present, for people; empty if it works. Changes are also told."""
+
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return which names exist. Raise :class:`SharedStoreError` if the store does not answer."""
 

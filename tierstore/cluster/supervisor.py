@@ -452,8 +452,8 @@ class _Agent:
                 return
             match order:
                 case o.Ready():
-                    self.ready, self.transport, self.trouble = True, order.transport, ""
-                    self._hopeless = False
+                    self.ready, self.transport, self._hopeless = True, order.transport, False
+                    self._note_trouble(order.trouble)
                 case o.Away():
                     self._note_trouble(order.message)
                     self._hopeless = order.hopeless
