@@ -1,7 +1,7 @@
 """Which pages lie in the bundles of an object store, as far as known. Pure: listings and heads come in.
 
 An index has at most 2 million pages, and then takes 90 MB. Pages of older bundles are not found.
-These bundles still count against the store's limits.
+These bundles still count against the store's limits. There may be 131,072 bundles, which take 75 MB more.
 
 Time is the server's: the newest time in a listing, plus what this process has measured since. So a wrong
 clock of this host changes nothing. Until the server has written something new, its time may seem too early.
@@ -25,7 +25,7 @@ from tierstore.cluster.bundles import Bundle
 from tierstore.cluster.objects import NAME_BYTES, name_digest
 
 _MOST_PAGES = 1 << 21
-_MOST_BUNDLES = 1 << 17
+MOST_BUNDLES = 1 << 17
 _PLACE_BITS = 20
 _BUNDLE_NAME = re.compile(rf"[0-9a-f]{{{2 * NAME_BYTES}}}")
 
@@ -80,7 +80,7 @@ class BundleIndex:
     @property
     def excess(self) -> int:
         """How many bundles there are beyond the limit that an index keeps in mind."""
-        return max(len(self._stored) - _MOST_BUNDLES, 0)
+        return max(len(self._stored) - MOST_BUNDLES, 0)
 
     @property
     def now(self) -> float:
@@ -95,7 +95,7 @@ class BundleIndex:
         bundles whose heads are to be read, the newest first. Names of no bundle are ignored."""
         seen = set()
         for name, nbytes, written_at in entries:
-            if not _BUNDLE_NAME.fullmatch(name):
+            if not is_bundle(name):
                 continue
             seen.add(name)
             self.note_time(written_at)
@@ -122,6 +122,13 @@ class BundleIndex:
         stored = self._stored.get(name)
         if stored is not None:
             stored.bundle, stored.unreadable = bundle, bundle is None
+
+    def discard(self, bundle: Bundle) -> None:
+        """Forget the pages of a bundle until it is written again. It still counts."""
+        stored = self._stored.get(bundle.name)
+        if stored is not None and stored.bundle is bundle:
+            self.read(bundle.name, None)
+            self.rebuild()
 
     def add(self, bundle: Bundle) -> None:
         """Note a bundle that was written now."""
@@ -226,6 +233,11 @@ class BundleIndex:
                 bundle = self.parent(bundle)
             sequence |= {one.name: one for one in reversed(line)}
         return list(sequence.values())
+
+
+def is_bundle(name: str) -> bool:
+    """Return whether an object with this name may be a bundle."""
+    return _BUNDLE_NAME.fullmatch(name) is not None
 
 
 def _descendants_first(name: str, children: Mapping[str, list[str]], but: Mapping[str, None]) -> list[str]:

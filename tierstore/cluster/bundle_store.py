@@ -26,12 +26,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
 from tierstore import memory
 from tierstore.cluster import orders as o
-from tierstore.cluster.bundle_index import BundleIndex, BundlePlace, StoredBundle, decode_uses, encode_uses
+from tierstore.cluster.bundle_index import (
+    MOST_BUNDLES,
+    BundleIndex,
+    BundlePlace,
+    StoredBundle,
+    decode_uses,
+    encode_uses,
+    is_bundle,
+)
 from tierstore.cluster.bundles import Bundle, BundleError, make_bundle, read_bundle
 from tierstore.cluster.s3 import Bucket, BucketError, Listed, NoObjectError
 from tierstore.cluster.s3_address import S3Address
@@ -54,6 +63,7 @@ _AGAIN_S = (1.0, 30.0)
 _SLACK = 20  # a deletion makes room for a twentieth of the limit
 _MOST_USES = 4096  # bundles whose uses are counted here
 _MOST_USE_FILES = 256
+_MOST_LISTED_FILES = 10_000
 _USES_BYTES = 256 << 10
 _USE_HALVES_S = 86400.0  # a use counts half after a day …
 _USE_ENDS_S = 14 * 86400.0  # … and not at all after two weeks
@@ -219,8 +229,7 @@ class BundleStore(SharedStore):
     def _discard(self, bundle: Bundle) -> None:
         """Forget a bundle's pages until it is written again."""
         with self._lock:
-            self.index.read(bundle.name, None)
-            self.index.rebuild()
+            self.index.discard(bundle)
 
     # -- the index -----------------------------------------------------------------------------------
 
@@ -234,13 +243,17 @@ class BundleStore(SharedStore):
                 self._write_uses()
             except BucketError as error:
                 self._failed(error)
+            except Exception as error:  # noqa: BLE001  # reported to the daemon
+                self._options.tell(o.Failed(f"{type(error).__name__}: {error} (index of the bucket)"))
             else:
                 self._answered()
 
     def _refresh(self) -> None:
         """Follow the bucket. Raise :class:`BucketError` if it does not answer."""
         began = time.monotonic()
-        listing = [(_last(each), each.nbytes, each.written_at) for each in self.bucket.list(_BUNDLES)]
+        named = ((_last(each), each.nbytes, each.written_at) for each in self.bucket.list(_BUNDLES))
+        # Of more bundles, some are deleted with the next one that is written, and the rest is listed then.
+        listing = list(islice((each for each in named if is_bundle(each[0])), 2 * MOST_BUNDLES))
         with self._lock:
             unread = self.index.listed(listing, began)
             self._listed = True
@@ -310,7 +323,8 @@ class BundleStore(SharedStore):
     def _read_uses(self) -> Mapping[str, float]:
         """Read the uses that other hosts have written down, and delete those that no longer count. A file
         that cannot be read does not count."""
-        files = sorted(self.bucket.list(_USES), key=lambda each: each.written_at, reverse=True)
+        listed = islice(self.bucket.list(_USES), _MOST_LISTED_FILES)
+        files = sorted(listed, key=lambda each: each.written_at, reverse=True)
         for each in files:
             self.index.note_time(each.written_at)
         now = self.index.now

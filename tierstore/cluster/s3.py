@@ -167,8 +167,8 @@ class Bucket:
 
 def _profile(environment: Mapping[str, str]) -> Any:
     """Return a provider of the credentials in a profile, which obstore does not read itself. None if the
-    environment has credentials, or there is no such profile."""
-    if environment.get("AWS_ACCESS_KEY_ID") and not environment.get("AWS_PROFILE"):
+    environment has credentials or a web identity, which come first, or if there is no such profile."""
+    if environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return None
     name = environment.get("AWS_PROFILE", "default")
     file = Path(environment.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()

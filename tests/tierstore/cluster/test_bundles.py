@@ -136,7 +136,7 @@ def test_time_is_the_servers():
 
 def test_an_index_stays_within_its_limits(monkeypatch):
     monkeypatch.setattr(bundle_index, "_MOST_PAGES", 10)
-    monkeypatch.setattr(bundle_index, "_MOST_BUNDLES", 3)
+    monkeypatch.setattr(bundle_index, "MOST_BUNDLES", 3)
     made = [bundle(line, 0, 4)[0] for line in range(5)]
     index = filled(*made)
     assert index.pages == 8
