@@ -23,12 +23,13 @@ import typer
 from tierstore.cli.operator import Operator
 from tierstore.cluster.bundle_store import BundleStore
 from tierstore.cluster.fetching import DaemonStores
+from tierstore.cluster.s3 import Bucket
+from tierstore.cluster.s3_address import S3Address
 from tierstore.cluster.shared_store import SharedStoreOptions
 from tierstore.cluster.warm_up import Warmer
 from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
 from tierstore.stats import ClusterStats
-from tierstore.store.hit import Hit
 from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess
 from tierstore.units import GIB, format_size
@@ -55,13 +56,13 @@ def main(
     with ExitStack() as ending:
         loaded = load_model(open_model(model, device="cpu"))
         pages = (rounds + 1) * pages_for_tokens(loaded.kv_spec(), tokens + 2)
-        daemons = [_daemon(url, host_bytes, ending) for _ in range(2)]
+        daemons = [_daemon(url, host_bytes, publish, ending) for publish in ("all", "none")]
         stores = [*(daemon.url for daemon in daemons), None]
         engines = [build_engine(loaded, pool_pages=pages, store=store) for store in stores]
         for engine in engines:
             ending.callback(engine.close)
         # The first round is not counted: it also measures the speed of computing and of fetching.
-        taken = [_round(number, tokens, daemons, engines) for number in range(rounds + 1)][1:]
+        taken = [_round(url, number, tokens, daemons, engines) for number in range(rounds + 1)][1:]
         document = {
             "machine": machine.describe(),
             "model": model,
@@ -82,9 +83,9 @@ def main(
     report.write_json(document, json)
 
 
-def _daemon(url: str, host_bytes: int, ending: ExitStack) -> DaemonProcess:
+def _daemon(url: str, host_bytes: int, publish: str, ending: ExitStack) -> DaemonProcess:
     directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="ts"))
-    options = (f"--cluster={url}", "--cluster-publish=all", "--cluster-min-tokens=64")
+    options = (f"--cluster={url}", f"--cluster-publish={publish}", "--cluster-min-tokens=64")
     daemon = DaemonProcess(Path(directory), *options, host_bytes=host_bytes, disk=False).start()
     ending.callback(daemon.kill)
     wait_until((Path(directory) / "s.arena").exists)
@@ -99,7 +100,9 @@ def _cluster(daemon: DaemonProcess) -> ClusterStats:
     return cluster
 
 
-def _round(number: int, tokens: int, daemons: list[DaemonProcess], engines: list[Engine]) -> dict[str, Any]:
+def _round(
+    url: str, number: int, tokens: int, daemons: list[DaemonProcess], engines: list[Engine]
+) -> dict[str, Any]:
     """Publish a prompt, and measure it on the other host and without a store."""
     prompt = [(7 * at + 131 * number + at // 97) % 250 for at in range(tokens)]
     first, second, alone = engines
@@ -107,7 +110,8 @@ def _round(number: int, tokens: int, daemons: list[DaemonProcess], engines: list
     whole = tokens // first.connector.pool.spec.chunk_tokens * (number + 1)
     wait_until(lambda: _cluster(daemons[0]).counts.get("published_pages", 0) >= whole)
     before = _cluster(daemons[1]).counts.get("fetched_pages", 0)
-    wait_until(lambda: _known(second, prompt))
+    bundles = sum(1 for _ in Bucket(S3Address.parse(url)).list("bundles"))
+    wait_until(lambda: _cluster(daemons[1]).counts.get("read_heads", 0) >= 2 * bundles)  # by both agents
     taken = {}
     for name, engine in [("fetched", second), ("computed", alone)][:: 1 if number % 2 else -1]:
         began = time.perf_counter()
@@ -117,16 +121,8 @@ def _round(number: int, tokens: int, daemons: list[DaemonProcess], engines: list
     return {**taken, "fetched_pages": _cluster(daemons[1]).counts.get("fetched_pages", 0) - before}
 
 
-def _known(engine: Engine, prompt: list[int]) -> bool:
-    """Return whether the host's agent knows the prompt's pages by now."""
-    hit = engine.connector.lookup(engine.connector.prompt(prompt), counted=False)
-    hit.release()
-    assert isinstance(hit, Hit), "the bundled engine's connector has a store's hits"
-    return hit.remote_tokens > 0
-
-
 def _warm_up(url: str, host_bytes: int, ending: ExitStack) -> dict[str, Any]:
-    daemon = _daemon(url, host_bytes, ending)
+    daemon = _daemon(url, host_bytes, "none", ending)
     began = time.perf_counter()
     stores = DaemonStores(daemon.url)
     ending.callback(stores.close)

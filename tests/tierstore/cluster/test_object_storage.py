@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.forked import run
-from tests.tierstore.cluster.hosts import Host, check, prompt, published
+from tests.tierstore.cluster.hosts import Host, alive, check, prompt, published
 from tests.tierstore.cluster.seaweed import BUCKET, SECRET
 from tests.tierstore.cluster.test_named import TOKENS, grouped, needed
 from tests.tierstore.store.grouped_model import GEMMA, HYBRID
+from tierstore.testing.clock import wait_until
 
 pytestmark = pytest.mark.usefixtures("credentials")
 
@@ -80,8 +81,14 @@ def test_hosts_share_a_bucket_and_agents_may_die(start, url, proxy, seaweed):
         os.kill(agent, signal.SIGKILL)
     other.wait_for(lambda stats: stats.cluster.counts.get("agent_ends", 0) == ends + 2)
     other.wait_online()
+    # So is a daemon, whose agents end with it.
+    agents = one.agents()
+    one.kill()
+    wait_until(lambda: not any(map(alive, agents)))
+    one.start()
+    one.wait_online()
     one.save(prompt(5))
-    published(one, 24)
+    published(one, 8)
     third = start()
     assert third.fetch_remote(prompt(2)) == (128, 128)
     assert third.fetch_remote(prompt(5)) == (128, 128)
