@@ -80,6 +80,8 @@ class Bucket:
         given = {"endpoint": address.endpoint, "region": address.region}
         config: Any = {name: value for name, value in given.items() if value}
         config["virtual_hosted_style_request"] = not address.path_style
+        if address.endpoint and "AWS_ENDPOINT_URL_S3" in os.environ:  # would come before ``endpoint``
+            config["aws_endpoint_url_s3"] = address.endpoint
 
         def opened(request_s: float, retries: int) -> Any:
             return S3Store(

@@ -104,6 +104,12 @@ def test_pages_of_one_host_are_those_of_another(url, seaweed, prefix):
     assert one.said == []
 
 
+def test_the_address_comes_before_the_environment(url, monkeypatch):
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert Agent().open(url).put(1) == [True] * 4
+
+
 def test_consecutive_pages_are_one_request(through, proxy):
     agent = Agent().open(through)
     agent.put(1, count=20)
