@@ -32,6 +32,7 @@ _EXTRAS = {
     "jinja2": "serve",
     "cryptography": "packs",
     "blake3": "packs",
+    "obstore": "s3",
 }  # the extra that installs a package that only some commands need
 
 

@@ -38,11 +38,13 @@ def test_pages_behind_a_prefix_that_is_held(start):
 
 _GET_ONE_OF_TWO = """
 import ctypes, os
+from tierstore.cluster.orders import Origin, PromptPages
 from tierstore.cluster.shared_store import SharedStoreOptions, open_shared_store
 pool = open_shared_store(SharedStoreOptions("mooncake://MASTER"))
 memory = ctypes.create_string_buffer(bytes(range(100)) * 2, 200)
 at = ctypes.addressof(memory)
-assert pool.put(["there"], [(at, 100)]) == [True]
+origin = Origin(PromptPages({}, 0, 0, b"", b""), 1)
+assert pool.put(["there"], [(at, 100)], origin) == [True]
 ctypes.memset(at, 0, 200)
 assert pool.get(["there", "not there"], [(at, 100), (at + 100, 100)]) == [100, 0]
 assert memory.raw == bytes(range(100)) + bytes(100)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from tierstore.cluster import orders
+from tierstore.cluster import bundle_index, orders
 from tierstore.packs import format as pack_format
 from tierstore.wire import messages
 from tierstore_engine.server import requests
@@ -69,6 +69,8 @@ HTTP = [
         pytest.param(messages.Answer, id="answers of a daemon"),
         pytest.param(orders.ToAgent, id="orders to an agent"),
         pytest.param(orders.ToDaemon, id="what an agent says"),
+        pytest.param(orders.Origin, id="the origin of a bundle"),
+        pytest.param(bundle_index.Uses, id="the uses of bundles"),
         pytest.param(pack_format._Index, id="the index of a pack"),
         *(pytest.param(each, id=f"HTTP {each.__name__}") for each in HTTP),
     ],

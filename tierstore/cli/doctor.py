@@ -48,7 +48,9 @@ def command(
     ] = False,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Also check the shared store at mooncake://…", show_default=False),
+        typer.Option(
+            metavar="URL", help="Also check the shared store at mooncake://… or s3://…", show_default=False
+        ),
     ] = None,
     connect: Connect = None,
     kv_transfer_config: Annotated[

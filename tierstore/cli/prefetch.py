@@ -1,9 +1,11 @@
-"""``tierstore prefetch``: load a prompt's pages from disk into the host tier before they are needed."""
+"""``tierstore prefetch``: load a prompt's pages from disk into the host tier before they are needed, or fill
+the tiers of a new host from an object store."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,30 +13,71 @@ from tierstore.cli import show
 from tierstore.cli.operator import ConnectOptions
 from tierstore.cli.prompts import (
     ModelChoice,
-    Tokens,
+    SomeTokens,
     connected_store,
     known_identities,
     open_model,
     read_tokens,
 )
-from tierstore.command_line import with_options
+from tierstore.command_line import size_option, with_options
+from tierstore.errors import UsageError
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from tierstore.cluster.warm_up import WarmUp
+
+_MOST_BYTES = 1 << 60
 
 
 @with_options
 def command(
-    file: Tokens,
+    file: SomeTokens = None,
+    *,
     which: ModelChoice,
     wait_s: Annotated[
         float, typer.Option("--wait-s", min=0.0, max=3600.0, metavar="SECONDS", help="Wait at most this long")
     ] = 60.0,
-    *,
+    bucket: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="URL",
+            help="Instead of FILE: fetch the most used pages from an object store, s3://BUCKET/PREFIX",
+            show_default=False,
+        ),
+    ] = None,
+    top: Annotated[int | None, size_option("With --from: fetch at most this much")] = None,
+    secret: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster-secret",
+            metavar="FILE",
+            help="With --from: the secret that the pages were published with",
+            show_default=False,
+        ),
+    ] = None,
     where: ConnectOptions,
 ) -> None:
     """Load a prompt's pages from disk into the host tier.
 
     The pages stay there until the policy evicts them. Pages that miss the deadline are still loaded in the
     background.
+
+    With --from, the tiers of a new host are filled from an object store instead. The pages that were used
+    most come first, as many as the tiers have room for.
     """
+    if (file is None) == (bucket is None):
+        raise UsageError("give FILE with a prompt, or --from s3://BUCKET/PREFIX")
+    if bucket is not None:
+        _warm_up(bucket, _MOST_BYTES if top is None else top, secret, where)
+        return
+    if top is not None or secret is not None:
+        raise UsageError("--top and --cluster-secret need --from s3://BUCKET/PREFIX")
+    assert file is not None, "checked above"
+    _prefetch(file, which, wait_s, where)
+
+
+def _prefetch(file: Path, which: ModelChoice, wait_s: float, where: ConnectOptions) -> None:
     from rich.console import Console
 
     tokens = read_tokens(file)
@@ -50,4 +93,36 @@ def command(
     show.line(
         f"{hit.tokens:,} of {len(tokens):,} tokens are held; {above:,} of them are in the host tier now "
         f"({on_disk:,} were on disk only)"
+    )
+
+
+def _warm_up(url: str, top: int, secret: Path | None, where: ConnectOptions) -> None:
+    from rich.console import Console
+
+    from tierstore.cluster.bundle_store import BundleStore
+    from tierstore.cluster.fetching import DaemonStores
+    from tierstore.cluster.s3_address import S3Address
+    from tierstore.cluster.shared_store import SharedStoreOptions, read_secret
+    from tierstore.cluster.warm_up import Warmer
+    from tierstore.daemon.settings import default_listen
+
+    S3Address.parse(url)  # before a daemon is asked
+    key = read_secret(secret)
+    where.operator().close()  # a daemon must answer before anything is read
+    bundles = BundleStore(SharedStoreOptions(url), watch=False)
+    stores = DaemonStores(where.connect or default_listen(), where.keys, where.server_key)
+    with Console(file=sys.stderr).status("reading the bucket") as status:
+
+        def progress(done: WarmUp) -> None:
+            status.update(
+                f"{format_size(done.fetched_bytes)} fetched, {done.held_pages:,} pages held already"
+            )
+
+        try:
+            done = Warmer(bundles, stores, key, progress).run(top)
+        finally:
+            stores.close()
+    show.line(
+        f"fetched {done.fetched_pages:,} pages ({format_size(done.fetched_bytes)}); {done.held_pages:,} were "
+        f"held already, {done.beyond_pages:,} are beyond the limits, {done.left_out_pages:,} did not come"
     )

@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from tierstore.keys import Identity, Prompt
     from tierstore.wire.messages import PromptPart
 
-Tokens = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        help="File with token ids: a JSON list, numbers separated by spaces or commas, or .npy; - is stdin",
-        show_default=False,
-        allow_dash=True,
-    ),
-]
+_TOKENS = typer.Argument(
+    metavar="FILE",
+    help="File with token ids: a JSON list, numbers separated by spaces or commas, or .npy; - is stdin",
+    show_default=False,
+    allow_dash=True,
+)
+Tokens = Annotated[Path, _TOKENS]
+SomeTokens = Annotated[Path | None, _TOKENS]
 
 
 @dataclass(frozen=True, kw_only=True)

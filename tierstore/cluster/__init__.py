@@ -1,4 +1,4 @@
-"""Pages shared between hosts, through an existing distributed store (Mooncake Store).
+"""Pages shared between hosts, through an existing store: Mooncake Store, or a bucket of an object store.
 
 The daemon itself does not use the store's library. A process beside it, the **agent**, does so as an ordinary
 client of the daemon. Such libraries crash, hang, and write to memory after their calls have returned (76 MB
@@ -21,5 +21,7 @@ lookup whose local hit ends early asks the shared store (``Found.remote``, a hin
 the pages (``FetchOrder``), which are in host memory afterwards and are found like any others.
 
 ``orders.py`` has the messages between daemon and agents, ``supervisor.py`` the daemon's side, ``agent.py``
-the process, ``shared_store.py`` the interface of a store, and ``mooncake.py`` its only implementation.
+the process, ``fetching.py`` its way from the store to the daemon, and ``shared_store.py`` the interface of a
+store. ``mooncake.py`` implements it, and ``bundle_store.py`` over ``s3.py``. There, pages of one prompt are
+one object (``bundles.py``), and ``warm_up.py`` fills a new host.
 """

@@ -14,28 +14,26 @@ from __future__ import annotations
 
 import array
 import os
-import queue
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
-import tierstore
 from tierstore import copying
 from tierstore.cluster import orders as o
-from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects
+from tierstore.cluster.fetching import LOOKUP_S, DaemonStores, Fetcher, objects_of, prompt_of, room_of
+from tierstore.cluster.objects import HEADER_BYTES, PageObject
 from tierstore.cluster.promised import PromisedPages, PromisedPrompt
 from tierstore.cluster.recent import Recent
 from tierstore.cluster.shared_store import (
-    NOT_THERE,
     Memory,
     SharedStore,
     SharedStoreError,
@@ -44,21 +42,13 @@ from tierstore.cluster.shared_store import (
 )
 from tierstore.cluster.staging import StagingLane, StagingMemory
 from tierstore.errors import TierStoreError, UsageError
-from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
-from tierstore.spec import KVSpec
-from tierstore.store import Store
-from tierstore.store.buffers import PageSource, copied_frames
 from tierstore.wire.framing import LENGTH
 
 _QUEUED_PAGES = 256  # pages to publish; more are dropped
 _MOST_NAMES = 2048  # in one request
 _KNOWN_NAMES = 1 << 16
 _KNOWN_S = 30.0
-_MOST_STORES = 8
-_MOST_IDENTITIES = 512  # for one connection to the daemon, which keeps them all
-_LOOKUP_S = 2.0
 _LANE_WAIT_S = 5.0
-_SAVE_S = 5.0
 _WORN_OUT = 3
 
 
@@ -72,14 +62,14 @@ class Agent:
         self._shared = shared
         self._tell = tell
         self._staging = StagingMemory(begin.staging_bytes)
-        self._stores = AgentStores(begin.daemon)
+        self._stores = DaemonStores(begin.daemon)
+        self._fetcher = Fetcher(shared, self._staging, self._stores, begin.secret)
         self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names in the shared store
-        self._queued: set[str] = set()  # names of pages to publish
-        self._known_lock = threading.Lock()  # guards both
+        self._known_lock = threading.Lock()
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._fetchers = ThreadPoolExecutor(2, "tierstore-fetch")
         self._promised = PromisedPages(self._there, self._fetch_promised, self._promised_ended)
-        self._publishing: queue.Queue[tuple[o.PromptPages, int, set[str]]] = queue.Queue()
+        self._publishing = PublishQueue(_QUEUED_PAGES)
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
     def do(self, order: o.Look | o.FetchOrder | o.Stop | o.Publish) -> None:
@@ -133,7 +123,7 @@ class Agent:
     # -- looking and fetching ------------------------------------------------------------------------
 
     def _look(self, order: o.Look) -> o.Looked:
-        objects = _objects(order.pages, self._secret)
+        objects = objects_of(order.pages, self._secret)
         if not order.pages.named:
             objects = objects[order.first : order.first + _MOST_NAMES]
             there = self._shared.exists([each.name for each in objects]) if objects else []
@@ -143,59 +133,14 @@ class Agent:
         return o.Looked(order.id, len(places), places.tobytes())
 
     def _fetch(self, order: o.FetchOrder, counts: Counter[str]) -> int:
-        """Fetch chunks. Return how many have arrived, without a gap."""
-        ends = time.monotonic() + order.wait_s
-        objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
-        done = 0
-        while done < len(objects) and time.monotonic() < ends:
-            part = objects[done : done + self._staging.objects_in_a_lane(objects[0].nbytes)]
-            came = self._fetch_part(order.pages, order.first + done, part, ends, counts)
-            done += came
-            if came < len(part):
-                break
-        return done
-
-    def _fetch_part(
-        self,
-        pages: o.PromptPages,
-        first: int,
-        part: Sequence[PageObject],
-        ends: float,
-        counts: Counter[str],
-    ) -> int:
-        """Fetch chunks ``first …``, which are the objects ``part``. Return how many have arrived, without a
-        gap."""
-        with self._staging.lane(_room(part), max(ends - time.monotonic(), 0)) as lane:
-            if lane is None:
-                return 0
-            places = lane.places(part)
-            sizes = self._shared.get([each.name for each in part], places)
-            came = [size == each.nbytes for size, each in zip(sizes, part, strict=True)]
-            if not all(size in (each.nbytes, NOT_THERE) for size, each in zip(sizes, part, strict=True)):
-                lane.sound = False
-                counts["poisoned_lanes"] += 1
-            leading = [*came, False].index(False)
-            source = _Staged(lane, places[:leading], pages.page_bytes)
-            good = source.right(part, self._secret)
-            if good < leading:
-                counts["damaged_pages"] += 1
-                self._shared.remove(part[good].name)
-            if good:
-                prompt, start = _prompt(pages, first, good)
-                saved = self._stores.of(pages).save_from(prompt, source, good, first=start)
-                with suppress(TimeoutError):
-                    saved.wait(max(ends - time.monotonic(), 0) + _SAVE_S)
-                saved.cancel()
-                good = min(saved.wait() // pages.chunk_tokens, good)
-                self._note_known(part[:good])
-                counts["fetched_pages"] += good
-                counts["fetched_bytes"] += good * pages.page_bytes
-            return good
+        came = self._fetcher.fetch(order.pages, order.first, order.count, order.wait_s, counts)
+        self._note_known(objects_of(order.pages, self._secret)[order.first : order.first + came])
+        return came
 
     # -- promised pages ------------------------------------------------------------------------------
 
     def _expect(self, order: o.FetchOrder) -> None:
-        objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
+        objects = objects_of(order.pages, self._secret)[order.first : order.first + order.count]
         self._promised.add(order, objects)
 
     def _there(self, names: Sequence[str]) -> list[bool]:
@@ -218,7 +163,8 @@ class Agent:
             there = self._shared.exists([each.name for each in part])
             part = part[: [*there, False].index(False)]
             if part:
-                came = self._fetch_part(order.pages, order.first + done, part, promised.ends, counts)
+                came = self._fetcher.fetch_part(order.pages, order.first + done, part, promised.ends, counts)
+                self._note_known(part[:came])
         self._count(counts)
         return came
 
@@ -230,29 +176,25 @@ class Agent:
     def _queue(self, order: o.Publish) -> None:
         """Queue the pages of a prompt, each once: a prompt that is being computed is reported after each
         step."""
-        names = {each.name for each in _objects(order.pages, self._secret)[: order.count]}
+        names = [each.name for each in objects_of(order.pages, self._secret)[: order.count]]
+        self._shared.used(names)
         with self._known_lock:
-            new = {name for name in names - self._queued if name not in self._known}
-            full = bool(self._queued) and len(self._queued) + len(new) > _QUEUED_PAGES
-            if not full:
-                self._queued |= new
-        if full:
-            self._count(Counter(dropped_pages=len(new)))
-        elif new:
-            self._publishing.put((order.pages, order.count, new))
+            missing = {name for name in names if name not in self._known}
+        dropped = self._publishing.add(order, names, missing)
+        if dropped:
+            self._count(Counter(dropped_pages=dropped))
 
     def _publish_all(self) -> None:
         while True:
-            pages, count, queued = self._publishing.get()
+            waiting = self._publishing.take()
             counts: Counter[str] = Counter()
             with self._noting(counts, "failed_loads"):
-                self._publish(pages, count, counts)
-            with self._known_lock:
-                self._queued -= queued
+                self._publish(waiting.order.pages, waiting.order.count, counts)
+            self._publishing.done(waiting)
             self._count(counts)
 
     def _publish(self, pages: o.PromptPages, count: int, counts: Counter[str]) -> None:
-        objects = _objects(pages, self._secret)[:count]
+        objects = objects_of(pages, self._secret)[:count]
         there = []
         for start in range(0, len(objects), _MOST_NAMES):
             there += self._shared.exists([each.name for each in objects[start : start + _MOST_NAMES]])
@@ -261,97 +203,37 @@ class Agent:
         if not missing:
             return
         store = self._stores.of(pages)
-        with store.lookup(_prompt(pages, 0, count)[0]) as hit:
+        with store.lookup(prompt_of(pages, 0, count)[0]) as hit:
             # Only hits of named pages have positions. The others have the leading pages.
             held = [objects[at] for at in hit.positions or range(hit.tokens // pages.chunk_tokens)]
             wanted = {each.name for each in missing}
             for first, run in _runs(held, wanted, self._staging):
                 began = time.monotonic()
-                with self._staging.lane(_room(run), _LANE_WAIT_S) as lane:
+                with self._staging.lane(room_of(run), _LANE_WAIT_S) as lane:
                     if lane is None:
                         return
                     places = lane.places(run)
                     target = _Outgoing(lane, first, places, run, self._secret)
                     loaded = store.load_to(
-                        hit, target, first=first, count=len(run), keep=True, deadline_s=_LOOKUP_S
+                        hit, target, first=first, count=len(run), keep=True, deadline_s=LOOKUP_S
                     ).wait()
                     ready = max(loaded.tokens // pages.chunk_tokens - first, 0)
                     run, places = run[:ready], places[:ready]
                     if not ready:
                         return
-                    put = self._shared.put([each.name for each in run], places)
+                    put = self._shared.put([each.name for each in run], places, _origin(pages, objects, run))
                 self._note_known([each for each, done in zip(run, put, strict=True) if done])
                 counts["published_pages"] += sum(put)
                 counts["published_bytes"] += sum(put) * pages.page_bytes
                 counts["refused_pages"] += len(put) - sum(put)
                 if self._bytes_per_s:
-                    left_s = _room(run) / self._bytes_per_s - (time.monotonic() - began)
+                    left_s = room_of(run) / self._bytes_per_s - (time.monotonic() - began)
                     time.sleep(max(left_s, 0))
 
     def _note_known(self, objects: Sequence[PageObject]) -> None:
         with self._known_lock:
             for each in objects:
                 self._known.note(each.name)
-
-
-class AgentStores:
-    """Connections to the daemon, one for each layout."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._lock = threading.Lock()
-        self._stores: OrderedDict[str, tuple[Store, set[bytes]]] = OrderedDict()
-
-    def of(self, pages: o.PromptPages) -> Store:
-        """Return the store for these pages. Raise :class:`TierStoreError` if there is none."""
-        identity = Identity(**pages.identity)
-        with self._lock:
-            store, identities = self._stores.get(identity.layout, (None, set()))
-            if store is not None and len(identities) >= _MOST_IDENTITIES:
-                store.close()
-                store, identities = None, set()
-            if store is None:
-                spec = KVSpec.parse(identity.layout)
-                store = tierstore.connect(self._url, spec, identity=identity, lookup_s=_LOOKUP_S, verify=True)
-            identities.add(identity.digest)
-            self._stores[identity.layout] = store, identities
-            self._stores.move_to_end(identity.layout)
-            while len(self._stores) > _MOST_STORES:
-                self._stores.popitem(last=False)[1][0].close()
-        if not store.wait_connected(_LOOKUP_S):
-            raise TierStoreError("the daemon does not answer")
-        return store
-
-
-class _Staged(PageSource):
-    """Pages that have arrived in a lane, as the source of a save."""
-
-    def __init__(self, lane: StagingLane, places: Sequence[Memory], page_bytes: int) -> None:
-        self._lane = lane
-        self._places = places
-        self._page_bytes = page_bytes
-        self._checksums: list[int] = []
-
-    def right(self, objects: Sequence[PageObject], secret: bytes) -> int:
-        """Return how many leading pages match their objects. Only these may be saved."""
-        addresses = [address + HEADER_BYTES for address, _ in self._places]
-        self._checksums = copying.hash_all(addresses, self._page_bytes)
-        for at, (place, checksum) in enumerate(zip(self._places, self._checksums, strict=True)):
-            if self._lane.header(place) != objects[at].header(checksum, secret=secret):
-                return at
-        return len(self._places)
-
-    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        """Copy pages. A page that has changed since :meth:`right` is not stored."""
-        copies = [(address, self._places[position][0] + HEADER_BYTES) for position, address in pages]
-        copied = copying.copy_and_hash(copies, page_bytes)
-        expected = [self._checksums[position] for position, _ in pages]
-        return [one if one == other else None for one, other in zip(copied, expected, strict=True)]
-
-    def frames(
-        self, positions: Sequence[int], page_bytes: int
-    ) -> tuple[list[memoryview], Sequence[int | None]]:
-        return copied_frames(self, positions, page_bytes)
 
 
 class _Outgoing:
@@ -381,35 +263,6 @@ class _Outgoing:
             self._lane.write_header(place, each.header(checksum, secret=self._secret))
 
 
-def _objects(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
-    prompt, _ = _prompt(pages, 0, len(pages.keys) // KEY_BYTES)
-    return page_objects(
-        prompt.identity.digest,
-        pages.page_bytes,
-        pages.chunk_tokens,
-        prompt.keys,
-        list(prompt.chunks()),
-        secret=secret,
-        named=pages.named,
-    )
-
-
-def _prompt(pages: o.PromptPages, first: int, count: int) -> tuple[Prompt, int]:
-    """Return a prompt that ends with these chunks, and the position of the first of them in it. The prompt of
-    a chain begins with its earlier chunks. A prompt of named chunks has only these."""
-    start, make = 0, Prompt.with_keys
-    if pages.named:
-        start, make = first, partial(Prompt.with_names, pages_before=pages.depth + first)
-    width = pages.chunk_tokens * TOKEN_BYTES
-    tokens = pages.tokens[start * width : (first + count) * width]
-    keys = [PageKey(pages.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in range(start, first + count)]
-    return make(Identity(**pages.identity), tokens, keys, chunk_tokens=pages.chunk_tokens), first - start
-
-
-def _room(objects: Sequence[PageObject]) -> int:
-    return -(-objects[0].nbytes // 64) * 64 * len(objects)
-
-
 def _runs(
     held: Sequence[PageObject], wanted: Collection[str], staging: StagingMemory
 ) -> list[tuple[int, list[PageObject]]]:
@@ -425,6 +278,60 @@ def _runs(
         else:
             runs.append((at, [each]))
     return runs
+
+
+def _origin(pages: o.PromptPages, objects: Sequence[PageObject], run: Sequence[PageObject]) -> o.Origin:
+    places = {each.name: at for at, each in enumerate(objects)}
+    chunks = [places[each.name] for each in run]
+    return o.Origin.of(pages, chunks, objects[chunks[0] - 1].name if chunks[0] else "")
+
+
+@dataclass(slots=True, eq=False)
+class WaitingPrompt:
+    """A prompt to publish: its pages with these ``names``, which ``uses`` later orders had, too."""
+
+    order: o.Publish
+    names: set[str]
+    uses: int = 0
+
+
+class PublishQueue:
+    """Prompts to publish, at most ``most`` pages of them. The prompt that was used most goes first, and the
+    oldest of several. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()  # guards both
+        self._waiting: list[WaitingPrompt] = []
+        self._queued: set[str] = set()  # names of the waiting prompts, and of those that are being published
+
+    def add(self, order: o.Publish, names: Sequence[str], missing: set[str]) -> int:
+        """Add the ``missing`` pages of an order that are not queued yet, and note a use of those that are.
+        ``names`` are all of its pages. Return how many were dropped, because the queue is full."""
+        with self._changed:
+            for each in self._waiting:
+                each.uses += not each.names.isdisjoint(names)
+            new = missing - self._queued
+            if not new:
+                return 0
+            if self._queued and len(self._queued) + len(new) > self._most:
+                return len(new)
+            self._queued |= new
+            self._waiting.append(WaitingPrompt(order, new))
+            self._changed.notify()
+            return 0
+
+    def take(self) -> WaitingPrompt:
+        """Wait for a prompt and return it. Call :meth:`done` when it is published."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            first = max(self._waiting, key=lambda each: each.uses)
+            self._waiting.remove(first)
+            return first
+
+    def done(self, prompt: WaitingPrompt) -> None:
+        with self._changed:
+            self._queued -= prompt.names
 
 
 # -- the process -----------------------------------------------------------------------------------------
@@ -463,14 +370,15 @@ def main() -> None:
 
 
 def _begin(begin: o.Begin, tell: Tell) -> Agent:
-    options = SharedStoreOptions(begin.url, begin.protocol, begin.devices, begin.host)
+    options = SharedStoreOptions(
+        begin.url, begin.protocol, begin.devices, begin.host, begin.most_bytes, begin.lifetime_s, tell
+    )
     try:
         shared = open_shared_store(options)
-        shared.exists(["ts1:"])  # the first call takes longer than a lookup waits
     except TierStoreError as error:
         tell(o.Away(str(error), isinstance(error, UsageError)))
         os._exit(1)
-    tell(o.Ready(shared.transport))
+    tell(o.Ready(shared.transport, shared.trouble))
     return Agent(begin, shared, tell)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from tierstore.cluster.orders import Origin
 from tierstore.cluster.shared_store import (
     NOT_THERE,
     Memory,
@@ -62,6 +63,7 @@ class MooncakeStore(SharedStore):
         code = self._store.setup(host, "P2PHANDSHAKE", 0, 0, options.protocol, options.devices, master)
         if code:
             raise SharedStoreError(f"Mooncake's master at {master} does not answer ({code})")
+        self.exists(["ts1:"])  # the first call takes longer than a lookup waits
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         found = self._store.batch_is_exist(list(names))
@@ -74,7 +76,7 @@ class MooncakeStore(SharedStore):
         codes = self._store.batch_get_into(list(names), list(addresses), list(sizes))
         return [NOT_THERE if code == _NO_OBJECT else code for code in codes]
 
-    def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
+    def put(self, names: Sequence[str], of: Sequence[Memory], origin: Origin) -> list[bool]:
         addresses, sizes = zip(*of, strict=True)
         codes = self._store.batch_put_from(list(names), list(addresses), list(sizes))
         if failed := {code for code in codes if code not in (0, _NO_ROOM)}:
@@ -83,6 +85,9 @@ class MooncakeStore(SharedStore):
 
     def remove(self, name: str) -> None:
         self._store.remove(name)
+
+    def used(self, names: Sequence[str]) -> None:
+        """Do nothing: Mooncake orders its objects by its own reads."""
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 import xxhash
 
 HEADER_BYTES = 128
+NAME_BYTES = 20
 
+_NAME = "ts1:"
 _MAGIC = b"tspage1\0"
 _CHAIN = b"tierstore page 1\0"
 _NAMED = b"tierstore loose page 1\0"
@@ -56,7 +58,12 @@ def named_proofs(
 
 
 def object_name(proof: bytes) -> str:
-    return "ts1:" + proof.hex()[:40]
+    return _NAME + proof.hex()[: 2 * NAME_BYTES]
+
+
+def name_digest(name: str) -> bytes:
+    """Return the 20 bytes of an object's name."""
+    return bytes.fromhex(name.removeprefix(_NAME))
 
 
 @dataclass(frozen=True, slots=True)

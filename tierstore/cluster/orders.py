@@ -3,11 +3,13 @@ socketpair."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES
 from tierstore.wire.messages import IdentityFields, Payload, Text
 
 
@@ -28,6 +30,25 @@ class PromptPages(msgspec.Struct, array_like=True):
     depth: int = 0
 
 
+class Origin(msgspec.Struct, array_like=True):
+    """Where consecutive objects come from: they are the last ``count`` chunks of ``pages``. ``parent`` is the
+    name of the object of the chunk before them, empty for a first chunk and for named chunks."""
+
+    pages: PromptPages
+    count: int
+    parent: Text = ""
+
+    @classmethod
+    def of(cls, pages: PromptPages, chunks: Sequence[int], parent: str) -> Origin:
+        """Return the origin of these chunks of a prompt, which follow one another if they are chained."""
+        kept = chunks if pages.named else range(chunks[-1] + 1)
+        width = pages.chunk_tokens * TOKEN_BYTES
+        keys = b"".join([pages.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in kept])
+        tokens = b"".join([pages.tokens[at * width : (at + 1) * width] for at in kept])
+        part = msgspec.structs.replace(pages, keys=keys, tokens=tokens, depth=pages.depth + kept[0])
+        return cls(part, len(chunks), "" if pages.named else parent)
+
+
 class Begin(AgentOrder):
     """The first message: the addresses of the daemon and of the shared store."""
 
@@ -39,6 +60,8 @@ class Begin(AgentOrder):
     secret: Payload
     staging_bytes: int
     bytes_per_s: int  # limit of publishing; 0: none
+    most_bytes: int = 0  # limit of an object store
+    lifetime_s: float = 0.0  # … and of the age of its objects; 0: none
 
 
 class Look(AgentOrder):
@@ -76,9 +99,10 @@ class Publish(AgentOrder):
 
 
 class Ready(AgentOrder):
-    """The agent has opened the shared store."""
+    """The agent has opened the shared store. ``trouble`` says why it does not work yet (:class:`Trouble`)."""
 
     transport: Text
+    trouble: Text = ""
 
 
 class Away(AgentOrder):
@@ -86,6 +110,12 @@ class Away(AgentOrder):
 
     message: Text
     hopeless: bool
+
+
+class Trouble(AgentOrder):
+    """The shared store does not work at present, for this reason; empty when it works again."""
+
+    message: Text
 
 
 class Looked(AgentOrder):
@@ -115,4 +145,4 @@ class Failed(AgentOrder):
 
 
 ToAgent: TypeAlias = Begin | Look | FetchOrder | Stop | Publish
-ToDaemon: TypeAlias = Ready | Away | Looked | FetchDone | Counted | Failed
+ToDaemon: TypeAlias = Ready | Away | Trouble | Looked | FetchDone | Counted | Failed

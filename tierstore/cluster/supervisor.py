@@ -23,16 +23,18 @@ import msgspec
 
 from tierstore.cluster import orders as o
 from tierstore.cluster.recent import Recent
-from tierstore.cluster.shared_store import check_url
+from tierstore.cluster.shared_store import check_url, is_object_store, read_secret
 from tierstore.core.prompts import PromptView
 from tierstore.errors import UsageError
 from tierstore.planner import CLUSTER, TierRate
 from tierstore.stats import ClusterStats
+from tierstore.units import GIB
 from tierstore.wire.framing import LENGTH
 
 _log = logging.getLogger(__name__)
 
 
+_DEFAULT_BYTES = 100 * GIB  # limit of an object store
 _OVERDUE_S = 5.0  # an agent whose answer is this late is killed
 _CHECK_S = 0.5
 _BACK_OFF_S = (0.1, 5.0)
@@ -55,7 +57,8 @@ _Found: TypeAlias = "o.Looked | o.FetchDone"
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
     """Options of the shared store: its ``url``, a file with the ``secret``, and ``look_s``, the time that a
-    lookup waits for its answer. Raises :class:`UsageError` for values that cannot work."""
+    lookup waits for its answer. ``most_bytes`` and ``lifetime_s`` are limits of an object store (0: 100 GiB,
+    and no limit of its age). Raises :class:`UsageError` for values that cannot work."""
 
     url: str
     protocol: str = "tcp"
@@ -67,20 +70,22 @@ class ClusterOptions:
     look_s: float = 0.003
     staging_bytes: int = 128 << 20
     bytes_per_s: int = 0
+    most_bytes: int = 0
+    lifetime_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_url(self.url)
-
-    def read_secret(self) -> bytes:
-        if self.secret is None:
-            return b""
-        try:
-            secret = self.secret.read_bytes().strip()
-        except OSError as error:
-            raise UsageError(f"cannot read the cluster's secret: {error}") from error
-        if not 16 <= len(secret) <= 64:
-            raise UsageError(f"the cluster's secret must have 16 to 64 bytes, got {len(secret)}")
-        return secret
+        if is_object_store(self.url):
+            if self.protocol != "tcp" or self.devices or self.host:
+                raise UsageError(
+                    "cluster_protocol, cluster_devices and cluster_host are for Mooncake: leave them out "
+                    "with an object store"
+                )
+        elif self.most_bytes or self.lifetime_s:
+            raise UsageError(
+                "cluster_bytes and cluster_days are limits of an object store: leave them out with Mooncake, "
+                "whose lenders give its size"
+            )
 
 
 class Cluster:
@@ -90,7 +95,7 @@ class Cluster:
     def __init__(self, options: ClusterOptions, daemon: str) -> None:
         self._options = options
         self._counts: Counter[str] = Counter()
-        secret = options.read_secret()
+        secret = read_secret(options.secret)
         begin = o.Begin(
             daemon,
             options.url,
@@ -100,9 +105,12 @@ class Cluster:
             secret,
             options.staging_bytes // 2,
             options.bytes_per_s,
+            options.most_bytes or _DEFAULT_BYTES,
+            options.lifetime_s,
         )
-        self._getter = _Agent(begin, self._counts)
-        self._putter = _Agent(begin, self._counts)
+        self._logged = ""  # the trouble that was logged last
+        self._getter = _Agent(begin, self._counts, self._log)
+        self._putter = _Agent(begin, self._counts, self._log)
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._fetching: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
@@ -127,6 +135,12 @@ class Cluster:
         for agent in (self._getter, self._putter):
             await agent.stop()
 
+    def _log(self, trouble: str) -> None:
+        """Log a trouble once, even if both agents have it and it comes and goes."""
+        if trouble and trouble != self._logged:
+            self._logged = trouble
+            _log.warning("cluster: %s", trouble)
+
     @property
     def pids(self) -> set[int]:
         """Return the process ids of the running agents."""
@@ -139,7 +153,7 @@ class Cluster:
     def stats(self) -> ClusterStats:
         return ClusterStats(
             url=self._options.url,
-            online=self._getter.ready,
+            online=self._getter.ready and not self._getter.trouble,
             trouble=self._getter.trouble or self._putter.trouble,
             transport=self._getter.transport,
             bytes_per_s=self._bytes_per_s,
@@ -331,6 +345,7 @@ class _Agent:
 
     begin: o.Begin
     counts: Counter[str]
+    log: Callable[[str], None]
     ready: bool = False
     transport: str = ""
     trouble: str = "starting"
@@ -437,12 +452,13 @@ class _Agent:
                 return
             match order:
                 case o.Ready():
-                    self.ready, self.transport, self.trouble = True, order.transport, ""
-                    self._hopeless = False
+                    self.ready, self.transport, self._hopeless = True, order.transport, False
+                    self._note_trouble(order.trouble)
                 case o.Away():
-                    if self.trouble != order.message:
-                        _log.warning("cluster: %s", order.message)
-                    self.trouble, self._hopeless = order.message, order.hopeless
+                    self._note_trouble(order.message)
+                    self._hopeless = order.hopeless
+                case o.Trouble():
+                    self._note_trouble(order.message)
                 case o.Looked() | o.FetchDone():
                     asked = self._asked.pop(order.id, None)
                     if asked is not None and not asked.answer.done():
@@ -454,6 +470,10 @@ class _Agent:
                     if order.message != self._failure:  # a repeated error is logged once
                         _log.error("cluster: an agent had an error and continues: %s", order.message)
                     self._failure = order.message
+
+    def _note_trouble(self, message: str) -> None:
+        self.log(message)
+        self.trouble = message
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Kill the process if an answer is overdue."""

@@ -137,6 +137,8 @@ def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
         look_s=settings.cluster_look_s,
         staging_bytes=settings.cluster_staging,
         bytes_per_s=settings.cluster_bytes_per_s,
+        most_bytes=settings.cluster_bytes,
+        lifetime_s=settings.cluster_days * 86400,
     )
     return Cluster(options, local)
 

@@ -224,7 +224,8 @@ class Settings:
         "",
         _text,
         "URL",
-        "Share pages with other hosts through the shared store at mooncake://HOST:PORT or etcd://HOST:PORT",
+        "Share pages with other hosts through the shared store at mooncake://HOST:PORT or etcd://HOST:PORT, "
+        "or through an object store, s3://BUCKET/PREFIX",
     )
     cluster_publish: str = _setting(
         "reused",
@@ -240,6 +241,12 @@ class Settings:
     )
     cluster_bytes_per_s: int = _setting(
         0, _size, "SIZE", "Limit of published bytes per second (0: unlimited)"
+    )
+    cluster_bytes: int = _setting(
+        0, _size, "SIZE", "Limit of the bytes in the object store (0: 100 GiB); the least used leave first"
+    )
+    cluster_days: float = _setting(
+        0.0, _number, "DAYS", "Delete what was written to the object store longer ago (0: never)"
     )
     cluster_staging: int = _setting(
         128 * MIB, _size, "SIZE", "Size of the buffers for pages to and from other hosts"
@@ -290,6 +297,9 @@ class Settings:
         for name, least in (("lease_s", 0.1), ("drain_s", 0.0), ("cluster_look_s", 0.0)):
             if not least <= getattr(self, name) <= 86400:
                 raise UsageError(f"{name} is {getattr(self, name)}: give {least} to 86400 seconds")
+
+        if not 0 <= self.cluster_days <= 36500:
+            raise UsageError(f"cluster_days is {self.cluster_days}: give 0 to 36500 days")
 
     @classmethod
     def load(

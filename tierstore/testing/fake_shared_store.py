@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tierstore.cluster.orders import Origin
 from tierstore.cluster.shared_store import (
     NOT_THERE,
     Memory,
@@ -79,7 +80,7 @@ class FakeSharedStore(SharedStore):
             sizes.append(size if _write(data, to) else -600)
         return sizes
 
-    def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
+    def put(self, names: Sequence[str], of: Sequence[Memory], origin: Origin) -> list[bool]:
         faults = self._faults()
         if faults.get("broken"):
             raise RuntimeError("the fake shared store is broken")
@@ -95,6 +96,9 @@ class FakeSharedStore(SharedStore):
 
     def remove(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
+
+    def used(self, names: Sequence[str]) -> None:
+        """Do nothing."""
 
     def _path(self, name: str) -> Path:
         return self._directory / name.replace(":", "-")
@@ -139,4 +143,6 @@ def open_shared_store(options: SharedStoreOptions) -> SharedStore:
     directory = Path(urlsplit(options.url).path)
     if not directory.is_dir():
         raise SharedStoreError(f"there is no directory {directory}")
-    return FakeSharedStore(directory)
+    store = FakeSharedStore(directory)
+    store.exists(["ts1:"])
+    return store

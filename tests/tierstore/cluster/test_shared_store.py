@@ -371,7 +371,7 @@ def test_agents_that_end_leave_nothing_behind(start):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--cluster=http://x", "give mooncake://"),
+        ("--cluster=http://x", "must be mooncake://"),
         ("--cluster-secret=/no/such", "cannot read the cluster's secret"),
         ("--cluster-publish=some", "must be one of"),
     ],

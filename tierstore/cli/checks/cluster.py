@@ -1,5 +1,5 @@
-"""Requirements for sharing pages through Mooncake: the wheel, its system libraries, and a master that
-answers."""
+"""Requirements for sharing pages. Mooncake needs its wheel, its system libraries, and a master that answers.
+An object store needs obstore, and a bucket that answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,38 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from tierstore.cli.checks.check import Check, fail, ok
-from tierstore.cluster.shared_store import check_url
+from tierstore.cluster.shared_store import SharedStoreError, check_url, is_object_store
+from tierstore.extras import install
 
 _LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}  # without them the import fails, even for TCP
 _CONNECT_S = 2.0
 
 
 def checks(url: str) -> Iterator[Check]:
-    """Check wheel, libraries, master. Raise :class:`~tierstore.errors.UsageError` for a malformed address."""
+    """Check what an address needs. Raise :class:`~tierstore.errors.UsageError` for a malformed one."""
     check_url(url)
+    yield from _object_store(url) if is_object_store(url) else _mooncake(url)
+
+
+def _object_store(url: str) -> Iterator[Check]:
+    from tierstore.cluster.s3 import Bucket
+    from tierstore.cluster.s3_address import S3Address
+
+    if importlib.util.find_spec("obstore") is None:
+        yield fail("obstore", "not installed", install("s3"))
+        return
+    yield ok("obstore", importlib.metadata.version("obstore"))
+    bucket = Bucket(S3Address.parse(url))
+    try:
+        first = next(bucket.list("bundles"), None)
+    except SharedStoreError as error:
+        yield fail("object store", str(error), "correct this. The daemon works without it")
+    else:
+        what = "answers" if first is not None else "answers; it has no pages below this prefix yet"
+        yield ok("object store", f"bucket {bucket.address.bucket} {what}")
+
+
+def _mooncake(url: str) -> Iterator[Check]:
     wheels = [
         f"{each.name} {each.version}"
         for each in importlib.metadata.distributions()

@@ -1,0 +1,269 @@
+"""Which pages lie in the bundles of an object store, as far as known. Pure: listings and heads come in.
+
+An index has at most 2 million pages, and then takes 90 MB. Pages of older bundles are not found.
+These bundles still count against the store's limits. There may be 131,072 bundles, which take 75 MB more.
+
+Time is the server's: the newest time in a listing, plus what this process has measured since. So a wrong
+clock of this host changes nothing. Until the server has written something new, its time may seem too early.
+Then bundles live longer, never shorter.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from tierstore.cluster.bundles import Bundle
+from tierstore.cluster.objects import NAME_BYTES, name_digest
+
+_MOST_PAGES = 1 << 21
+MOST_BUNDLES = 1 << 17
+_PLACE_BITS = 20
+_BUNDLE_NAME = re.compile(rf"[0-9a-f]{{{2 * NAME_BYTES}}}")
+
+Uses = Annotated[dict[Annotated[str, Meta(max_length=2 * NAME_BYTES)], int], Meta(max_length=1024)]
+
+
+class BundlePlace(NamedTuple):
+    """A page's place: its bundle, and its number there."""
+
+    bundle: Bundle
+    at: int
+
+
+@dataclass(slots=True)
+class StoredBundle:
+    """An object in the store: ``bundle`` is None until its head is read, or if it cannot be read."""
+
+    name: str
+    nbytes: int
+    written_at: float
+    noted_at: float
+    bundle: Bundle | None = None
+    unreadable: bool = False
+
+
+class _Table(NamedTuple):
+    """The first 8 bytes of all page names, ascending, and the place of each."""
+
+    keys: npt.NDArray[np.uint64]
+    places: npt.NDArray[np.uint64]
+    bundles: Sequence[Bundle]
+
+
+class BundleIndex:
+    """Which bundles exist, and which pages they have. The caller serialises all changes. :meth:`find` may be
+    called at any time from any thread: it uses a table that is replaced as a whole."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stored: dict[str, StoredBundle] = {}
+        self._newest = (0.0, 0.0)  # the server's time, and this process's time when it was seen
+        self._table = _Table(np.empty(0, np.uint64), np.empty(0, np.uint64), ())
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def pages(self) -> int:
+        return len(self._table.keys)
+
+    @property
+    def excess(self) -> int:
+        """How many bundles there are beyond the limit that an index keeps in mind."""
+        return max(len(self._stored) - MOST_BUNDLES, 0)
+
+    @property
+    def now(self) -> float:
+        """The server's time, in seconds since 1970, or an earlier one."""
+        server, seen = self._newest
+        return server + self._clock() - seen
+
+    # -- changes -------------------------------------------------------------------------------------
+
+    def listed(self, entries: Iterable[tuple[str, int, float]], began: float) -> list[StoredBundle]:
+        """Take a listing (name, size, time of writing), which ``began`` at this time of the clock. Return the
+        bundles whose heads are to be read, the newest first. Names of no bundle are ignored."""
+        seen = set()
+        for name, nbytes, written_at in entries:
+            if not is_bundle(name):
+                continue
+            seen.add(name)
+            self.note_time(written_at)
+            known = self._stored.get(name)
+            if (
+                known is None
+                or known.nbytes != nbytes
+                or (known.unreadable and known.written_at < written_at)
+            ):
+                self._stored[name] = StoredBundle(name, nbytes, written_at, began)
+            else:
+                known.written_at = written_at
+        gone = [name for name, each in self._stored.items() if name not in seen and each.noted_at <= began]
+        for name in gone:
+            del self._stored[name]
+        self.nbytes = sum(each.nbytes for each in self._stored.values())
+        if gone:
+            self.rebuild()
+        unread = [each for each in self._stored.values() if each.bundle is None and not each.unreadable]
+        return sorted(unread, key=lambda each: each.written_at, reverse=True)
+
+    def read(self, name: str, bundle: Bundle | None) -> None:
+        """Note the head of a bundle, or that it is unreadable. Call :meth:`rebuild` after the last one."""
+        stored = self._stored.get(name)
+        if stored is not None:
+            stored.bundle, stored.unreadable = bundle, bundle is None
+
+    def discard(self, bundle: Bundle) -> None:
+        """Forget the pages of a bundle until it is written again. It still counts."""
+        stored = self._stored.get(bundle.name)
+        if stored is not None and stored.bundle is bundle:
+            self.read(bundle.name, None)
+            self.rebuild()
+
+    def add(self, bundle: Bundle) -> None:
+        """Note a bundle that was written now."""
+        self.remove([bundle.name], rebuild=False)
+        self._stored[bundle.name] = StoredBundle(bundle.name, bundle.nbytes, self.now, self._clock(), bundle)
+        self.nbytes += bundle.nbytes
+        self.rebuild()
+
+    def remove(self, names: Iterable[str], *, rebuild: bool = True) -> None:
+        """Note that bundles were deleted."""
+        for name in names:
+            stored = self._stored.pop(name, None)
+            self.nbytes -= stored.nbytes if stored is not None else 0
+        if rebuild:
+            self.rebuild()
+
+    def note_time(self, written_at: float) -> None:
+        """Note a time of the server."""
+        if written_at > self.now or not self._newest[0]:
+            self._newest = written_at, self._clock()
+
+    def rebuild(self) -> None:
+        """Make the table for :meth:`find`. It takes 0.3 s for a million pages (on a busy EPYC)."""
+        bundles: list[Bundle] = []
+        pages = 0
+        for each in sorted(self._stored.values(), key=lambda each: each.written_at, reverse=True):
+            if each.bundle is not None and pages + each.bundle.pages <= _MOST_PAGES:
+                bundles.append(each.bundle)
+                pages += each.bundle.pages
+        keys = _keys(b"".join([each.names for each in bundles]))
+        counts = np.array([each.pages for each in bundles], np.int64)
+        numbers = np.repeat(np.arange(len(bundles), dtype=np.uint64), counts)
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
+        at = np.arange(len(keys), dtype=np.int64) - starts
+        order = np.argsort(keys, kind="stable")
+        places = (numbers << np.uint64(_PLACE_BITS)) | at.astype(np.uint64)
+        self._table = _Table(keys[order], places[order], bundles)
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def find(self, names: Sequence[str]) -> list[BundlePlace | None]:
+        """Return the place of each page, None for those that no known bundle has."""
+        table = self._table
+        digests = [name_digest(name) for name in names]
+        if not len(table.keys) or not digests:
+            return [None] * len(digests)
+        rows = np.searchsorted(table.keys, _keys(b"".join(digests)))
+        found: list[BundlePlace | None] = []
+        for digest, row in zip(
+            digests, table.places[np.minimum(rows, len(table.keys) - 1)].tolist(), strict=True
+        ):
+            number, at = divmod(row, 1 << _PLACE_BITS)
+            bundle = table.bundles[number]
+            found.append(BundlePlace(bundle, at) if bundle.page_name(at) == digest else None)
+        return found
+
+    def parent(self, bundle: Bundle) -> Bundle | None:
+        """Return a bundle with the page before this bundle; None if there is none, or none is needed."""
+        if not bundle.has_parent:
+            return None
+        place = self.find([bundle.parent.hex()])[0]
+        return place.bundle if place is not None else None
+
+    def expired(self, lifetime_s: float) -> list[str]:
+        """Return the bundles that were written longer ago."""
+        ends = self.now - lifetime_s
+        return [each.name for each in self._stored.values() if each.written_at < ends]
+
+    def victims(self, nbytes: int, count: int, uses: Mapping[str, float]) -> list[str]:
+        """Return bundles of at least ``nbytes`` bytes, and at least ``count`` of them: the least used first,
+        and the oldest of these. A bundle is chosen after those that continue it, because no hit could
+        reach these without it."""
+        children: dict[str, list[str]] = {}
+        for each in self._stored.values():
+            parent = self.parent(each.bundle) if each.bundle is not None else None
+            if parent is not None and parent.name != each.name:
+                children.setdefault(parent.name, []).append(each.name)
+        order = sorted(self._stored.values(), key=lambda each: (uses.get(each.name, 0.0), each.written_at))
+        chosen: dict[str, None] = {}
+        freed = 0
+        for each in order:
+            for name in _descendants_first(each.name, children, chosen):
+                if freed >= nbytes and len(chosen) >= count:
+                    return list(chosen)
+                chosen[name] = None
+                freed += self._stored[name].nbytes
+        return list(chosen)
+
+    def by_use(self, uses: Mapping[str, float]) -> list[Bundle]:
+        """Return all readable bundles, the most used first, and the newest of these. A bundle follows the
+        bundle that it continues."""
+        order = sorted(
+            (each for each in self._stored.values() if each.bundle is not None),
+            key=lambda each: (-uses.get(each.name, 0.0), -each.written_at),
+        )
+        sequence: dict[str, Bundle] = {}
+        for each in order:
+            line: list[Bundle] = []
+            bundle = each.bundle
+            while bundle is not None and bundle.name not in sequence and bundle not in line:
+                line.append(bundle)
+                bundle = self.parent(bundle)
+            sequence |= {one.name: one for one in reversed(line)}
+        return list(sequence.values())
+
+
+def is_bundle(name: str) -> bool:
+    """Return whether an object with this name may be a bundle."""
+    return _BUNDLE_NAME.fullmatch(name) is not None
+
+
+def _descendants_first(name: str, children: Mapping[str, list[str]], but: Mapping[str, None]) -> list[str]:
+    """Return a bundle and those that continue it, except ``but``, each behind its descendants."""
+    found: dict[str, None] = {}
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each not in found and each not in but:
+            found[each] = None
+            waiting += children.get(each, ())
+    return list(found)[::-1]
+
+
+def _keys(names: bytes) -> npt.NDArray[np.uint64]:
+    """Return the first 8 bytes of each name as a number."""
+    rows = np.frombuffer(names, np.dtype([("key", "<u8"), ("rest", f"V{NAME_BYTES - 8}")]))
+    return rows["key"].astype(np.uint64)
+
+
+def encode_uses(uses: Mapping[str, int]) -> bytes:
+    """Return the most used bundles and their uses, for other hosts."""
+    most = sorted(uses.items(), key=lambda each: each[1], reverse=True)[:1024]
+    return msgspec.msgpack.encode(dict(most))
+
+
+def decode_uses(data: bytes) -> dict[str, int]:
+    """Return what :func:`encode_uses` has encoded. Raises :class:`msgspec.MsgspecError` otherwise."""
+    return {name: uses for name, uses in msgspec.msgpack.decode(data, type=Uses).items() if uses > 0}

@@ -1,0 +1,378 @@
+"""A shared store in a bucket of an object store: pages of one prompt together in a bundle (``bundles.py``).
+
+::
+
+    PREFIX/bundles/NAME    pages; the index of each agent (``bundle_index.py``) says which
+    PREFIX/uses/ID         how often prompts of one host used its bundles, for warm-up and deletion
+
+A lookup asks the index in memory and never the server. The index follows the bucket by listing it every
+``refresh_s`` seconds, and reads the head of each new bundle.
+
+The server's errors are misses. After one, nothing is asked for a second, and longer if it fails again, up to
+half a minute. The reason is the health line.
+
+**Limits.** Before a bundle is written, others are deleted until it fits ``most_bytes``: the least used first.
+Each host counts what others have written only from its next listing on. So hosts together may exceed the
+limit by what they write within ``refresh_s`` seconds. Objects with other names are not counted or deleted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+
+from tierstore import memory
+from tierstore.cluster import orders as o
+from tierstore.cluster.bundle_index import (
+    MOST_BUNDLES,
+    BundleIndex,
+    BundlePlace,
+    StoredBundle,
+    decode_uses,
+    encode_uses,
+    is_bundle,
+)
+from tierstore.cluster.bundles import Bundle, BundleError, make_bundle, read_bundle
+from tierstore.cluster.s3 import Bucket, BucketError, Listed, NoObjectError
+from tierstore.cluster.s3_address import S3Address
+from tierstore.cluster.shared_store import (
+    NOT_THERE,
+    Memory,
+    SharedStore,
+    SharedStoreError,
+    SharedStoreOptions,
+)
+
+_BUNDLES = "bundles"
+_USES = "uses"
+_HEAD_READ_BYTES = 16 << 10  # head and names of 800 pages, in one request
+_RANGE_BYTES = 2 << 20  # of one request; several are made at a time
+_READERS = 8
+_READ_S = 3.0  # of one request; a fetch waits 2 s, and an agent is killed 5 s later
+_PATIENT_READ_S = 60.0  # without a request that waits
+_AGAIN_S = (1.0, 30.0)
+_SLACK = 20  # a deletion makes room for a twentieth of the limit
+_MOST_USES = 4096  # bundles whose uses are counted here
+_MOST_USE_FILES = 256
+_MOST_LISTED_FILES = 10_000
+_USES_BYTES = 256 << 10
+_USE_HALVES_S = 86400.0  # a use counts half after a day …
+_USE_ENDS_S = 14 * 86400.0  # … and not at all after two weeks
+_USES_S = 60.0  # until uses are read again
+
+
+@dataclass(frozen=True, slots=True)
+class _BundleRange:
+    """Consecutive pages of a bundle, and their places in the caller's list."""
+
+    bundle: Bundle
+    at: int
+    into: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.into) * self.bundle.object_bytes
+
+
+class BundleStore(SharedStore):
+    """The bundles below a prefix in a bucket. The constructor reads the heads of all bundles. It raises
+    :class:`UsageError` if the store can never be used.
+
+    With ``watch``, for agents, a thread keeps the index up to date, also if the server does not answer at
+    first. Otherwise requests may take long, and the constructor raises :class:`SharedStoreError` if the
+    server does not answer."""
+
+    def __init__(self, options: SharedStoreOptions, *, watch: bool = True) -> None:
+        self.transport = "s3"
+        self.bucket = Bucket(S3Address.parse(options.url), _READ_S if watch else _PATIENT_READ_S)
+        self.index = BundleIndex()
+        self._options = options
+        self._lock = threading.Lock()  # guards all changes of the index, and what follows
+        self._again_at = 0.0
+        self._pause_s = _AGAIN_S[0]
+        self._uses: Counter[str] = Counter()  # since the start, by bundle
+        self._written_uses = 0
+        self._uses_name = f"{_USES}/{secrets.token_hex(8)}"
+        self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # until when, and the uses of other hosts
+        self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
+        self._listed = False  # without a listing, the limits are unknown
+        try:
+            self._refresh()
+        except BucketError as error:
+            if not watch:
+                raise
+            self._failed(error)
+        if watch:
+            threading.Thread(target=self._watch, name="tierstore-s3-list", daemon=True).start()
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        if self._pausing:
+            raise SharedStoreError(self.trouble)
+        return [place is not None for place in self.index.find(names)]
+
+    def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
+        sizes = [NOT_THERE] * len(names)
+        if not self._pausing:
+            ranges = list(_ranges(self.index.find(names), into))
+            came = self._readers.map(lambda each: self._read(each, into), ranges)
+            for part in (each for each, whole in zip(ranges, came, strict=True) if whole):
+                for at in part.into:
+                    sizes[at] = part.bundle.object_bytes
+        return sizes
+
+    def put(self, names: Sequence[str], of: Sequence[Memory], origin: o.Origin) -> list[bool]:
+        bundle, head = make_bundle(names, of[0][1], origin)
+        pages = [memoryview((ctypes.c_char * nbytes).from_address(address)) for address, nbytes in of]
+        try:
+            if self._pausing or not self._listed or not self._make_room(bundle.nbytes):
+                return [False] * len(names)
+            self.bucket.write(f"{_BUNDLES}/{bundle.name}", b"".join([head, *pages]))
+        except BucketError as error:
+            self._failed(error)
+            return [False] * len(names)
+        self._answered()
+        with self._lock:
+            self.index.add(bundle)
+            self._uses[bundle.name] += 1
+        return [True] * len(names)
+
+    def remove(self, name: str) -> None:
+        """Remove the bundle with this page."""
+        place = self.index.find([name])[0]
+        if place is not None:
+            self._discard(place.bundle)
+            try:
+                self.bucket.delete([f"{_BUNDLES}/{place.bundle.name}"])
+            except BucketError as error:
+                self._failed(error)
+
+    def used(self, names: Sequence[str]) -> None:
+        bundles = {place.bundle.name for place in self.index.find(names) if place is not None}
+        with self._lock:
+            self._uses.update(bundles)
+            if len(self._uses) > 2 * _MOST_USES:
+                self._uses = Counter(dict(self._uses.most_common(_MOST_USES)))
+
+    def origin(self, bundle: Bundle) -> o.Origin:
+        """Read the origin of a bundle. Raise :class:`BundleError` if it has changed."""
+        data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.origin_at, bundle.origin_bytes)
+        return bundle.origin(bytes(data))
+
+    def uses(self) -> Mapping[str, float]:
+        """Return how often each bundle was used, by all hosts, as far as they have written it down."""
+        now = time.monotonic()
+        if self._others[0] <= now:
+            self._others = now + _USES_S, self._read_uses()
+        total = dict(self._others[1])
+        with self._lock:
+            for name, count in self._uses.items():
+                total[name] = total.get(name, 0.0) + count
+        return total
+
+    # -- health --------------------------------------------------------------------------------------
+
+    @property
+    def _pausing(self) -> bool:
+        return time.monotonic() < self._again_at
+
+    def _failed(self, error: BucketError) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._again_at:  # several threads may have met the same error
+                self._again_at = now + self._pause_s
+                self._pause_s = min(2 * self._pause_s, _AGAIN_S[1])
+            told, self.trouble = self.trouble, str(error)
+        if told != str(error):
+            self._options.tell(o.Trouble(str(error)))
+
+    def _answered(self) -> None:
+        if self.trouble:
+            with self._lock:
+                self.trouble, self._pause_s, self._again_at = "", _AGAIN_S[0], 0.0
+            self._options.tell(o.Trouble(""))
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def _read(self, part: _BundleRange, into: Sequence[Memory]) -> bool:
+        """Read pages to memory. Return whether all have arrived."""
+        bundle = part.bundle
+        try:
+            data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.offset(part.at), part.nbytes)
+        except NoObjectError:  # deleted by another host since the last listing
+            self._discard(bundle)
+            return False
+        except BucketError as error:
+            self._failed(error)
+            return False
+        self._answered()
+        if len(data) != part.nbytes:
+            self._damaged(bundle)
+            return False
+        start = memory.address_of(data, writable=False)
+        for number, at in enumerate(part.into):
+            ctypes.memmove(into[at][0], start + number * bundle.object_bytes, bundle.object_bytes)
+        return True
+
+    def _damaged(self, bundle: Bundle) -> None:
+        self._options.tell(o.Counted({"damaged_objects": 1}))
+        self._discard(bundle)
+
+    def _discard(self, bundle: Bundle) -> None:
+        """Forget a bundle's pages until it is written again."""
+        with self._lock:
+            self.index.discard(bundle)
+
+    # -- the index -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        refresh_s = self.bucket.address.refresh_s
+        while True:
+            left_s = self._again_at - time.monotonic()
+            time.sleep(min(max(left_s, _AGAIN_S[0] / 2), refresh_s) if self.trouble else refresh_s)
+            try:
+                self._refresh()
+                self._write_uses()
+            except BucketError as error:
+                self._failed(error)
+            except Exception as error:  # noqa: BLE001  # reported to the daemon
+                self._options.tell(o.Failed(f"{type(error).__name__}: {error} (index of the bucket)"))
+            else:
+                self._answered()
+
+    def _refresh(self) -> None:
+        """Follow the bucket. Raise :class:`BucketError` if it does not answer."""
+        began = time.monotonic()
+        named = ((_last(each), each.nbytes, each.written_at) for each in self.bucket.list(_BUNDLES))
+        # Of more bundles, some are deleted with the next one that is written, and the rest is listed then.
+        listing = list(islice((each for each in named if is_bundle(each[0])), 2 * MOST_BUNDLES))
+        with self._lock:
+            unread = self.index.listed(listing, began)
+            self._listed = True
+            expired = self.index.expired(self._options.lifetime_s) if self._options.lifetime_s else []
+        if expired:
+            self._delete(expired, "expired_objects")
+        for each, bundle in zip(unread, self._readers.map(self._read_head, unread), strict=True):
+            with self._lock:
+                self.index.read(each.name, bundle)
+        if unread:
+            with self._lock:
+                self.index.rebuild()
+            self._options.tell(o.Counted({"read_heads": len(unread)}))
+
+    def _read_head(self, stored: StoredBundle) -> Bundle | None:
+        """Read the head and names of a bundle. Return None for one that is none of this version, damaged, or
+        deleted meanwhile."""
+        path = f"{_BUNDLES}/{stored.name}"
+        try:
+            data = bytes(self.bucket.read(path, 0, _HEAD_READ_BYTES))
+            bundle = read_bundle(stored.name, stored.nbytes, data)
+            if isinstance(bundle, int):
+                data += bytes(self.bucket.read(path, len(data), bundle - len(data)))
+                bundle = read_bundle(stored.name, stored.nbytes, data)
+            if isinstance(bundle, int):
+                raise BundleError(f"bundle {stored.name} is cut off")
+        except NoObjectError:
+            return None
+        except BundleError:
+            self._options.tell(o.Counted({"damaged_objects": 1}))
+            return None
+        return bundle
+
+    # -- limits --------------------------------------------------------------------------------------
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Delete bundles until another one fits. Return False if it never does. Raise :class:`BucketError` if
+        nothing can be deleted."""
+        most = self._options.most_bytes
+        if nbytes > most:
+            return False
+        excess = self.index.nbytes + nbytes - most
+        if excess > 0 or self.index.excess:
+            uses = self.uses()
+            with self._lock:
+                victims = self.index.victims(max(excess, 0) + most // _SLACK, self.index.excess, uses)
+            self._delete(victims, "deleted_objects")
+        return True
+
+    def _delete(self, names: Sequence[str], counter: str) -> None:
+        self.bucket.delete([f"{_BUNDLES}/{name}" for name in names])
+        with self._lock:
+            self.index.remove(names)
+        self._options.tell(o.Counted({counter: len(names)}))
+
+    # -- uses ----------------------------------------------------------------------------------------
+
+    def _write_uses(self) -> None:
+        """Write down the uses of this host, if there are new ones."""
+        with self._lock:
+            total = self._uses.total()
+            data = encode_uses(self._uses)
+        if total != self._written_uses:
+            self.bucket.write(self._uses_name, data)
+            self._written_uses = total
+
+    def _read_uses(self) -> Mapping[str, float]:
+        """Read the uses that other hosts have written down, and delete those that no longer count. A file
+        that cannot be read does not count."""
+        listed = islice(self.bucket.list(_USES), _MOST_LISTED_FILES)
+        files = sorted(listed, key=lambda each: each.written_at, reverse=True)
+        for each in files:
+            self.index.note_time(each.written_at)
+        now = self.index.now
+        counted = [each for each in files[:_MOST_USE_FILES] if now - each.written_at < _USE_ENDS_S]
+        if self._options.most_bytes and len(counted) < len(files):
+            self.bucket.delete([each.path for each in files[len(counted) :]])
+        total: dict[str, float] = {}
+        for each, uses in zip(counted, self._readers.map(self._read_use_file, counted), strict=True):
+            weight = 0.5 ** ((now - each.written_at) / _USE_HALVES_S)
+            for name, count in uses.items():
+                total[name] = total.get(name, 0.0) + weight * count
+        return total
+
+    def _read_use_file(self, file: Listed) -> Mapping[str, int]:
+        if file.path == self._uses_name or file.nbytes > _USES_BYTES:
+            return {}
+        try:
+            return decode_uses(bytes(self.bucket.read(file.path, 0, _USES_BYTES)))
+        except (NoObjectError, msgspec.MsgspecError):
+            self._options.tell(o.Counted({"damaged_objects": 1}))
+            return {}
+
+
+def _last(each: Listed) -> str:
+    return each.path.rpartition("/")[2]
+
+
+def _ranges(places: Sequence[BundlePlace | None], into: Sequence[Memory]) -> Iterator[_BundleRange]:
+    """Yield the ranges to read: consecutive pages of a bundle together, about 2 MiB each."""
+    current: _BundleRange | None = None
+    for number, place in enumerate(places):
+        fits = place is not None and place.bundle.object_bytes == into[number][1]
+        if (
+            current is not None
+            and place is not None
+            and fits
+            and place.bundle is current.bundle
+            and place.at == current.at + len(current.into)
+            and current.nbytes + place.bundle.object_bytes <= _RANGE_BYTES
+        ):
+            current.into.append(number)
+            continue
+        if current is not None:
+            yield current
+        current = _BundleRange(place.bundle, place.at, [number]) if place is not None and fits else None
+    if current is not None:
+        yield current
+
+
+def open_shared_store(options: SharedStoreOptions) -> SharedStore:
+    return BundleStore(options)

@@ -1,0 +1,127 @@
+"""A bundle: consecutive pages of one prompt as one object of an object store. Pure functions.
+
+    head ‖ name of each page (20 bytes) ‖ origin (msgpack) ‖ pages, each behind its header (``objects.py``)
+
+The head has the sizes of the other parts and the SHA-256 of the origin, and ends with its own XXH3-64.
+All pages of a bundle have the same size, so the place of each follows from the head. Agents read the heads
+and names of all bundles, and then pages by ranges. A reader trusts none of it: a page's header decides, which
+the reader can make itself (``objects.py``).
+
+The **origin** has the tokens of the prompt up to the bundle's end, and its identity. With it, a host that has
+never seen the prompt can fetch the pages (``warm_up.py``). It costs 4 bytes per token of the prompt. A bundle
+whose origin does not lead to its names is not fetched.
+
+A bundle is named by a SHA-256 over its page names and their size. So hosts that write the same pages write
+the same object, and an interrupted or repeated write changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from tierstore.cluster.objects import NAME_BYTES, name_digest
+from tierstore.cluster.orders import Origin
+from tierstore.errors import TierStoreError
+from tierstore.wire.messages import MAX_MESSAGE_BYTES
+
+_MAGIC = b"tsbndl1\0"
+_HEAD = struct.Struct("<8sIIQ20s32s")  # magic, pages, bytes of the origin, object_bytes, parent, SHA-256
+_CHECK = struct.Struct("<Q")
+HEAD_BYTES = _HEAD.size + _CHECK.size
+_MOST_PAGES = 1 << 20
+_MOST_OBJECT_BYTES = 2 << 30
+_NO_PARENT = bytes(NAME_BYTES)
+
+
+class BundleError(TierStoreError):
+    """An object is no bundle of this version, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The head and names of a bundle. ``parent`` is the name of the page before the first one, zeros if there
+    is none. ``names`` has 20 bytes for each page."""
+
+    name: str
+    object_bytes: int
+    origin_bytes: int
+    parent: bytes
+    origin_digest: bytes
+    names: bytes
+
+    @property
+    def pages(self) -> int:
+        return len(self.names) // NAME_BYTES
+
+    @property
+    def origin_at(self) -> int:
+        """The offset of the origin in the bundle."""
+        return HEAD_BYTES + len(self.names)
+
+    @property
+    def nbytes(self) -> int:
+        return self.offset(self.pages)
+
+    @property
+    def has_parent(self) -> bool:
+        return self.parent != _NO_PARENT
+
+    def offset(self, at: int) -> int:
+        """Return the offset of a page's header in the bundle."""
+        return self.origin_at + self.origin_bytes + at * self.object_bytes
+
+    def page_name(self, at: int) -> bytes:
+        return self.names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+
+    def origin(self, data: bytes) -> Origin:
+        """Return the origin with the bytes ``data``. Raise :class:`BundleError` if they have changed."""
+        if hashlib.sha256(data).digest() != self.origin_digest:
+            raise BundleError(f"the origin of bundle {self.name} has changed")
+        try:
+            return msgspec.msgpack.decode(data, type=Origin)
+        except msgspec.MsgspecError as error:
+            raise BundleError(f"the origin of bundle {self.name} is malformed") from error
+
+
+def make_bundle(names: Sequence[str], object_bytes: int, origin: Origin) -> tuple[Bundle, bytes]:
+    """Return the bundle of these pages, and its bytes before the first page. ``object_bytes`` is the size of
+    a page with its header."""
+    joined = b"".join(map(name_digest, names))
+    written = msgspec.msgpack.encode(origin)
+    parent = name_digest(origin.parent) if origin.parent else _NO_PARENT
+    digest = hashlib.sha256(written).digest()
+    bundle = Bundle(_name(joined, object_bytes), object_bytes, len(written), parent, digest, joined)
+    head = _HEAD.pack(_MAGIC, len(names), len(written), object_bytes, parent, digest)
+    return bundle, head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + joined + written
+
+
+def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
+    """Return the bundle ``name``, an object of ``nbytes`` bytes that begins with ``data``. Return how many
+    bytes are needed if there are too few. Raise :class:`BundleError` if it is no bundle."""
+    if len(data) < HEAD_BYTES:
+        raise BundleError(f"bundle {name} is cut off")
+    magic, pages, origin_bytes, object_bytes, parent, digest = _HEAD.unpack_from(data)
+    (check,) = _CHECK.unpack_from(data, _HEAD.size)
+    if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(data[: _HEAD.size]):
+        raise BundleError(f"object {name} is no bundle of this version")
+    needed: int = HEAD_BYTES + pages * NAME_BYTES
+    whole = needed + origin_bytes + pages * object_bytes
+    bounded = pages <= _MOST_PAGES and object_bytes <= _MOST_OBJECT_BYTES
+    if not pages or not bounded or origin_bytes > MAX_MESSAGE_BYTES or whole != nbytes:
+        raise BundleError(f"bundle {name} has {nbytes:,} bytes and should have {whole:,}")
+    if len(data) < needed:
+        return needed
+    names = data[HEAD_BYTES:needed]
+    if _name(names, object_bytes) != name:
+        raise BundleError(f"bundle {name} is damaged")
+    return Bundle(name, object_bytes, origin_bytes, parent, digest, names)
+
+
+def _name(names: bytes, object_bytes: int) -> str:
+    return hashlib.sha256(_CHECK.pack(object_bytes) + names).hexdigest()[: 2 * NAME_BYTES]

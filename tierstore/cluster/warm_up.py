@@ -1,0 +1,164 @@
+"""Filling the daemon of a new host from an object store: the most used bundles first.
+
+Each bundle says which prompt its pages are of (``bundles.py``). A bundle whose prompt does not lead to its
+pages is left out, and so are pages of tenants, which no host publishes. The pages then come as in any fetch:
+read, compared, saved (``fetching.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from tierstore.cluster import orders as o
+from tierstore.cluster.bundle_store import BundleStore
+from tierstore.cluster.bundles import Bundle, BundleError
+from tierstore.cluster.fetching import DaemonStores, Fetcher, objects_of, prompt_of
+from tierstore.cluster.objects import name_digest
+from tierstore.cluster.staging import StagingMemory
+from tierstore.errors import TierStoreError
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES
+from tierstore.store import Store
+from tierstore.units import MIB
+
+_End: TypeAlias = Literal["whole", "beyond", "failed"]
+_AT_A_TIME = 4  # bundles
+_STAGING_BYTES = 128 * MIB
+_BUNDLE_S = 60.0
+_FLUSH_S = 300.0
+_FLUSH_BYTES = 64 * MIB  # between flushes, if the size of the host tier is unknown
+
+
+@dataclass(slots=True)
+class WarmUp:
+    """The progress of a warm-up in pages and bytes. ``held_pages`` were in the daemon before,
+    ``left_out_pages`` did not come or are not trusted, and ``beyond_pages`` would exceed the limits."""
+
+    fetched_pages: int = 0
+    fetched_bytes: int = 0
+    held_pages: int = 0
+    left_out_pages: int = 0
+    beyond_pages: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Warmer:
+    """Fetches the most used bundles of ``bundles`` into a daemon. ``progress`` is called after each bundle,
+    from one thread at a time."""
+
+    def __init__(
+        self,
+        bundles: BundleStore,
+        stores: DaemonStores,
+        secret: bytes = b"",
+        progress: Callable[[WarmUp], None] = lambda done: None,
+    ) -> None:
+        self._bundles = bundles
+        self._stores = stores
+        self._secret = secret
+        self._progress = progress
+        self._fetcher = Fetcher(bundles, StagingMemory(_STAGING_BYTES), stores, secret)
+        self._lock = threading.Lock()  # guards what follows
+        self._left: int | None = None  # bytes that the daemon's tiers have room for; None until it is asked
+        self._unflushed = 0
+        self.done = WarmUp()
+
+    def run(self, top_bytes: int) -> WarmUp:
+        """Fetch bundles of at most ``top_bytes`` bytes, and no more than the daemon has room for."""
+        came: dict[str, Future[_End]] = {}
+        left = top_bytes
+        with ThreadPoolExecutor(_AT_A_TIME, "tierstore-warm-up") as pool:
+            for bundle in self._bundles.index.by_use(self._bundles.uses()):
+                left -= bundle.nbytes
+                if left < 0:
+                    self.done.beyond_pages += bundle.pages
+                    continue
+                parent = self._bundles.index.parent(bundle)
+                before = came.get(parent.name) if parent is not None else None
+                came[bundle.name] = pool.submit(self._fetch, bundle, before)
+        for each in came.values():
+            each.result()
+        return self.done
+
+    def _fetch(self, bundle: Bundle, before: Future[_End] | None) -> _End:
+        """Fetch a bundle when the one before it has come."""
+        counts: Counter[str] = Counter()
+        held = beyond = came = 0
+        try:
+            if bundle.has_parent:
+                end = before.result() if before is not None else "failed"
+                beyond = bundle.pages if end == "beyond" else 0
+                if end != "whole":
+                    return end
+            origin = self._checked(bundle)
+            first = len(origin.pages.keys) // KEY_BYTES - origin.count
+            store = self._stores.of(origin.pages)
+            held = _held(store, origin, first)
+            if held < origin.count:
+                wanted = (origin.count - held) * origin.pages.page_bytes
+                beyond = 0 if self._take_room(store, wanted) else origin.count - held
+            if held < origin.count and not beyond:
+                came = self._fetcher.fetch(origin.pages, first + held, origin.count - held, _BUNDLE_S, counts)
+            whole = held + came == origin.count
+            return "beyond" if beyond else "whole" if whole else "failed"
+        except TierStoreError:
+            counts["failed_bundles"] += 1
+            return "failed"
+        finally:
+            with self._lock:
+                self.done.counts += counts
+                self.done.fetched_pages += came
+                self.done.fetched_bytes += counts["fetched_bytes"]
+                self.done.held_pages += held
+                self.done.beyond_pages += beyond
+                self.done.left_out_pages += bundle.pages - came - held - beyond
+                self._progress(self.done)
+
+    def _checked(self, bundle: Bundle) -> o.Origin:
+        """Return the origin of a bundle. Raise :class:`TierStoreError` if it cannot be trusted."""
+        origin = self._bundles.origin(bundle)
+        pages = origin.pages
+        chunks, rest = divmod(len(pages.keys), KEY_BYTES)
+        whole = not rest and len(pages.tokens) == chunks * pages.chunk_tokens * TOKEN_BYTES
+        if not whole or not 0 < origin.count <= chunks or pages.identity.get("tenant"):
+            raise BundleError(f"the origin of bundle {bundle.name} is malformed")
+        try:
+            objects = objects_of(pages, self._secret)[chunks - origin.count :]
+        except TypeError:  # an identity of another version
+            raise BundleError(f"the origin of bundle {bundle.name} is of another version") from None
+        if b"".join([name_digest(each.name) for each in objects]) != bundle.names:
+            raise BundleError(f"the origin of bundle {bundle.name} is of other pages")
+        return origin
+
+    def _take_room(self, store: Store, nbytes: int) -> bool:
+        """Take room in the daemon's tiers. Wait for its disk now and then: pages that come faster than it
+        writes would not be kept. Return False if there is no room."""
+        with self._lock:
+            tiers = store.stats().tiers
+            host, disk = tiers.get("host"), tiers.get("disk")  # a client with a tenant gets no tiers
+            if self._left is None:
+                last = disk or host
+                self._left = 1 << 60 if last is None else last.capacity_bytes - last.used_bytes
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            self._unflushed += nbytes
+            if (disk is not None or host is None) and self._unflushed > (
+                host.capacity_bytes // 4 if host is not None else _FLUSH_BYTES
+            ):
+                store.flush(_FLUSH_S)
+                self._unflushed = 0
+        return True
+
+
+def _held(store: Store, origin: o.Origin, first: int) -> int:
+    """Return how many of the leading pages of an origin the daemon has."""
+    prompt, start = prompt_of(origin.pages, first, origin.count)
+    with store.lookup(prompt, counted=False) as hit:
+        held = hit.whole_chunks
+    places = range(start, start + origin.count)
+    return next((at for at, chunk in enumerate(places) if chunk not in held), origin.count)
