@@ -31,6 +31,7 @@ from tierstore.tiers.overflow import LEAST_STAGED, Overflow
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
+from tierstore_connectors.common.sharing import refusal, shared_identity
 from tierstore_engine.adapters import Adapter, read_adapters
 from tierstore_engine.attention import make_attention
 from tierstore_engine.attention.base import pages_on_device
@@ -94,7 +95,8 @@ class OpenModel:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights."""
+    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights, and
+    ``source`` is where they were read, as in :class:`OpenModel`."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -102,6 +104,7 @@ class LoadedModel:
     digest: str
     device: str
     adapters: tuple[Adapter, ...] = ()
+    source: Path | None = None
 
     def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)
@@ -117,6 +120,21 @@ class LoadedModel:
             rope=config.rope.describe(),
             codec=config.kv.describe(),
         )
+
+    def shared_identity(self, spec: KVSpec) -> Identity:
+        """Return the identity of pages that other engines share. Raise :class:`UsageError` if this model's
+        pages cannot be shared."""
+        config = self.config
+        if config.kv.quantised:
+            raise refusal("a quantised KV is this engine's own: leave --kv-dtype out")
+        if config.arithmetic:
+            raise refusal("pages of other engines do not have the same bits: leave --deterministic out")
+        if self.adapters:
+            raise refusal("pages computed with an adapter are not shared")
+        shared = shared_identity(self.source, dtype=config.dtype, chunk_tokens=spec.chunk_tokens)
+        if shared.layout != spec.describe():
+            raise refusal("this engine keeps the layers of this model in other groups")
+        return shared
 
 
 def open_model(
@@ -261,7 +279,15 @@ def load_model(
             kernels=kernels,
         )
     digest = digest_weights(source.config, weights)
-    return LoadedModel(source.config, source.tokenizer, weights, digest, source.device, source.adapters)
+    return LoadedModel(
+        source.config,
+        source.tokenizer,
+        weights,
+        digest,
+        source.device,
+        source.adapters,
+        source.source,
+    )
 
 
 def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
@@ -293,6 +319,7 @@ def build_engine(
     drafter: Drafter | None = None,
     model_name: str = "",
     role: Role = BOTH,
+    share_engines: bool = False,
 ) -> Engine:
     """Build an engine over a page pool and a store.
 
@@ -304,6 +331,7 @@ def build_engine(
     - ``prefix_cache``: whether pages are reused at all.
     - ``model_name``: the model's public name.
     - ``role``: whether the engine loads and saves pages that it shares with other engines.
+    - ``share_engines``: share pages with vLLM (:mod:`tierstore_connectors.common.sharing`).
 
     Raises :class:`UsageError` for impossible sizes and :class:`~tierstore.errors.StoreUnavailableError` for a
     store that cannot be opened.
@@ -311,6 +339,7 @@ def build_engine(
     spec = model.kv_spec(chunk_tokens=chunk_tokens)
     settings = settings or EngineSettings()
     settings.check_chunk(chunk_tokens)
+    identity = model.shared_identity(spec) if share_engines else model.identity(spec)
     if model.device != "cpu":
         # the pool is sized by the free memory, which includes torch's cache after this
         torch.cuda.empty_cache()
@@ -321,7 +350,7 @@ def build_engine(
         check_resident(spec, pages, settings)
     connector = open_connector(
         spec,
-        model.identity(spec),
+        identity,
         pool_pages=group_pages(spec, pages, settings),
         most_bytes=most_pool_bytes,
         overflow=overflow,

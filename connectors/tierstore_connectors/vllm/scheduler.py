@@ -108,9 +108,15 @@ class TrackedRequest:
 
     @classmethod
     def of(
-        cls, request: Any, adapters: AdapterVersions, media: MediaContents, hash_tokens: int
+        cls,
+        request: Any,
+        adapters: AdapterVersions,
+        media: MediaContents,
+        hash_tokens: int,
+        *,
+        shared: bool = False,
     ) -> tuple[TrackedRequest, Sequence[str]]:
-        """Return the tracked request, and problems to log."""
+        """Return the tracked request, and problems to log. ``shared``: engines share the pages."""
         options, problem = RequestOptions.parse(
             request.kv_transfer_params, prompt_tokens=request.num_prompt_tokens
         )
@@ -123,6 +129,8 @@ class TrackedRequest:
             if lora is not None:
                 adapter = (lora.lora_name, lora.lora_path, adapters.version(lora))
             contents = media.digests(features, hash_tokens)
+            if shared:
+                _require_tokens(request)
         except UnsupportedError as error:
             problems.append(str(error))
             uncached = True
@@ -154,6 +162,22 @@ class TrackedRequest:
         self.lookup = None
         self.looked_up = False
         self.answer = None
+
+
+def _require_tokens(request: Any) -> None:
+    """Raise :class:`UnsupportedError` for a request whose KV depends on more than its tokens: the keys of
+    pages that engines share are made from tokens only."""
+    more = {
+        "an adapter": request.lora_request,
+        "a cache_salt": request.cache_salt,
+        "images or other media": request.mm_features or None,
+        "prompt_embeds": vars(request).get("prompt_embeds"),
+    }
+    if given := [name for name, value in more.items() if value is not None]:
+        raise UnsupportedError(
+            f"share_engines: requests with {' or '.join(given)} go without the cache, because pages that "
+            "engines share are found by tokens only"
+        )
 
 
 @dataclass(slots=True)
@@ -392,7 +416,11 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked, problems = TrackedRequest.of(
-                request, self._adapters, self._media, self.groups.hash_tokens
+                request,
+                self._adapters,
+                self._media,
+                self.groups.hash_tokens,
+                shared=self._settings.share_engines,
             )
             for problem in problems:
                 self.errors.warn("a request", problem)
@@ -407,7 +435,9 @@ class SchedulerHalf:
         self._unasked.pop(request.request_id, None)
         self._ahead.discard(request.request_id)
         chunk_tokens = self.groups.chunk_tokens
-        stored = tracked.held // chunk_tokens
+        size = tracked.lookup.size if tracked.lookup is not None else 0
+        # Pages of another size are no parents of this engine's own, which are saved from the first on.
+        stored = 0 if size else tracked.held // chunk_tokens
         if tracked.answer is None and not tracked.options.hands_over:  # not looked up
             tracked.update_keys(self.groups)
             stored = self.stored.to_last(tracked.keys[: tracked.local // chunk_tokens], self._clock())
@@ -431,7 +461,7 @@ class SchedulerHalf:
         ]
         self._grow(tracked, chunks)
         wanted = tuple(each for each in groups if each.chunks)
-        self._loads.append(LoadOrder(request.request_id, chunks, wanted))
+        self._loads.append(LoadOrder(request.request_id, chunks, wanted, size))
         self._lost.remove(request.request_id)
         tracked.loading = (tracked.local // chunk_tokens, chunks)
         self.counters.add("promised_tokens", external)
