@@ -102,8 +102,10 @@ def test_what_is_copied_is_what_was_there(
     count=st.integers(0, 4),
     seed=st.integers(0, 1 << 30),
 )
-@example(32, 64, 4, to_turned=False, of_turned=True, padding=(0, 0), count=3, seed=1)  # K of vLLM on a CPU
-@example(32, 64, 2, to_turned=True, of_turned=False, padding=(0, 1), count=3, seed=2)
+@example(
+    rows=32, columns=64, item=4, to_turned=False, of_turned=True, padding=(0, 0), count=3, seed=1
+)  # K of vLLM on a CPU
+@example(rows=32, columns=64, item=2, to_turned=True, of_turned=False, padding=(0, 1), count=3, seed=2)
 def test_matrices_are_the_same_in_both_places(
     way: str,
     rows: int,

@@ -257,9 +257,10 @@ class VllmLookups:
             Group(number, each.rule, KVSpec.parse(each.identity.layout), named=kept_by_name(each.rule))
             for number, each in enumerate(pages)
         ]
+        prompts = identities[0] if model is None else model  # the identity of every prompt
         store = tierstore.connect(
             settings.store,
-            groups[0].spec,
+            KVSpec.parse(prompts.layout),
             identity=identities[0],
             lookup_s=settings.lookup_s,
             mover_threads=1,
