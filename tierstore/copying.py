@@ -105,7 +105,8 @@ class Matrix:
 
 
 def copy_matrices(pairs: npt.NDArray[np.uint64], matrix: Matrix) -> None:
-    """Copy a matrix for each row (destination, source) of ``pairs``, addresses of its first item.
+    """Copy a matrix for each row (destination, source) of ``pairs``, addresses of its first item. Large
+    copies bypass the caches.
 
     Rows may be contiguous on one side and columns on the other: then the compiled part turns squares of items
     in registers, for items of 2 and 4 bytes. docs/sharing.md has measurements.
@@ -123,7 +124,10 @@ def copy_matrices(pairs: npt.NDArray[np.uint64], matrix: Matrix) -> None:
         return
     sizes = (matrix.rows, matrix.columns, matrix.item_bytes, *matrix.to, *matrix.of)
     shape = array.array("Q", sizes)
-    native.LIBRARY.tierstore_copy_matrices(pairs.ctypes.data, len(pairs), shape.buffer_info()[0])
+    past_caches = _goes_past(len(pairs), matrix.rows * matrix.columns * matrix.item_bytes)
+    native.LIBRARY.tierstore_copy_matrices(
+        pairs.ctypes.data, len(pairs), shape.buffer_info()[0], past_caches
+    )
 
 
 def _view(address: int, matrix: Matrix, strides: tuple[int, int]) -> npt.NDArray[np.void]:

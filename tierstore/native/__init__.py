@@ -72,7 +72,7 @@ def load(file: Path) -> ctypes.CDLL | None:
     if library is None:
         return None
     _declare(library.tierstore_copy, None, _P, _N, _N, _I)
-    _declare(library.tierstore_copy_matrices, None, _P, _N, _P)
+    _declare(library.tierstore_copy_matrices, None, _P, _N, _P, _I)
     _declare(library.tierstore_copy_and_hash, None, _P, _N, _N, _I, _P)
     _declare(library.tierstore_gather_and_hash, None, _P, _N, _P, _N, _I, _P)
     _declare(library.tierstore_chunk_keys, None, ctypes.c_char_p, ctypes.c_char_p, _N, _N, _P)

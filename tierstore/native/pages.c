@@ -279,8 +279,7 @@ static void place_items(char *to, const char *of, const struct matrix *m, size_t
 }
 
 #if X86
-/* A square whose rows are contiguous on one side and whose columns are on the other: rows of `of` become rows of
- * `to`. The distances are those between rows. */
+/* Squares of items: a row of `of` becomes a column of `to`. The distances are those between rows. */
 static void turn_4x4_of_4(char *to, size_t to_row, const char *of, size_t of_row) {
     __m128i a = _mm_loadu_si128((const __m128i *)of), b = _mm_loadu_si128((const __m128i *)(of + of_row));
     __m128i c = _mm_loadu_si128((const __m128i *)(of + 2 * of_row));
@@ -313,37 +312,48 @@ static void turn_8x8_of_2(char *to, size_t to_row, const char *of, size_t of_row
 }
 #endif
 
-/* Transpose in squares: `to` has contiguous rows and `of` contiguous columns, or the other way round. */
+/* `to` has contiguous rows, and `of` contiguous columns: turn squares in registers. */
 static void turn(char *to, const char *of, const struct matrix *m) {
     size_t row = 0, done = 0;
 #if X86
     size_t side = m->item == 4 ? 4 : m->item == 2 ? 8 : 0;
     void (*square)(char *, size_t, const char *, size_t) = side == 4 ? turn_4x4_of_4 : turn_8x8_of_2;
-    int to_rows = m->to_column == m->item; /* else its columns are contiguous */
     done = side ? m->columns / side * side : 0;
     for (; side && row + side <= m->rows; row += side)
-        for (size_t column = 0; column < done; column += side) {
-            char *there = to + row * m->to_row + column * m->to_column;
-            const char *here = of + row * m->of_row + column * m->of_column;
-            if (to_rows)
-                square(there, m->to_row, here, m->of_column);
-            else
-                square(there, m->to_column, here, m->of_row);
-        }
+        for (size_t column = 0; column < done; column += side)
+            square(to + row * m->to_row + column * m->item, m->to_row,
+                   of + row * m->item + column * m->of_column, m->of_column);
 #endif
     place_items(to, of, m, 0, row, done, m->columns - done);
     place_items(to, of, m, row, m->rows - row, 0, m->columns);
 }
 
-static void copy_matrix(char *to, const char *of, const struct matrix *m) {
-    size_t width = m->columns * m->item;
-    if (m->to_column == m->item && m->of_column == m->item) {
-        if (m->to_row == width && m->of_row == width)
-            memcpy(to, of, m->rows * width);
+static void copy_rows(char *to, const char *of, size_t rows, size_t width, size_t to_row, size_t of_row,
+                      int past_caches) {
+    if (to_row == width && of_row == width)
+        width *= rows, rows = 1;
+    for (size_t row = 0; row < rows; row++)
+        if (past_caches)
+            stream(to + row * to_row, of + row * of_row, width);
         else
-            for (size_t row = 0; row < m->rows; row++)
-                memcpy(to + row * m->to_row, of + row * m->of_row, width);
-    } else if ((m->to_column == m->item && m->of_row == m->item) || (m->to_row == m->item && m->of_column == m->item)) {
+            memcpy(to + row * to_row, of + row * of_row, width);
+}
+
+#define TURNED 32768 /* bytes that stay in the first-level cache while they are turned */
+
+/* `m` has contiguous rows in `to`, if it has any there. */
+static void copy_matrix(char *to, const char *of, const struct matrix *m, int past_caches) {
+    char turned[TURNED];
+    size_t width = m->columns * m->item;
+    int rows = m->to_column == m->item;
+    if (rows && m->of_column == m->item) {
+        copy_rows(to, of, m->rows, width, m->to_row, m->of_row, past_caches);
+    } else if (rows && m->of_row == m->item && past_caches && m->rows * width <= TURNED) {
+        struct matrix here = *m;
+        here.to_row = width;
+        turn(turned, of, &here);
+        copy_rows(to, turned, m->rows, width, m->to_row, width, past_caches);
+    } else if (rows && m->of_row == m->item) {
         turn(to, of, m);
     } else {
         place_items(to, of, m, 0, m->rows, 0, m->columns);
@@ -372,10 +382,17 @@ void tierstore_copy_and_hash(const uint64_t (*pairs)[2], size_t count, size_t nb
     fence();
 }
 
-/* Copy a matrix for each (destination, source) pair of addresses of its first item. */
-void tierstore_copy_matrices(const uint64_t (*pairs)[2], size_t count, const struct matrix *matrix) {
+/* Copy a matrix for each (destination, source) pair of addresses of its first item, past the caches if asked to. */
+void tierstore_copy_matrices(const uint64_t (*pairs)[2], size_t count, const struct matrix *matrix, int past_caches) {
+    struct matrix m = *matrix;
+    if (m.to_column != m.item) { /* rows for columns: the other order may be contiguous */
+        m.rows = matrix->columns, m.columns = matrix->rows;
+        m.to_row = matrix->to_column, m.to_column = matrix->to_row;
+        m.of_row = matrix->of_column, m.of_column = matrix->of_row;
+    }
     for (size_t i = 0; i < count; i++)
-        copy_matrix((char *)pairs[i][0], (const char *)pairs[i][1], matrix);
+        copy_matrix((char *)pairs[i][0], (const char *)pairs[i][1], &m, past_caches);
+    fence();
 }
 
 /* Copy `count` pages together, each from `runs` runs of these sizes, with the XXH3-64 of each. `places` has for each

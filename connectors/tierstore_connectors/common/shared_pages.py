@@ -193,7 +193,7 @@ class BlockConverter:
                     (vectors.address + own * vectors.head, vectors.block, spec.tile(layer, plane, head).start)
                     for head, own in zip(source.page_heads, source.own_heads, strict=True)
                 )
-        self._places = [(matrix, np.array(each, np.uint64)) for matrix, each in places.items()]
+        self._places = [(matrix, np.array(sorted(each), np.uint64)) for matrix, each in places.items()]
 
     def gather(self, pages: Pages) -> None:
         """Copy the blocks of chunks to their pages."""
@@ -218,5 +218,6 @@ class BlockConverter:
         within = np.arange(numbers.shape[1], dtype=np.uint64) * np.uint64(self._block_bytes)
         blocks, rows = numbers[wanted].astype(np.uint64), (starts[:, None] + within)[wanted]
         for matrix, places in self._places:
-            address, stride, offset = (column[:, None] for column in places.T)
-            yield matrix, (address + blocks * stride).ravel(), (offset + rows).ravel()
+            address, stride, offset = places.T
+            # Block by block, in the order of memory.
+            yield matrix, (address + blocks[:, None] * stride).ravel(), (offset + rows[:, None]).ravel()
