@@ -125,9 +125,7 @@ def copy_matrices(pairs: npt.NDArray[np.uint64], matrix: Matrix) -> None:
     sizes = (matrix.rows, matrix.columns, matrix.item_bytes, *matrix.to, *matrix.of)
     shape = array.array("Q", sizes)
     past_caches = _goes_past(len(pairs), matrix.rows * matrix.columns * matrix.item_bytes)
-    native.LIBRARY.tierstore_copy_matrices(
-        pairs.ctypes.data, len(pairs), shape.buffer_info()[0], past_caches
-    )
+    native.LIBRARY.tierstore_copy_matrices(pairs.ctypes.data, len(pairs), shape.buffer_info()[0], past_caches)
 
 
 def _view(address: int, matrix: Matrix, strides: tuple[int, int]) -> npt.NDArray[np.void]:

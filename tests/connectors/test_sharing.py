@@ -104,6 +104,7 @@ def test_pages_of_another_form_are_other_pages(folder, monkeypatch):
     [
         ({"key_multiplier": 2.0}, "config.json has key_multiplier, which may change KV"),
         ({"quantization_config": {}}, "config.json has quantization_config, which may change KV"),
+        ({"use_bidirectional_attention": True}, "config.json has use_bidirectional_attention, which may"),
         ({"model_type": "falcon"}, "pages of model_type 'falcon' are not shared"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE must be one of .* got 'longrope'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE must be one of .* got 'dynamic'"),

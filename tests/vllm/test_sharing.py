@@ -91,7 +91,7 @@ def kv_difference(one, other):
     return greatest
 
 
-@pytest.mark.parametrize("kind", [models.LLAMA])
+@pytest.mark.parametrize("kind", [models.LLAMA, models.LLAMA3, models.QWEN2, models.QWEN3, models.GEMMA])
 def test_both_directions(model, daemon, kind):
     folder = model(kind)
     from_vllm, from_ours = prompt(TOKENS, seed=1), prompt(TOKENS, seed=2)

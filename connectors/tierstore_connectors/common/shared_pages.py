@@ -149,13 +149,15 @@ class EngineBlocks:
     """The memory of an engine's blocks, by layer of the model: K and V, or one latent.
 
     A block has ``block_tokens`` tokens. ``pieces`` is 1, or the number of consecutive blocks in memory for
-    each block that the engine numbers.
+    each block that the engine numbers. ``tables`` has the layers of each block table, if an engine has other
+    blocks for some of the layers: then the blocks of a chunk are those of each table in turn.
     """
 
     layers: Mapping[int, Sequence[Vectors]]
     block_tokens: int
     item_bytes: int
     pieces: int = 1
+    tables: Sequence[Sequence[int]] = ()
 
 
 class BlockConverter:
@@ -179,7 +181,9 @@ class BlockConverter:
             )
         width = group.head_dim * blocks.item_bytes
         self._block_bytes = blocks.block_tokens * width  # of one head, in a page
-        places: dict[Matrix, list[tuple[int, int, int]]] = {}
+        self._tables = max(len(blocks.tables), 1)
+        table_of = {layer: at for at, layers in enumerate(blocks.tables) for layer in layers}
+        places: dict[tuple[int, Matrix], list[tuple[int, int, int]]] = {}
         for layer in sorted(set(group.layers) & blocks.layers.keys()):
             for plane, vectors in enumerate(blocks.layers[layer]):
                 matrix = Matrix(
@@ -189,11 +193,13 @@ class BlockConverter:
                     to=(width, blocks.item_bytes),
                     of=(vectors.token, vectors.item),
                 )
-                places.setdefault(matrix, []).extend(
+                places.setdefault((table_of.get(layer, 0), matrix), []).extend(
                     (vectors.address + own * vectors.head, vectors.block, spec.tile(layer, plane, head).start)
                     for head, own in zip(source.page_heads, source.own_heads, strict=True)
                 )
-        self._places = [(matrix, np.array(sorted(each), np.uint64)) for matrix, each in places.items()]
+        self._places = [
+            (table, matrix, np.array(sorted(each), np.uint64)) for (table, matrix), each in places.items()
+        ]
 
     def gather(self, pages: Pages) -> None:
         """Copy the blocks of chunks to their pages."""
@@ -213,11 +219,14 @@ class BlockConverter:
         chunks = np.array([chunk for chunk, _ in pages], np.int64)
         starts = np.array([address for _, address in pages], np.uint64)
         wanted = np.ones_like(chunks, bool) if self._skipped is None else chunks != self._skipped
-        wanted = np.repeat(wanted, self._pieces, axis=1)
-        numbers = (chunks[:, :, None] * self._pieces + np.arange(self._pieces)).reshape(len(pages), -1)
-        within = np.arange(numbers.shape[1], dtype=np.uint64) * np.uint64(self._block_bytes)
-        blocks, rows = numbers[wanted].astype(np.uint64), (starts[:, None] + within)[wanted]
-        for matrix, places in self._places:
+        shape = (len(pages), self._tables, -1)
+        wanted = np.repeat(wanted, self._pieces, axis=1).reshape(shape)
+        numbers = (chunks[:, :, None] * self._pieces + np.arange(self._pieces)).reshape(shape)
+        within = np.arange(numbers.shape[2], dtype=np.uint64) * np.uint64(self._block_bytes)
+        rows = starts[:, None] + within
+        for table, matrix, places in self._places:
+            there = wanted[:, table]
+            blocks, page_rows = numbers[:, table][there].astype(np.uint64), rows[there]
             address, stride, offset = places.T
             # Block by block, in the order of memory.
-            yield matrix, (address + blocks[:, None] * stride).ravel(), (offset + rows[:, None]).ravel()
+            yield matrix, (address + blocks[:, None] * stride).ravel(), (offset + page_rows[:, None]).ravel()

@@ -42,7 +42,7 @@ from tierstore_connectors.common.facts import WEIGHTS, digest, plain, words
 FORM = "1: keys after norm and RoPE, values as projected, unscaled"
 """The numbers in a shared page. It counts up with every change of what they mean or how they are placed."""
 
-MEASURED = frozenset({"llama", "qwen2", "qwen3"})
+MEASURED = frozenset({"llama", "qwen2", "qwen3", "gemma3_text"})
 """The values of ``model_type`` whose KV is the same within 1e-3 (float32) in all engines that share it."""
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -53,8 +53,11 @@ _COUNTED = words("""
     architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act rms_norm_eps attention_bias mlp_bias vocab_size
     tie_word_embeddings max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
-    sliding_window max_window_layers use_sliding_window layer_types
+    sliding_window max_window_layers use_sliding_window layer_types sliding_window_pattern
+    _sliding_window_pattern rope_local_base_freq hidden_activation query_pre_attn_scalar
+    attn_logit_softcapping final_logit_softcapping
 """)
+_FALSE = words("use_bidirectional_attention")  # fields that must be false or absent
 HARMLESS = words("""
     _name_or_path transformers_version bos_token_id eos_token_id pad_token_id unk_token_id use_cache
     initializer_range torch_dtype dtype attention_dropout pretraining_tp
@@ -108,11 +111,23 @@ def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in MEASURED:
         known = ", ".join(sorted(MEASURED))
         raise refusal(f"pages of model_type {kind!r} are not shared (measured: {known})")
-    unknown = sorted(config.keys() - _COUNTED - HARMLESS)
+    unknown = sorted(
+        name
+        for name in config.keys() - _COUNTED - HARMLESS
+        if name not in _FALSE or config[name] not in (None, False)
+    )
     if unknown:
         raise refusal(f"config.json has {', '.join(unknown)}, which may change KV")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default" if isinstance(rope, Mapping) else rope
-    if kind not in ROPES:
-        raise refusal(f"RoPE must be one of {', '.join(ROPES)}, got {kind!r}")
+    for name in ("rope_parameters", "rope_scaling"):
+        for kind in _rope_kinds(config.get(name)):
+            if kind not in ROPES:
+                raise refusal(f"RoPE must be one of {', '.join(ROPES)}, got {kind!r}")
     return config
+
+
+def _rope_kinds(rope: object) -> list[object]:
+    """Return the kinds of RoPE that a field names, for each kind of layers if they differ."""
+    if not isinstance(rope, Mapping):
+        return [] if rope is None else [rope]
+    kinds = [kind for each in rope.values() if isinstance(each, Mapping) for kind in _rope_kinds(each)]
+    return kinds or [rope.get("rope_type") or rope.get("type") or "default"]

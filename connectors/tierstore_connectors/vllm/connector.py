@@ -37,7 +37,7 @@ from tierstore_connectors.common.counters import ConnectorCounters, added
 from tierstore_connectors.common.explaining import MISSED
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.vllm.config import VllmSettings
-from tierstore_connectors.vllm.groups import read_groups
+from tierstore_connectors.vllm.groups import joined, read_groups
 from tierstore_connectors.vllm.identity import Weights, hashes_are_private, weights_revision
 from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.orders import LoadReport, Rank, Shard, StepWork
@@ -205,6 +205,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 # Earlier versions do not say which blocks a window has freed.
                 raise UnsupportedError("sliding windows need vLLM 0.30 or later")
             _check_prefixes(config)
+            if settings.share_engines:
+                groups = joined(groups)
         except (TierStoreError, UnsupportedError) as error:
             self.errors.warn("the start", f"runs without the cache: {error}")
             return

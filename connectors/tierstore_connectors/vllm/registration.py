@@ -56,7 +56,9 @@ def register_groups(
         shapes = [_shape(name, tensor) for name, tensor in own.items()]
         layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_page(group))
         if shared is not None:
-            kept[group.number] = shared.worker_group(group, layout, own, _kernels(config, own))
+            # Layers of several block tables may lie in the same memory.
+            every = {name: tensors[name] for name in group.layers if name in tensors}
+            kept[group.number] = shared.worker_group(group, layout, every, _kernels(config, every))
             continue
         identity = page_identity(
             layout,

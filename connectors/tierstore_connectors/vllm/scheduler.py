@@ -456,8 +456,7 @@ class SchedulerHalf:
         )
         chunks = -(-end // chunk_tokens)
         groups = [
-            blocks_to_load(self.groups, group, tables[group.number], tracked.local, end)
-            for group in self.groups.groups
+            blocks_to_load(self.groups, group, tables, tracked.local, end) for group in self.groups.groups
         ]
         self._grow(tracked, chunks)
         wanted = tuple(each for each in groups if each.chunks)
@@ -635,7 +634,7 @@ class SchedulerHalf:
             tracked.saved = end
             tables = table()
             groups += [
-                blocks_to_save(self.groups, group, tables[group.number], first, end)
+                blocks_to_save(self.groups, group, tables, first, end)
                 for group in self.groups.groups
                 if group.rule.past is not Past.STATE
             ]

@@ -124,6 +124,7 @@ class SharedModel:
             num_blocks=layout.num_blocks,
             heads=len(self._part(kept.kv_heads, kept.layers).heads(kept.kv_heads)),
             head_dim=kept.head_dim,
+            tables=[[layer_number(name) for name in each.layers] for each in group.members],
         )
         own = self._part(kept.kv_heads, sorted(blocks.layers))
         every = range(len(own.heads(kept.kv_heads)))
@@ -184,10 +185,11 @@ def engine_blocks(
     num_blocks: int,
     heads: int,
     head_dim: int,
+    tables: Sequence[Sequence[int]] = (),
 ) -> EngineBlocks:
     """Return where K and V lie in tensors ``[blocks, heads, tokens, 2 × head_dim]``, by layer. ``backends``:
-    for example ``FLASH_ATTN`` or ``CPU_ATTN(vec)``. Raises :class:`~tierstore.errors.UsageError` for a
-    backend or a shape that is not known."""
+    for example ``FLASH_ATTN`` or ``CPU_ATTN(vec)``. ``tables`` has the layers of each block table, if there
+    are several. Raises :class:`~tierstore.errors.UsageError` for a backend or a shape that is not known."""
     layers: dict[int, Sequence[Vectors]] = {}
     shapes = set()
     for layer, tensor in tensors.items():
@@ -202,7 +204,7 @@ def engine_blocks(
         layers[layer] = _vectors(tensor, backends[layer], head_dim)
     if len(shapes) != 1 or (blocks := shapes.pop())[0] % num_blocks:
         raise refusal("the layers of a group have blocks of different sizes")
-    return EngineBlocks(layers, blocks[1], blocks[2], pieces=blocks[0] // num_blocks)
+    return EngineBlocks(layers, blocks[1], blocks[2], blocks[0] // num_blocks, tables)
 
 
 def _vectors(tensor: torch.Tensor, backend: str, head_dim: int) -> tuple[Vectors, Vectors]:
