@@ -2,8 +2,8 @@
 
     python benchmarks/sharing.py --layers 16 --kv-heads 8 --head-dim 128
 
-Each round copies a prompt's blocks to pages and back, for each dtype and each order of blocks: ``by token``
-has a token's K and V side by side (vLLM on a GPU), ``turned`` has K as ``[head_dim, token]`` (vLLM on a CPU).
+Each round copies a prompt's blocks to pages and back, for each dtype and each order of blocks. ``by token``
+has a token's K and V side by side, as vLLM on a GPU. ``turned`` has K as ``[head_dim, token]``, as on a CPU.
 The baseline is libc's memcpy of the same bytes, in the same rounds. A row has the median of each speed, and
 of its ratio to memcpy's in a round. Time is that of this thread on a core, so other programs matter less. docs/sharing.md has results.
 """

@@ -126,9 +126,9 @@ class LoadedModel:
         pages cannot be shared."""
         config = self.config
         if config.kv.quantised:
-            raise refusal("a quantised KV is this engine's own: leave --kv-dtype out")
+            raise refusal("a KV of --kv-dtype is this engine's own")
         if config.arithmetic:
-            raise refusal("pages of other engines do not have the same bits: leave --deterministic out")
+            raise refusal("pages of other engines do not have the bits of --deterministic")
         if self.adapters:
             raise refusal("pages computed with an adapter are not shared")
         shared = shared_identity(self.source, dtype=config.dtype, chunk_tokens=spec.chunk_tokens)

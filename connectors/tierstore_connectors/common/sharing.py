@@ -15,10 +15,10 @@ names the model. Every engine makes it with :func:`shared_identity`, from the sa
 computes the model in another way than its files say (quantised KV, overrides, adapters): its own
 ``require_plain`` lists these.
 
-**Keys.** Pages are found as the bundled engine finds them: by XXH3 chains over token ids
-(:mod:`tierstore.keys`), or by name where a layer group has a window. vLLM's scheduler knows the token ids of
-a request, so it computes the same keys. Its own block hashes would be no use: they begin with vLLM's own
-constant, and the bundled engine would need vLLM's way to encode them. SGLang's storage interface gives
+**Keys.** Pages are found by keys over token ids (:mod:`tierstore.keys`), as the bundled engine finds them. If
+a layer group has a window, its pages are found by name. vLLM's scheduler knows the token ids of a request, so
+it computes the same keys. Its own block hashes would be no use: they begin with vLLM's own constant, and the
+bundled engine would need vLLM's way to encode them. SGLang's storage interface gives
 hashes of pages without their tokens, and is refused until its connector learns the tokens. To name all pages
 by SGLang's hashes was rejected: a hit could then end at whole pages only, and every engine would lose the
 chain that says which pages belong together.

@@ -1,8 +1,8 @@
 """vLLM's half of pages that engines share: where keys and values lie in its blocks, and who may share them.
 
 vLLM registers one tensor per layer, ``[blocks, kv_heads, tokens, 2 × head_dim]``, with any strides
-(``layout.py``). What a block of a head holds is up to the attention backend. Backends are known by name here,
-and any other refuses sharing:
+(``layout.py``). The attention backend decides the order within a block of a head. These backends are known by
+name, and any other refuses sharing:
 
 - ``CPU_ATTN`` with its portable kernels: K as ``[head_dim, tokens]``, then V as ``[tokens, head_dim]``
   (csrc/cpu/cpu_attn_vec.hpp, 0.32). Its kernels for AMX and NEON pack further, and are refused.
