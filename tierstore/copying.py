@@ -131,8 +131,11 @@ def copy_matrices(pairs: npt.NDArray[np.uint64], matrix: Matrix) -> None:
 def _view(address: int, matrix: Matrix, strides: tuple[int, int]) -> npt.NDArray[np.void]:
     """Return a matrix in memory as an array of items."""
     extent = (matrix.rows - 1) * strides[0] + (matrix.columns - 1) * strides[1] + matrix.item_bytes
-    memory = (ctypes.c_char * extent).from_address(address)
-    return np.ndarray((matrix.rows, matrix.columns), f"V{matrix.item_bytes}", buffer=memory, strides=strides)
+    memory = memoryview((ctypes.c_char * extent).from_address(address)).cast("B")
+    found: npt.NDArray[np.void] = np.ndarray(
+        (matrix.rows, matrix.columns), f"V{matrix.item_bytes}", buffer=memory, strides=strides
+    )
+    return found
 
 
 def hash_all(addresses: Sequence[int], nbytes: int) -> list[int]:

@@ -82,8 +82,8 @@ def saved(memory: Memory, whole: Identity, blocks: list[int]) -> np.ndarray:
 def ranks_of(ranks: int, stages: int, layers: int, kv_heads: int) -> list[PagePart]:
     """The part of every rank, those with the same heads included."""
     return [
-        part_of_rank(rank, ranks, kv_heads=kv_heads, layers=tuple(own))
-        for own in stage_layers(layers, stages)
+        part_of_rank(rank, ranks, kv_heads=kv_heads, layers=tuple(own), stage=stage, stages=stages)
+        for stage, own in enumerate(stage_layers(layers, stages))
         if own
         for rank in range(ranks)
     ]

@@ -12,7 +12,7 @@ more ranks than KV heads, several ranks have the same heads and so the same part
 heads: each rank has the same part.
 
 >>> part_of_rank(1, 4, kv_heads=8, layers=(0, 1))
-PagePart(index=1, count=4, layers=(0, 1))
+PagePart(index=1, count=4, layers=(0, 1), stage=0, stages=1)
 >>> part_of_rank(3, 4, kv_heads=2, layers=(0, 1)).heads(2)
 range(1, 2)
 >>> [(each.part.index, each.page_heads, each.own_heads)
@@ -42,11 +42,13 @@ Pages = Sequence[tuple[Sequence[int], int]]
 @dataclass(frozen=True, slots=True)
 class PagePart:
     """Part ``index`` of ``count`` equal parts of a layer group's KV heads, in these of the model's
-    ``layers``."""
+    ``layers``: those of pipeline stage ``stage`` of ``stages``."""
 
     index: int
     count: int
     layers: tuple[int, ...]
+    stage: int = 0
+    stages: int = 1
 
     def heads(self, kv_heads: int) -> range:
         """Return its heads of a group with ``kv_heads``."""
@@ -60,7 +62,8 @@ class PagePart:
         [group] = spec.groups
         heads = len(self.heads(group.kv_heads))
         own = replace(spec, groups=(replace(group, kv_heads=heads, layers=self.layers),))
-        return replace(whole, layout=own.describe(), shard=f"tp{self.index}/{self.count},pp0/1")
+        shard = f"tp{self.index}/{self.count},pp{self.stage}/{self.stages}"
+        return replace(whole, layout=own.describe(), shard=shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,15 @@ class PartSource:
     own_heads: range
 
 
-def part_of_rank(rank: int, ranks: int, *, kv_heads: int, layers: Sequence[int]) -> PagePart:
-    """Return the part of a rank of tensor parallelism. Raise :class:`UsageError` if heads and ranks do not
-    divide one another."""
+def part_of_rank(
+    rank: int, ranks: int, *, kv_heads: int, layers: Sequence[int], stage: int = 0, stages: int = 1
+) -> PagePart:
+    """Return the part of a rank of tensor parallelism in a pipeline stage with these ``layers``. Raise
+    :class:`UsageError` if heads and ranks do not divide one another."""
     if max(ranks, kv_heads) % min(ranks, kv_heads):
         raise UsageError(f"share_engines: {kv_heads} KV heads cannot be divided among {ranks} ranks")
     count = min(ranks, kv_heads)
-    return PagePart(rank * count // ranks, count, tuple(layers))
+    return PagePart(rank * count // ranks, count, tuple(layers), stage, stages)
 
 
 def parts_of(
@@ -88,10 +93,10 @@ def parts_of(
     """Return the parts that engines with this parallelism save: one for each set of heads and layers. Stages
     have the layers that vLLM gives them by default. ``layers`` are those of the layer group."""
     found: list[PagePart] = []
-    for stage in stage_layers(model_layers, stages):
-        own = [layer for layer in layers if layer in stage]
+    for stage, of_stage in enumerate(stage_layers(model_layers, stages)):
+        own = [layer for layer in layers if layer in of_stage]
         for rank in range(ranks):
-            part = part_of_rank(rank, ranks, kv_heads=kv_heads, layers=own)
+            part = part_of_rank(rank, ranks, kv_heads=kv_heads, layers=own, stage=stage, stages=stages)
             if own and part not in found:
                 found.append(part)
     return found

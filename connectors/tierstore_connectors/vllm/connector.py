@@ -217,7 +217,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # that cannot compute its prompt. vLLM reads this setting after this constructor.
             config.kv_transfer_config.kv_load_failure_policy = "recompute"
             algorithm = str(config.cache_config.prefix_caching_hash_algo)
-            if hashes_are_private(algorithm, os.environ, fixed_seed=_FIXED_SEED):
+            private = hashes_are_private(algorithm, os.environ, fixed_seed=_FIXED_SEED)
+            if private and not settings.share_engines:  # those pages are found by tokens
                 self.errors.warn(
                     "the start",
                     "vLLM's block hashes differ between processes: set PYTHONHASHSEED=0 for all engines, "

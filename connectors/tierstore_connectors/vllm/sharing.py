@@ -153,7 +153,15 @@ class SharedModel:
         raise refusal(f"vLLM keeps the layers {sorted(layers)} in a group of their own")
 
     def _part(self, kv_heads: int, layers: Sequence[int]) -> PagePart:
-        return part_of_rank(self._rank.tensor, self._rank.tensors, kv_heads=kv_heads, layers=layers)
+        rank = self._rank
+        return part_of_rank(
+            rank.tensor,
+            rank.tensors,
+            kv_heads=kv_heads,
+            layers=layers,
+            stage=rank.pipeline,
+            stages=rank.pipelines,
+        )
 
     def _source(
         self, group: CacheGroup, whole: Identity, blocks: EngineBlocks, source: PartSource
