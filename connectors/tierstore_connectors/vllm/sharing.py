@@ -44,6 +44,7 @@ from tierstore_connectors.vllm.worker import PageSource, WorkerGroup
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TRANSPOSED = frozenset({"vec", "vec16"})  # kernels of CPU_ATTN that keep K transposed and pack nothing
+_FORMATS = ("auto", "safetensors", "hf")  # of weights: all bytes of their files count
 _BY_TOKEN = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 
 
@@ -79,9 +80,6 @@ def _require_plain(config: Any) -> None:
     }
     if changes := [name for name, value in given.items() if value is not None]:
         raise refusal(f"{', '.join(changes)} may change KV, so pages are this engine's own")
-
-
-_FORMATS = ("auto", "safetensors", "hf")
 
 
 class SharedBlocks(BlockConverter):

@@ -122,7 +122,8 @@ class _KnownPrompt:
 def _shared_pages(
     pages: GroupShard, identity: Identity, tokens: bytes, chunks: range, model: Identity, chunk_tokens: int
 ) -> tuple[Prompt, int]:
-    """Return the same for pages that engines share: keys and names are made from the tokens."""
+    """Return what :meth:`_KnownPrompt.pages` does for pages that engines share: their keys and names are made
+    from the tokens."""
     if not kept_by_name(pages.rule):
         encoded = np.frombuffer(tokens, TOKEN_DTYPE)
         return Prompt(identity, encoded, chunk_tokens=chunk_tokens), chunks.start

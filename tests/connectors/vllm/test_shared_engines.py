@@ -227,6 +227,18 @@ def test_what_the_bundled_engine_saves_is_loaded_up_to_the_last_whole_page(engin
     assert other.workers[0].holds(kv[..., : 2 * CHUNK, :], OTHERS[:4])
 
 
+def test_a_hit_inside_of_a_page_counts_as_whole_pages(engine, shared_daemon):
+    spec = KVSpec.parse(engine.model.layout)
+    page = computed(TOKENS)[..., :CHUNK, :].tobytes()
+    with tierstore.connect(shared_daemon.url, spec, identity=engine.model) as store:
+        assert store.save(TOKENS[:5], [page]).wait() == 5
+        assert store.lookup(TOKENS).tokens == 5
+    other = engine()
+    request = Request("longer", TOKENS)
+    assert other.matched(request) == 0
+    assert other.scheduler.requests["longer"].held == 0
+
+
 def test_an_engine_that_continues_pages_of_another_size_saves_all_of_its_own(engine):
     engine().save("saved", TOKENS, BLOCKS)
     second = engine(ranks=2)
