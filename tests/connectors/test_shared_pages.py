@@ -25,7 +25,7 @@ from tierstore_connectors.common.shared_pages import (
 )
 
 CHUNK, DIM, BLOCKS = 16, 8, 6
-SIZES = (1, 2, 4, 8)
+SIZES = (1, 2, 3, 4, 8)
 
 
 def whole_identity(layers: int, kv_heads: int, kind: LayerKind = LayerKind.FULL_ATTENTION) -> Identity:

@@ -108,7 +108,7 @@ def test_both_directions(model, daemon, kind, whole):
     lengths = {"max_model_len": 8192, "max_num_batched_tokens": 8192}
     with bundled(folder, share=False) as alone:
         expected, pages = answer(alone, from_vllm), own_pages(alone, from_vllm[:whole])
-        with Engine(folder, connector=options, **lengths) as vllm:
+        with Engine(folder, connector=options, blocks=2048, **lengths) as vllm:
             computed = vllm.ask(Ask(from_vllm))
             assert computed.external_hit_tokens == 0
             wait_stored(daemon, whole // CHUNK)
