@@ -22,7 +22,7 @@ range(1, 2)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -164,6 +164,14 @@ class EngineBlocks:
     pieces: int = 1
     tables: Sequence[Sequence[int]] = ()
 
+    def planes(self, layers: Iterable[int]) -> Iterator[tuple[int, int, int, Vectors]]:
+        """Yield K and V of those of ``layers`` that it has: each with its block table, layer and plane (0 for
+        K, 1 for V)."""
+        table_of = {layer: at for at, own in enumerate(self.tables) for layer in own}
+        for layer in sorted(set(layers) & self.layers.keys()):
+            for plane, vectors in enumerate(self.layers[layer]):
+                yield table_of.get(layer, 0), layer, plane, vectors
+
 
 class BlockConverter:
     """Copies between blocks and the pages of one part.
@@ -187,21 +195,19 @@ class BlockConverter:
         width = group.head_dim * blocks.item_bytes
         self._block_bytes = blocks.block_tokens * width  # of one head, in a page
         self._tables = max(len(blocks.tables), 1)
-        table_of = {layer: at for at, layers in enumerate(blocks.tables) for layer in layers}
         places: dict[tuple[int, Matrix], list[tuple[int, int, int]]] = {}
-        for layer in sorted(set(group.layers) & blocks.layers.keys()):
-            for plane, vectors in enumerate(blocks.layers[layer]):
-                matrix = Matrix(
-                    blocks.block_tokens,
-                    group.head_dim,
-                    blocks.item_bytes,
-                    to=(width, blocks.item_bytes),
-                    of=(vectors.token, vectors.item),
-                )
-                places.setdefault((table_of.get(layer, 0), matrix), []).extend(
-                    (vectors.address + own * vectors.head, vectors.block, spec.tile(layer, plane, head).start)
-                    for head, own in zip(source.page_heads, source.own_heads, strict=True)
-                )
+        for table, layer, plane, vectors in blocks.planes(group.layers):
+            matrix = Matrix(
+                blocks.block_tokens,
+                group.head_dim,
+                blocks.item_bytes,
+                to=(width, blocks.item_bytes),
+                of=(vectors.token, vectors.item),
+            )
+            places.setdefault((table, matrix), []).extend(
+                (vectors.address + own * vectors.head, vectors.block, spec.tile(layer, plane, head).start)
+                for head, own in zip(source.page_heads, source.own_heads, strict=True)
+            )
         self._places = [
             (table, matrix, np.array(sorted(each), np.uint64)) for (table, matrix), each in places.items()
         ]

@@ -14,7 +14,7 @@ from tierstore_connectors.vllm.groups import CacheGroup, Groups
 from tierstore_connectors.vllm.identity import model_digest, page_identity
 from tierstore_connectors.vllm.layout import PageLayout, TensorShape, UnsupportedError, page_layout
 from tierstore_connectors.vllm.orders import GroupShard, Rank
-from tierstore_connectors.vllm.sharing import SharedModel
+from tierstore_connectors.vllm.sharing import BlocksOf, SharedModel, host_blocks
 from tierstore_connectors.vllm.worker import WorkerGroup
 
 
@@ -47,7 +47,7 @@ def register_groups(
     model = model_digest(
         config, version, _backends(config, groups), _device_name(device), namespace, os.environ
     )
-    blocks_on = _blocks_on(device)
+    blocks_on, shared_blocks = _blocks_on(device)
     kept = {}
     for group in groups.groups:
         own = _own(group, tensors)
@@ -58,7 +58,8 @@ def register_groups(
         if shared is not None:
             # Layers of several block tables may lie in the same memory.
             every = {name: tensors[name] for name in group.layers if name in tensors}
-            kept[group.number] = shared.worker_group(group, layout, every, _kernels(config, every))
+            kernels = _kernels(config, every)
+            kept[group.number] = shared.worker_group(group, layout, every, kernels, shared_blocks)
             continue
         identity = page_identity(
             layout,
@@ -94,14 +95,18 @@ def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
     return TensorShape(name, tensor.data_ptr(), tuple(tensor.shape), strides, size, str(tensor.dtype))
 
 
-def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Tensor]], GroupBlockCopies]:
-    """Return the function that makes a group's blocks on this device."""
+def _blocks_on(
+    device: torch.device,
+) -> tuple[Callable[[PageLayout, Sequence[torch.Tensor]], GroupBlockCopies], BlocksOf]:
+    """Return the functions that make a group's blocks on this device: of vLLM's own pages, and of pages that
+    engines share."""
     if device.type == "cpu":
-        return lambda layout, tensors: HostBlocks(layout)
+        return (lambda layout, tensors: HostBlocks(layout)), host_blocks
     if device.type == "cuda" and torch.version.hip is None:
         from tierstore_connectors.vllm.cuda import CudaBlocks
 
-        return CudaBlocks(device).blocks
+        on_device = CudaBlocks(device)
+        return on_device.blocks, on_device.shared_blocks
     kind = "ROCm" if device.type == "cuda" else device.type
     raise UnsupportedError(f"KV caches on {kind} are not supported")
 

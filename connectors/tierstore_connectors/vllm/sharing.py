@@ -15,9 +15,9 @@ make a block.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,6 +37,7 @@ from tierstore_connectors.common.shared_pages import (
 )
 from tierstore_connectors.common.sharing import refusal, shared_identity
 from tierstore_connectors.vllm.config import VllmSettings
+from tierstore_connectors.vllm.copies import GroupBlockCopies
 from tierstore_connectors.vllm.groups import CacheGroup
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupShard, Rank
@@ -92,6 +93,19 @@ class SharedBlocks(BlockConverter):
         """Do nothing: the processor reaches every arena."""
 
 
+BlocksOf: TypeAlias = (
+    "Callable[[str, EngineBlocks, PartSource, Mapping[int, torch.Tensor]], GroupBlockCopies]"
+)
+"""Makes the copies between blocks of these tensors (by layer) and pages of a layout."""
+
+
+def host_blocks(
+    layout: str, blocks: EngineBlocks, source: PartSource, tensors: Mapping[int, torch.Tensor]
+) -> SharedBlocks:
+    """Return the copies for tensors in host memory."""
+    return SharedBlocks(layout, blocks, source, skipped=NULL_BLOCK)
+
+
 class SharedModel:
     """Makes the groups of a worker whose pages engines share. ``model`` is the whole model's identity,
     ``layers`` its number of layers, and ``sizes`` those of ``share_sizes``."""
@@ -109,6 +123,7 @@ class SharedModel:
         layout: PageLayout,
         tensors: Mapping[str, torch.Tensor],
         backends: Mapping[str, str],
+        blocks_of: BlocksOf = host_blocks,
     ) -> WorkerGroup:
         """Return a group of this worker. ``tensors`` are its KV tensors by layer, and ``backends`` the names
         of their attention backends, with the kernels in brackets. Raises
@@ -116,8 +131,9 @@ class SharedModel:
         numbers = {name: layer_number(name) for name in tensors}
         whole = self._whole(group, [layer_number(name) for name in group.layers])
         [kept] = KVSpec.parse(whole.layout).groups
+        by_layer = {numbers[name]: tensor for name, tensor in tensors.items()}
         blocks = engine_blocks(
-            {numbers[name]: tensor for name, tensor in tensors.items()},
+            by_layer,
             {numbers[name]: backends[name] for name in tensors},
             num_blocks=layout.num_blocks,
             heads=len(self._part(kept.kv_heads, kept.layers).heads(kept.kv_heads)),
@@ -126,10 +142,17 @@ class SharedModel:
         )
         own = self._part(kept.kv_heads, sorted(blocks.layers))
         every = range(len(own.heads(kept.kv_heads)))
-        pages = self._source(group, whole, blocks, PartSource(own, every, every))
+
+        def source(part: PartSource) -> PageSource:
+            identity = part.part.identity(whole)
+            page_bytes = KVSpec.parse(identity.layout).page_bytes
+            pages = GroupShard(group.number, identity, page_bytes, group.rule)
+            return PageSource(pages, blocks_of(identity.layout, blocks, part, by_layer))
+
+        pages = source(PartSource(own, every, every))
         others = tuple(
             tuple(
-                self._source(group, whole, blocks, each)
+                source(each)
                 for each in sources(
                     own,
                     parts_of(*size, self._layers, kv_heads=kept.kv_heads, layers=kept.layers),
@@ -159,16 +182,6 @@ class SharedModel:
             layers=layers,
             stage=rank.pipeline,
             stages=rank.pipelines,
-        )
-
-    def _source(
-        self, group: CacheGroup, whole: Identity, blocks: EngineBlocks, source: PartSource
-    ) -> PageSource:
-        identity = source.part.identity(whole)
-        page_bytes = KVSpec.parse(identity.layout).page_bytes
-        return PageSource(
-            GroupShard(group.number, identity, page_bytes, group.rule),
-            SharedBlocks(identity.layout, blocks, source, skipped=NULL_BLOCK),
         )
 
 
@@ -204,8 +217,6 @@ def engine_blocks(
                 f"KV of layer {layer} has shape {tuple(tensor.shape)}, not [blocks, {heads}, tokens, "
                 f"{2 * head_dim}]"
             )
-        if tensor.device.type != "cpu":
-            raise refusal("KV in a GPU's memory is not shared yet")
         shapes.add((tensor.shape[0], tensor.shape[2], tensor.element_size()))
         layers[layer] = _vectors(tensor, backends[layer], head_dim)
     if len(shapes) != 1 or (blocks := shapes.pop())[0] % num_blocks:
