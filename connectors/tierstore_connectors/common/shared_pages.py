@@ -230,10 +230,11 @@ class BlockConverter:
         chunks = np.array([chunk for chunk, _ in pages], np.int64)
         starts = np.array([address for _, address in pages], np.uint64)
         wanted = np.ones_like(chunks, bool) if self._skipped is None else chunks != self._skipped
-        shape = (len(pages), self._tables, -1)
+        count = chunks.shape[1] * self._pieces // self._tables  # blocks in memory, of each table
+        shape = (len(pages), self._tables, count)
         wanted = np.repeat(wanted, self._pieces, axis=1).reshape(shape)
         numbers = (chunks[:, :, None] * self._pieces + np.arange(self._pieces)).reshape(shape)
-        within = np.arange(numbers.shape[2], dtype=np.uint64) * np.uint64(self._block_bytes)
+        within = np.arange(count, dtype=np.uint64) * np.uint64(self._block_bytes)
         rows = starts[:, None] + within
         for table, matrix, places in self._places:
             there = wanted[:, table]

@@ -108,7 +108,8 @@ class SharedPieces:
         self._shape = (group.kv_heads, spec.chunk_tokens // blocks.block_tokens, blocks.block_tokens, -1)
         self._page_heads = slice(source.page_heads.start, source.page_heads.stop)
         own = slice(source.own_heads.start, source.own_heads.stop)
-        self._places = []  # of each layer's K and V: the table, its place in a page, and a view of its blocks
+        # For each layer's K and V: the block table, their place in a page, and a view of their blocks.
+        self._places: list[tuple[int, slice, torch.Tensor]] = []
         for table, layer, plane, vectors in blocks.planes(group.layers):
             tensor, item = tensors[layer], blocks.item_bytes
             view = tensor.as_strided(
