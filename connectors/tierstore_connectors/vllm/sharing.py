@@ -72,10 +72,11 @@ def _require_plain(config: Any) -> None:
         "--quantization": model.quantization,
         "--hf-overrides": model.hf_overrides or None,
         "--hf-config-path": model.hf_config_path,
+        "--config-format": None if model.config_format in ("auto", "hf") else model.config_format,
         "--lora": config.lora_config,
         "--speculative-config": config.speculative_config,
         "--kv-cache-dtype": None if cache.cache_dtype == "auto" else cache.cache_dtype,
-        "--load-format": None if str(config.load_config.load_format) in _FORMATS else config.load_config,
+        "--load-format": None if config.load_config.load_format in _FORMATS else config.load_config,
         "a multimodal model": model.is_multimodal_model or None,
         "a pooling model": None if model.runner_type == "generate" else model.runner_type,
     }
@@ -130,7 +131,11 @@ class SharedModel:
         :class:`~tierstore.errors.UsageError`."""
         numbers = {name: layer_number(name) for name in tensors}
         whole = self._whole(group, [layer_number(name) for name in group.layers])
-        [kept] = KVSpec.parse(whole.layout).groups
+        spec = KVSpec.parse(whole.layout)
+        [kept] = spec.groups
+        for name, tensor in tensors.items():
+            if str(tensor.dtype) != f"torch.{spec.dtype}":
+                raise refusal(f"KV of {name} is in {tensor.dtype}, and the model in {spec.dtype}")
         by_layer = {numbers[name]: tensor for name, tensor in tensors.items()}
         blocks = engine_blocks(
             by_layer,

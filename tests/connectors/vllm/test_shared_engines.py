@@ -277,6 +277,16 @@ def test_models_do_not_meet(engine):
         assert engine(model=Identity.of(spec, **fields)).matched(Request("other", TOKENS)) == 0
 
 
+def test_kv_in_another_dtype_is_refused(engine):
+    worker = engine().workers[0]
+    group = CacheGroup(0, tuple(NAMES), BLOCK, GroupRule.all())
+    shared = SharedModel(engine.model, LAYERS, Rank(0, 1, 0, 1), [])
+    halves = {name: tensor.half() for name, tensor in worker.tensors.items()}
+    layout = worker.half._groups[0].layout
+    with pytest.raises(UsageError, match=r"is in torch\.float16, and the model in float32"):
+        shared.worker_group(group, layout, halves, dict.fromkeys(NAMES, "FLASH_ATTN"))
+
+
 def blocks_of(tensor: torch.Tensor, backend: str):
     return engine_blocks({0: tensor}, {0: backend}, num_blocks=NUM_BLOCKS, heads=2, head_dim=DIM)
 
