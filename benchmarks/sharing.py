@@ -5,7 +5,8 @@
 Each round copies a prompt's blocks to pages and back, for each dtype and each order of blocks. ``by token``
 has a token's K and V side by side, as vLLM on a GPU. ``turned`` has K as ``[head_dim, token]``, as on a CPU.
 The baseline is libc's memcpy of the same bytes, in the same rounds. A row has the median of each speed, and
-of its ratio to memcpy's in a round. Time is that of this thread on a core, so other programs matter less. docs/sharing.md has results.
+of its ratio to memcpy's in a round. Times are this thread's on a core, so that other programs matter less.
+docs/sharing.md has results.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Row:
+class ConversionRow:
     """One order and dtype. ``…_of_memcpy`` is the median of speed over memcpy's speed, round by round."""
 
     order: str
@@ -86,7 +87,7 @@ def main(
     report.write_json({"machine": machine.describe(), "rows": [asdict(row) for row in rows]}, json)
 
 
-def measured(spec: KVSpec, order: str, block: int, tokens: int, rounds: int) -> Row:
+def measured(spec: KVSpec, order: str, block: int, tokens: int, rounds: int) -> ConversionRow:
     """Return the speeds for one order of blocks."""
     count = tokens // CHUNK
     nbytes = count * spec.page_bytes
@@ -115,7 +116,7 @@ def measured(spec: KVSpec, order: str, block: int, tokens: int, rounds: int) -> 
         name: statistics.median(base / own for base, own in zip(spent["memcpy"], times, strict=True))
         for name, times in spent.items()
     }
-    return Row(
+    return ConversionRow(
         order,
         spec.dtype,
         speeds["gather"],

@@ -113,10 +113,9 @@ class TrackedRequest:
         adapters: AdapterVersions,
         media: MediaContents,
         hash_tokens: int,
-        *,
-        shared: bool = False,
+        settings: VllmSettings,
     ) -> tuple[TrackedRequest, Sequence[str]]:
-        """Return the tracked request, and problems to log. ``shared``: engines share the pages."""
+        """Return the tracked request, and problems to log."""
         options, problem = RequestOptions.parse(
             request.kv_transfer_params, prompt_tokens=request.num_prompt_tokens
         )
@@ -129,7 +128,7 @@ class TrackedRequest:
             if lora is not None:
                 adapter = (lora.lora_name, lora.lora_path, adapters.version(lora))
             contents = media.digests(features, hash_tokens)
-            if shared:
+            if settings.share_engines:
                 _require_tokens(request)
         except UnsupportedError as error:
             problems.append(str(error))
@@ -416,11 +415,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked, problems = TrackedRequest.of(
-                request,
-                self._adapters,
-                self._media,
-                self.groups.hash_tokens,
-                shared=self._settings.share_engines,
+                request, self._adapters, self._media, self.groups.hash_tokens, self._settings
             )
             for problem in problems:
                 self.errors.warn("a request", problem)

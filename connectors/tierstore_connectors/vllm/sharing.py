@@ -41,7 +41,7 @@ from tierstore_connectors.vllm.copies import GroupBlockCopies
 from tierstore_connectors.vllm.groups import CacheGroup
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupShard, Rank
-from tierstore_connectors.vllm.worker import PageSource, WorkerGroup
+from tierstore_connectors.vllm.worker import LoadSource, WorkerGroup
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TRANSPOSED = frozenset({"vec", "vec16"})  # kernels of CPU_ATTN that keep K transposed and pack nothing
@@ -148,11 +148,11 @@ class SharedModel:
         own = self._part(kept.kv_heads, sorted(blocks.layers))
         every = range(len(own.heads(kept.kv_heads)))
 
-        def source(part: PartSource) -> PageSource:
+        def source(part: PartSource) -> LoadSource:
             identity = part.part.identity(whole)
             page_bytes = KVSpec.parse(identity.layout).page_bytes
             pages = GroupShard(group.number, identity, page_bytes, group.rule)
-            return PageSource(pages, blocks_of(identity.layout, blocks, part, by_layer))
+            return LoadSource(pages, blocks_of(identity.layout, blocks, part, by_layer))
 
         pages = source(PartSource(own, every, every))
         others = tuple(

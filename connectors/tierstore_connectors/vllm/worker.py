@@ -48,7 +48,7 @@ _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class PageSource:
+class LoadSource:
     """Pages, and the copies between them and a group's blocks."""
 
     pages: GroupShard
@@ -62,12 +62,12 @@ class WorkerGroup:
     pages: GroupShard
     layout: PageLayout
     blocks: GroupBlockCopies
-    others: tuple[tuple[PageSource, ...], ...] = ()
+    others: tuple[tuple[LoadSource, ...], ...] = ()
     """Pages of engines of other sizes that its blocks can be loaded from, as in ``Shard.others``."""
 
-    def sources(self, size: int) -> Sequence[PageSource]:
+    def sources(self, size: int) -> Sequence[LoadSource]:
         """Return the pages to load together, for the ``size`` of a :class:`LoadOrder`."""
-        return self.others[size - 1] if size else (PageSource(self.pages, self.blocks),)
+        return self.others[size - 1] if size else (LoadSource(self.pages, self.blocks),)
 
     @property
     def copies(self) -> list[GroupBlockCopies]:
