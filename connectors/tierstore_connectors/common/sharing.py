@@ -59,8 +59,8 @@ _COUNTED = words("""
 """)
 _FALSE = words("use_bidirectional_attention")  # fields that must be false or absent
 HARMLESS = words("""
-    _name_or_path _model_name_or_path transformers_version bos_token_id eos_token_id pad_token_id unk_token_id use_cache
-    initializer_range torch_dtype dtype attention_dropout pretraining_tp
+    _name_or_path _model_name_or_path transformers_version bos_token_id eos_token_id pad_token_id unk_token_id
+    use_cache initializer_range torch_dtype dtype attention_dropout pretraining_tp
 """)
 """Fields of ``config.json`` that do not change KV. (The engine's own dtype counts in place of the file's, and
 no engine uses ``pretraining_tp``.)"""
