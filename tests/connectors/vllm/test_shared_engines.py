@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +20,17 @@ from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.common.shared_pages import stage_layers
 from tierstore_connectors.vllm.config import VllmSettings
-from tierstore_connectors.vllm.groups import CacheGroup, Groups
+from tierstore_connectors.vllm.groups import (
+    CacheGroup,
+    Groups,
+    blocks_to_load,
+    blocks_to_save,
+    joined,
+)
 from tierstore_connectors.vllm.layout import TensorShape, page_layout
 from tierstore_connectors.vllm.orders import Rank
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
-from tierstore_connectors.vllm.sharing import SharedModel, engine_blocks, layer_number
+from tierstore_connectors.vllm.sharing import SharedModel, engine_blocks, layer_number, model_identity
 from tierstore_connectors.vllm.worker import WorkerHalf
 
 BLOCK, CHUNK, NUM_BLOCKS = 8, 16, 64
@@ -285,6 +292,62 @@ def test_kv_in_another_dtype_is_refused(engine):
     layout = worker.half._groups[0].layout
     with pytest.raises(UsageError, match=r"is in torch\.float16, and the model in float32"):
         shared.worker_group(group, layout, halves, dict.fromkeys(NAMES, "FLASH_ATTN"))
+
+
+def vllm_config(**changes):
+    """As much of vLLM's configuration as is looked at: of an engine that computes what the files say."""
+    model = {
+        "model": "/nowhere",
+        "dtype": "torch.float32",
+        "quantization": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
+        "config_format": "auto",
+        "is_multimodal_model": False,
+        "runner_type": "generate",
+    }
+    own = {name: changes.get(name, value) for name, value in model.items()}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**own),
+        cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto")),
+        load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
+        lora_config=changes.get("lora_config"),
+        speculative_config=changes.get("speculative_config"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "the model needs a local folder"),  # the next check
+        ({"quantization": "awq"}, "--quantization may change KV"),
+        ({"hf_overrides": {"rope_theta": 1.0}}, "--hf-overrides may change KV"),
+        ({"cache_dtype": "fp8"}, "--kv-cache-dtype may change KV"),
+        ({"load_format": "dummy"}, "--load-format may change KV"),
+        ({"config_format": "mistral"}, "--config-format may change KV"),
+        ({"lora_config": object()}, "--lora may change KV"),
+        ({"speculative_config": object()}, "--speculative-config may change KV"),
+        ({"runner_type": "pooling", "is_multimodal_model": True}, "a multimodal model, a pooling model may"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_computes_something_else_is_refused(changes, message):
+    with pytest.raises(UsageError, match=f"share_engines: {message}"):
+        model_identity(vllm_config(**changes), VllmSettings(share_engines=True), CHUNK)
+
+
+def test_vllms_groups_of_one_kind_are_one_group():
+    window, full = GroupRule.window(15), GroupRule.all()
+    rules = [window, full, window]
+    found = joined(
+        Groups(tuple(CacheGroup(at, (NAMES[at],), BLOCK, rule) for at, rule in enumerate(rules)), 3, 8, 16)
+    )
+    assert [(group.rule, group.numbers) for group in found.groups] == [(window, (0, 2)), (full, (1,))]
+    tables = [[0, 0, 3, 4], [5, 6, 7, 8], [0, 0, 9, 10]]
+    assert blocks_to_save(found, found.groups[0], tables, 0, 2).chunks == ((3, 4, 9, 10),)
+    loaded = blocks_to_load(found, found.groups[0], tables, 0, 32)
+    assert (loaded.first, loaded.chunks) == (1, ((3, 4, 9, 10),))
+    assert [found.blocks_per_page(group) for group in found.groups] == [4, 2]
 
 
 def blocks_of(tensor: torch.Tensor, backend: str):
