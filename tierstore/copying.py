@@ -13,7 +13,10 @@ import array
 import ctypes
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tierstore import native
@@ -87,6 +90,52 @@ def _each_run(pages: Sequence[tuple[int, Sequence[int]]], sizes: Sequence[int], 
         own = [(offsets[at], at) for at, nbytes in enumerate(sizes) if nbytes == size]
         pairs = ((page + offset, runs[at]) for page, runs in pages for offset, at in own)
         copy_all(pairs if to_page else ((run, place) for place, run in pairs), size, read_next=to_page)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of items that lies in two places. Strides are the distances between its rows and between its
+    columns, in bytes: of the destination (``to``) and of the source (``of``)."""
+
+    rows: int
+    columns: int
+    item_bytes: int
+    to: tuple[int, int]
+    of: tuple[int, int]
+
+
+def copy_matrices(pairs: npt.NDArray[np.uint64], matrix: Matrix) -> None:
+    """Copy a matrix for each row (destination, source) of ``pairs``, addresses of its first item. Large
+    copies bypass the caches.
+
+    Rows may be contiguous on one side and columns on the other: then the compiled part turns squares of items
+    in registers, for items of 2 and 4 bytes. docs/sharing.md has measurements.
+
+    >>> source, target = np.arange(6, dtype=np.uint32).reshape(2, 3), np.zeros((3, 2), np.uint32)
+    >>> pairs = np.array([[target.ctypes.data, source.ctypes.data]], np.uint64)
+    >>> copy_matrices(pairs, Matrix(2, 3, 4, to=(4, 8), of=(12, 4)))
+    >>> target.tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    pairs = np.ascontiguousarray(pairs, np.uint64)
+    if native.LIBRARY is None:
+        for to, of in pairs.tolist():
+            _view(to, matrix, matrix.to)[...] = _view(of, matrix, matrix.of)
+        return
+    sizes = (matrix.rows, matrix.columns, matrix.item_bytes, *matrix.to, *matrix.of)
+    shape = array.array("Q", sizes)
+    past_caches = _goes_past(len(pairs), matrix.rows * matrix.columns * matrix.item_bytes)
+    native.LIBRARY.tierstore_copy_matrices(pairs.ctypes.data, len(pairs), shape.buffer_info()[0], past_caches)
+
+
+def _view(address: int, matrix: Matrix, strides: tuple[int, int]) -> npt.NDArray[np.void]:
+    """Return a matrix in memory as an array of items."""
+    extent = (matrix.rows - 1) * strides[0] + (matrix.columns - 1) * strides[1] + matrix.item_bytes
+    memory = memoryview((ctypes.c_char * extent).from_address(address)).cast("B")
+    found: npt.NDArray[np.void] = np.ndarray(
+        (matrix.rows, matrix.columns), f"V{matrix.item_bytes}", buffer=memory, strides=strides
+    )
+    return found
 
 
 def hash_all(addresses: Sequence[int], nbytes: int) -> list[int]:

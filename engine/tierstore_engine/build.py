@@ -31,6 +31,7 @@ from tierstore.tiers.overflow import LEAST_STAGED, Overflow
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
+from tierstore_connectors.common.sharing import refusal, shared_identity
 from tierstore_engine.adapters import Adapter, read_adapters
 from tierstore_engine.attention import make_attention
 from tierstore_engine.attention.base import pages_on_device
@@ -96,8 +97,9 @@ class OpenModel:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights. With
-    ``divided``, the weights are those of rank 0, and the other ranks read theirs of that model."""
+    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights, and
+    ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are those of
+    rank 0, and the other ranks read theirs of that model."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -105,6 +107,7 @@ class LoadedModel:
     digest: str
     device: str
     adapters: tuple[Adapter, ...] = ()
+    source: Path | None = None
     divided: OpenModel | None = None
     seed: int = 0
 
@@ -122,6 +125,21 @@ class LoadedModel:
             rope=config.rope.describe(),
             codec=config.kv.describe(),
         )
+
+    def shared_identity(self, spec: KVSpec) -> Identity:
+        """Return the identity of pages that other engines share. Raise :class:`UsageError` if this model's
+        pages cannot be shared."""
+        config = self.config
+        if config.kv.quantised:
+            raise refusal("a KV of --kv-dtype is this engine's own")
+        if config.arithmetic:
+            raise refusal("pages of other engines do not have the bits of --deterministic")
+        if self.adapters:
+            raise refusal("pages computed with an adapter are not shared")
+        shared = shared_identity(self.source, dtype=config.dtype, chunk_tokens=spec.chunk_tokens)
+        if shared.layout != spec.describe():
+            raise refusal("this engine keeps the layers of this model in other groups")
+        return shared
 
 
 def open_model(
@@ -288,7 +306,14 @@ def load_model(
     if source.ranks > 1:
         weights, digest = read_share(source.config, source.source, Share(0, source.ranks), seed=seed)
         return LoadedModel(
-            source.config, source.tokenizer, weights, digest, source.device, divided=source, seed=seed
+            source.config,
+            source.tokenizer,
+            weights,
+            digest,
+            source.device,
+            source=source.source,
+            divided=source,
+            seed=seed,
         )
     if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
@@ -303,7 +328,15 @@ def load_model(
             kernels=kernels,
         )
     digest = digest_weights(source.config, weights)
-    return LoadedModel(source.config, source.tokenizer, weights, digest, source.device, source.adapters)
+    return LoadedModel(
+        source.config,
+        source.tokenizer,
+        weights,
+        digest,
+        source.device,
+        source.adapters,
+        source.source,
+    )
 
 
 def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
@@ -335,6 +368,7 @@ def build_engine(
     drafter: Drafter | None = None,
     model_name: str = "",
     role: Role = BOTH,
+    share_engines: bool = False,
 ) -> Engine:
     """Build an engine over a page pool and a store.
 
@@ -346,6 +380,7 @@ def build_engine(
     - ``prefix_cache``: whether pages are reused at all.
     - ``model_name``: the model's public name.
     - ``role``: whether the engine loads and saves pages that it shares with other engines.
+    - ``share_engines``: share pages with vLLM (:mod:`tierstore_connectors.common.sharing`).
 
     Raises :class:`UsageError` for impossible sizes and :class:`~tierstore.errors.StoreUnavailableError` for a
     store that cannot be opened.
@@ -353,6 +388,7 @@ def build_engine(
     spec = model.kv_spec(chunk_tokens=chunk_tokens)
     settings = settings or EngineSettings()
     settings.check_chunk(chunk_tokens)
+    identity = model.shared_identity(spec) if share_engines else model.identity(spec)
     if model.device != "cpu":
         # the pool is sized by the free memory, which includes torch's cache after this
         torch.cuda.empty_cache()
@@ -365,7 +401,7 @@ def build_engine(
         check_resident(spec, pages, settings)
     connector = open_connector(
         spec,
-        model.identity(spec),
+        identity,
         pool_pages=group_pages(spec, pages, settings),
         most_bytes=most_pool_bytes,
         overflow=overflow,

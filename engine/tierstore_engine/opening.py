@@ -68,6 +68,7 @@ def open_engine(
             overflow=options.overflow_of(opened.device),
             settings=settings,
             drafter=drafter,
+            share_engines=options.share_engines,
             **arguments,
             **options.keeping(),
         )

@@ -142,6 +142,12 @@ class EngineOptions(ModelOptions):
         str, typer.Option(help="Scales of a quantised KV: dynamic|checkpoint, or a file that calibrate wrote")
     ] = "dynamic"
 
+    share_engines: Annotated[
+        bool,
+        typer.Option(
+            "--share-engines", help="Share pages with vLLM, by model instead of by engine (docs/sharing.md)"
+        ),
+    ] = False
     draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None
     draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step at most")] = 5
 

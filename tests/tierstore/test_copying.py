@@ -91,6 +91,52 @@ def test_what_is_copied_is_what_was_there(
     assert copying.hash_all([of for _, of in copies], nbytes) == hashes
 
 
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 37),
+    columns=st.integers(1, 37),
+    item=st.sampled_from([1, 2, 4, 8]),
+    to_turned=st.booleans(),
+    of_turned=st.booleans(),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    count=st.integers(0, 4),
+    seed=st.integers(0, 1 << 30),
+)
+@example(
+    rows=32, columns=64, item=4, to_turned=False, of_turned=True, padding=(0, 0), count=3, seed=1
+)  # K of vLLM on a CPU
+@example(rows=32, columns=64, item=2, to_turned=True, of_turned=False, padding=(0, 1), count=3, seed=2)
+def test_matrices_are_the_same_in_both_places(
+    way: str,
+    rows: int,
+    columns: int,
+    item: int,
+    *,
+    to_turned: bool,
+    of_turned: bool,
+    padding: tuple[int, int],
+    count: int,
+    seed: int,
+) -> None:
+    random = np.random.default_rng(seed)
+
+    def memory(turned: bool, padding: int) -> np.ndarray:
+        sides = (columns, rows + padding) if turned else (rows, columns + padding)
+        return random.integers(0, 256, (count, *sides, item), np.uint8).view(f"V{item}")[..., 0]
+
+    def matrices(memory: np.ndarray, turned: bool) -> np.ndarray:
+        return memory[..., :rows].transpose(0, 2, 1) if turned else memory[..., :columns]
+
+    target, source = memory(to_turned, padding[0]), memory(of_turned, padding[1])
+    to, of = matrices(target, to_turned), matrices(source, of_turned)
+    expected = target.copy()
+    matrices(expected, to_turned)[...] = of
+    pairs = [(a.ctypes.data, b.ctypes.data) for a, b in zip(to, of, strict=True)]
+    matrix = copying.Matrix(rows, columns, item, to=to.strides[1:], of=of.strides[1:])
+    copying.copy_matrices(np.array(pairs, np.uint64).reshape(count, 2), matrix)
+    assert target.tobytes() == expected.tobytes()  # and nothing around them has changed
+
+
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(

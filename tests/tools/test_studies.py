@@ -50,6 +50,15 @@ def measured(tmp_path):
     return measured_
 
 
+def test_converted_blocks_come_back(measured):
+    small = ("--layers", "2", "--kv-heads", "2", "--tokens", "128", "--rounds", "1")
+    rows = measured("sharing.py", *small)["rows"]
+    assert {(row["order"], row["dtype"]) for row in rows} == {
+        (order, dtype) for order in ("by token", "turned") for dtype in ("float32", "bfloat16")
+    }
+    assert all(row["exact"] and row["gather_of_memcpy"] > 0 for row in rows)
+
+
 def test_quality_falls_with_the_bits(measured):
     document = measured("quality.py", "--model", "tiny", "--tokens", "300", "--kv-dtypes", "int8,int4")
     rows = {row["kv_dtype"]: row for row in document["rows"]}

@@ -11,12 +11,15 @@ from tierstore_tools.vllm.asks import prompt
 __all__ = [
     "GEMMA",
     "LLAMA",
+    "LLAMA3",
     "LLAMA4",
     "LLAMA_6_LAYERS",
     "LLAVA",
     "MLA",
     "OPT",
     "PHI3_LONGROPE",
+    "QWEN2",
+    "QWEN3",
     "QWEN3_NEXT",
     "model",
     "prompt",
@@ -29,6 +32,9 @@ GEMMA = "tiny-gemma"  # 3 layers with a window of 64 tokens, 1 of full attention
 LLAMA4 = "tiny-llama4"  # 3 layers that attend within chunks of 160 tokens, 1 of full attention
 MLA = "tiny-mla"
 OPT = "tiny-opt"
+LLAMA3 = "tiny-llama3"  # a stretched RoPE
+QWEN2 = "tiny-qwen2"  # biases of Q, K and V
+QWEN3 = "tiny-qwen3"  # norms of Q and K
 PHI3_LONGROPE = "tiny-phi3-longrope"  # other rotary factors where max_model_len is beyond 1024
 QWEN3_NEXT = "tiny-qwen3-next"  # 3 layers with recurrent states, 1 of full attention
 

@@ -31,6 +31,35 @@ def _gemma(**changes: Any) -> Any:
     return model
 
 
+def _qwen2() -> Any:
+    """Return a model with biases of Q, K and V."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape: dict[str, Any] = {name: value for name, value in BASE.items() if name != "head_dim"}
+    return Qwen2ForCausalLM(Qwen2Config(**shape))
+
+
+def _qwen3() -> Any:
+    """Return a model with norms of Q and K."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape: dict[str, Any] = dict(BASE)
+    return Qwen3ForCausalLM(Qwen3Config(**shape))
+
+
+def _llama3() -> Any:
+    """Return a model whose RoPE is stretched."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }
+    return llama(rope_parameters=rope)
+
+
 def _llama4() -> Any:
     """Return a dense model with three layers that attend within chunks of 160 tokens per full layer without
     rotary. A hit of 896 tokens ends inside a chunk, a hit of 640 between two."""
@@ -181,6 +210,9 @@ def _write_processor(directory: Path) -> None:
 
 RECIPES: dict[str, Callable[[], Any]] = {
     "tiny-6-layers": lambda: llama(num_hidden_layers=6),
+    "tiny-llama3": _llama3,
+    "tiny-qwen2": _qwen2,
+    "tiny-qwen3": _qwen3,
     "tiny-gemma": _gemma,
     "tiny-opt": _opt,
     "tiny-mla": _mla,

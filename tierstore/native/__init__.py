@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("_pages.so")
 CODEC_FILE = Path(__file__).with_name("_codec.so")
 DECODE_FILE = Path(__file__).with_name("_decode.so")
 # INTERFACE in the sources: a built file may be of another version.
-_INTERFACE = 4
+_INTERFACE = 5
 _CODEC_INTERFACE = 1
 _DECODE_INTERFACE = 7
 _P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -72,6 +72,7 @@ def load(file: Path) -> ctypes.CDLL | None:
     if library is None:
         return None
     _declare(library.tierstore_copy, None, _P, _N, _N, _I)
+    _declare(library.tierstore_copy_matrices, None, _P, _N, _P, _I)
     _declare(library.tierstore_copy_and_hash, None, _P, _N, _N, _I, _P)
     _declare(library.tierstore_gather_and_hash, None, _P, _N, _P, _N, _I, _P)
     _declare(library.tierstore_chunk_keys, None, ctypes.c_char_p, ctypes.c_char_p, _N, _N, _P)

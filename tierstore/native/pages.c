@@ -1,4 +1,4 @@
-/* Pages copied and checksummed in one pass over memory, and the keys of their chunks.
+/* Pages copied and checksummed in one pass over memory, matrices turned, and the keys of chunks.
  *
  * Python reaches these with ctypes, which gives up the GIL for the whole of a call. They do what no library of
  * Python's does: many copies in one call, past the caches (a page that is stored is not read again soon, and a
@@ -22,7 +22,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 4
+#define INTERFACE 5
 
 /* ---- copying ------------------------------------------------------------------------------------------- */
 
@@ -262,6 +262,104 @@ static void hash_128(const char *of, size_t nbytes, char digest[16]) {
 #define KEY 16
 #define MOST_CHUNK 4096 /* bytes */
 
+/* ---- matrices ------------------------------------------------------------------------------------------ */
+
+/* A matrix of items in two places, with the distances between its rows and columns in each, in bytes. */
+struct matrix {
+    uint64_t rows, columns, item;
+    uint64_t to_row, to_column, of_row, of_column;
+};
+
+/* rows x columns items one by one, for what does not fit the squares below. */
+static void place_items(char *to, const char *of, const struct matrix *m, size_t row, size_t rows, size_t column,
+                        size_t columns) {
+    for (size_t r = row; r < row + rows; r++)
+        for (size_t c = column; c < column + columns; c++)
+            memcpy(to + r * m->to_row + c * m->to_column, of + r * m->of_row + c * m->of_column, m->item);
+}
+
+#if X86
+/* Squares of items: a row of `of` becomes a column of `to`. The distances are those between rows. */
+static void turn_4x4_of_4(char *to, size_t to_row, const char *of, size_t of_row) {
+    __m128i a = _mm_loadu_si128((const __m128i *)of), b = _mm_loadu_si128((const __m128i *)(of + of_row));
+    __m128i c = _mm_loadu_si128((const __m128i *)(of + 2 * of_row));
+    __m128i d = _mm_loadu_si128((const __m128i *)(of + 3 * of_row));
+    __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
+    __m128i ab_high = _mm_unpackhi_epi32(a, b), cd_high = _mm_unpackhi_epi32(c, d);
+    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi64(ab, cd));
+    _mm_storeu_si128((__m128i *)(to + to_row), _mm_unpackhi_epi64(ab, cd));
+    _mm_storeu_si128((__m128i *)(to + 2 * to_row), _mm_unpacklo_epi64(ab_high, cd_high));
+    _mm_storeu_si128((__m128i *)(to + 3 * to_row), _mm_unpackhi_epi64(ab_high, cd_high));
+}
+
+static void turn_8x8_of_2(char *to, size_t to_row, const char *of, size_t of_row) {
+    __m128i in[8], two[8], four[8];
+    for (int i = 0; i < 8; i++)
+        in[i] = _mm_loadu_si128((const __m128i *)(of + i * of_row));
+    for (int i = 0; i < 4; i++) {
+        two[2 * i] = _mm_unpacklo_epi16(in[2 * i], in[2 * i + 1]);
+        two[2 * i + 1] = _mm_unpackhi_epi16(in[2 * i], in[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++)
+        for (int half = 0; half < 2; half++) {
+            four[4 * i + 2 * half] = _mm_unpacklo_epi32(two[4 * i + half], two[4 * i + 2 + half]);
+            four[4 * i + 2 * half + 1] = _mm_unpackhi_epi32(two[4 * i + half], two[4 * i + 2 + half]);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm_storeu_si128((__m128i *)(to + 2 * i * to_row), _mm_unpacklo_epi64(four[i], four[4 + i]));
+        _mm_storeu_si128((__m128i *)(to + (2 * i + 1) * to_row), _mm_unpackhi_epi64(four[i], four[4 + i]));
+    }
+}
+#endif
+
+/* `to` has contiguous rows, and `of` contiguous columns: turn squares in registers. */
+static void turn(char *to, const char *of, const struct matrix *m) {
+    size_t row = 0, done = 0;
+#if X86
+    size_t side = m->item == 4 ? 4 : m->item == 2 ? 8 : 0;
+    void (*square)(char *, size_t, const char *, size_t) = side == 4 ? turn_4x4_of_4 : turn_8x8_of_2;
+    done = side ? m->columns / side * side : 0;
+    for (; side && row + side <= m->rows; row += side)
+        for (size_t column = 0; column < done; column += side)
+            square(to + row * m->to_row + column * m->item, m->to_row,
+                   of + row * m->item + column * m->of_column, m->of_column);
+#endif
+    place_items(to, of, m, 0, row, done, m->columns - done);
+    place_items(to, of, m, row, m->rows - row, 0, m->columns);
+}
+
+static void copy_rows(char *to, const char *of, size_t rows, size_t width, size_t to_row, size_t of_row,
+                      int past_caches) {
+    if (to_row == width && of_row == width)
+        width *= rows, rows = 1;
+    for (size_t row = 0; row < rows; row++)
+        if (past_caches)
+            stream(to + row * to_row, of + row * of_row, width);
+        else
+            memcpy(to + row * to_row, of + row * of_row, width);
+}
+
+#define TURNED 32768 /* bytes that stay in the first-level cache while they are turned */
+
+/* `m` has contiguous rows in `to`, if it has any there. */
+static void copy_matrix(char *to, const char *of, const struct matrix *m, int past_caches) {
+    char turned[TURNED];
+    size_t width = m->columns * m->item;
+    int rows = m->to_column == m->item;
+    if (rows && m->of_column == m->item) {
+        copy_rows(to, of, m->rows, width, m->to_row, m->of_row, past_caches);
+    } else if (rows && m->of_row == m->item && past_caches && m->rows * width <= TURNED) {
+        struct matrix here = *m;
+        here.to_row = width;
+        turn(turned, of, &here);
+        copy_rows(to, turned, m->rows, width, m->to_row, width, past_caches);
+    } else if (rows && m->of_row == m->item) {
+        turn(to, of, m);
+    } else {
+        place_items(to, of, m, 0, m->rows, 0, m->columns);
+    }
+}
+
 /* ---- what Python calls ---------------------------------------------------------------------------------- */
 
 int tierstore_interface(void) { return INTERFACE; }
@@ -281,6 +379,19 @@ void tierstore_copy_and_hash(const uint64_t (*pairs)[2], size_t count, size_t nb
                              uint64_t *checksums) {
     for (size_t i = 0; i < count; i++)
         checksums[i] = copy_and_hash((char *)pairs[i][0], (const char *)pairs[i][1], nbytes, past_caches);
+    fence();
+}
+
+/* Copy a matrix for each (destination, source) pair of addresses of its first item, past the caches if asked to. */
+void tierstore_copy_matrices(const uint64_t (*pairs)[2], size_t count, const struct matrix *matrix, int past_caches) {
+    struct matrix m = *matrix;
+    if (m.to_column != m.item) { /* rows for columns: the other order may be contiguous */
+        m.rows = matrix->columns, m.columns = matrix->rows;
+        m.to_row = matrix->to_column, m.to_column = matrix->to_row;
+        m.of_row = matrix->of_column, m.of_column = matrix->of_row;
+    }
+    for (size_t i = 0; i < count; i++)
+        copy_matrix((char *)pairs[i][0], (const char *)pairs[i][1], &m, past_caches);
     fence();
 }
 

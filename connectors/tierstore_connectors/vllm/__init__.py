@@ -19,6 +19,9 @@ is cut inside a block. A chunk's key is made from vLLM's own hash of the chunk's
 tokens up to there, images, adapter and salt. Everything else that changes KV (model, weights, KV dtype,
 layout, rank) is in the page's identity (``identity.py`` for both).
 
+With ``share_engines`` a page has the layout of :mod:`tierstore_connectors.common.shared_pages` instead. Its
+key is made from tokens only, so that other engines find it (``sharing.py``).
+
 Three rules keep the cache from doing harm:
 
 * **Nothing is raised into vLLM**, because that would end the engine for all users. ``connector.py`` wraps

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class VllmSettings:
       pages.
     - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
     - ``explain``: count missed tokens by reason, and log the reasons of each request.
+    - ``share_engines``: share pages with the bundled engine and with vLLM of any parallelism
+      (:mod:`tierstore_connectors.common.sharing`).
+    - ``share_sizes``: with ``share_engines``, the parallelism of the engines whose pages are looked for
+      besides its own: a list of TPxPP, separated by commas. Each costs a question for each prompt.
     """
 
     store: str = field(default_factory=default_listen)
@@ -50,6 +55,19 @@ class VllmSettings:
     handover_s: float = HANDOVER_S
     hash_weights: str = "whole"
     explain: bool = False
+    share_engines: bool = False
+    share_sizes: str = "1x1"
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return ``share_sizes`` as (ranks of tensor parallelism, pipeline stages)."""
+        found = [_SIZE.fullmatch(size.strip()) for size in self.share_sizes.split(",")]
+        if None in found:
+            raise UsageError(
+                "kv_connector_extra_config: share_sizes must be a list like 1x1,4x2 (ranks of tensor "
+                f"parallelism x pipeline stages), got {self.share_sizes!r}"
+            )
+        return [(int(size[1]), int(size[2])) for size in found if size is not None]
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> VllmSettings:
@@ -61,6 +79,8 @@ class VllmSettings:
                 f"kv_connector_extra_config: handover_s must be at most {MOST_HANDOVER_S:g} seconds, got "
                 f"{settings.handover_s:g}"
             )
+        if settings.share_engines:
+            _ = settings.sizes  # checks them
         if settings.hash_weights not in ("whole", "sample"):
             raise UsageError(
                 'kv_connector_extra_config: hash_weights must be "whole" or "sample", got '
@@ -133,6 +153,7 @@ class RequestOptions:
         return cls(**values), problem
 
 
+_SIZE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
 _KNOWN = {"pin", "no_save", "ttl_s", "priority", "tokens", "until_s"}
 
 

@@ -31,15 +31,16 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tierstore.errors import TierStoreError
+from tierstore.keys import Identity
 from tierstore_connectors.common import handover
 from tierstore_connectors.common.counters import ConnectorCounters, added
 from tierstore_connectors.common.explaining import MISSED
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.vllm.config import VllmSettings
-from tierstore_connectors.vllm.groups import read_groups
+from tierstore_connectors.vllm.groups import joined, read_groups
 from tierstore_connectors.vllm.identity import Weights, hashes_are_private, weights_revision
 from tierstore_connectors.vllm.layout import UnsupportedError
-from tierstore_connectors.vllm.orders import LoadReport, Shard, StepWork
+from tierstore_connectors.vllm.orders import LoadReport, Rank, Shard, StepWork
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
 from tierstore_connectors.vllm.watch import watch_engines
 from tierstore_connectors.vllm.worker import Results, WorkerHalf
@@ -178,7 +179,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._caches: Mapping[str, Any] = {}
-        self._weights: Future[Weights] | None = None  # None until the worker starts
+        self._weights: Future[Weights | Identity] | None = None  # None until the worker starts
         self._changed = False  # whether the weights may have changed since the last forget_everything
         self._orphans: set[str] = set()  # loads that neither half could take
         self._invalid: set[int] = set()
@@ -204,6 +205,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 # Earlier versions do not say which blocks a window has freed.
                 raise UnsupportedError("sliding windows need vLLM 0.30 or later")
             _check_prefixes(config)
+            if settings.share_engines:
+                groups = joined(groups)
         except (TierStoreError, UnsupportedError) as error:
             self.errors.warn("the start", f"runs without the cache: {error}")
             return
@@ -214,7 +217,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # that cannot compute its prompt. vLLM reads this setting after this constructor.
             config.kv_transfer_config.kv_load_failure_policy = "recompute"
             algorithm = str(config.cache_config.prefix_caching_hash_algo)
-            if hashes_are_private(algorithm, os.environ, fixed_seed=_FIXED_SEED):
+            private = hashes_are_private(algorithm, os.environ, fixed_seed=_FIXED_SEED)
+            if private and not settings.share_engines:  # those pages are found by tokens
                 self.errors.warn(
                     "the start",
                     "vLLM's block hashes differ between processes: set PYTHONHASHSEED=0 for all engines, "
@@ -279,15 +283,20 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._caches = kv_caches
         if self._weights is None:
-            settings = self._settings
             hashing = ThreadPoolExecutor(1, thread_name_prefix="tierstore-weights")
-            self._weights = hashing.submit(
-                weights_revision,
-                self._vllm_config,
-                settings.namespace,
-                sampled=settings.hash_weights == "sample",
-            )
+            self._weights = hashing.submit(self._identify)
             hashing.shutdown(wait=False)
+
+    def _identify(self) -> Weights | Identity:
+        """Return the weights, or the model's identity if engines share its pages."""
+        settings = self._settings
+        assert settings is not None, "only an engine with settings is identified"
+        if settings.share_engines:
+            from tierstore_connectors.vllm.sharing import model_identity
+
+            return model_identity(self._vllm_config, settings, self._groups.chunk_tokens)
+        sampled = settings.hash_weights == "sample"
+        return weights_revision(self._vllm_config, settings.namespace, sampled=sampled)
 
     def _attach(self) -> None:
         """Create the worker's half over the tensors that vLLM has registered."""
@@ -295,27 +304,41 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        from tierstore_connectors.vllm.registration import Rank, register_groups
+        from tierstore_connectors.vllm.registration import register_groups
+        from tierstore_connectors.vllm.sharing import SharedModel
 
         tensors, pipeline = get_tp_group(), get_pp_group()
         rank = Rank(tensors.rank_in_group, tensors.world_size, pipeline.rank_in_group, pipeline.world_size)
         try:
             weights = self._weights.result()
-            if weights.files is not None:
-                _log.info("tierstore: identified the model by %s", weights.files)
+            shared, revision = None, ""
+            if isinstance(weights, Identity):
+                layers = self._vllm_config.model_config.get_total_num_hidden_layers()
+                shared = SharedModel(weights, layers, rank, self._settings.sizes)
+            else:
+                revision = weights.revision
+                if weights.files is not None:
+                    _log.info("tierstore: identified the model by %s", weights.files)
             kept = register_groups(
                 self._vllm_config,
                 vllm.__version__,
                 self._settings.namespace,
-                weights.revision,
+                revision,
                 self._groups,
                 self._kv_cache_config.num_blocks,
                 self._caches,
                 rank,
+                shared,
             )
             groups = self._groups
             self._worker = WorkerHalf(
-                self._settings, kept, groups.count, groups.chunk_tokens, self.errors, self.counters
+                self._settings,
+                kept,
+                groups.count,
+                groups.chunk_tokens,
+                self.errors,
+                self.counters,
+                shared.model if shared is not None else None,
             )
             _log.info(
                 "tierstore: pages go to %s under identity %s",

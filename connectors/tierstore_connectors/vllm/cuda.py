@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from tierstore.spec import KVSpec
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Addresses, Device, Event, SourceOrder, Stream
 from tierstore.tiers.pinned import Pin, Reach
+from tierstore_connectors.common.shared_pages import EngineBlocks, PartSource
 from tierstore_connectors.vllm.copies import Pages
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK
@@ -33,6 +35,7 @@ from tierstore_connectors.vllm.pieces import (
     KernelPieces,
     Launch,
     Pieces,
+    SharedPieces,
     TorchPieces,
     cupy_launch,
     fits_kernel,
@@ -153,13 +156,13 @@ class StagedCopy:
 
     def __init__(
         self,
-        layout: PageLayout,
+        page_bytes: int,
         device: Device,
         pieces: Pieces,
         on_stream: OnStream,
         torch_device: torch.device,
     ) -> None:
-        self._nbytes = layout.page_bytes
+        self._nbytes = page_bytes
         self._device = device
         self._pieces = pieces
         self._torch_device = torch_device
@@ -211,8 +214,26 @@ def make_blocks(
                     for plane in layout.planes
                 ]
             )
-        method = StagedCopy(layout, reach.device, pieces, on_stream, on)
+        method = StagedCopy(layout.page_bytes, reach.device, pieces, on_stream, on)
     return DeviceBlocks(reach, method, computing)
+
+
+def make_shared_blocks(
+    layout: str,
+    blocks: EngineBlocks,
+    source: PartSource,
+    tensors: Mapping[int, torch.Tensor],
+    reach: Reach,
+    *,
+    computing: Callable[[], Stream],
+    on_stream: OnStream,
+) -> DeviceBlocks:
+    """Return the blocks of ``tensors`` (by layer) as those of pages that engines share: see
+    :class:`~tierstore_connectors.common.shared_pages.BlockConverter`. Torch converts them on the device."""
+    pieces = SharedPieces(layout, blocks, source, tensors)
+    on = next(iter(tensors.values())).device
+    page_bytes = KVSpec.parse(layout).page_bytes
+    return DeviceBlocks(reach, StagedCopy(page_bytes, reach.device, pieces, on_stream, on), computing)
 
 
 class CudaBlocks:
@@ -233,6 +254,20 @@ class CudaBlocks:
             computing=self._computing,
             on_stream=self._on_stream,
             launch=self._launch,
+        )
+
+    def shared_blocks(
+        self, layout: str, blocks: EngineBlocks, source: PartSource, tensors: Mapping[int, torch.Tensor]
+    ) -> DeviceBlocks:
+        """Return the blocks of a group as those of pages that engines share."""
+        return make_shared_blocks(
+            layout,
+            blocks,
+            source,
+            tensors,
+            self._reach,
+            computing=self._computing,
+            on_stream=self._on_stream,
         )
 
     def _computing(self) -> Stream:

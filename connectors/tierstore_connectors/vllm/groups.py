@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierstore.groups import GroupRule, Past
@@ -41,13 +41,19 @@ _MIXED = "UniformTypeKVCacheSpecs"  # layers of one kind with different sizes
 class CacheGroup:
     """One KV cache group. ``number`` is its index in vLLM's block tables. ``rule`` says which pages a hit
     needs. ``meaning`` describes the bytes of a block as far as neither its tensors nor the model's
-    configuration do."""
+    configuration do. ``members`` are vLLM's groups, if several are one group here (:func:`joined`)."""
 
     number: int
     layers: tuple[str, ...]
     block_tokens: int
     rule: GroupRule
     meaning: str = ""
+    members: tuple[CacheGroup, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the indices of its block tables."""
+        return tuple(each.number for each in self.members) or (self.number,)
 
     @property
     def windowed(self) -> bool:
@@ -79,8 +85,11 @@ class Groups:
         return any(kept_by_name(group.rule) for group in self.groups)
 
     def blocks_per_page(self, group: CacheGroup) -> int:
-        """Return the blocks of a page: those of a chunk, or one for the state at its end."""
-        return 1 if group.rule.past is Past.STATE else self.chunk_tokens // group.block_tokens
+        """Return the blocks of a page: those of a chunk in each block table, or one for the state at its
+        end."""
+        if group.rule.past is Past.STATE:
+            return 1
+        return self.chunk_tokens // group.block_tokens * len(group.numbers)
 
     def label(self, group: CacheGroup) -> str:
         """Return the group's label in its pages' identities.
@@ -123,6 +132,25 @@ def read_groups(
             f"got {chunk}"
         )
     return read
+
+
+def joined(groups: Groups) -> Groups:
+    """Return groups in which all layers that remember alike are one group, as in the pages that engines
+    share. vLLM has several groups of one kind, so that all of its blocks have one size."""
+    alike: dict[tuple[GroupRule, int], list[CacheGroup]] = {}
+    for group in groups.groups:
+        alike.setdefault((group.rule, group.block_tokens), []).append(group)
+    found = tuple(
+        replace(
+            members[0],
+            layers=tuple(layer for each in members for layer in each.layers),
+            members=tuple(members),
+        )
+        if len(members) > 1
+        else members[0]
+        for members in alike.values()
+    )
+    return replace(groups, groups=found)
 
 
 def _check_states(cache_config: Any, offers_states: bool) -> None:
@@ -247,19 +275,21 @@ class BlockTables:
 
 
 def blocks_to_load(
-    groups: Groups, group: CacheGroup, table: Sequence[int], start: int, end: int
+    groups: Groups, group: CacheGroup, tables: BlockTable, start: int, end: int
 ) -> GroupBlocks:
     """Return the blocks of tokens ``start … end``; for states, the block of the state at ``end``. Leading
     chunks without blocks (outside a window) are left out."""
     if group.rule.past is Past.STATE:
-        return state_blocks(groups, group.number, table[end // group.block_tokens - 1], end)
-    per_chunk = groups.blocks_per_page(group)
+        block = tables[group.number][end // group.block_tokens - 1]
+        return state_blocks(groups, group.number, block, end)
+    own = [tables[number] for number in group.numbers]
+    per_chunk = groups.chunk_tokens // group.block_tokens
     first, last = start // group.block_tokens, -(-end // group.block_tokens)
     last_chunk = -(-end // groups.chunk_tokens)
     chunks: list[tuple[int, ...]] = []
     for chunk in range(start // groups.chunk_tokens, last_chunk):
         numbers = range(chunk * per_chunk, (chunk + 1) * per_chunk)
-        blocks = tuple(table[at] if first <= at < last else NULL_BLOCK for at in numbers)
+        blocks = tuple(table[at] if first <= at < last else NULL_BLOCK for table in own for at in numbers)
         if chunks or any(blocks):
             chunks.append(blocks)
     return GroupBlocks(group.number, last_chunk - len(chunks), tuple(chunks))
@@ -272,15 +302,17 @@ def state_blocks(groups: Groups, group: int, block: int, tokens: int) -> GroupBl
 
 
 def blocks_to_save(
-    groups: Groups, group: CacheGroup, table: Sequence[int], first: int, end: int
+    groups: Groups, group: CacheGroup, tables: BlockTable, first: int, end: int
 ) -> GroupBlocks:
     """Return the blocks of chunks ``first … end``. They begin after the last missing block, which is outside
     a window."""
-    per_chunk = groups.blocks_per_page(group)
+    own = [tables[number] for number in group.numbers]
+    per_chunk = groups.chunk_tokens // group.block_tokens
     chunks: list[tuple[int, ...]] = []
     for chunk in range(end - 1, first - 1, -1):
-        blocks = tuple(table[chunk * per_chunk : (chunk + 1) * per_chunk])
-        if len(blocks) < per_chunk or NULL_BLOCK in blocks:
+        numbers = slice(chunk * per_chunk, (chunk + 1) * per_chunk)
+        blocks = tuple(block for table in own for block in table[numbers])
+        if len(blocks) < per_chunk * len(own) or NULL_BLOCK in blocks:
             break
         chunks.append(blocks)
     return GroupBlocks(group.number, end - len(chunks), tuple(reversed(chunks)))
@@ -292,7 +324,9 @@ def writable_blocks(groups: Groups, output: Any) -> set[int]:
     found: set[int] = set()
     for new in output.scheduled_new_reqs:
         for group in groups.groups:
-            found.update(new.block_ids[group.number][new.num_computed_tokens // group.block_tokens :])
+            first = new.num_computed_tokens // group.block_tokens
+            for number in group.numbers:
+                found.update(new.block_ids[number][first:])
     for tables in output.scheduled_cached_reqs.new_block_ids:
         for table in tables or ():
             found.update(table)

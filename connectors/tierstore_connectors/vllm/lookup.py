@@ -10,6 +10,9 @@ that were found.
 
 If another engine has promised pages, the lookup waits for them first, as long as that engine said. If other
 hosts have pages, they are fetched where that is faster than computing, and the prompt is looked up again.
+
+If engines share pages, engines of other sizes may have saved the prompt in other parts
+(:class:`LookupSize`). All sizes are asked together, and the longest hit is used.
 """
 
 from __future__ import annotations
@@ -20,20 +23,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 
 import tierstore
 from tierstore import Hit, Store, Transfer, TransferState, lookup_all
 from tierstore.errors import StoreClosedError
 from tierstore.explanation import Explanation
 from tierstore.groups import Group
-from tierstore.keys import Identity, PageKey
+from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Planner
 from tierstore.spec import KVSpec
 from tierstore.types import Promise
 from tierstore_connectors.common.guard import Breaker, ErrorLog
 from tierstore_connectors.vllm.config import VllmSettings
-from tierstore_connectors.vllm.identity import EnginePrompt
-from tierstore_connectors.vllm.orders import RENEW_S, Shard, kept_by_name, under_epoch
+from tierstore_connectors.vllm.identity import EnginePrompt, SharedPrompt
+from tierstore_connectors.vllm.orders import RENEW_S, GroupShard, Shard, kept_by_name, under_epoch
 
 _log = logging.getLogger("vllm.tierstore")
 _THREADS = 2  # threads that wait for answers
@@ -44,6 +48,24 @@ _FIRST_POLL_S = 0.004
 _POLL_S = 0.001
 _CONNECT_S = 1.0  # how long the engine's start waits for the daemon
 _EXPLAIN_S = 2.0  # how long an explanation may wait for the daemon's disk
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSize:
+    """The pages that engines of one size save. ``identities`` has one for each group on each worker.
+
+    ``model`` is the whole model's identity if engines share the pages. Otherwise keys are vLLM's.
+    """
+
+    store: Store
+    identities: tuple[Identity, ...]
+    model: Identity | None = None
+
+    def prompt(self, keys: Sequence[PageKey], tokens: bytes, chunk_tokens: int) -> Prompt:
+        """Return a prompt's whole chunks as one lookup."""
+        if self.model is None:
+            return EnginePrompt(self.identities, keys, tokens, chunk_tokens)
+        return SharedPrompt(self.model, self.identities, tokens, chunk_tokens)
 
 
 class PromptLookup:
@@ -61,9 +83,10 @@ class PromptLookup:
         self.declined = 0  # tokens found on disk that are computed because that is faster
         self.extra_s = 0.0  # additional time for the answer, while pages of other hosts are fetched
         self.promise: Promise | None = None  # of another engine; None once it was waited for
-        self.identities: Sequence[Identity] = ()  # one for each group on each worker
+        self.sizes: Sequence[LookupSize] = ()  # set when it is asked
+        self.size = 0  # which of them the hit is of
         self._tokens = tokens
-        self._prompt: EnginePrompt | None = None
+        self._prompts: dict[int, Prompt] = {}  # by size
         self._answered = threading.Event()
         self._lock = threading.Lock()
         self._hit: Hit | None = None  # guarded by _lock, as is all below
@@ -113,12 +136,12 @@ class PromptLookup:
         with self._lock:
             hit, fetched = self._hit, self._fetched
         if hit is None or fetched is None:
-            return 0 if hit is None else hit.tokens
+            return 0 if hit is None else hit.tokens  # whole chunks: see VllmLookups._look_up
         if not fetched.done:  # ends at its deadline
             return None
         came = min(fetched.wait(), hit.tokens)
         leading = sum(part.leading for part in hit.parts)
-        if came < hit.tokens and leading < len(self.identities):
+        if came < hit.tokens and leading < len(self.sizes[self.size].identities):
             return 0  # named pages support one length only
         return came // self.chunk_tokens * self.chunk_tokens
 
@@ -141,11 +164,13 @@ class PromptLookup:
         """Return whether the answer is no longer needed."""
         return self._released
 
-    def prompt(self) -> EnginePrompt:
-        """Return the prompt to look up."""
-        if self._prompt is None:
-            self._prompt = EnginePrompt(self.identities, self.keys, self._tokens(), self.chunk_tokens)
-        return self._prompt
+    def prompt(self, size: int = 0) -> Prompt:
+        """Return the prompt to look up among the pages of a size."""
+        prompt = self._prompts.get(size)
+        if prompt is None:
+            prompt = self.sizes[size].prompt(self.keys, self._tokens(), self.chunk_tokens)
+            self._prompts[size] = prompt
+        return prompt
 
     def expect(self, expected: Transfer[None]) -> None:
         """Wait for promised pages through ``expected``; cancel it if the lookup was released."""
@@ -155,12 +180,12 @@ class PromptLookup:
                 return
         expected.cancel()
 
-    def hold(self, hit: Hit) -> None:
+    def hold(self, hit: Hit, size: int = 0) -> None:
         """Take in a hit, in place of the previous one. A released lookup releases it."""
         with self._lock:
             unwanted = hit if self._released else self._hit
             if not self._released:
-                self._hit = hit
+                self._hit, self.size = hit, size
         if unwanted is not None:
             unwanted.release()
 
@@ -191,15 +216,16 @@ class VllmLookups:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-find")
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="tierstore-remote")
         self._shards: tuple[Shard, ...] = ()
-        self._identities: tuple[Identity, ...] = ()  # one for each group on each worker
+        self._sizes: tuple[LookupSize, ...] = ()  # the workers' own first, whose store is ``store``
         self._batches = 0
         self._late = 0  # the last batch whose answers were late
 
     def connect(self, shards: Sequence[Shard]) -> None:
         """Connect to look up the pages of these workers. Raises :class:`~tierstore.errors.UsageError`."""
         self._shards = tuple(shards)
-        self.store = self._open("")
-        self.store.wait_connected(_CONNECT_S)  # without a daemon every lookup misses until it connects
+        self._open("")
+        for size in self._sizes:
+            size.store.wait_connected(_CONNECT_S)  # without a daemon every lookup misses until it connects
 
     def renew(self, epoch: str) -> None:
         """Use the identities of ``epoch`` from now on, over a new connection. Lookups in flight find nothing.
@@ -208,27 +234,34 @@ class VllmLookups:
         disconnects, and limits their number.
         """
         if self.store is not None:
-            self.store.close()
-            self.store = self._open(epoch)
-            self.store.wait_connected(RENEW_S)
+            self._close_stores()
+            self._open(epoch)
+            for size in self._sizes:
+                size.store.wait_connected(RENEW_S)
 
-    def _open(self, epoch: str) -> Store:
-        settings, chunk_tokens = self._settings, self._shards[0].chunk_tokens
-        pages = [pages for shard in self._shards for pages in shard.groups]
-        self._identities = tuple(under_epoch(each.identity, epoch) for each in pages)
+    def _open(self, epoch: str) -> None:
+        """Connect a store for each size of pages."""
+        own = [pages for shard in self._shards for pages in shard.groups]
+        others = zip(*(shard.others for shard in self._shards), strict=True)
+        sizes = [own, *([pages for shard in size for pages in shard] for size in others)]
+        self._sizes = tuple(self._size(pages, epoch) for pages in sizes)
+        self.store = self._sizes[0].store
+
+    def _size(self, pages: Sequence[GroupShard], epoch: str) -> LookupSize:
+        settings, model = self._settings, self._shards[0].model
+        if model is not None:
+            model = under_epoch(model, epoch)
+            pages = list({each.identity: each for each in pages}.values())  # ranks may have the same heads
+        identities = tuple(under_epoch(each.identity, epoch) for each in pages)
         groups = [
-            Group(
-                number,
-                each.rule,
-                KVSpec.opaque(each.page_bytes, chunk_tokens=chunk_tokens),
-                named=kept_by_name(each.rule),
-            )
+            Group(number, each.rule, KVSpec.parse(each.identity.layout), named=kept_by_name(each.rule))
             for number, each in enumerate(pages)
         ]
+        prompts = identities[0] if model is None else model  # the identity of every prompt
         store = tierstore.connect(
             settings.store,
-            groups[0].spec,
-            identity=self._identities[0],
+            KVSpec.parse(prompts.layout),
+            identity=identities[0],
             lookup_s=settings.lookup_s,
             mover_threads=1,
             keys=settings.keys,
@@ -239,7 +272,7 @@ class VllmLookups:
             log=_log,
         )
         store.planner = self.planner
-        return store
+        return LookupSize(store, identities, model)
 
     @property
     def connected(self) -> bool:
@@ -262,7 +295,7 @@ class VllmLookups:
         assert store is not None, "ask() needs connect() first"
         self._batches += 1
         for lookup in lookups:
-            lookup.batch, lookup.asked_at, lookup.identities = self._batches, self._clock(), self._identities
+            lookup.batch, lookup.asked_at, lookup.sizes = self._batches, self._clock(), self._sizes
             if lookup.promise is not None:
                 self._threads.submit(self._expect, store, lookup, lookup.promise)
         unpromised = [each for each in lookups if each.promise is None]
@@ -313,8 +346,11 @@ class VllmLookups:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
-        if self.store is not None:
-            self.store.close()
+        self._close_stores()
+
+    def _close_stores(self) -> None:
+        for size in self._sizes:
+            size.store.close()
 
     # -- on a thread -----------------------------------------------------------------------------------
 
@@ -330,7 +366,7 @@ class VllmLookups:
 
     def _ask(self, store: Store, lookups: Sequence[PromptLookup]) -> None:
         try:
-            self._find(store, lookups)
+            self._find(lookups)
         except StoreClosedError:  # the connection was replaced
             for lookup in lookups:
                 lookup.release()
@@ -342,38 +378,53 @@ class VllmLookups:
             for lookup in lookups:
                 lookup.end()
 
-    def _find(self, store: Store, lookups: Sequence[PromptLookup]) -> None:
-        self._look_up(store, lookups)
+    def _find(self, lookups: Sequence[PromptLookup]) -> None:
+        self._look_up(lookups)
         fetched = []
         for lookup in lookups:
             hit, within_s = lookup.hit, self._settings.prefetch_s
+            store = lookup.sizes[lookup.size].store
             fetching = store.fetch_remote(hit, deadline_s=within_s) if hit is not None else None
             if fetching is None:
-                self._prefetch(store, lookup)
+                self._prefetch(lookup)
             else:
                 lookup.extra_s = within_s
                 fetched.append((lookup, fetching))
         for _, fetching in fetched:
             fetching.wait()
         again = [lookup for lookup, _ in fetched]
-        self._look_up(store, again, counted=False)
+        self._look_up(again, counted=False)
         for lookup in again:
-            self._prefetch(store, lookup)
+            self._prefetch(lookup)
 
-    def _look_up(self, store: Store, lookups: Sequence[PromptLookup], *, counted: bool = True) -> None:
-        """Look up all of these prompts at once, except released ones."""
-        asked = [each for each in lookups if not each.released]
+    def _look_up(self, lookups: Sequence[PromptLookup], *, counted: bool = True) -> None:
+        """Look up all of these prompts at once, except released ones. The longest hit of each is held."""
+        asked = [
+            (lookup, size) for lookup in lookups for size in range(len(lookup.sizes)) if not lookup.released
+        ]
         began = time.monotonic()
-        hits = lookup_all(((store, each.prompt()) for each in asked), counted=counted)
+        pairs = ((lookup.sizes[size].store, lookup.prompt(size)) for lookup, size in asked)
+        hits = lookup_all(pairs, counted=counted)
         late = time.monotonic() - began >= self._settings.lookup_s
-        for lookup, hit in zip(asked, hits, strict=True):
+        for (lookup, size), hit in zip(asked, hits, strict=True):
+            if size and hit.tokens <= (lookup.hit.tokens if lookup.hit is not None else 0):
+                hit.release()
+                continue
             lookup.late = late and not hit.tokens  # otherwise the daemon said that there is no hit
-            lookup.hold(hit)
+            self._hold_whole_chunks(lookup, hit, size)
 
-    def _prefetch(self, store: Store, lookup: PromptLookup) -> None:
+    def _hold_whole_chunks(self, lookup: PromptLookup, hit: Hit, size: int) -> None:
+        """Hold a hit. One that ends inside of another engine's page is looked up again without that page."""
+        if beyond := hit.tokens % lookup.chunk_tokens:
+            whole = hit.tokens - beyond
+            hit.release()
+            hit = lookup.sizes[size].store.lookup(lookup.prompt(size), max_tokens=whole, counted=False)
+        lookup.hold(hit, size)
+
+    def _prefetch(self, lookup: PromptLookup) -> None:
         """Read pages from disk, except those that are computed sooner, and measure the time. The lookup is
         answered then."""
-        self._decline(store, lookup)
+        self._decline(lookup)
         began, fetched, hit = self._clock(), lookup.prefetch(self._settings.prefetch_s), lookup.hit
         lookup.end()
         if fetched is None or hit is None:
@@ -389,14 +440,15 @@ class VllmLookups:
 
         fetched.on_end(came)
 
-    def _decline(self, store: Store, lookup: PromptLookup) -> None:
+    def _decline(self, lookup: PromptLookup) -> None:
         """Shorten the hit if computing its end is faster than reading it from disk."""
-        hit = lookup.hit
+        hit, size = lookup.hit, lookup.size
         if hit is None or not hit.by_tier.get("disk"):
             return
+        store = lookup.sizes[size].store
         planned = store.plan(hit, len(lookup.keys) * lookup.chunk_tokens + 1)
         if planned.declined:
             store.decline(hit, planned)
             used = planned.tokens // lookup.chunk_tokens * lookup.chunk_tokens
             lookup.declined = hit.tokens - used
-            lookup.hold(store.lookup(lookup.prompt(), max_tokens=used, counted=False))
+            lookup.hold(store.lookup(lookup.prompt(size), max_tokens=used, counted=False), size)

@@ -14,6 +14,20 @@ _NOTHING_SAID = Hint()
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """A worker's part of the model."""
+
+    tensor: int
+    tensors: int
+    pipeline: int
+    pipelines: int
+
+    def shard(self, group: str) -> str:
+        """Return the name of a page's part and KV cache group."""
+        return f"tp{self.tensor}/{self.tensors},pp{self.pipeline}/{self.pipelines},{group}"
+
+
+@dataclass(frozen=True, slots=True)
 class GroupShard:
     """The pages of one KV cache group on one worker. ``rule`` says which of them a hit needs."""
 
@@ -29,6 +43,11 @@ class Shard:
 
     chunk_tokens: int
     groups: tuple[GroupShard, ...]
+    others: tuple[tuple[GroupShard, ...], ...] = ()
+    """Pages that engines of other sizes save and that this worker can load instead, by size
+    (``share_sizes``)."""
+    model: Identity | None = None
+    """The whole model's shared identity; None without ``share_engines``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +80,13 @@ class PromptUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """An order to fill these blocks. It needs the prompt's first ``chunks`` chunks in the store."""
+    """An order to fill these blocks. It needs the prompt's first ``chunks`` chunks in the store. ``size`` is
+    0 for the worker's own pages, or says which of ``Shard.others`` has them, from 1 on."""
 
     request: str
     chunks: int
     groups: tuple[GroupBlocks, ...]
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Otherwise torch copies plane by plane, with two or more launches per layer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from tierstore.spec import KVSpec
+from tierstore_connectors.common.shared_pages import EngineBlocks, PartSource
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK
 
@@ -90,6 +92,59 @@ class TorchPieces:
             page_of_plane = page[at : at + nbytes].view(len(chunk), -1)
             plane.index_copy_(0, blocks, page_of_plane.index_select(0, places))
             at += nbytes
+
+
+class SharedPieces:
+    """Convert between blocks and pages that engines share, with two or more launches per layer. ``tensors``
+    are the KV tensors by layer; the other arguments are those of
+    :class:`~tierstore_connectors.common.shared_pages.BlockConverter`."""
+
+    def __init__(
+        self, layout: str, blocks: EngineBlocks, source: PartSource, tensors: Mapping[int, torch.Tensor]
+    ) -> None:
+        spec = KVSpec.parse(layout)
+        [group] = spec.groups
+        self._pieces, self._tables = blocks.pieces, max(len(blocks.tables), 1)
+        self._shape = (group.kv_heads, spec.chunk_tokens // blocks.block_tokens, blocks.block_tokens, -1)
+        self._page_heads = slice(source.page_heads.start, source.page_heads.stop)
+        own = slice(source.own_heads.start, source.own_heads.stop)
+        # For each layer's K and V: the block table, their place in a page, and a view of their blocks.
+        self._places: list[tuple[int, slice, torch.Tensor]] = []
+        for table, layer, plane, vectors in blocks.planes(group.layers):
+            tensor, item = tensors[layer], blocks.item_bytes
+            view = tensor.as_strided(
+                (tensor.shape[0], tensor.shape[1], blocks.block_tokens, group.head_dim),
+                [stride // item for stride in (vectors.block, vectors.head, vectors.token, vectors.item)],
+                tensor.storage_offset() + (vectors.address - tensor.data_ptr()) // item,
+            )
+            first, last = spec.tile(layer, plane, 0), spec.tile(layer, plane, group.kv_heads - 1)
+            self._places.append((table, slice(first.start, last.stop), view[:, own]))
+
+    def gather(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        tables = self._blocks(chunk, page.device)
+        for table, place, view in self._places:
+            blocks, _ = tables[table]
+            self._in_page(page, place, view.dtype).copy_(view.index_select(0, blocks).transpose(0, 1))
+
+    def scatter(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        tables = self._blocks(chunk, page.device)
+        for table, place, view in self._places:
+            blocks, wanted = tables[table]
+            here = self._in_page(page, place, view.dtype).index_select(1, wanted)
+            view.index_copy_(0, blocks.index_select(0, wanted), here.transpose(0, 1))
+
+    def _blocks(self, chunk: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return, for each block table, the numbers of blocks in memory, and which of them are wanted."""
+        found = []
+        for own in np.array(chunk, np.int64).reshape(self._tables, -1):
+            numbers = (own[:, None] * self._pieces + np.arange(self._pieces)).ravel()
+            wanted = np.flatnonzero(np.repeat(own != NULL_BLOCK, self._pieces))
+            found.append((torch.from_numpy(numbers).to(device), torch.from_numpy(wanted).to(device)))
+        return found
+
+    def _in_page(self, page: torch.Tensor, place: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return the part's heads in a page as ``[head, block, token, dim]``."""
+        return page[place].view(dtype).view(self._shape)[self._page_heads]
 
 
 def fits_kernel(layout: PageLayout) -> bool:

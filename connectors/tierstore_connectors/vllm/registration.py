@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,22 +13,9 @@ from tierstore_connectors.vllm.copies import GroupBlockCopies, HostBlocks
 from tierstore_connectors.vllm.groups import CacheGroup, Groups
 from tierstore_connectors.vllm.identity import model_digest, page_identity
 from tierstore_connectors.vllm.layout import PageLayout, TensorShape, UnsupportedError, page_layout
-from tierstore_connectors.vllm.orders import GroupShard
+from tierstore_connectors.vllm.orders import GroupShard, Rank
+from tierstore_connectors.vllm.sharing import BlocksOf, SharedModel, host_blocks
 from tierstore_connectors.vllm.worker import WorkerGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A worker's part of the model."""
-
-    tensor: int
-    tensors: int
-    pipeline: int
-    pipelines: int
-
-    def shard(self, group: str) -> str:
-        """Return the name of a page's part and KV cache group."""
-        return f"tp{self.tensor}/{self.tensors},pp{self.pipeline}/{self.pipelines},{group}"
 
 
 def register_groups(
@@ -41,11 +27,14 @@ def register_groups(
     num_blocks: int,
     caches: Mapping[str, Any],
     rank: Rank,
+    shared: SharedModel | None = None,
 ) -> dict[int, WorkerGroup]:
     """Return the groups with layers on this worker, by number.
 
-    ``config`` is vLLM's, ``revision`` identifies the weights, ``caches`` has the KV tensors by layer. Raises
-    :class:`UnsupportedError` for a configuration or tensors that are not understood.
+    ``config`` is vLLM's, ``revision`` identifies the weights, ``caches`` has the KV tensors by layer.
+    ``shared`` makes the groups if engines share their pages. Raises :class:`UnsupportedError` for a
+    configuration or tensors that are not understood, and :class:`~tierstore.errors.UsageError` for those that
+    cannot be shared.
     """
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -58,7 +47,7 @@ def register_groups(
     model = model_digest(
         config, version, _backends(config, groups), _device_name(device), namespace, os.environ
     )
-    blocks_on = _blocks_on(device)
+    blocks_on, shared_blocks = _blocks_on(device)
     kept = {}
     for group in groups.groups:
         own = _own(group, tensors)
@@ -66,6 +55,12 @@ def register_groups(
             continue  # other pipeline stages have its layers
         shapes = [_shape(name, tensor) for name, tensor in own.items()]
         layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_page(group))
+        if shared is not None:
+            # Layers of several block tables may lie in the same memory.
+            every = {name: tensors[name] for name in group.layers if name in tensors}
+            kernels = _kernels(config, every)
+            kept[group.number] = shared.worker_group(group, layout, every, kernels, shared_blocks)
+            continue
         identity = page_identity(
             layout,
             chunk_tokens=groups.chunk_tokens,
@@ -100,14 +95,18 @@ def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
     return TensorShape(name, tensor.data_ptr(), tuple(tensor.shape), strides, size, str(tensor.dtype))
 
 
-def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Tensor]], GroupBlockCopies]:
-    """Return the function that makes a group's blocks on this device."""
+def _blocks_on(
+    device: torch.device,
+) -> tuple[Callable[[PageLayout, Sequence[torch.Tensor]], GroupBlockCopies], BlocksOf]:
+    """Return the functions that make a group's blocks on this device: of vLLM's own pages, and of pages that
+    engines share."""
     if device.type == "cpu":
-        return lambda layout, tensors: HostBlocks(layout)
+        return (lambda layout, tensors: HostBlocks(layout)), host_blocks
     if device.type == "cuda" and torch.version.hip is None:
         from tierstore_connectors.vllm.cuda import CudaBlocks
 
-        return CudaBlocks(device).blocks
+        on_device = CudaBlocks(device)
+        return on_device.blocks, on_device.shared_blocks
     kind = "ROCm" if device.type == "cuda" else device.type
     raise UnsupportedError(f"KV caches on {kind} are not supported")
 
@@ -124,6 +123,17 @@ def _backends(config: Any, groups: Groups) -> list[str]:
     if not names:
         raise UnsupportedError("the attention backend is not known")
     return sorted(names)
+
+
+def _kernels(config: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the name of each layer's attention backend; for a processor's, with the kernels that it has
+    chosen."""
+    layers = config.compilation_config.static_forward_context
+    found = {}
+    for name in names:
+        backend, kernels = layers[name].get_attn_backend().get_name(), vars(layers[name]).get("isa")
+        found[name] = f"{backend}({kernels})" if kernels else str(backend)
+    return found
 
 
 def _device_name(device: torch.device) -> str:

@@ -108,7 +108,12 @@ class TrackedRequest:
 
     @classmethod
     def of(
-        cls, request: Any, adapters: AdapterVersions, media: MediaContents, hash_tokens: int
+        cls,
+        request: Any,
+        adapters: AdapterVersions,
+        media: MediaContents,
+        hash_tokens: int,
+        settings: VllmSettings,
     ) -> tuple[TrackedRequest, Sequence[str]]:
         """Return the tracked request, and problems to log."""
         options, problem = RequestOptions.parse(
@@ -123,6 +128,8 @@ class TrackedRequest:
             if lora is not None:
                 adapter = (lora.lora_name, lora.lora_path, adapters.version(lora))
             contents = media.digests(features, hash_tokens)
+            if settings.share_engines:
+                _require_tokens(request)
         except UnsupportedError as error:
             problems.append(str(error))
             uncached = True
@@ -154,6 +161,22 @@ class TrackedRequest:
         self.lookup = None
         self.looked_up = False
         self.answer = None
+
+
+def _require_tokens(request: Any) -> None:
+    """Raise :class:`UnsupportedError` for a request whose KV depends on more than its tokens: the keys of
+    pages that engines share are made from tokens only."""
+    more = {
+        "an adapter": request.lora_request,
+        "a cache_salt": request.cache_salt,
+        "images or other media": request.mm_features or None,
+        "prompt_embeds": vars(request).get("prompt_embeds"),
+    }
+    if given := [name for name, value in more.items() if value is not None]:
+        raise UnsupportedError(
+            f"share_engines: requests with {' or '.join(given)} go without the cache, because pages that "
+            "engines share are found by tokens only"
+        )
 
 
 @dataclass(slots=True)
@@ -392,7 +415,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked, problems = TrackedRequest.of(
-                request, self._adapters, self._media, self.groups.hash_tokens
+                request, self._adapters, self._media, self.groups.hash_tokens, self._settings
             )
             for problem in problems:
                 self.errors.warn("a request", problem)
@@ -407,7 +430,9 @@ class SchedulerHalf:
         self._unasked.pop(request.request_id, None)
         self._ahead.discard(request.request_id)
         chunk_tokens = self.groups.chunk_tokens
-        stored = tracked.held // chunk_tokens
+        size = tracked.lookup.size if tracked.lookup is not None else 0
+        # Pages of another size are no parents of this engine's own, which are saved from the first on.
+        stored = 0 if size else tracked.held // chunk_tokens
         if tracked.answer is None and not tracked.options.hands_over:  # not looked up
             tracked.update_keys(self.groups)
             stored = self.stored.to_last(tracked.keys[: tracked.local // chunk_tokens], self._clock())
@@ -426,12 +451,11 @@ class SchedulerHalf:
         )
         chunks = -(-end // chunk_tokens)
         groups = [
-            blocks_to_load(self.groups, group, tables[group.number], tracked.local, end)
-            for group in self.groups.groups
+            blocks_to_load(self.groups, group, tables, tracked.local, end) for group in self.groups.groups
         ]
         self._grow(tracked, chunks)
         wanted = tuple(each for each in groups if each.chunks)
-        self._loads.append(LoadOrder(request.request_id, chunks, wanted))
+        self._loads.append(LoadOrder(request.request_id, chunks, wanted, size))
         self._lost.remove(request.request_id)
         tracked.loading = (tracked.local // chunk_tokens, chunks)
         self.counters.add("promised_tokens", external)
@@ -605,7 +629,7 @@ class SchedulerHalf:
             tracked.saved = end
             tables = table()
             groups += [
-                blocks_to_save(self.groups, group, tables[group.number], first, end)
+                blocks_to_save(self.groups, group, tables, first, end)
                 for group in self.groups.groups
                 if group.rule.past is not Past.STATE
             ]

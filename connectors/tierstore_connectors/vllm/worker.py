@@ -13,17 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+
 import tierstore
 from tierstore import Store
 from tierstore.groups import Past
-from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
+from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore.tiers.pinned import Pin
 from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.copies import GroupBlockCopies, LoadedBlocks, SavedBlocks, valid_blocks
-from tierstore_connectors.vllm.identity import ChunkNames
+from tierstore_connectors.vllm.identity import ChunkNames, SharedPrompt
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import (
     RENEW_S,
@@ -46,12 +48,31 @@ _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
+class LoadSource:
+    """Pages, and the copies between them and a group's blocks."""
+
+    pages: GroupShard
+    blocks: GroupBlockCopies
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerGroup:
     """One KV cache group of this worker: its pages and its blocks."""
 
     pages: GroupShard
     layout: PageLayout
     blocks: GroupBlockCopies
+    others: tuple[tuple[LoadSource, ...], ...] = ()
+    """Pages of engines of other sizes that its blocks can be loaded from, as in ``Shard.others``."""
+
+    def sources(self, size: int) -> Sequence[LoadSource]:
+        """Return the pages to load together, for the ``size`` of a :class:`LoadOrder`."""
+        return self.others[size - 1] if size else (LoadSource(self.pages, self.blocks),)
+
+    @property
+    def copies(self) -> list[GroupBlockCopies]:
+        """Return all copies of its blocks, to and from pages of any size."""
+        return [self.blocks, *(each.blocks for source in self.others for each in source)]
 
 
 @dataclass(slots=True)
@@ -83,39 +104,56 @@ class _KnownPrompt:
         self.keys += grown.keys
         self.tokens += grown.tokens
 
-    def pages(self, pages: GroupShard, identity: Identity, chunks: range) -> tuple[Prompt, int]:
+    def pages(
+        self, pages: GroupShard, identity: Identity, chunks: range, model: Identity | None
+    ) -> tuple[Prompt, int]:
         """Return a prompt that finds the pages of a group, and the position of the first of ``chunks`` in
-        it."""
-        if kept_by_name(pages.rule):
+        it. ``model`` is the whole model's identity if engines share the pages."""
+        if kept_by_name(pages.rule) and model is None:
             return self.names.pages(identity, chunks, self.keys, self.tokens), 0
         chunk_tokens = self.names.chunk_tokens
         tokens = bytes(self.tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES])
+        if model is not None:
+            return _shared_pages(pages, identity, tokens, chunks, model, chunk_tokens)
         keys = self.keys[: chunks.stop]
         return Prompt.with_keys(identity, tokens, keys, chunk_tokens=chunk_tokens), chunks.start
 
 
+def _shared_pages(
+    pages: GroupShard, identity: Identity, tokens: bytes, chunks: range, model: Identity, chunk_tokens: int
+) -> tuple[Prompt, int]:
+    """Return what :meth:`_KnownPrompt.pages` does for pages that engines share: their keys and names are made
+    from the tokens."""
+    if not kept_by_name(pages.rule):
+        encoded = np.frombuffer(tokens, TOKEN_DTYPE)
+        return Prompt(identity, encoded, chunk_tokens=chunk_tokens), chunks.start
+    names = SharedPrompt(model, [identity], tokens, chunk_tokens).names(chunks.stop)[chunks.start :]
+    prompt = Prompt.named_pages(identity, names, chunk_tokens=chunk_tokens, pages_before=chunks.start)
+    return prompt, 0
+
+
 class WorkerStores:
-    """The client connections of a worker: one for each page size. Groups with equal page size share one.
+    """The client connections of a worker: one for each page layout. Groups with equal layout share one.
 
     ``reach`` is called with each mapped arena, to make it accessible to a device. One thread opens the
     stores; the stores themselves are thread-safe.
     """
 
-    def __init__(self, settings: VllmSettings, chunk_tokens: int, reach: Callable[[Pin], None]) -> None:
+    def __init__(self, settings: VllmSettings, reach: Callable[[Pin], None]) -> None:
         self._settings = settings
-        self._chunk_tokens = chunk_tokens
         self._reach = reach
-        self._stores: dict[int, Store] = {}
+        self._stores: dict[str, Store] = {}
 
     def of(self, pages: GroupShard) -> Store:
         """Return the store for a group's pages, and open it if necessary. Raises
         :class:`~tierstore.errors.UsageError` for an invalid address."""
-        store = self._stores.get(pages.page_bytes)
+        layout = pages.identity.layout
+        store = self._stores.get(layout)
         if store is None:
             settings = self._settings
-            store = self._stores[pages.page_bytes] = tierstore.connect(
+            store = self._stores[layout] = tierstore.connect(
                 settings.store,
-                KVSpec.opaque(pages.page_bytes, chunk_tokens=self._chunk_tokens),
+                KVSpec.parse(layout),
                 identity=pages.identity,
                 lookup_s=settings.lookup_s,
                 mover_threads=settings.threads,
@@ -143,7 +181,8 @@ class WorkerHalf:
     """The worker's half; see the module.
 
     ``groups`` are, by number, the KV cache groups that have layers on this worker, out of ``model_groups``: a
-    pipeline stage may have none of a group's layers. Raises :class:`~tierstore.errors.UsageError` for an
+    pipeline stage may have none of a group's layers. ``model`` is the whole model's identity if engines share
+    its pages. Raises :class:`~tierstore.errors.UsageError` for an
     invalid address.
     """
 
@@ -155,14 +194,16 @@ class WorkerHalf:
         chunk_tokens: int,
         errors: ErrorLog,
         counters: ConnectorCounters,
+        model: Identity | None = None,
     ) -> None:
         self._settings = settings
+        self._model = model
         self._groups = dict(groups)
         self._model_groups = model_groups
         self._chunk_tokens = chunk_tokens
         self._errors = errors
         self._counters = counters
-        self._stores = WorkerStores(settings, chunk_tokens, self._share)
+        self._stores = WorkerStores(settings, self._share)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="tierstore-save")
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="tierstore-load")
         self._saves = Saves(self._saver, counters, errors)
@@ -178,7 +219,14 @@ class WorkerHalf:
     @property
     def shard(self) -> Shard:
         """Return the description of this worker's pages for the scheduler."""
-        return Shard(self._chunk_tokens, tuple(group.pages for group in self._groups.values()))
+        groups = list(self._groups.values())
+        sizes = zip(*(group.others for group in groups), strict=True)
+        return Shard(
+            self._chunk_tokens,
+            tuple(group.pages for group in groups),
+            tuple(tuple(each.pages for source in size for each in source) for size in sizes),
+            self._model,
+        )
 
     def close(self) -> None:
         """Cancel loads, wait shortly for saves, and close the stores."""
@@ -298,11 +346,14 @@ class WorkerHalf:
 
     def _share(self, pin: Pin) -> None:
         for group in self._groups.values():
-            group.blocks.share(pin)
+            for blocks in group.copies:
+                blocks.share(pin)
 
     def _open(self) -> None:
         for group in self._groups.values():
-            self._stores.of(group.pages)
+            for size in range(len(group.others) + 1):
+                for source in group.sources(size):
+                    self._stores.of(source.pages)
 
     def _renew(self, epoch: str) -> None:
         """Drop all loads and saves, which belong to the earlier epoch, and connect anew.
@@ -320,10 +371,12 @@ class WorkerHalf:
 
     def _note_computed(self) -> None:
         for group in self._groups.values():
-            group.blocks.computed()
+            for blocks in group.copies:
+                blocks.computed()
 
-    def _under(self, identity: Identity) -> Identity:
-        return under_epoch(identity, self._epoch)
+    def _pages(self, known: _KnownPrompt, pages: GroupShard, chunks: range) -> tuple[Prompt, int]:
+        model = None if self._model is None else under_epoch(self._model, self._epoch)
+        return known.pages(pages, under_epoch(pages.identity, self._epoch), chunks, model)
 
     def _own(self, groups: Sequence[GroupBlocks]) -> list[GroupBlocks]:
         return [blocks for blocks in groups if blocks.group in self._groups]
@@ -339,10 +392,10 @@ class WorkerHalf:
                 return None
             self._saves.fence(blocks.blocks, self._settings.fence_s)
             chunks = range(blocks.first, blocks.end)
-            prompt, first = known.pages(group.pages, self._under(group.pages.identity), chunks)
-            store = self._stores.of(group.pages)
-            target = LoadedBlocks(group.blocks, blocks.chunks, first, self._errors.caught)
-            parts.append(LoadPart(store, prompt, blocks, target, first))
+            for source in group.sources(order.size):
+                prompt, first = self._pages(known, source.pages, chunks)
+                target = LoadedBlocks(source.blocks, blocks.chunks, first, self._errors.caught)
+                parts.append(LoadPart(self._stores.of(source.pages), prompt, blocks, target, first))
         return BlockLoad(order, parts, deadline_s=self._settings.load_s, errors=self._errors)
 
     def _loaded(self, load: BlockLoad) -> None:
@@ -374,7 +427,7 @@ class WorkerHalf:
             return None
         group = self._groups[blocks.group]
         chunks = range(blocks.first, blocks.end)
-        prompt, first = known.pages(group.pages, self._under(group.pages.identity), chunks)
+        prompt, first = self._pages(known, group.pages, chunks)
         store = self._stores.of(group.pages)
         source = SavedBlocks(group.blocks, blocks.chunks, self._errors.caught)
         count = len(blocks.chunks)
@@ -395,7 +448,7 @@ class WorkerHalf:
             return
         chunks = range(len(known.keys))
         for group in self._groups.values():
-            prompt, _ = known.pages(group.pages, self._under(group.pages.identity), chunks)
+            prompt, _ = self._pages(known, group.pages, chunks)
             store = self._stores.of(group.pages)
 
             def pin(store=store, prompt=prompt) -> None:  # type: ignore[no-untyped-def]

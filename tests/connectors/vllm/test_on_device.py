@@ -14,9 +14,12 @@ from tests.engine.device import ONE_OF_EACH, SCHEDULES, FakeDevice, missing
 from tests.engine.kernels.executor import SCHEDULES as KERNEL_SCHEDULES
 from tests.engine.kernels.executor import ExecutionError, guarded
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
 from tierstore.testing.clock import wait_until
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.pinned import Reach
+from tierstore_connectors.common.shared_pages import PagePart, PartSource
 from tierstore_connectors.vllm.layout import TensorShape, page_layout
 from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.catalog import ARCHITECTURES, Instance
@@ -26,6 +29,7 @@ from tierstore_engine.kernels.toolkit import find_toolkit
 torch = pytest.importorskip("torch")
 cuda = pytest.importorskip("tierstore_connectors.vllm.cuda")
 pieces = pytest.importorskip("tierstore_connectors.vllm.pieces")
+from tierstore_connectors.vllm.sharing import engine_blocks, host_blocks  # noqa: E402  # needs torch
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
 
@@ -101,6 +105,59 @@ def on_device(engine, way):
     for device in devices:
         wait_until(lambda device=device: device.registered == 0)
         assert device.strays == 0
+
+
+@pytest.mark.parametrize("seed", ONE_OF_EACH)
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "CPU_ATTN(vec)"])
+def test_shared_pages_are_those_of_a_processor(seed, backend):
+    """Two block tables, blocks in pieces, and a page with two of the four heads."""
+    layers, heads, dim, chunk, blocks = 3, 4, 8, 32, 12  # each of two pieces of 8 tokens
+    device = FakeDevice(seed)
+    memory = DeviceMemory(device)
+    arrays = [memory.array((2 * blocks, heads, 8, 2 * dim)) for _ in range(layers)]
+    random = np.random.default_rng(seed)
+    for array in arrays:
+        array[:] = random.standard_normal(array.shape)
+    tensors = {layer: torch.from_numpy(array) for layer, array in enumerate(arrays)}
+    part = PagePart(1, 2, (0, 1, 2))
+    whole = KVSpec.uniform(layers=layers, kv_heads=4, head_dim=dim, dtype="float32", chunk_tokens=chunk)
+    layout = part.identity(Identity.of(whole, model="m")).layout
+    source = PartSource(part, range(2), range(2, 4))
+    read = engine_blocks(
+        tensors,
+        dict.fromkeys(tensors, backend),
+        num_blocks=blocks,
+        heads=heads,
+        head_dim=dim,
+        tables=[[0, 2], [1]],
+    )
+    on_device = cuda.make_shared_blocks(
+        layout,
+        read,
+        source,
+        tensors,
+        memory.reach,
+        computing=lambda: memory.stream,
+        on_stream=device.launch,
+    )
+    on_host = host_blocks(layout, read, source, tensors)
+    here, there = (np.zeros(KVSpec.parse(layout).page_bytes, np.uint8) for _ in range(2))
+    chunk_blocks = [3, 1, 8, 5]  # of the first table, then of the second
+    on_host.gather([(chunk_blocks, here.ctypes.data)])
+    on_device.computed()
+    on_device.gather([(chunk_blocks, there.ctypes.data)])
+    assert here.any()
+    assert np.array_equal(here, there)
+    page = random.standard_normal(len(here) // 4).astype(np.float32)
+    before = [array.copy() for array in arrays]
+    on_device.scatter([([6, 0, 2, 7], page.ctypes.data)])
+    written = [array.copy() for array in arrays]
+    for array, earlier in zip(arrays, before, strict=True):
+        array[:] = earlier
+    on_host.scatter([([6, 0, 2, 7], page.ctypes.data)])
+    assert all(np.array_equal(a, b) for a, b in zip(written, arrays, strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(written, before, strict=True))
+    memory.finish()
 
 
 @pytest.mark.parametrize("seed", ONE_OF_EACH)

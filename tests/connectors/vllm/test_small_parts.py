@@ -188,7 +188,7 @@ def test_a_page_of_states_is_one_block_at_the_end_of_a_chunk():
     state, _ = groups.groups
     wide = read_groups(kv_config(states, full, hash_block_size=16), ALIGNED, 96)
     assert [wide.blocks_per_page(group) for group in wide.groups] == [1, 2]
-    loaded = blocks_to_load(wide, wide.groups[0], [0, 7, 0, 9], 96, 192)
+    loaded = blocks_to_load(wide, wide.groups[0], [[0, 7, 0, 9]], 96, 192)
     assert (loaded.first, loaded.chunks) == (1, ((9,),))
     other = {**STATES, "shapes": ((8, 3), (2, 4))}  # the same bytes, in another order
     turned = read_groups(kv_config(kind("MambaSpec", **other), full, hash_block_size=16), ALIGNED, 0)

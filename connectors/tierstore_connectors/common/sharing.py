@@ -1,0 +1,133 @@
+"""The identity of pages that engines share (``share_engines``): the model and its arithmetic, not the engine.
+
+Engines keep the same numbers for a token of a model that they all compute: keys after their norm and RoPE,
+values as projected, both in the model's dtype. They differ by rounding only. So the identity of a shared page
+names the model. Every engine makes it with :func:`shared_identity`, from the same files:
+
+- the fields of ``config.json``, except those in :data:`HARMLESS`,
+- all bytes of the weights' files,
+- the dtype that the engine computes in, the layout of a page with its chunk size, and the tenant
+  (``namespace``),
+- :data:`FORM`, which counts up when the numbers in a page or their order change.
+
+**A field that is in neither list refuses sharing**, and so does a model that was not measured
+(:data:`MEASURED`): another implementation may read a new field differently. An engine refuses, too, if it
+computes the model in another way than its files say (quantised KV, overrides, adapters): its own
+``require_plain`` lists these.
+
+**Keys.** Pages are found by keys over token ids (:mod:`tierstore.keys`), as the bundled engine finds them. If
+a layer group has a window, its pages are found by name. vLLM's scheduler knows the token ids of a request, so
+it computes the same keys. Its own block hashes would be no use: they begin with vLLM's own constant, and the
+bundled engine would need vLLM's way to encode them. SGLang's storage interface gives
+hashes of pages without their tokens, and is refused until its connector learns the tokens. To name all pages
+by SGLang's hashes was rejected: a hit could then end at whole pages only, and every engine would lose the
+chain that says which pages belong together.
+
+Off by default, because hits are not bit-equal to what the engine itself would have computed. docs/sharing.md
+has the measured differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import SpecError, UsageError
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec, read_json
+from tierstore_connectors.common.contents import contents, default_cache, model_files
+from tierstore_connectors.common.facts import WEIGHTS, digest, plain, words
+
+FORM = "1: keys after norm and RoPE, values as projected, unscaled"
+"""The numbers in a shared page. It counts up with every change of what they mean or how they are placed."""
+
+MEASURED = frozenset({"llama", "qwen2", "qwen3", "gemma3_text"})
+"""The values of ``model_type`` whose KV is the same within 1e-3 (float32) in all engines that share it."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE whose rotation depends on the position only, and not on an engine's longest prompt."""
+
+_COUNTED = words("""
+    architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act rms_norm_eps attention_bias mlp_bias vocab_size
+    tie_word_embeddings max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
+    sliding_window max_window_layers use_sliding_window layer_types sliding_window_pattern
+    _sliding_window_pattern rope_local_base_freq hidden_activation query_pre_attn_scalar
+    attn_logit_softcapping final_logit_softcapping
+""")
+_FALSE = words("use_bidirectional_attention")  # fields that must be false or absent
+HARMLESS = words("""
+    _name_or_path _model_name_or_path transformers_version bos_token_id eos_token_id pad_token_id unk_token_id
+    use_cache initializer_range torch_dtype dtype attention_dropout pretraining_tp
+""")
+"""Fields of ``config.json`` that do not change KV. (The engine's own dtype counts in place of the file's, and
+no engine uses ``pretraining_tp``.)"""
+
+
+def shared_identity(
+    folder: Path | None, *, dtype: str, chunk_tokens: int, namespace: str = "", sampled: bool = False
+) -> Identity:
+    """Return the identity of a model's shared pages, with all heads and layers.
+
+    ``folder`` has the model's ``config.json`` and weights; None if it has none. ``dtype`` is the engine's,
+    for example ``bfloat16``. ``sampled`` reads only samples of large files. Raise :class:`UsageError` if the
+    model's pages cannot be shared.
+    """
+    if folder is None or not folder.is_dir():
+        raise refusal("the model needs a local folder with config.json and weights")
+    if dtype not in DTYPES:
+        raise refusal(f"KV must be in {', '.join(DTYPES)}, got {dtype}")
+    try:
+        config = read_json(folder / "config.json")
+        spec = KVSpec.from_hf_config(_checked(config), dtype=dtype, chunk_tokens=chunk_tokens)
+        weights = {name: file for name, file in model_files(folder).items() if file.suffix in WEIGHTS}
+        if not weights:
+            raise refusal(f"{folder} has no weights")
+        revision = contents(weights, remembered=default_cache(), sampled=sampled).digest
+    except SpecError as error:
+        raise refusal(str(error)) from error
+    except OSError as error:
+        raise refusal(f"cannot read the model's files: {error}") from error
+    counted = {name: plain(value) for name, value in sorted(config.items()) if name not in HARMLESS}
+    return Identity.of(
+        spec,
+        model=digest(["shared", FORM, dtype, list(counted.items())]),
+        revision=revision,
+        codec=f"shared {FORM}",
+        tenant=namespace,
+    )
+
+
+def refusal(reason: str) -> UsageError:
+    """Return the error for an engine that cannot share its pages."""
+    return UsageError(f"share_engines: {reason}; leave share_engines out for a cache of this engine's own")
+
+
+def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``config.json`` if all of its fields are known and the model was measured."""
+    kind = config.get("model_type")
+    if kind not in MEASURED:
+        known = ", ".join(sorted(MEASURED))
+        raise refusal(f"pages of model_type {kind!r} are not shared (measured: {known})")
+    unknown = sorted(
+        name
+        for name in config.keys() - _COUNTED - HARMLESS
+        if name not in _FALSE or config[name] not in (None, False)
+    )
+    if unknown:
+        raise refusal(f"config.json has {', '.join(unknown)}, which may change KV")
+    for name in ("rope_parameters", "rope_scaling"):
+        for kind in _rope_kinds(config.get(name)):
+            if kind not in ROPES:
+                raise refusal(f"RoPE must be one of {', '.join(ROPES)}, got {kind!r}")
+    return config
+
+
+def _rope_kinds(rope: object) -> list[object]:
+    """Return the kinds of RoPE that a field names, for each kind of layers if they differ."""
+    if not isinstance(rope, Mapping):
+        return [] if rope is None else [rope]
+    kinds = [kind for each in rope.values() if isinstance(each, Mapping) for kind in _rope_kinds(each)]
+    return kinds or [rope.get("rope_type") or rope.get("type") or "default"]

@@ -1,0 +1,202 @@
+"""Pages computed by vLLM are hits in the bundled engine, and the other way round."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import tierstore
+from tests.portions import chosen
+from tests.vllm import models
+from tests.vllm.engines import Ask, Engine, greatest_difference
+from tests.vllm.harness import patient, wait_hit, wait_stored
+from tests.vllm.models import prompt
+from tierstore.spec import KVSpec
+from tierstore_connectors.common.sharing import shared_identity
+
+CHUNK = 64
+LONG, SHORT = 4_096, 1_024  # tokens that are shared
+SAME_LOGITS = 1e-4  # float32
+SAME_KV = 1e-3
+
+
+@contextlib.contextmanager
+def bundled(folder, store=None, *, share=True):
+    """The bundled engine, over a daemon or with pages of its own pool only."""
+    from tierstore_engine.build import build_engine, load_model
+    from tierstore_engine.settings import EngineSettings
+
+    engine = build_engine(
+        load_model(str(folder), device="cpu"),
+        pool_pages=300,
+        store=store,
+        chunk_tokens=CHUNK,
+        settings=EngineSettings(plan="load"),
+        share_engines=share,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def answer(engine, tokens):
+    """The bundled engine's answer, with logits."""
+    from tierstore_engine.sampling import SamplingParams
+
+    [completion] = engine.generate(
+        [tokens], SamplingParams(max_new_tokens=8, keep_logits=True, ignore_eos=True)
+    )
+    return completion
+
+
+def own_pages(engine, tokens):
+    """The KV that the bundled engine has of these tokens, one page per group and chunk, as bytes."""
+    store = engine.connector.store
+    hit = store.lookup(tokens)
+    assert hit.tokens // CHUNK == len(tokens) // CHUNK
+    loaded = store.load(hit).wait()
+    found = []
+    for group, kept in enumerate(loaded.groups or [loaded]):
+        pool = store.pools[group]
+        pages = np.zeros((len(tokens) // CHUNK, pool.spec.page_bytes), np.uint8)
+        numbers = list(kept.pages)[-len(pages) :]
+        targets = [(number, page.ctypes.data) for number, page in zip(numbers, pages, strict=False)]
+        pool.read_pages(targets)
+        found.append(pages[: len(targets)])
+        store.release_hbm(kept.pages, group=group)
+    return found
+
+
+def stored_pages(url, folder, tokens):
+    """The KV of these tokens that the daemon has from any engine."""
+    identity = shared_identity(folder, dtype="float32", chunk_tokens=CHUNK)
+    spec = KVSpec.parse(identity.layout)
+    with tierstore.connect(url, spec, identity=identity) as store:
+        hit = store.lookup(tokens)
+        assert hit.tokens == len(tokens) // CHUNK * CHUNK
+        into = [[bytearray(group.page_bytes) for _ in hit.chunks(group.number)] for group in store.groups]
+        assert store.load(hit, into if len(into) > 1 else into[0]).wait().tokens == hit.tokens
+    return [np.frombuffer(b"".join(pages), np.uint8).reshape(len(pages), -1) for pages in into]
+
+
+def kv_difference(one, other):
+    """The greatest difference between two sets of pages in float32."""
+    greatest = 0.0
+    for mine, theirs in zip(one, other, strict=True):
+        last = min(len(mine), len(theirs))
+        mine, theirs = mine[-last:].view(np.float32), theirs[-last:].view(np.float32)
+        greatest = max(greatest, float(np.abs(mine - theirs).max()))
+    return greatest
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    chosen(
+        [
+            (models.LLAMA, LONG),
+            (models.LLAMA3, SHORT),
+            (models.QWEN2, SHORT),
+            (models.QWEN3, SHORT),
+            (models.GEMMA, SHORT),
+        ],
+        (models.LLAMA, LONG),
+        (models.GEMMA, SHORT),
+    ),
+)
+def test_both_directions(model, daemon, kind, whole):
+    folder = model(kind)
+    from_vllm, from_ours = prompt(whole + 4, seed=1), prompt(whole + 4, seed=2)
+    options = patient(daemon.url, share_engines=True, chunk_tokens=CHUNK)
+    lengths = {"max_model_len": 8192, "max_num_batched_tokens": 8192}
+    with bundled(folder, share=False) as alone:
+        expected, pages = answer(alone, from_vllm), own_pages(alone, from_vllm[:whole])
+        with Engine(folder, connector=options, blocks=2048, **lengths) as vllm:
+            computed = vllm.ask(Ask(from_vllm))
+            assert computed.external_hit_tokens == 0
+            wait_stored(daemon, whole // CHUNK)
+            stored = stored_pages(daemon.url, folder, from_vllm[:whole])
+            with bundled(folder, daemon.url) as ours:
+                warm = answer(ours, from_vllm)
+                assert warm.metrics.reused_tokens >= whole
+                answer(ours, from_ours)
+            # A salted request goes without the store.
+            cold = vllm.ask(Ask(from_ours, salt="cold"))
+            assert cold.external_hit_tokens == 0
+            hit = wait_hit(vllm, Ask(from_ours), whole)
+    differences = {
+        "KV": kv_difference(stored, pages),
+        "bundled engine's logits after vLLM's pages": float(np.abs(warm.logits - expected.logits).max()),
+        "vLLM's log-probabilities after the bundled engine's": greatest_difference(
+            hit.answers[0], cold.answers[0]
+        ),
+    }
+    times = {"vLLM cold": cold.answers[0].ttft_s, "vLLM warm": hit.answers[0].ttft_s}
+    times |= {"bundled cold": expected.metrics.ttft_s, "bundled warm": warm.metrics.ttft_s}
+    print(kind, differences, times)  # noqa: T201
+    assert warm.tokens == expected.tokens
+    assert differences.pop("KV") <= SAME_KV
+    assert max(differences.values()) <= SAME_LOGITS, differences
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "head_dim"),
+    [("vec", "float32", 64), ("vec", "bfloat16", 32), ("vec", "float16", 128), ("vec16", "bfloat16", 80)],
+)
+def test_blocks_are_read_as_vllm_writes_them(kernels, dtype, head_dim):
+    """vLLM's own operation writes keys and values, and the converter reads them."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    from tierstore_connectors.common.shared_pages import BlockConverter, PagePart, PartSource
+    from tierstore_connectors.vllm.sharing import engine_blocks
+
+    heads, block, count = 3, 32, 5
+    torch_dtype = getattr(torch, dtype)
+    memory = torch.zeros(count, heads, block, 2 * head_dim, dtype=torch_dtype)
+    keys, values = (torch.randn(CHUNK, heads, head_dim).to(torch_dtype) for _ in range(2))
+    blocks = [3, 1]
+    slots = torch.tensor([number * block + at for number in blocks for at in range(block)])
+    halves = memory.view(count, heads, 2 * block, head_dim).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, kernels)
+    spec = KVSpec.uniform(layers=1, kv_heads=heads, head_dim=head_dim, dtype=dtype, chunk_tokens=CHUNK)
+    read = engine_blocks(
+        {0: memory}, {0: f"CPU_ATTN({kernels})"}, num_blocks=count, heads=heads, head_dim=head_dim
+    )
+    page = np.zeros(spec.page_bytes, np.uint8)
+    every = range(heads)
+    converter = BlockConverter(spec.describe(), read, PartSource(PagePart(0, 1, (0,)), every, every))
+    converter.gather([(blocks, page.ctypes.data)])
+    expected = torch.stack([keys, values]).transpose(1, 2).contiguous()
+    assert page.tobytes() == expected.view(torch.uint8).numpy().tobytes()
+
+
+def test_ranks_share_with_one_engine(model, daemon):
+    """Two ranks load what the bundled engine has saved as a whole, and vLLM without ranks what they save."""
+    folder, first, second = model(models.LLAMA), prompt(901, seed=3), prompt(901, seed=4)
+    whole = 896
+    options = {"share_engines": True, "chunk_tokens": CHUNK}
+    with bundled(folder, daemon.url) as ours:
+        answer(ours, first)
+    with Engine(folder, connector=patient(daemon.url, **options), tensor_parallel_size=2) as ranks:
+        warm, cold = ranks.ask(Ask(first)), ranks.ask(Ask(first, salt="cold"))
+        assert warm.answers[0].cached_tokens == whole
+        assert greatest_difference(warm.answers[0], cold.answers[0]) <= SAME_LOGITS
+        stored = daemon.stats().store.pages
+        ranks.ask(Ask(second))
+        wait_stored(daemon, stored + 2 * whole // CHUNK)
+    with Engine(folder, connector=patient(daemon.url, share_sizes="2x1", **options)) as alone:
+        warm, cold = alone.ask(Ask(second)), alone.ask(Ask(second, salt="cold"))
+        assert warm.answers[0].cached_tokens == whole
+        assert greatest_difference(warm.answers[0], cold.answers[0]) <= SAME_LOGITS
+
+
+def test_what_cannot_be_shared_says_so_and_runs_without_the_cache(model, daemon):
+    options = patient(daemon.url, share_engines=True, chunk_tokens=CHUNK)
+    with Engine(model(models.LLAMA), connector=options, hf_overrides={"rms_norm_eps": 1e-4}) as vllm:
+        assert vllm.ask(Ask(prompt(200))).external_hit_tokens == 0
+        assert "share_engines: --hf-overrides may change KV" in vllm.log
+        assert "leave share_engines out" in vllm.log
+    assert daemon.stats().store.pages == 0
