@@ -59,7 +59,7 @@ COUNTED = {
             language_model_only limit_per_prompt media_io_kwargs mm_processor_kwargs mm_device_do_normalize
             mm_hasher_algorithm mm_encoder_tp_mode mm_encoder_attn_backend
             mm_encoder_attn_dtype mm_encoder_fp8_scale_path interleave_mm_strings video_pruning_rate
-            video_pruning_method allow_missing_mm_embeddings""",
+            video_pruning_method""",
         "VideoDummyOptions": "count num_frames width height",
         "ParallelConfig": """
             pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size is_moe_model

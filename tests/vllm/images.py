@@ -4,8 +4,8 @@ of each ask, as JSON lines, and then waits until its input ends.
 ``OPTIONS`` are those of ``vllm.LLM``. An ask is ``[shade, name, expected]``: the image has one grey, ``name``
 is the client's ``multi_modal_uuids`` (null: none), and with ``expected`` it is asked until so many tokens are
 a hit. The image comes first, and the same text follows it. A line has the tokens of the prompt that came from
-the store, the images that the encoder has computed since the engine's start, the token of the answer and its
-log-probability.
+the store, the images that the encoder has computed since the engine's start, and the token of the answer with
+its log-probability. An engine that only encodes has no answer.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def main(model: str, options: str, asks: str) -> None:
     from vllm.config import ECTransferConfig
 
     _register_llava()
-    chosen = json.loads(options)
-    if "ec_transfer_config" in chosen:
-        chosen["ec_transfer_config"] = ECTransferConfig(**chosen["ec_transfer_config"])
+    arguments = json.loads(options)
+    if "ec_transfer_config" in arguments:
+        arguments["ec_transfer_config"] = ECTransferConfig(**arguments["ec_transfer_config"])
     llm = LLM(
         model=model,
         load_format="dummy",  # transformers 5 calls CLIP's weights by other names than vLLM 0.32
@@ -82,7 +82,7 @@ def main(model: str, options: str, asks: str) -> None:
         block_size=32,
         num_gpu_blocks_override=256,
         limit_mm_per_prompt={"image": 1},
-        **chosen,
+        **arguments,
     )
     _encoded.clear()  # those of vLLM's own trial
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -99,8 +99,9 @@ def main(model: str, options: str, asks: str) -> None:
             tokens = answer.num_cached_tokens or 0
             if expected is None or tokens == expected:
                 break
-        [token], [logprobs] = answer.outputs[0].token_ids, answer.outputs[0].logprobs
-        line = [tokens, len(_encoded), token, logprobs[token].logprob]
+        output = answer.outputs[0]
+        chosen = [(token, output.logprobs[0][token].logprob) for token in output.token_ids]
+        line = [tokens, len(_encoded), *chosen]
         sys.stdout.write(f"found {json.dumps(line)}\n")
         sys.stdout.flush()
     sys.stdin.read()

@@ -107,3 +107,15 @@ def test_no_image_is_encoded_again_after_kill_9_of_everything(model, daemon):
     third = Engine(place, asks[:1], ec_transfer_config=embeddings(daemon), **other)
     third.end()
     assert third.found[0][1] == 1
+
+
+def test_an_engine_that_only_encodes_works_for_another(model, daemon):
+    place, asks = model(models.LLAVA), [[10, None, None], [200, None, None]]
+    for _ in range(2):  # the second time the store has them
+        producer = Engine(place, asks, ec_transfer_config=embeddings(daemon, "ec_producer"))
+        producer.end()
+    consumer = Engine(place, asks, ec_transfer_config=embeddings(daemon, "ec_consumer"))
+    consumer.end()
+    assert [encoded for _, encoded, *_ in producer.found] == [0, 0]
+    assert [encoded for _, encoded, *_ in consumer.found] == [0, 0], "".join(consumer.log)[-4000:]
+    assert consumer.found[0][2:] != consumer.found[1][2:]

@@ -281,12 +281,11 @@ class EncoderScheduler:
 
     def finished(self, request: Any) -> None:
         """Forget a request."""
-        for key, feature in zip(
-            self._keys.pop(request.request_id, {}).values(), request.mm_features, strict=False
-        ):
-            known = self._inputs.get(feature.identifier)
+        for at, key in self._keys.pop(request.request_id, {}).items():
+            name = request.mm_features[at].identifier
+            known = self._inputs.get(name)
             if known is not None and known.key == key:
-                del self._inputs[feature.identifier]
+                del self._inputs[name]
 
     def forget_everything(self, epoch: str) -> None:
         """Stop finding what was saved before: the weights may have changed."""

@@ -39,8 +39,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "MultiModalConfig": """
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb skip_mm_profiling
             mm_tensor_ipc mm_ipc_gpu_memory_gb mm_encoder_fp8_scale_save_path
-            mm_encoder_fp8_scale_save_margin enable_mm_embeds
-            mm_encoder_only""",  # such an engine has no KV, and its encoder is the same
+            mm_encoder_fp8_scale_save_margin enable_mm_embeds allow_missing_mm_embeddings
+            mm_encoder_only""",  # the last two follow from the role of `--ec-transfer-config`
         # The size of a block is in the layout and in the page size.
         "CacheConfig": """
             block_size user_specified_block_size _block_size_resolved effective_attention_block_size

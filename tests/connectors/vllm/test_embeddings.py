@@ -194,12 +194,12 @@ def test_what_lies_before_a_cached_prefix_is_not_looked_up(engine):
 
 
 def test_an_aborted_request_leaves_nothing(engine):
-    one, asked = engine(), request(image(1))
-    one.scheduler.ready(asked, 0)
+    one, asked = engine(), request(image(0), image(1, offset=100))
+    one.scheduler.ready(asked, 100)  # the first image is in a cached prefix
     one.scheduler.finished(asked)
     assert one.scheduler._inputs == one.scheduler._keys == {}
     one.run(asked)
-    assert one.encoded == 1
+    assert one.encoded == 2
 
 
 def test_roles(engine):
