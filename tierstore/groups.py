@@ -10,6 +10,9 @@ needs different tokens for this:
 * ``Past.CHUNK`` needs the tokens before L in L's own attention chunk of ``tokens``; none if L begins a chunk.
 * ``Past.STATE`` needs the snapshot that was taken at exactly L, behind token L - 1.
 
+``Past.INPUT`` is for embeddings, whose "tokens" are the rows of one input. A hit is the whole input, or
+nothing.
+
 A hit is the longest L that all groups support (:func:`longest_hit`). From each group, it loads exactly what L
 needs (:meth:`GroupRule.needed`). L = 0 is always supported.
 
@@ -59,6 +62,7 @@ class Past(enum.Enum):
     WINDOW = "window"
     CHUNK = "chunk"
     STATE = "state"
+    INPUT = "input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,16 @@ class GroupRule:
         return cls(Past.STATE)
 
     @classmethod
+    def input(cls) -> GroupRule:
+        """Return the rule for the embedding of an input.
+
+        >>> rule, held = GroupRule.input(), [range(0, 128)]
+        >>> [rule.longest(held, rows) for rows in (128, 192)]
+        [128, 0]
+        """
+        return cls(Past.INPUT)
+
+    @classmethod
     def of(cls, group: LayerGroup) -> GroupRule:
         """Return the rule of a spec's layer group. Opaque pages are all needed."""
         if group.kind is LayerKind.SLIDING_WINDOW:
@@ -106,6 +120,8 @@ class GroupRule:
             return cls.chunked(group.window or 1)
         if group.kind is LayerKind.RECURRENT_STATE:
             return cls.state()
+        if group.kind is LayerKind.EMBEDDING:
+            return cls.input()
         return cls.all()
 
     @property
@@ -117,7 +133,7 @@ class GroupRule:
     def needed(self, length: int) -> range:
         """Return the range of tokens before ``length`` whose pages a hit of that length needs. For a state,
         this is the last token, whose page has the snapshot behind it."""
-        if self.past is Past.ALL:
+        if self.past in (Past.ALL, Past.INPUT):
             return range(length)
         if self.past is Past.WINDOW:
             return range(max(length - self.tokens, 0), length)
@@ -152,6 +168,9 @@ class GroupRule:
         if self.past is Past.STATE:
             yield from (run.stop for run in held if run.stop <= limit)
             return
+        if self.past is Past.INPUT:
+            yield from {self._longest(_merged(held), limit)} - {0}
+            return
         # If the next token needs no earlier token, nothing has to be held.
         if self.past is Past.CHUNK:
             yield from range(self.tokens, limit + 1, self.tokens)
@@ -176,8 +195,9 @@ class GroupRule:
             return runs[at - 1].stop if at else 0
         if not self.needed(limit):  # the next token needs no earlier token
             return limit
-        if self.past is Past.ALL:
-            return min(limit, runs[0].stop) if runs and runs[0].start == 0 else 0
+        if self.past in (Past.ALL, Past.INPUT):
+            reached = min(limit, runs[0].stop) if runs and runs[0].start == 0 else 0
+            return reached if self.past is Past.ALL or reached == limit else 0
         # The run that reaches furthest among those that are long enough at their end (or at the limit).
         best = limit - limit % self.tokens if self.past is Past.CHUNK else 0
         for run in reversed(runs[: bisect_right(runs, limit - 1, key=lambda run: run.start)]):
@@ -268,6 +288,8 @@ def longest_of_pages(
     >>> [longest_of_pages(groups, limit, chunk_tokens=16) for limit in (41, 40)]
     [41, 32]
     """
+    if any(rule.past is Past.INPUT for rule, _ in groups):
+        return limit if all(_ends_held(rule, held, limit, chunk_tokens) for rule, held in groups) else 0
     whole = limit - limit % chunk_tokens
     for length in range(limit, whole, -1):
         if all(_ends_held(rule, held, length, chunk_tokens) for rule, held in groups):
@@ -330,6 +352,8 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     wanted = needed(branch)
     if note(wanted, (yield wanted)):
         return branch
+    if any(rule.past is Past.INPUT for rule in rules.values()):
+        return 0
     if branch > whole:
         inside = range(whole + 1, branch)  # other prompts that continued from there may have ended here
         wanted = needed(whole)

@@ -124,6 +124,9 @@ class Prompt:
     nothing about earlier ones.) The page of an incomplete last chunk is named over the tokens that it has.
     Only a hit that ends behind the last of them finds it.
 
+    **Embeddings** are named pages, too (:meth:`of_input`). Their names begin with the content of the input
+    (``root``) in the place of tokens.
+
     Tokens are stored as little-endian uint32. Not thread-safe: a prompt belongs to one sequence.
     """
 
@@ -138,6 +141,7 @@ class Prompt:
         "named",
         "pages_before",
         "points",
+        "root",
     )
 
     def __init__(
@@ -152,6 +156,8 @@ class Prompt:
         self.named = False
         """Whether these are pages that the caller has named: see :meth:`named_pages`."""
         self.pages_before = 0
+        self.root = identity.digest
+        """The beginning of the first page's name: 32 bytes."""
         self.chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=1)
         self.keys: list[PageKey] = []
         self.points: dict[int, list[int]] = {}
@@ -219,19 +225,44 @@ class Prompt:
             identity, token_bytes, keys, chunk_tokens=chunk_tokens, pages_before=pages_before
         )
 
+    @classmethod
+    def of_input(cls, identity: Identity, content: bytes, rows: int, *, chunk_tokens: int) -> Prompt:
+        """Return the pages of an input's embedding, which has ``rows`` rows. ``content`` is a SHA-256 over
+        everything of the input that changes the embedding. The identity covers the encoder's weights and the
+        processor's configuration. The length is rows in whole pages of
+        ``chunk_tokens`` rows. Raise :class:`UsageError` for another content or number of rows.
+
+        >>> import tierstore
+        >>> spec = KVSpec.embedding(width=64, dtype="float32")
+        >>> with tierstore.open(None, spec, host_bytes=1 << 20) as store:
+        ...     image = store.embedding(hashlib.sha256(b"pixels").digest(), rows=100)
+        ...     _ = store.save(image, [bytes(spec.page_bytes)] * 2).wait()
+        ...     with store.lookup(image) as hit:
+        ...         image, hit.tokens
+        (Prompt(128 tokens, 2 full chunks), 128)
+        """
+        if not isinstance(content, bytes) or len(content) != NAME_BYTES:
+            raise UsageError(f"content must be a digest of {NAME_BYTES} bytes, got {content!r:.80}")
+        rows = whole_number("rows", rows, least=1)
+        prompt = cls(identity, chunk_tokens=chunk_tokens)
+        prompt.root = hashlib.sha256(identity.digest + content + rows.to_bytes(8, "little")).digest()
+        prompt._data += bytes(-(-rows // chunk_tokens) * chunk_tokens * TOKEN_BYTES)
+        prompt._extend_keys(prompt.keys, identity.chain)
+        return prompt
+
     def part(self, chunks: Sequence[int]) -> Prompt:
         """Return some of its whole chunks: the leading ones of chained pages, any of named pages."""
         keys = [self.keys[at] for at in chunks]
         tokens = b"".join(map(self.chunk, chunks))
         part = Prompt.with_keys(self.identity, tokens, keys, chunk_tokens=self.chunk_tokens)
-        part.named = self.named
+        part.named, part.root = self.named, self.root
         return part
 
     def copy(self) -> Prompt:
         """Return a prompt that begins like this one and grows independently. No key is computed again."""
         twin = Prompt.with_keys(self.identity, bytes(self._data), self.keys, chunk_tokens=self.chunk_tokens)
         twin._digest = self._digest
-        twin.named, twin.pages_before = self.named, self.pages_before
+        twin.named, twin.pages_before, twin.root = self.named, self.pages_before, self.root
         twin._names = list(self._names)
         twin._more_keys = {group: list(keys) for group, keys in self._more_keys.items()}
         twin.points = {group: list(points) for group, points in self.points.items()}
@@ -245,7 +276,10 @@ class Prompt:
         return f"Prompt({len(self)} tokens, {len(self.keys)} full chunks)"
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append ``tokens``. Raise :class:`UsageError` for ids outside 0 … 2³²-1."""
+        """Append ``tokens``. Raise :class:`UsageError` for ids outside 0 … 2³²-1, and for an input, which
+        does not grow."""
+        if self.root != self.identity.digest:
+            raise UsageError("the embedding of an input does not grow: ask for one with all of its rows")
         self._data += encode_tokens(tokens)
         self._extend_keys(self.keys, self.identity.chain)
 
@@ -304,7 +338,7 @@ class Prompt:
     def names_at(self, ends: Sequence[int]) -> list[bytes]:
         """Return the names of the pages that end at these tokens, each at least 1."""
         names = self.names(max(ends, default=0) // self.chunk_tokens)
-        return names_at(ends, self.chunk_tokens, names, self.identity.digest, self.chunk)
+        return names_at(ends, self.chunk_tokens, names, self.root, self.chunk)
 
     def names(self, chunks: int) -> list[bytes]:
         """Return the names of the first ``chunks`` whole chunks, or of more."""
@@ -312,7 +346,7 @@ class Prompt:
             return [chunk[:NAME_BYTES] for chunk in self.chunks()]
         known = len(self._names)
         if known < chunks:
-            before = self._names[-1] if self._names else self.identity.digest
+            before = self._names[-1] if self._names else self.root
             self._names += [
                 before := page_name(before, chunk) for chunk in islice(self.chunks(known), chunks - known)
             ]

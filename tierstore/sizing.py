@@ -3,7 +3,7 @@
 The kinds of layers are read from a Hugging Face ``config.json``, or from one of ``PRESETS``: the shapes of
 popular models, from their published configurations. The size of a session is what its next turn needs: every
 token of full attention and latents, the pages of a window that cover its last tokens, one snapshot of a
-recurrent state.
+recurrent state. Embeddings of images and sound are not part of a session.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.errors import SpecError
-from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, LayerGroup, kv_dtype, layer_groups
+from tierstore.spec import (
+    DEFAULT_CHUNK_TOKENS,
+    DTYPE_BITS,
+    KVSpec,
+    LayerGroup,
+    kv_dtype,
+    layer_groups,
+    positive,
+)
 
 
 def _dense(layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
@@ -113,6 +121,40 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
         per_token = vectors * group.head_dim * bits / 8 if not group.state_bytes else 0.0
         sizes.append(GroupSize(group, per_token, len(group.layers) * group.state_bytes))
     return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSize:
+    """The size of what an encoder makes of an image or a sound: ``row_bytes`` for each of its rows. ``rows``
+    is None if it depends on the input."""
+
+    row_bytes: int
+    rows: int | None
+
+    @property
+    def input_bytes(self) -> int | None:
+        """The bytes of one input, in whole pages of the default size; None if its rows are not known."""
+        chunk = DEFAULT_CHUNK_TOKENS
+        return None if self.rows is None else -(-self.rows // chunk) * chunk * self.row_bytes
+
+
+def embedding_size(config: Mapping[str, Any]) -> EmbeddingSize | None:
+    """Return the size of the embeddings of a model's encoder, None for a model without one. Embeddings have
+    the model's dtype, not that of KV. Models like Qwen3-VL append the outputs of some inner layers
+    (``deepstack_visual_indexes``) to each row.
+
+    >>> gemma = {"vision_config": {}, "text_config": {"hidden_size": 5376, "dtype": "bfloat16"}}
+    >>> embedding_size({**gemma, "mm_tokens_per_image": 256})
+    EmbeddingSize(row_bytes=10752, rows=256)
+    """
+    encoder = config.get("vision_config", config.get("audio_config"))
+    shape = config.get("text_config") or config
+    if not isinstance(encoder, Mapping) or not shape.get("hidden_size"):
+        return None
+    width = positive(shape, "hidden_size") * (1 + len(encoder.get("deepstack_visual_indexes") or ()))
+    spec = KVSpec.embedding(width=width, dtype=kv_dtype(config))
+    rows = config.get("mm_tokens_per_image") or config.get("image_seq_length")
+    return EmbeddingSize(int(spec.token_bytes), int(rows) if rows else None)
 
 
 def fitting(capacity: int, session_bytes: Iterable[int]) -> int:

@@ -12,6 +12,9 @@ So a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is
 are in different :class:`LayerGroup` objects. The groups of a page follow one another in the given order. If
 each group has pages of its own, :meth:`KVSpec.split` returns their layouts.
 
+Outputs of an encoder (of an image, say) are no KV, and have a spec of their own: :meth:`KVSpec.embedding`. A
+page then holds ``chunk_tokens`` rows, ``[row][width]``.
+
 >>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
 >>> spec.page_bytes
 131072
@@ -59,6 +62,7 @@ class LayerKind(str, enum.Enum):
     CHUNKED_ATTENTION = "chunked_attention"  # K and V, read within chunks of `window` tokens
     MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
     RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
+    EMBEDDING = "embedding"  # rows that an encoder made of one input: not of a prompt's tokens
     OPAQUE = "opaque"  # bytes in another engine's own order
 
 
@@ -84,9 +88,9 @@ class LayerGroup:
     """Layers of the model that store their state in the same way.
 
     ``layers`` are indices into the model's layers, ascending. ``head_dim`` is the width of one vector: of a
-    head's K or V, or of the latent (with its RoPE part) for MLA. ``window`` is in tokens, and only for
-    sliding windows and attention chunks. ``state_bytes`` is per layer, and only for recurrent state, which
-    has no tokens, and for opaque pages.
+    head's K or V, of the latent (with its RoPE part) for MLA, or of an embedding. ``window`` is in tokens,
+    and only for sliding windows and attention chunks. ``state_bytes`` is per layer, and only for recurrent
+    state, which has no tokens, and for opaque pages.
     """
 
     kind: LayerKind
@@ -98,7 +102,7 @@ class LayerGroup:
 
     @property
     def planes(self) -> int:
-        """2 if K and V are stored separately, 1 for a latent or a state."""
+        """2 if K and V are stored separately, 1 for a latent, a state or an embedding."""
         return 2 if self.kind in _KEYS_AND_VALUES else 1
 
     @property
@@ -134,6 +138,8 @@ class KVSpec:
         for group in self.groups:
             _check_group(group)
             self._check_vectors(group)
+        if self.of_inputs and (len(layers) > 1 or self.scaled or self.value_dtype):
+            raise SpecError("embeddings are no part of a model's KV: make their spec with KVSpec.embedding")
         check_page(self.page_bytes, self.chunk_tokens)
 
     # -- constructors --------------------------------------------------------------------------------
@@ -164,6 +170,17 @@ class KVSpec:
         return cls((group,), "uint8", chunk_tokens, hashed)
 
     @classmethod
+    def embedding(cls, *, width: int, dtype: str, rows: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
+        """Return the spec of an encoder's outputs: ``rows`` rows of ``width`` numbers on a page. An input has
+        as many pages as its rows need. They are found by its content: :meth:`Store.embedding
+        <tierstore.Store.embedding>`.
+
+        >>> KVSpec.embedding(width=4096, dtype="bfloat16").page_bytes
+        524288
+        """
+        return cls((LayerGroup(LayerKind.EMBEDDING, (0,), 1, width),), dtype, rows)
+
+    @classmethod
     def from_hf_config(
         cls,
         config: Mapping[str, Any],
@@ -187,6 +204,11 @@ class KVSpec:
     def dtype_bytes(self) -> int:
         """Bytes of a number of K, or of two numbers if they are narrower than a byte."""
         return max(DTYPE_BITS[self.dtype] // 8, 1)
+
+    @property
+    def of_inputs(self) -> bool:
+        """Whether pages hold embeddings of inputs, and not KV of prompts."""
+        return any(group.kind is LayerKind.EMBEDDING for group in self.groups)
 
     @property
     def num_layers(self) -> int:

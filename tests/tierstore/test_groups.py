@@ -171,6 +171,23 @@ def test_states_limit_a_hit_to_their_snapshots():
     assert longest_hit([(GroupRule.all(), [range(63)]), state], 200) == 0
 
 
+@given(evictions(), st.integers(1, PAGES).map(lambda pages: pages * CHUNK), st.sampled_from([1, CHUNK]))
+def test_an_input_is_a_hit_as_a_whole_or_not_at_all(pages, rows, align):
+    """By whatever function it is asked: with ranges, with pages, and question by question."""
+    rule, expected = GroupRule.input(), rows if pages >= set(range(rows // CHUNK)) else 0
+    held = page_ranges(list(pages), CHUNK)
+    assert longest_hit([(rule, held)], rows, align=align) == expected
+    assert served_lengths([(rule, held)], rows) == [expected][: bool(expected)]
+    ends = {(page + 1) * CHUNK for page in pages}
+    assert longest_of_pages([(rule, ends)], rows, CHUNK) == expected
+    steps = search({0: rule}, rows, CHUNK)
+    asked = next(steps)
+    assert list(asked[0]) == list(range(CHUNK, rows + 1, CHUNK))
+    with pytest.raises(StopIteration) as end:
+        steps.send({0: [each for each in asked[0] if each in ends]})
+    assert end.value.value == expected
+
+
 @pytest.mark.parametrize(
     ("group", "rule"),
     [
@@ -180,6 +197,7 @@ def test_states_limit_a_hit_to_their_snapshots():
         (LayerGroup(LayerKind.CHUNKED_ATTENTION, (0,), 1, 8, window=8192), GroupRule.chunked(8192)),
         (LayerGroup(LayerKind.RECURRENT_STATE, (0,), state_bytes=8), GroupRule.state()),
         (LayerGroup(LayerKind.OPAQUE, (0,), state_bytes=8), GroupRule.all()),
+        (LayerGroup(LayerKind.EMBEDDING, (0,), 1, 8), GroupRule.input()),
     ],
 )
 def test_a_layer_group_of_a_spec_has_a_rule(group, rule):
@@ -187,7 +205,7 @@ def test_a_layer_group_of_a_spec_has_a_rule(group, rule):
 
 
 @pytest.mark.parametrize(
-    ("past", "tokens"), [(Past.ALL, 4), (Past.STATE, 1), (Past.WINDOW, -1), (Past.CHUNK, 0)]
+    ("past", "tokens"), [(Past.ALL, 4), (Past.STATE, 1), (Past.INPUT, 1), (Past.WINDOW, -1), (Past.CHUNK, 0)]
 )
 def test_tokens_that_a_past_cannot_have_are_refused(past, tokens):
     with pytest.raises(UsageError):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tierstore.cli import app
 from tierstore.errors import SpecError
 from tierstore.groups import GroupRule
-from tierstore.sizing import PRESETS, group_sizes
+from tierstore.sizing import PRESETS, EmbeddingSize, embedding_size, group_sizes
 from tierstore.spec import KVSpec, LayerKind
 
 LLAMA = PRESETS["llama-3-8b"]
@@ -147,6 +147,24 @@ def test_the_command(tmp_path):
     table = run(app, ["size", "llama-3-8b", "--tokens", "8192", "--batch", "2"])
     assert "128 KiB" in table.output
     assert "1 GiB" in table.output
+
+
+def test_an_image_has_a_size_of_its_own(tmp_path):
+    """Gemma 3 has 256 rows for an image, and Qwen3-VL four outputs of its encoder in a row."""
+    gemma: dict[str, Any] = {"text_config": {**PRESETS["gemma-3-27b"], "hidden_size": 5376}}
+    assert embedding_size(gemma) is None
+    gemma |= {"vision_config": {"hidden_size": 1152}, "mm_tokens_per_image": 256}
+    assert embedding_size(gemma) == EmbeddingSize(2 * 5376, 256)
+    deep = {**gemma, "vision_config": {"deepstack_visual_indexes": [8, 16, 24]}, "mm_tokens_per_image": None}
+    assert embedding_size(deep) == EmbeddingSize(4 * 2 * 5376, None)
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    run = CliRunner().invoke
+    shown = run(app, ["size", str(tmp_path), "--dtype", "int8"]).output  # the dtype of KV
+    assert "embeddings (not in a session): 10.5 KiB a row, 2.62 MiB an input of 256 rows" in shown
+    document = json.loads(run(app, ["size", str(tmp_path), "--json"]).output)
+    assert document["embedding"] == {"row_bytes": 10752, "rows": 256, "input_bytes": 256 * 10752}
+    (tmp_path / "config.json").write_text(json.dumps(deep))
+    assert "embeddings (not in a session): 42 KiB a row\n" in run(app, ["size", str(tmp_path)]).output
 
 
 def test_weights_leave_room_for_sessions(tmp_path):

@@ -34,7 +34,7 @@ COUNTED = {
         "DeviceConfig": "device_type",
         "DiffusionConfig": "canvas_length max_denoising_steps",
         "EncoderCacheManagerConfig": "encoder_cache_manager_cls manager_config",
-        "ECTransferConfig": "ec_connector ec_connector_module_path mm_encoder_output_widths",
+        "ECTransferConfig": "ec_connector ec_connector_module_path",
         "EngramConfig": "cpu_offload embedding_across_dp dp_shared_memory use_thp",
         "IrOpPriorityConfig": "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
         "KernelConfig": """
@@ -57,9 +57,9 @@ COUNTED = {
         "ImageDummyOptions": "count width height",
         "MultiModalConfig": """
             language_model_only limit_per_prompt media_io_kwargs mm_processor_kwargs mm_device_do_normalize
-            mm_hasher_algorithm mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend
+            mm_hasher_algorithm mm_encoder_tp_mode mm_encoder_attn_backend
             mm_encoder_attn_dtype mm_encoder_fp8_scale_path interleave_mm_strings video_pruning_rate
-            video_pruning_method allow_missing_mm_embeddings""",
+            video_pruning_method""",
         "VideoDummyOptions": "count num_frames width height",
         "ParallelConfig": """
             pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size is_moe_model

@@ -116,6 +116,8 @@ def _models(known: Sequence[Identity]) -> list[tuple[Identity, ...]]:
         except SpecError:  # opaque, or from another version
             alone.append((identity,))
             continue
+        if spec.of_inputs:
+            continue  # found by the content of an input, so no prompt has it
         pages = spec.dtype, spec.value_dtype, spec.scaled, spec.chunk_tokens
         layers = {layer for group in spec.groups for layer in group.layers}
         alike.setdefault((replace(identity, layout=""), pages), []).append((identity, layers))

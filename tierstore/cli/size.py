@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,9 +49,10 @@ def command(
 
     It lists each layer group: bytes of a token and of a session, and the sessions that fit each tier. A
     session counts the pages that its next turn needs: the last pages of a sliding window, one snapshot of a
-    recurrent state.
+    recurrent state. For a model with an encoder of images or sound, it shows the size of an embedding apart.
     """
-    sizes = sizing.group_sizes(_config(model), dtype=dtype)
+    config = _config(model)
+    sizes, embedding = sizing.group_sizes(config, dtype=dtype), sizing.embedding_size(config)
     needed = [each.session_bytes(tokens, chunk_tokens) for each in sizes]
     everything = [each.all_bytes(tokens, chunk_tokens) for each in sizes]
     weights = _weights_bytes(Path(model))
@@ -61,6 +63,8 @@ def command(
         document = {"model": model, "tokens": tokens, "groups": _groups(sizes, needed)}
         document |= {"session_bytes": sum(needed), "all_tokens_bytes": sum(everything)}
         document |= {"weights_bytes": weights} if weights else {}
+        if embedding is not None:
+            document["embedding"] = {**asdict(embedding), "input_bytes": embedding.input_bytes}
         show.write_json({**document, "sessions_that_fit": fits})
         return
     _show_groups(sizes, needed, tokens)
@@ -68,6 +72,11 @@ def command(
         share = sum(needed) / sum(everything)
         show.line(f"keeping every token: {format_size(sum(everything))}; a session needs {share:.2f} of that")
     show.line(f"{batch:,} sessions: {format_size(batch * sum(needed))}")
+    if embedding is not None:
+        each = f"{format_size(embedding.row_bytes)} a row"
+        if embedding.input_bytes is not None:
+            each += f", {format_size(embedding.input_bytes)} an input of {embedding.rows:,} rows"
+        show.line(f"embeddings (not in a session): {each}")
     if weights:
         show.line(f"weights, as they are stored: {format_size(weights)}")
     show.line("")

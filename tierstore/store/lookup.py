@@ -62,6 +62,7 @@ class Finder:
         self.identity = identity
         self.lookup_s = lookup_s
         self.chunk_tokens = spec.chunk_tokens
+        self.of_inputs = spec.of_inputs
         self.groups = groups_of(spec) if groups is None else tuple(groups)
         self.rules = tuple(group.rule for group in self.groups)
         self.chained, self.named = by_kind(self.groups)
@@ -97,12 +98,21 @@ class Finder:
         """Return a prompt of the model, or pages of one group. Raise :class:`UsageError` if they have another
         layout."""
         if not isinstance(prompt, Prompt):
+            if self.of_inputs:
+                raise UsageError("embeddings are found by their input, not by tokens: use Store.embedding")
             return self.prompts.prompt(self.identity, encode_tokens(prompt))
         layout = prompt.identity.layout
         known = layout == self._layout or layout in self._by_layout
         if prompt.chunk_tokens != self.chunk_tokens or not known:
             raise UsageError("the prompt has another page layout than this store: make it with this store")
         return prompt
+
+    def embedding(self, content: bytes, rows: int) -> Prompt:
+        """See :meth:`Store.embedding <tierstore.Store.embedding>`."""
+        self.hbm.require_process()
+        if not self.of_inputs:
+            raise UsageError("this store keeps KV of prompts: open one with KVSpec.embedding for embeddings")
+        return Prompt.of_input(self.identity, content, rows, chunk_tokens=self.chunk_tokens)
 
     def single(self, prompt: Prompt | TokenIds) -> tuple[Group, LookupRequest] | None:
         """Return the single request for a prompt: if the model has one group with chained pages, or if the
@@ -461,7 +471,7 @@ class HitLookup:
                 finder.named_group(prompt, group, sorted(self._here[group.number])) for group in self._named
             ]
             request.names, request.tail = prompt.names(chunks), prompt.chunk(chunks)
-            request.root = prompt.identity.digest
+            request.root = prompt.root
         return request
 
     def _pages_here(self, group: Group) -> Mapping[int, Page]:

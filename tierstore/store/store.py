@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from tierstore.arguments import optional_seconds, seconds, whole_number
 from tierstore.backend import Backend, Registration, SaveHints
@@ -158,6 +157,11 @@ class Store:
         self._hbm.require_process()
         return self._finder.prompt(tokens)
 
+    def embedding(self, content: bytes, rows: int) -> Prompt:
+        """Return the pages of an input's embedding, for all verbs in the place of a prompt: see
+        :meth:`Prompt.of_input`. Raise :class:`UsageError` in a store of KV."""
+        return self._finder.embedding(content, rows)
+
     def lookup(
         self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, counted: bool = True
     ) -> Hit:
@@ -256,7 +260,7 @@ class Store:
         if not isinstance(hit, Hit) or hit.backend is not self.backend:
             raise UsageError("the hit belongs to another store")
 
-    # -- planning ------------------------------------------------------------------------------------
+    # -- planning, other hosts --------------------------------------------------------------------------
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
         """Record the time of a prefill step of ``tokens`` tokens of one prompt, after ``behind`` others."""
@@ -279,8 +283,6 @@ class Store:
     def decline(self, hit: Hit, planned: Plan) -> None:
         """Count the tokens that a plan does not load. Background reads still measure an unused tier."""
         self._planning.decline(hit, planned)
-
-    # -- other hosts ---------------------------------------------------------------------------------
 
     @property
     def remote(self) -> bool:
@@ -468,8 +470,7 @@ class Store:
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
         """Keep everything that the longest hit of whole chunks of ``prompt`` needs in the store until
-        :meth:`unpin`. Return the tokens of this hit. A pin keeps the coldest copy of a page. Faster copies
-        may be evicted."""
+        :meth:`unpin`. Return the tokens of this hit. A pin keeps a page's coldest copy, not faster ones."""
         self._require_open()
         return self._pins.pin(prompt)
 
@@ -540,9 +541,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -25,13 +25,22 @@ _WAITING_BYTES = 1 << 30  # copies of pages that are being saved; more are not s
 class GuardedStore:
     """An open store for engines that compute without it when it fails.
 
-    ``lookup_s`` is the longest wait for an answer, and ``load_s`` for pages. ``errors`` goes to ``log``.
-    Lookups and loads are called from one thread, saves from any.
+    ``lookup_s`` is the longest wait for an answer, and ``load_s`` for pages. ``errors`` are counted and
+    logged there, or by a new :class:`ErrorLog` of a logger. ``counters`` are new ones by default. Lookups and
+    loads are called from one thread, saves from any.
     """
 
-    def __init__(self, store: Store, *, lookup_s: float, load_s: float, log: logging.Logger) -> None:
-        self.errors = ErrorLog(log)
-        self.counters = ConnectorCounters()
+    def __init__(
+        self,
+        store: Store,
+        *,
+        lookup_s: float,
+        load_s: float,
+        errors: ErrorLog | logging.Logger,
+        counters: ConnectorCounters | None = None,
+    ) -> None:
+        self.errors = errors if isinstance(errors, ErrorLog) else ErrorLog(errors)
+        self.counters = ConnectorCounters() if counters is None else counters
         self.losses = 0
         """The number of saves that have not stored everything."""
         self._store = store
@@ -151,17 +160,28 @@ class GuardedStore:
             self._totals = added(self._totals, self.counters.take())
             return {**self._totals, "errors": self.errors.counts.total()}
 
-    def flush(self, timeout: float | None) -> bool:
-        """Wait until all saved pages are in the store, and on its disk if it has one."""
+    def wait_saved(self, timeout: float | None) -> bool:
+        """Wait until all saves have ended. Return False after ``timeout`` seconds."""
         ends = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             saving: Sequence[Transfer[int]] = list(self._saving)
         try:
             for each in saving:
                 each.wait(None if ends is None else max(ends - time.monotonic(), 0.0))
-            return self._store.flush(None if ends is None else max(ends - time.monotonic(), 0.0))
         except TimeoutError:
             return False
+        return True
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until all saved pages are in the store, and on its disk if it has one."""
+        ends = None if timeout is None else time.monotonic() + timeout
+        if not self.wait_saved(timeout):
+            return False
+        return self._store.flush(None if ends is None else max(ends - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
 
 
 class _PageRows:

@@ -85,7 +85,7 @@ class EnginePages:
         if store.connected:
             for each in self.identities:
                 store.register(each)
-        self.store = GuardedStore(store, lookup_s=settings.lookup_s, load_s=settings.load_s, log=_log)
+        self.store = GuardedStore(store, lookup_s=settings.lookup_s, load_s=settings.load_s, errors=_log)
 
     def prompt(self, tokens: TokenIds, rank: int) -> Prompt:
         """Return the keys of a prompt's pages on one rank."""

@@ -68,7 +68,9 @@ class ModelStore(GuardedStore):
         self.layout = CacheLayout(model, options.chunk_tokens)
         self.users = 0
         self._mark = weights_mark(model)
-        super().__init__(self._open(model, place), lookup_s=options.lookup_s, load_s=options.load_s, log=_log)
+        super().__init__(
+            self._open(model, place), lookup_s=options.lookup_s, load_s=options.load_s, errors=_log
+        )
 
     @classmethod
     def open(cls, model: Any, place: str | Path, options: CacheOptions) -> ModelStore:

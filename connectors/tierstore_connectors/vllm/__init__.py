@@ -22,6 +22,13 @@ layout, rank) is in the page's identity (``identity.py`` for both).
 With ``share_engines`` a page has the layout of :mod:`tierstore_connectors.common.shared_pages` instead. Its
 key is made from tokens only, so that other engines find it (``sharing.py``).
 
+**Embeddings** of images and other media have a connector of their own, because vLLM has an interface of its
+own for them. It has the same two halves (``embeddings.py``, ``encoder.py``), and shares settings, identity,
+guards and counters:
+
+    --ec-transfer-config '{"ec_connector": "TierStoreECConnector",
+                           "ec_connector_module_path": "tierstore_connectors.vllm", "ec_role": "ec_both"}'
+
 Three rules keep the cache from doing harm:
 
 * **Nothing is raised into vLLM**, because that would end the engine for all users. ``connector.py`` wraps
@@ -43,8 +50,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierstore_connectors.vllm.connector import TierStoreConnector
+    from tierstore_connectors.vllm.encoder import TierStoreECConnector
 
-__all__ = ["TierStoreConnector"]
+__all__ = ["TierStoreConnector", "TierStoreECConnector"]
 
 
 def __getattr__(name: str) -> Any:
@@ -52,4 +60,8 @@ def __getattr__(name: str) -> Any:
         from tierstore_connectors.vllm.connector import TierStoreConnector
 
         return TierStoreConnector
+    if name == "TierStoreECConnector":
+        from tierstore_connectors.vllm.encoder import TierStoreECConnector
+
+        return TierStoreECConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,5 @@
-"""The user's settings: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config`` for an engine, and
+"""The user's settings: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config`` and
+``ec_connector_extra_config`` of ``--ec-transfer-config`` for an engine, and
 ``kv_transfer_params: {"tierstore": {…}}`` for a request."""
 
 from __future__ import annotations
@@ -6,33 +7,74 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S, MOST_HANDOVER_S, Promise
 from tierstore_connectors.common.options import checked_options
 
+S = TypeVar("S", bound="EncoderSettings")
+
 
 @dataclass(frozen=True, slots=True)
-class VllmSettings:
-    """The settings of an engine's connector.
+class EncoderSettings:
+    """The settings of an engine's connector for embeddings, which the one for KV has, too.
 
     - ``store``: the daemon's address. ``keys``, ``server_key``: key files for ``tcp://``.
     - ``namespace``: separates engines that nothing else separates, and names the version of weights that have
       neither local files nor a commit.
     - ``model_name``: the model's name in the daemon's KV events. Empty means vLLM's served name.
+    - ``lookup_s``, ``load_s``: the longest that a request waits for the daemon's answer, and for its bytes.
+    - ``threads``: copying threads per process.
+    - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
+    """
+
+    where: ClassVar[str] = "ec_connector_extra_config"
+    """vLLM's name for these settings."""
+
+    store: str = field(default_factory=default_listen)
+    keys: str | None = None
+    server_key: str | None = None
+    namespace: str = ""
+    model_name: str = ""
+    lookup_s: float = 0.25
+    load_s: float = 2.0
+    threads: int = 2
+    hash_weights: str = "whole"
+
+    @classmethod
+    def parse(cls: type[S], extra: Mapping[str, Any]) -> S:
+        """Check the options and return the settings. Raises :class:`UsageError` for an unknown key or an
+        invalid value."""
+        settings = cls(**checked_options(cls.where, cls, extra))
+        settings.check()
+        return settings
+
+    def named(self: S, config: Any) -> S:
+        """Return these settings with a model name: theirs, or the served name of vLLM's ``config``."""
+        return replace(self, model_name=self.model_name or str(config.model_config.served_model_name or ""))
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` for a value that no engine can have."""
+        if self.hash_weights not in ("whole", "sample"):
+            raise UsageError(
+                f'{self.where}: hash_weights must be "whole" or "sample", got {self.hash_weights!r}'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings(EncoderSettings):
+    """The settings of an engine's connector for KV: those of :class:`EncoderSettings`, and these.
+
     - ``chunk_tokens``: tokens per page. 0 means the fewest blocks with 64 tokens.
-    - ``lookup_s``, ``prefetch_s``, ``load_s``: the longest that a request waits for the daemon's answer, for
-      pages from disk, and for its blocks.
+    - ``prefetch_s``: the longest that a request waits for pages from disk. ``load_s``: for its blocks.
     - ``fence_s``: the longest that a step waits for saves that read blocks which the step writes. Slower
       saves are dropped.
     - ``ahead``: how many waiting requests are looked up before vLLM asks for them.
-    - ``threads``: copying threads per worker.
     - ``handover_s``: the longest that an engine which continues a prompt of this engine may wait for its
       pages.
-    - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
     - ``explain``: count missed tokens by reason, and log the reasons of each request.
     - ``share_engines``: share pages with the bundled engine and with vLLM of any parallelism
       (:mod:`tierstore_connectors.common.sharing`).
@@ -40,20 +82,14 @@ class VllmSettings:
       besides its own: a list of TPxPP, separated by commas. Each costs a question for each prompt.
     """
 
-    store: str = field(default_factory=default_listen)
-    keys: str | None = None
-    server_key: str | None = None
-    namespace: str = ""
-    model_name: str = ""
-    chunk_tokens: int = 0
-    lookup_s: float = 0.25
-    prefetch_s: float = 2.0
+    where: ClassVar[str] = "kv_connector_extra_config"
+
     load_s: float = 10.0
+    chunk_tokens: int = 0
+    prefetch_s: float = 2.0
     fence_s: float = 0.01
     ahead: int = 32
-    threads: int = 2
     handover_s: float = HANDOVER_S
-    hash_weights: str = "whole"
     explain: bool = False
     share_engines: bool = False
     share_sizes: str = "1x1"
@@ -64,29 +100,20 @@ class VllmSettings:
         found = [_SIZE.fullmatch(size.strip()) for size in self.share_sizes.split(",")]
         if None in found:
             raise UsageError(
-                "kv_connector_extra_config: share_sizes must be a list like 1x1,4x2 (ranks of tensor "
-                f"parallelism x pipeline stages), got {self.share_sizes!r}"
+                f"{self.where}: share_sizes must be a list like 1x1,4x2 (ranks of tensor parallelism x "
+                f"pipeline stages), got {self.share_sizes!r}"
             )
         return [(int(size[1]), int(size[2])) for size in found if size is not None]
 
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> VllmSettings:
-        """Check the options and return the settings. Raises :class:`UsageError` for an unknown key or an
-        invalid value."""
-        settings = cls(**checked_options("kv_connector_extra_config", cls, extra))
-        if settings.handover_s > MOST_HANDOVER_S:
+    def check(self) -> None:
+        EncoderSettings.check(self)
+        if self.share_engines:
+            _ = self.sizes  # checks them
+        if self.handover_s > MOST_HANDOVER_S:
             raise UsageError(
-                f"kv_connector_extra_config: handover_s must be at most {MOST_HANDOVER_S:g} seconds, got "
-                f"{settings.handover_s:g}"
+                f"{self.where}: handover_s must be at most {MOST_HANDOVER_S:g} seconds, got "
+                f"{self.handover_s:g}"
             )
-        if settings.share_engines:
-            _ = settings.sizes  # checks them
-        if settings.hash_weights not in ("whole", "sample"):
-            raise UsageError(
-                'kv_connector_extra_config: hash_weights must be "whole" or "sample", got '
-                f"{settings.hash_weights!r}"
-            )
-        return settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -33,16 +33,17 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from tierstore.errors import TierStoreError
 from tierstore.keys import Identity
 from tierstore_connectors.common import handover
-from tierstore_connectors.common.counters import ConnectorCounters, added
+from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.explaining import MISSED
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.groups import joined, read_groups
 from tierstore_connectors.vllm.identity import Weights, hashes_are_private, weights_revision
 from tierstore_connectors.vllm.layout import UnsupportedError
+from tierstore_connectors.vllm.metrics import PREFIX, CounterMetrics, CounterStats
 from tierstore_connectors.vllm.orders import LoadReport, Rank, Shard, StepWork
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
-from tierstore_connectors.vllm.watch import watch_engines
+from tierstore_connectors.vllm.watch import ChangeWatcher, watch_engines
 from tierstore_connectors.vllm.worker import Results, WorkerHalf
 
 # vLLM's MultiConnector finds the class of the statistics by the registered name only.
@@ -76,52 +77,34 @@ _COUNTERS: Mapping[str, str] = {
     "fenced_saves": "Saves dropped because vLLM reused their blocks",
     "errors": "Errors caught by the connector",
 }
-_PREFIX = "vllm:tierstore_"
 _MISSED_TEXT = "Prompt tokens that were not reused, by reason (with the setting explain)"
 _log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that vLLM's format applies
 
 
-class TierStoreStats(KVConnectorStats):
+class TierStoreStats(CounterStats, KVConnectorStats):
     """Counters since the last step, or summed over several steps and workers."""
 
-    data: dict[str, Any]
 
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        return TierStoreStats(added(self.data, other.data))
-
-    def reduce(self) -> dict[str, int | float]:
-        return {f"tierstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class TierStoreProm(KVConnectorPromMetrics):
+class TierStoreProm(CounterMetrics, KVConnectorPromMetrics):
     """Export each counter of ``_COUNTERS`` as a Prometheus counter, and missed tokens as one with the label
     ``reason``."""
+
+    counters = _COUNTERS
+    prefix = PREFIX
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(name=_PREFIX + name, documentation=text, labelnames=labelnames)
-            for name, text in _COUNTERS.items()
-        }
         self._missed = self._counter_cls(
-            name=_PREFIX + MISSED.rstrip(":"), documentation=_MISSED_TEXT, labelnames=[*labelnames, "reason"]
+            name=PREFIX + MISSED.rstrip(":"), documentation=_MISSED_TEXT, labelnames=[*labelnames, "reason"]
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe(transfer_stats_data, engine_idx)
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
-            counter = self._counters.get(name)
-            if counter is not None:
-                counter.labels(*labels).inc(count)
-            elif name.startswith(MISSED):
+            if name.startswith(MISSED):
                 self._missed.labels(*labels, name.removeprefix(MISSED)).inc(count)
 
 
@@ -168,7 +151,7 @@ def _check_prefixes(config: Any) -> None:
         raise UnsupportedError("vLLM cannot continue prompts of MLA models from a cached prefix on CPUs")
 
 
-class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
     """KV blocks in a tierstore daemon. See the package docstring."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -192,9 +175,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _open(self) -> None:
         config = self._vllm_config
         try:
-            settings = VllmSettings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
-            if not settings.model_name:
-                settings = replace(settings, model_name=str(config.model_config.served_model_name or ""))
+            extra = config.kv_transfer_config.kv_connector_extra_config or {}
+            settings = VllmSettings.parse(extra).named(config)
             groups = read_groups(
                 self._kv_cache_config,
                 config.cache_config,
@@ -224,7 +206,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
                     "vLLM's block hashes differ between processes: set PYTHONHASHSEED=0 for all engines, "
                     "or pages are not found after a restart or by other engines",
                 )
-            if lacking := watch_engines(TierStoreConnector):
+            if lacking := watch_engines():
                 self.errors.warn(
                     "the start",
                     f"this vLLM has no {', '.join(lacking)}: after a change of the weights, reset the cache "

@@ -39,7 +39,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "MultiModalConfig": """
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb skip_mm_profiling
             mm_tensor_ipc mm_ipc_gpu_memory_gb mm_encoder_fp8_scale_save_path
-            mm_encoder_fp8_scale_save_margin enable_mm_embeds""",
+            mm_encoder_fp8_scale_save_margin enable_mm_embeds allow_missing_mm_embeddings
+            mm_encoder_only""",  # the last two follow from the role of `--ec-transfer-config`
         # The size of a block is in the layout and in the page size.
         "CacheConfig": """
             block_size user_specified_block_size _block_size_resolved effective_attention_block_size
@@ -94,7 +95,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             static_forward_context static_all_moe_layers""",
         "PassConfig": "rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb",
         "ECTransferConfig": """
-            engine_id ec_buffer_device ec_buffer_size ec_role ec_ip ec_port ec_connector_extra_config""",
+            engine_id ec_buffer_device ec_buffer_size ec_role ec_ip ec_port ec_connector_extra_config
+            mm_encoder_output_widths""",
     }.items()
 }
 """The fields that do not change KV, by the name of their configuration class."""

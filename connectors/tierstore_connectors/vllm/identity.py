@@ -130,7 +130,9 @@ def _name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', thing)}"
 
 
-def _described_fields(config: Any) -> dict[str, Any]:
+def _described_fields(config: Any) -> dict[str, Any] | None:
+    if getattr(config, "ec_connector", None) == "TierStoreECConnector":
+        return None  # as without one: its embeddings are those that the encoder would make
     names = {name for cls in type(config).__mro__ for name in HARMLESS.get(cls.__name__, ())}
     found = {
         each.name: described(getattr(config, each.name, None))
@@ -326,9 +328,11 @@ class MediaContents:
     def digests(self, features: Sequence[Any], hash_tokens: int) -> list[tuple[int, str]]:
         """Return, for each of vLLM's ``mm_features``, the block of ``hash_tokens`` tokens in which it begins,
         and its digest. Raises :class:`UnsupportedError` if there is no digest."""
-        return [(int(each.mm_position.offset) // hash_tokens, self._digest(each)) for each in features]
+        return [(int(each.mm_position.offset) // hash_tokens, self.digest(each)) for each in features]
 
-    def _digest(self, feature: Any) -> str:
+    def digest(self, feature: Any) -> str:
+        """Return the digest of one of vLLM's ``mm_features``: SHA-256, in hexadecimal digits. Raises
+        :class:`UnsupportedError` if there is none."""
         name = f"{feature.modality} {feature.identifier}"
         items = feature.data
         if items is None or "address" in items:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from tierstore_connectors.vllm.fields import words
 
@@ -26,22 +26,25 @@ _READING = words(
 )
 
 
-class ChangeWatcher(Protocol):
+class ChangeWatcher:
     """A connector that reacts to these events."""
 
-    def weights_changed(self) -> None: ...
+    def weights_changed(self) -> None:
+        """Note that the engine may compute with other weights from now on."""
+        raise NotImplementedError
 
-    def adapter_loads(self, adapter: Any) -> None: ...
+    def adapter_loads(self, adapter: Any) -> None:
+        """Note that vLLM is about to load a LoRA adapter. Ignored by default."""
 
 
-def watch_engines(kind: type[ChangeWatcher]) -> list[str]:
-    """Report these events to connectors of this ``kind`` from now on. Return the names of methods that this
-    vLLM lacks."""
+def watch_engines() -> list[str]:
+    """Report these events to every :class:`ChangeWatcher` of an engine from now on. Return the names of
+    methods that this vLLM lacks."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     def engine_changed(engine: Any, *args: Any, **kwargs: Any) -> list[ChangeWatcher]:
-        return list(_watchers(kind, vars(engine).get("scheduler")))
+        return list(_watchers(vars(engine).get("scheduler")))
 
     def rpc_changed(engine: Any, method: Any, *args: Any, **kwargs: Any) -> list[ChangeWatcher]:
         return [] if method in _READING else engine_changed(engine)
@@ -52,7 +55,7 @@ def watch_engines(kind: type[ChangeWatcher]) -> list[str]:
     def reset_changed(
         scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> list[ChangeWatcher]:
-        return list(_watchers(kind, scheduler)) if reset_connector else []
+        return list(_watchers(scheduler)) if reset_connector else []
 
     def adapter_loads(engine: Any, adapter: Any, *args: Any, **kwargs: Any) -> None:
         for watcher in engine_changed(engine):
@@ -67,12 +70,13 @@ def watch_engines(kind: type[ChangeWatcher]) -> list[str]:
     ]
 
 
-def _watchers(kind: type[ChangeWatcher], scheduler: Any) -> Iterator[ChangeWatcher]:
-    """Yield the connectors of a scheduler, also those in vLLM's ``MultiConnector``."""
-    connectors = [getattr(scheduler, "connector", None)]
+def _watchers(scheduler: Any) -> Iterator[ChangeWatcher]:
+    """Yield the connectors of a scheduler, for KV and for embeddings, also those in vLLM's
+    ``MultiConnector``."""
+    connectors = [getattr(scheduler, "connector", None), getattr(scheduler, "ec_connector", None)]
     while connectors:
         connector = connectors.pop()
-        if isinstance(connector, kind):
+        if isinstance(connector, ChangeWatcher):
             yield connector
         connectors += getattr(connector, "_connectors", ())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +24,7 @@ from tierstore_connectors.vllm.identity import (
     AdapterVersions,
     MediaContents,
     chunk_keys,
+    described,
     hashes_are_private,
     model_digest,
     request_salt,
@@ -648,6 +649,16 @@ def test_a_name_with_two_images_goes_without_the_cache():
         with pytest.raises(UnsupportedError, match="multi_modal_uuids"):
             media.digests([feature("uuid", {"pixels": [pixels]})], 16)
     assert media.digests([feature("other", {"pixels": [2]})], 16)
+
+
+def test_kv_over_our_own_embeddings_is_that_of_the_encoder():
+    @dataclass
+    class ECTransferConfig:
+        ec_connector: str
+        ec_role: str = "ec_both"
+
+    assert described(ECTransferConfig("TierStoreECConnector")) is described(None)
+    assert described(ECTransferConfig("ECExampleConnector")) == {"ec_connector": "ECExampleConnector"}
 
 
 @pytest.mark.parametrize("data", [None, {"pixels": None}, {"address": 3, "monotonic_id": 1}])

@@ -16,6 +16,7 @@ from tests.tierstore.cluster.hosts import SPEC, published
 from tests.tierstore.store.grouped_model import CHUNK, GEMMA, HYBRID, Engine
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
+from tierstore.testing import embeddings
 from tierstore.testing.fake_shared_store import set_faults
 from tierstore.testing.pages import pages_of
 from tierstore.transfer import TransferState
@@ -177,6 +178,28 @@ def test_any_of_them_by_themselves(start):
         assert loaded(second, range(8)) == [1, 2, 3, 5, 7]
         assert other.counts()["fetched_pages"] == 3
         assert ask(second, range(8)) == []
+
+
+def test_embeddings_come_as_a_whole(start):
+    one, other = start("--cluster-publish=all"), start("--cluster-min-tokens=16")
+    own, digests = Identity.of(embeddings.SPEC, model="embeddings"), [embeddings.content(at) for at in (1, 2)]
+
+    def connect(host):
+        store = tierstore.connect(host.url, embeddings.SPEC, identity=own, lookup_s=10)
+        assert store.wait_connected(30)
+        return store
+
+    with connect(one) as first, connect(other) as second:
+        embeddings.save(first, digests[0])
+        embeddings.save(first, digests[1], pages=slice(1, None))
+        published(one, 9)
+        for digest, remote in zip(digests, (80, 0), strict=True):
+            image = second.embedding(digest, embeddings.ROWS)
+            with second.lookup(image) as hit:
+                assert (hit.tokens, hit.remote_tokens) == (0, remote)
+                hit.fetch_remote(10.0).wait(60)
+            found = embeddings.load(second, image)
+            assert found == (embeddings.rows_of(digest, embeddings.ROWS) if remote else [])
 
 
 def test_tenants_other_models_and_chains_find_nothing(start):

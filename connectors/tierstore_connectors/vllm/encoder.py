@@ -1,0 +1,276 @@
+"""The connector for embeddings that vLLM loads. It delegates to its two halves (``embeddings.py``) and
+contains errors: an embedding that fails is computed.
+
+vLLM creates one object in its scheduler's process and one in each worker, as for the KV connector. The
+scheduler's half knows the identity of embeddings; the workers receive it with the orders.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
+
+from tierstore.errors import TierStoreError
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
+from tierstore_connectors.common.counters import ConnectorCounters, added
+from tierstore_connectors.common.facts import host_device
+from tierstore_connectors.common.guard import ErrorLog, guarded
+from tierstore_connectors.vllm.config import EncoderSettings
+from tierstore_connectors.vllm.embeddings import EncoderScheduler, EncoderWork, EncoderWorker
+from tierstore_connectors.vllm.identity import model_digest, weights_revision
+from tierstore_connectors.vllm.layout import UnsupportedError
+from tierstore_connectors.vllm.metrics import PREFIX, CounterMetrics, CounterStats
+from tierstore_connectors.vllm.watch import ChangeWatcher, watch_engines
+
+# Counters of both halves, exported as ``vllm:tierstore_encoder_found`` and so on.
+_COUNTERS = {
+    "lookups": "Inputs looked up, such as images",
+    "found": "Inputs whose embeddings were not computed, because the store has them",
+    "loaded_bytes": "Bytes of embeddings loaded",
+    "late_lookups": "Lookups of embeddings that missed the deadline",
+    "failed_loads": "Embeddings that were found and could not be loaded, and were computed",
+    "saved_tokens": "Rows of embeddings saved, in whole pages",
+    "not_saved_tokens": "Rows of embeddings that could not be stored",
+    "errors": "Errors caught by the connector",
+}
+_log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that vLLM's format applies
+
+
+class EncoderStats(CounterStats, ECConnectorStats):
+    """Counters since the last step, or summed over several steps and workers."""
+
+
+class EncoderMetrics(CounterMetrics, ECConnectorPromMetrics):
+    """Export each counter of ``_COUNTERS`` as a Prometheus counter."""
+
+    counters = _COUNTERS
+    prefix = f"{PREFIX}encoder_"
+
+
+@dataclass
+class EncoderMetadata(ECConnectorMetadata):
+    """Carry the scheduler's orders to the workers, with each step."""
+
+    work: EncoderWork
+
+
+@dataclass
+class EncoderReport(ECConnectorWorkerMetadata):
+    """Carry a worker's counters back to the scheduler."""
+
+    counts: dict[str, float]
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
+        assert isinstance(other, EncoderReport), "one connector's reports only"
+        return EncoderReport(added(self.counts, other.counts))
+
+
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Answer as an empty cache does."""
+
+
+class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
+    """Embeddings in a tierstore daemon. See the module ``embeddings``."""
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        self.errors = ErrorLog(_log)
+        self.counters = ConnectorCounters()
+        self._settings = EncoderSettings()
+        self._scheduler: EncoderScheduler | None = None
+        self._worker: EncoderWorker | None = None
+        self._changed = False  # whether the weights may have changed since the last forget_everything
+        self._errors_counted = 0
+        self._open()
+
+    # -- both halves ---------------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def _open(self) -> None:
+        config = self._vllm_config
+        try:
+            extra = config.ec_transfer_config.ec_connector_extra_config or {}
+            self._settings = settings = EncoderSettings.parse(extra).named(config)
+            if self._role is not ECConnectorRole.SCHEDULER:
+                self._worker = EncoderWorker(
+                    settings, self.errors, self.counters, saves=self.is_producer and _is_first_rank()
+                )
+                return
+            lora = config.lora_config
+            scheduler = EncoderScheduler(
+                settings,
+                _identities(config, settings),
+                self.errors,
+                self.counters,
+                loads=self.is_consumer,
+                saves=self.is_producer,
+                adapters=lora is not None and bool(lora.enable_tower_connector_lora),
+            )
+            scheduler.connect(config.ec_transfer_config.mm_encoder_output_widths or ("image",))
+            self._scheduler = scheduler
+            watch_engines()
+            _log.info("tierstore: embeddings go to %s", settings.store)
+        except (TierStoreError, UnsupportedError) as error:
+            self.errors.warn("the start", f"runs without the cache of embeddings: {error}")
+
+    @guarded(_nothing)
+    def shutdown(self) -> None:
+        scheduler, self._scheduler = self._scheduler, None
+        worker, self._worker = self._worker, None
+        for half in (scheduler, worker):
+            if half is not None:
+                half.close()
+
+    def _counts(self) -> dict[str, float]:
+        errors = self.errors.counts.total()
+        if errors > self._errors_counted:
+            self.counters.add("errors", errors - self._errors_counted)
+            self._errors_counted = errors
+        return self.counters.take()
+
+    @guarded(_nothing)
+    def get_ec_connector_stats(self) -> EncoderStats | None:
+        """Return the counters of the scheduler's half, with those that the workers have reported."""
+        counts = self._counts() if self._role is ECConnectorRole.SCHEDULER else {}
+        return EncoderStats(counts) if counts else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> EncoderStats:
+        return EncoderStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> EncoderMetrics:
+        return EncoderMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- the worker's half -----------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
+        work = self._work()
+        if work is not None and work.loads and self._worker is not None:
+            self._worker.load(work, encoder_cache, _device())
+
+    @guarded(_nothing)
+    def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
+        work = self._work()
+        if work is not None and self._worker is not None:
+            self._worker.save(work, encoder_cache, mm_hash)
+
+    @guarded(lambda self, finished_req_ids: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Wait for the saves of a step in an engine that only encodes: the next engine asks for them at
+        once. No other engine waits."""
+        work = self._work()
+        if not self.is_consumer and work is not None and work.saves and self._worker is not None:
+            self._worker.wait_saved(self._settings.load_s)
+        return None, None
+
+    @guarded(_nothing)
+    def build_connector_worker_meta(self) -> EncoderReport | None:
+        counts = self._counts()
+        return EncoderReport(counts) if counts else None
+
+    def _work(self) -> EncoderWork | None:
+        metadata = self._connector_metadata
+        return metadata.work if isinstance(metadata, EncoderMetadata) else None
+
+    # -- the scheduler's half ----------------------------------------------------------------------------
+
+    def _trusted(self) -> EncoderScheduler | None:
+        """Return the scheduler's half after it has forgotten embeddings that may belong to other weights."""
+        if self._changed and self._scheduler is not None:
+            self._scheduler.forget_everything(uuid.uuid4().hex)
+        self._changed = False
+        return self._scheduler
+
+    def weights_changed(self) -> None:
+        self._changed = True
+
+    @guarded(lambda self, request, num_computed_tokens: True)
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        scheduler = self._trusted()
+        return scheduler is None or scheduler.ready(request, num_computed_tokens)
+
+    @guarded(lambda self, identifier: False)
+    def has_cache_item(self, identifier: str) -> bool:
+        scheduler = self._trusted()
+        return scheduler is not None and scheduler.has(identifier)
+
+    @guarded(_nothing)
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, index)
+
+    @guarded(lambda self, scheduler_output: EncoderMetadata(EncoderWork()))
+    def build_connector_meta(self, scheduler_output: Any) -> EncoderMetadata:
+        scheduler = self._scheduler
+        return EncoderMetadata(scheduler.work(scheduler_output) if scheduler is not None else EncoderWork())
+
+    @guarded(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.ec_connector_worker_meta
+        if isinstance(report, EncoderReport):
+            for name, count in report.counts.items():
+                self.counters.add(name, count)
+
+    @guarded(lambda self, request: (False, None))
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+
+def _identities(config: Any, settings: EncoderSettings) -> Callable[[str], Identity]:
+    """Return the function that returns the identity of a modality's embeddings. Its width is what vLLM has
+    measured, which only engines that produce embeddings do, or that of the language model's inputs."""
+    sampled = settings.hash_weights == "sample"
+    weights = weights_revision(config, settings.namespace, sampled=sampled)
+    model = model_digest(config, vllm.__version__, [], _device_name(), settings.namespace, os.environ)
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    widths = config.ec_transfer_config.mm_encoder_output_widths
+    inputs = int(config.model_config.get_inputs_embeds_size())
+
+    def identity_of(modality: str) -> Identity:
+        spec = KVSpec.embedding(width=widths.get(modality) or inputs, dtype=dtype)
+        return Identity.of(spec, model=model, revision=weights.revision, codec="vllm-encoder")
+
+    return identity_of
+
+
+def _is_first_rank() -> bool:
+    """Return whether this worker is the first of its tensor parallel group: all have the same embeddings."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().rank_in_group == 0)
+
+
+def _device() -> str:
+    """Return the device of vLLM's encoder cache in this worker."""
+    from vllm.platforms import current_platform
+
+    kind = str(current_platform.device_type)
+    return f"{kind}:{current_platform.current_device()}" if current_platform.is_cuda_alike() else kind
+
+
+def _device_name() -> str:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return host_device()
+    return f"{current_platform.device_type}-{current_platform.get_device_capability()}"
