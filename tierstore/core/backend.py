@@ -44,6 +44,7 @@ from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.stats import StoreStats
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.disk import DiskTier, FileIO
+from tierstore.tiers.disk.keyring import open_keyring
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 from tierstore.transfer import Transfer
@@ -339,6 +340,8 @@ def open_core(
     disk_bytes: int,
     disk_write_budget: int = 0,
     disk_codec: str = NONE,
+    disk_key: str = "",
+    disk_keyring: str | FilePath | None = None,
     inline_bytes: int = 16 * KIB,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
@@ -364,17 +367,21 @@ def open_core(
     host_bytes = _checked_room("host_bytes", host_bytes, page_bytes)
     if path is not None:
         disk_bytes = _checked_room("disk_bytes", disk_bytes, page_bytes)
+    inline_bytes = whole_number("inline_bytes", inline_bytes, least=0)
+    directory = FilePath(path) if path is not None else None
+    keyring = open_keyring(disk_key, FilePath(disk_keyring) if disk_keyring is not None else None, directory)
     open_disk = None
-    if path is not None:
+    if directory is not None:
         open_disk = partial(
             DiskTier.open,
-            FilePath(path),
+            directory,
             capacity_bytes=disk_bytes,
             page_bytes=page_bytes,
-            inline_bytes=whole_number("inline_bytes", inline_bytes, least=0),
+            inline_bytes=inline_bytes,
             codec=disk_codec,
             policy=policy,
             io=io,
+            keyring=keyring,
             clock=clock,
         )
     disk, host = open_tiers(open_disk, partial(HostTier, host_bytes) if host_bytes else None)

@@ -115,10 +115,15 @@ class WriteBehind:
 
     def _write_batches(self) -> None:
         scanned = self._disk.wait_scanned()
+        keyring = self._disk.keyring
         with self._state.lock:
             if scanned:
                 self._state.scanned()
-            else:
+            if scanned and keyring is not None and keyring.locked:
+                self._state.health.never_write(
+                    f"the disk key does not open {keyring.path}: give the key that made it"
+                )
+            if not scanned:
                 # without the index, free space is unknown
                 self._state.health.never_write("the index could not be read")
         health = self._state.health

@@ -67,6 +67,10 @@ class Serials:
             self._identities[identity.digest] = identity
         return serial
 
+    def identity(self, digest: bytes) -> Identity | None:
+        """Return the identity of a digest; None if it never had pages."""
+        return self._identities.get(digest)
+
     def identities(self) -> dict[bytes, Identity]:
         """Return all identities that have a root, by digest."""
         return dict(self._identities)

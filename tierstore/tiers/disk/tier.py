@@ -6,6 +6,7 @@ The tier makes no decisions: the store decides what is written and what is evict
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import TypeVar
 
 import xxhash
+from msgspec.structs import replace
 
 from tierstore.codec import NONE, by_name
 from tierstore.keys import Identity
@@ -29,13 +31,16 @@ from tierstore.tiers.disk.extents import VOLUME_FULL
 from tierstore.tiers.disk.index_db import Change
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
+from tierstore.tiers.disk.keyring import Keyring
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
-from tierstore.tiers.disk.payloads import PageRead, ReadBatch
-from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
+from tierstore.tiers.disk.payloads import PageRead, ReadBatch, Staging
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, beginnings
 from tierstore.tiers.disk.roots import identity_of
+from tierstore.tiers.disk.sealing import SEAL_BYTES, Seal, Sealing
 from tierstore.tiers.disk.space import Space, split
-from tierstore.units import KIB
+from tierstore.tiers.slabs import slot_bytes
+from tierstore.units import KIB, MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,7 @@ class Unsynced:
 _log = logging.getLogger(__name__)
 
 _DEPARTURES = b"departures "
+_STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are being written at the same time
 _LOOKERS = 4  # threads that read the index for lookups
 
 T = TypeVar("T")
@@ -120,7 +126,13 @@ class DiskTier:
     :meth:`commit` as removed. The caller ensures that no page is removed while it is being read.
     """
 
-    def __init__(self, parts: OpenedParts, in_flight: InFlightCalls, encoder: PageEncoder | None) -> None:
+    def __init__(
+        self,
+        parts: OpenedParts,
+        in_flight: InFlightCalls,
+        encoder: PageEncoder | None,
+        keyring: Keyring | None,
+    ) -> None:
         self.encoder = encoder  # encodes pages before they are written; None: pages are not encoded
         self.in_flight = in_flight  # the running calls, which show whether the disk still answers
         self._layout = parts.layout
@@ -136,6 +148,13 @@ class DiskTier:
         self.child_filter = ChildFilter(parts.index_db, in_flight)
         self.serials = parts.serials
         self.fitted = parts.fitted  # the result of a change of capacity at open
+        self.keyring = keyring
+        self._sealing: Sealing | None = None
+        self._sealed_bytes = Staging(_STAGING_BYTES)
+        if keyring is not None:
+            self._sealing = Sealing(keyring, parts.serials.identity)
+            parts.index_db.sealing = self._sealing
+            parts.payloads.unseal = self._sealing.open_payload
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
         self._closed = False
@@ -156,6 +175,7 @@ class DiskTier:
         codec: str = NONE,
         policy: str = DEFAULT_POLICY,
         io: FileIO | None = None,
+        keyring: Keyring | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
         """Open ``directory``; create it if it does not exist.
@@ -165,26 +185,33 @@ class DiskTier:
         per batch. ``codec`` (a name of :mod:`tierstore.codec`) is used for pages passed to :attr:`encoder`.
         Any of these may change from one opening to the next. If there are too many pages, those leave first
         that ``policy`` (a name of :data:`tierstore.policy.POLICIES`) ranks worst, and others are moved;
-        :attr:`fitted` has the numbers.
+        :attr:`fitted` has the numbers. With a ``keyring``, which the tier closes at its end, the pages are
+        encrypted (:mod:`tierstore.tiers.disk.sealing`).
 
         Raise :class:`~tierstore.errors.UsageError` for a capacity below one page or an unknown codec, and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
-        chosen = by_name(codec)
-        layout = split(capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes)
         in_flight = InFlightCalls(clock)
-        watched = TrackedIO(io or QueuedIO(), in_flight)
-        parts = open_parts(
-            directory,
-            layout,
-            inline_bytes=inline_bytes,
-            io_threads=io_threads,
-            io=watched,
-            policy=POLICIES[policy](),
-            codec=chosen,
-        )
+        with ExitStack() as opened:
+            if keyring is not None:
+                opened.callback(keyring.close)
+            chosen = by_name(codec)
+            layout = split(
+                capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes, sealed=keyring is not None
+            )
+            parts = open_parts(
+                directory,
+                layout,
+                inline_bytes=inline_bytes,
+                io_threads=io_threads,
+                io=TrackedIO(io or QueuedIO(), in_flight),
+                policy=POLICIES[policy](),
+                codec=chosen,
+                keyring=keyring.id if keyring is not None else "",
+            )
+            opened.pop_all()
         encoder = PageEncoder(chosen, inline_bytes=inline_bytes) if chosen is not None else None
-        return cls(parts, in_flight, encoder)
+        return cls(parts, in_flight, encoder, keyring)
 
     def __enter__(self) -> DiskTier:
         return self
@@ -256,14 +283,31 @@ class DiskTier:
         return self._lookers.ask(look, seconds)
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
-        """Yield every page on disk by serial; the record is None if it is damaged. Reads the whole index."""
-        return self._index_db.scan()
+        """Yield every page on disk by serial; the record is None if it is damaged, or its key is gone. Reads
+        the whole index."""
+        return ((serial, self._opened(record)) for serial, record in self._index_db.scan())
 
     def records_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
         """Return a slice of :meth:`scan`: up to ``count`` pages from ``serial`` on. Raise :class:`OSError` if
         the disk fails."""
         with self.in_flight.call():
-            return self._index_db.records_from(serial, count)
+            found = self._index_db.records_from(serial, count)
+        return [(number, self._opened(record)) for number, record in found]
+
+    def may_lead(
+        self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
+    ) -> bool:
+        """Return whether the disk may have a page right below ``parent`` that has this key or, unless only
+        ``whole`` pages count, begins with the same four tokens. Does no I/O."""
+        sealing = self._sealing
+        if sealing is None:
+            key, begins = (key, []) if whole else (None, beginnings(tokens))
+        elif whole:
+            key, begins = (sealing.key_name(identity, key) if key is not None else None), []
+        else:
+            names = [sealing.beginning(identity, parent, each) for each in beginnings(tokens)]
+            key, begins = None, [name for name in names if name is not None]
+        return self.child_filter.may_lead(parent, key, begins)
 
     def root_serials(self) -> set[int]:
         """Return the serials that records of first pages have as parents. Raise :class:`OSError` if the disk
@@ -271,9 +315,10 @@ class DiskTier:
         with self.in_flight.call():
             return set(self._index_db.roots())
 
-    def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
-        """Return the record of each page; None if it is missing or damaged. Raise :class:`OSError` if the
-        disk fails."""
+    def stored_records(self, serials: Iterable[int]) -> list[PageRecord | None]:
+        """Return the record of each page as it is stored, for :meth:`read` and :meth:`write` with ``stored``
+        and for :meth:`relocate`; None if it is missing or damaged. Raise :class:`OSError` if the disk
+        fails."""
         with self.in_flight.call():
             return list(self._index_db.records(serials))
 
@@ -294,9 +339,10 @@ class DiskTier:
 
     # -- bytes ---------------------------------------------------------------------------------------
 
-    def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
+    def write(self, pages: Sequence[tuple[PageRecord, memoryview]], *, stored: bool = False) -> None:
         """Write payloads to their reserved places. For unencoded pages, also set ``record.checksum``. For
-        encoded pages, the payload is the codec's output, and the record is already complete.
+        encoded pages, the payload is the codec's output, and the record is already complete. In an encrypted
+        directory, also set ``record.seal``; ``stored`` records have payloads that are sealed already.
 
         Nothing is durable before :meth:`commit`. Views at addresses that are multiples of 4096 are written
         directly. Raise :class:`OSError` if the disk fails; no write to the places is then running any more.
@@ -310,22 +356,47 @@ class DiskTier:
                 record.checksum = xxhash.xxh3_64_intdigest(view)
         outside = [page for page in pages if page[0].place != INLINE]
         try:
-            self._payloads.write(outside)
+            if self._sealing is None or stored:
+                self._payloads.write(outside)
+            else:
+                self._write_sealed(self._sealing, outside)
+                for record, view in pages:
+                    if record.place == INLINE:
+                        record.seal = _sealed_inline(self._sealing, record, view)
         except OSError as error:
             if error.errno in VOLUME_FULL:  # from now on, pages are evicted for new ones
                 self.space.limit(self._extents.allocated_bytes)
             raise
         self._unsynced.written([record.place for record, _ in outside], begun)
 
-    def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
-        """Fill the views, and return for each page whether it is byte for byte as it was saved. With
-        ``encoded``, fill them with payloads, for :meth:`write` to another place.
+    def _write_sealed(self, sealing: Sealing, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
+        """Seal the payloads and write them. Set the records' seals, and the checksums of unencoded pages."""
+        rooms = [slot_bytes(record.room) for record, _ in pages]
+        memory = self._sealed_bytes.take(sum(rooms))
+        try:
+            sealed: list[tuple[PageRecord, memoryview]] = []
+            seals: list[Seal] = []
+            for (record, view), start in zip(pages, itertools.accumulate(rooms, initial=0), strict=False):
+                if not record.codec:
+                    record.checksum = xxhash.xxh3_64_intdigest(view)
+                out = memory.view(start, record.room)
+                seals.append(sealing.seal_payload(record, view, out))
+                sealed.append((replace(record, nbytes=record.room, codec=0), out))
+            self._payloads.write(sealed)
+        finally:
+            self._sealed_bytes.give_back([memory])
+        for (record, _), (written, _), seal in zip(pages, sealed, seals, strict=True):
+            record.seal = seal._replace(checksum=written.checksum).pack()
+
+    def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, stored: bool = False) -> ReadBatch:
+        """Fill the views, and return for each page whether it is byte for byte as it was saved. Of ``stored``
+        records, fill them with the payloads as they are on disk, for :meth:`write` to another place.
 
         A failing disk raises nothing: failed and damaged pages are different outcomes.
         """
         outcomes = [PageRead.FAILED] * len(pages)
         outside = [index for index, (record, _) in enumerate(pages) if record.place != INLINE]
-        read = self._payloads.read([pages[index] for index in outside], encoded=encoded)
+        read = self._payloads.read([pages[index] for index in outside], encoded=stored)
         error = read.error
         for index, outcome in zip(outside, read.outcomes, strict=True):
             outcomes[index] = outcome
@@ -348,10 +419,17 @@ class DiskTier:
         return batch
 
     def _read_inline(self, record: PageRecord, view: memoryview) -> PageRead:
+        payload = memoryview(bytearray(record.nbytes)) if record.seal else view
         with self.in_flight.call():
-            found = self._index_db.read_payload(record, view)
-        whole = found and xxhash.xxh3_64_intdigest(view) == record.checksum
+            found = self._index_db.read_payload(record, payload)
+        if self._sealing is not None and record.seal:
+            whole = found and self._sealing.open_payload(record, payload, view)
+        else:
+            whole = found and xxhash.xxh3_64_intdigest(view) == record.checksum
         return PageRead.GOOD if whole else PageRead.DAMAGED
+
+    def _opened(self, record: PageRecord | None) -> PageRecord | None:
+        return record if self._sealing is None or record is None else self._sealing.opened(record)
 
     # -- commits -------------------------------------------------------------------------------------
 
@@ -373,6 +451,8 @@ class DiskTier:
         with self._commit_lock:
             self._presence.require()
             self._sync()
+            if self._sealing is not None:
+                added = [_sealed(self._sealing, record) for record, _ in added]
             records = [record for record, _ in added]
             self._unsynced.require(records)
             new = self.serials.unwritten()
@@ -390,7 +470,7 @@ class DiskTier:
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
-            return change.left
+        return {serial: opened for serial, left in change.left.items() if (opened := self._opened(left))}
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Make it durable that pages are where :meth:`write` has copied them: each new record, and the place
@@ -427,8 +507,11 @@ class DiskTier:
             return b""
 
     def keep_departures(self, dump: bytes) -> None:
-        """Store the memory of pages that have left, for the next opening. Raise :class:`OSError` if there is
-        no room for it, or the disk fails."""
+        """Store the memory of pages that have left, for the next opening. Not in an encrypted directory: it
+        would tell whether a guessed prompt was there. Raise :class:`OSError` if there is no room for it, or
+        the disk fails."""
+        if self._sealing is not None:
+            return
         with self._commit_lock:
             self._presence.require()
             self._index_db.put_extra(_DEPARTURES, dump)
@@ -487,7 +570,7 @@ class DiskTier:
                     held += [places[serial]] if serial in places else []
                     continue
                 place = (record.place, record.room)
-                lead = self.child_filter.may_lead(record.parent, record.key, record.tokens, whole=True)
+                lead = self.child_filter.may_lead(record.parent, record.key, ())
                 assert lead, f"page {serial} is missing in the filter"
                 # A tombstone has no record, but a row in the page table while there are pages below it.
                 rooted = record.parent in serials or page_table.children(record.parent)
@@ -508,6 +591,8 @@ class DiskTier:
         self._closed = True
         with ExitStack() as closing:  # the last one first
             closing.callback(self._directory.release)
+            if self.keyring is not None:
+                closing.callback(self.keyring.close)
             closing.callback(self._index_db.close)
             closing.callback(self._extents.close)
             closing.callback(self._payloads.close)
@@ -516,3 +601,20 @@ class DiskTier:
                 closing.callback(self.encoder.close)
             self._scan.wait()
             self.child_filter.close()
+
+
+def _sealed_inline(sealing: Sealing, record: PageRecord, view: memoryview) -> bytes:
+    """Seal the payload of a page in the index. Return its seal, with the sealed payload behind it: it is
+    sealed when it is written, so that a tenant that is forgotten before the commit gets no new key from
+    it."""
+    out = memoryview(bytearray(record.room))
+    seal = sealing.seal_payload(record, view, out)
+    return seal._replace(checksum=xxhash.xxh3_64_intdigest(out)).pack() + out
+
+
+def _sealed(sealing: Sealing, record: PageRecord) -> tuple[PageRecord, memoryview | None]:
+    """Return what a commit adds for a written record: its stored form, and its sealed payload if that is
+    inline."""
+    payload = memoryview(record.seal)[SEAL_BYTES:] if record.place == INLINE else None
+    record.seal = record.seal[:SEAL_BYTES]
+    return sealing.sealed(record), payload
