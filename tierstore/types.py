@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias, get_args
 from tierstore import policy
 from tierstore.arguments import text
 from tierstore.errors import UsageError
+from tierstore.keys import outer_tenant
 
 Reuse: TypeAlias = Literal["likely", "unlikely", "done"]
 
@@ -135,6 +136,50 @@ def checked_session(session: str | None) -> str | None:
                 f"a session's name must have 1 to {MOST_SESSION_CHARS} characters, got {len(session)}"
             )
     return session
+
+
+@dataclass(frozen=True, slots=True)
+class Forgettable:
+    """What to forget: everything of a tenant, of a model, or of a model of a tenant; or a session of a
+    tenant. Raise :class:`UsageError` for any other combination, and for anything but text."""
+
+    tenant: str | None = None
+    model: str | None = None
+    session: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tenant", self.tenant), ("model", self.model)):
+            if value is not None:
+                text(f"the {name} to forget", value)
+        checked_session(self.session)
+        if self.session is not None and self.model is not None:
+            raise UsageError("a session is forgotten for all models: leave model out")
+        if self.tenant is None and self.model is None and self.session is None:
+            raise UsageError("say what to forget: a tenant, a model or a session")
+
+    def covers(self, tenant: str, *models: str) -> bool:
+        """Return whether pages of this tenant, and of a model with these names, are to be forgotten. A
+        client's tenant covers those that the client distinguishes."""
+        right = self.tenant is None or self.tenant in (tenant, outer_tenant(tenant))
+        return right and (self.model is None or self.model in models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetReceipt:
+    """What :meth:`Store.forget <tierstore.Store.forget>` has done. ``tenant``, ``model`` and ``session`` are
+    as given (None: not given). The pages are not found any more, in any tier of this store. With
+    ``encrypted``, the ``keys`` of a tenant or model are gone from the keyring."""
+
+    tenant: str | None
+    model: str | None
+    session: str | None
+    encrypted: bool  # whether the disk tier is
+    identities: int  # identities of the tenant or model that had pages, or a client; 0 for a session
+    hbm_pages: int = 0  # pages in the store's own pools
+    host_pages: int  # pages in host memory
+    keys: int  # data keys that were dropped; an encrypted store has one for each tenant and model
+    at_s: float  # wall clock at the beginning, in seconds since 1970
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from tierstore.core.writing import Writing
 from tierstore.defaults import MOVER_THREADS, STALL_S
 from tierstore.errors import UsageError
 from tierstore.index import LABELS, Tier
+from tierstore.keys import nested_tenant
 from tierstore.planner import TierRate
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.stats import StoreStats
@@ -48,6 +49,7 @@ from tierstore.tiers.disk.keyring import open_keyring
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 from tierstore.transfer import Transfer
+from tierstore.types import ForgetReceipt, Forgettable
 from tierstore.units import KIB, format_size
 
 _log = logging.getLogger(__name__)
@@ -276,6 +278,16 @@ class LocalBackend:
         with self._state.lock:
             self._state.require_open()
             return self._state.sessions.finish(self.client.tenant, session)
+
+    def forget(
+        self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
+    ) -> ForgetReceipt:
+        own = self.client.tenant
+        if own and session is None:  # nothing of other tenants; ``tenant`` is one of the client's own
+            tenant = own if tenant is None else nested_tenant(own, tenant)
+        elif own:
+            tenant = own
+        return self.core.forgetting.forget(Forgettable(tenant, model, session))
 
     def flush(self, timeout: float | None) -> bool:
         return self.core.flush(timeout)

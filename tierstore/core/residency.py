@@ -120,6 +120,8 @@ class Residency:
     ) -> None:
         self.departures = departures
         self.choice = Cause.EVICTED  # why pages leave that the policy chooses now
+        self.committing = 0  # number of removals in a running commit
+        self.erased: set[int] = set()  # serials of pages on disk that are overwritten when they leave
         self._index = index
         self._host = host
         self._access_log = access_log
@@ -195,10 +197,18 @@ class Residency:
             if report:
                 self.left(Tier.DISK, record.identity, record.key, record.tokens)
 
+    @property
+    def uncommitted(self) -> int:
+        """Number of removals from disk that are not durable yet."""
+        return len(self.removed) + self.committing
+
     def _remove(self, removal: Removal) -> None:
         page_table = self._access_log.page_table
         assert page_table is not None
         self._access_log.forget_serial(removal.serial)
+        if removal.serial in self.erased:
+            self.erased.discard(removal.serial)
+            removal = removal._replace(erased=True)
         self.removed.append(removal)
         above = self._index.by_serial.get(removal.parent)
         if above is not None and above.tombstone and not page_table.children(removal.parent):

@@ -37,7 +37,7 @@ from tierstore.store.saver import Saver, checked_hbm_pages
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
-from tierstore.types import Hint, Loaded, Promise
+from tierstore.types import ForgetReceipt, Forgettable, Hint, Loaded, Promise
 
 _CLOSE_S = 5.0  # for running saves
 EXPLAIN_S = 5.0  # longest wait for an explanation
@@ -392,6 +392,33 @@ class Store:
             in_hbm = self._hbm.sessions.finish("", session)
         below = self.backend.finish(session)
         return in_hbm if below is None else below
+
+    def forget(
+        self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
+    ) -> ForgetReceipt | None:
+        """Forget everything of a tenant, of a model, or of a model of a tenant; or the pages that only this
+        ``session`` has used. The pages leave this store's pools and the host tier at once. When this returns,
+        no lookup finds them on disk either, even after a crash. In an encrypted store (``disk_key``), the
+        keys of the tenant or model are gone, so no copy of the directory can be read with the present
+        keyring. Without encryption, their bytes are overwritten in the background. docs/encryption.md says
+        what remains.
+
+        ``tenant`` is that of the identities, or the name of a client's key (of a daemon). ``model`` is an
+        identity's model, or a model's name for people. Pages in other engines' pools stay there, and are
+        found by these engines only. A save that is running may end afterwards.
+
+        Return the receipt; None if the daemon does not answer: then forget again. Raise :class:`UsageError`
+        for another combination, and :class:`~tierstore.errors.StoreUnavailableError` if the disk or the
+        keyring cannot be written: then forget again as well.
+
+        >>> # store.forget(tenant="acme").keys
+        """
+        self._require_open()
+        what = Forgettable(tenant, model, session)
+        self._finder.prompts.clear()
+        in_hbm = self._hbm.forget(what)
+        receipt = self.backend.forget(tenant=tenant, model=model, session=session)
+        return None if receipt is None else replace(receipt, hbm_pages=in_hbm)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all saved pages are on disk or were given up. Return False after ``timeout`` seconds."""

@@ -110,7 +110,7 @@ class IndexTransaction:
                 record = decode(removal.serial, stored)
                 if record is not None:
                     change.left[removal.serial] = record
-                self.delete(removal.serial)
+                self.delete(removal.serial, erased=removal.erased)
         for serial, identity in change.roots.items():
             self._txn.put(page_key(serial), identity, db=self._roots)
         self._add(change.added, change.used)
@@ -119,19 +119,24 @@ class IndexTransaction:
         self._txn.put(NEXT_SERIAL, change.next_serial.to_bytes(8, "big"), db=self._meta)
         self._txn.put(TICK, change.tick.to_bytes(8, "big"), db=self._meta)
 
-    def delete(self, serial: int) -> None:
-        """Delete everything of a page, even if its record is damaged."""
+    def delete(self, serial: int, *, erased: bool = False) -> None:
+        """Delete everything of a page, even if its record is damaged. ``erased``: overwrite its record and
+        payload first. Deleting an entry leaves its bytes in the tree's page."""
         key = page_key(serial)
         stored = self._txn.get(key, db=self._pages)
         names = stored_names(stored) if stored is not None else None
         if names is not None:
             parent, name, tokens = names
             self._txn.delete(child_prefix(parent, tokens) + name + key, db=self._children)
+        if erased and stored is not None:
+            self._txn.put(key, bytes(len(stored)), db=self._pages)
         self._txn.delete(key, db=self._pages)
         self._txn.delete(key, db=self._facts)
         with self._txn.cursor(self._payload) as cursor:
             found = cursor.set_range(payload_key(serial, 0))
             while found and cursor.key().startswith(key):
+                if erased:
+                    cursor.put(cursor.key(), bytes(len(cursor.value())))
                 found = cursor.delete()
 
     def _add(
@@ -567,6 +572,22 @@ class IndexDB:
         with self._env.begin(write=True) as txn:
             for serial in serials:
                 IndexTransaction(txn, self._trees).delete(serial)
+
+    def forget_roots(self, serials: Sequence[int]) -> None:
+        """Delete these roots durably. No lookup reaches the pages below them any more, and the next opening
+        deletes those that are left."""
+        with _os_errors(), self._env.begin(write=True, db=self._roots) as txn:
+            for serial in serials:
+                key = page_key(serial)
+                stored = txn.get(key)
+                if stored is not None:
+                    txn.put(key, bytes(len(stored)))
+                    txn.delete(key)
+
+    def settle_free_pages(self) -> None:
+        """Commit until nothing that LMDB may return to after a crash refers to the pages freed so far."""
+        with _os_errors():
+            self._let_turns_pass()
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Give pages new places in the extents, durably: each new record, and the place that it had.

@@ -256,6 +256,8 @@ class Keyring:
         # Guarded by _lock.
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
+        self._dropped_at: dict[Scope, int] = {}  # value of ``drops`` after the scope's last drop
+        self.drops = 0  # grows with each drop
         self._free_slots: list[int] = []
         self._slots = 0  # the header's included
         if ring_key is not None:
@@ -324,18 +326,21 @@ class Keyring:
         """Return the key of this id; None if it was dropped, or is of another keyring."""
         return self._by_id.get(id)
 
-    def key(self, scope: Scope) -> DataKey:
-        """Return the key of a scope, and make one if there is none. It is durable before this returns. Raise
-        :class:`OSError` if it cannot be written."""
+    def key(self, scope: Scope, *, drops: int | None = None) -> DataKey | None:
+        """Return the key of a scope, and make one if there is none. It is durable before this returns. Return
+        None if the scope's key was dropped since :attr:`drops` had this value. Raise :class:`OSError` if the
+        key cannot be written."""
         scope = _shortened(scope)
         found = self._by_scope.get(scope)
-        if found is not None:
-            return found
-        with self._lock:
-            found = self._by_scope.get(scope)
-            if found is None:
-                found = self._make(scope)
-            return found
+        if found is None:
+            with self._lock:
+                found = self._by_scope.get(scope)
+                if found is None and not self._dropped_since(scope, drops):
+                    found = self._make(scope)
+        return None if self._dropped_since(scope, drops) else found  # after the search: it may be a later key
+
+    def _dropped_since(self, scope: Scope, drops: int | None) -> bool:
+        return drops is not None and self._dropped_at.get(scope, 0) > drops
 
     def drop(self, wanted: Callable[[Scope], bool]) -> int:
         """Forget the keys of all wanted scopes. Return how many there were. They cannot be recovered from the
@@ -343,6 +348,8 @@ class Keyring:
         again. Long names of scopes are hashed: compare them by :func:`scope_name`."""
         with self._lock:
             dropped = [key for scope, key in self._by_scope.items() if wanted(scope)]
+            self.drops += 1
+            self._dropped_at.update((key.scope, self.drops) for key in dropped)
             for key in dropped:  # of no use from here on, even if the file cannot be written
                 key.dropped = True
                 self._by_id.pop(key.id, None)

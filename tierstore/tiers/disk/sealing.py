@@ -108,9 +108,7 @@ class Sealing:
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
         from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-        scope = self._scope(record.identity)
-        assert scope is not None, f"page {record.serial} is saved without a root"
-        data_key = self.keyring.key(scope)
+        data_key = self._key_for(record)
         salt = os.urandom(_SALT_BYTES)
         cipher = Cipher(AES(data_key.page_key(salt)), GCM(_NONCE_OF_PAYLOAD)).encryptor()
         cipher.authenticate_additional_data(_payload_facts(record))
@@ -203,7 +201,19 @@ class Sealing:
             seal=Seal(key_id, salt, tag, stored.checksum).pack(),
         )
 
+    def moment(self) -> bytes:
+        """Return the value of :attr:`PageRecord.seal` for a record that is made now, before it is sealed."""
+        return self.keyring.drops.to_bytes(8, "big")
+
     # -- keys ----------------------------------------------------------------------------------------
+
+    def _key_for(self, record: PageRecord) -> DataKey:
+        """Return the key to seal a page with. A page that was forgotten since its record was made gets a key
+        that nobody has."""
+        scope = self._scope(record.identity)
+        made = int.from_bytes(record.seal, "big") if record.seal else None
+        found = self.keyring.key(scope, drops=made) if scope is not None else None
+        return found if found is not None else _NOBODYS
 
     def _find(self, identity: bytes) -> DataKey | None:
         scope = self._scope(identity)

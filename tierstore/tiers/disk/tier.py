@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -23,12 +24,14 @@ from msgspec.structs import replace
 
 from tierstore.codec import NONE, by_name
 from tierstore.keys import Identity
+from tierstore.memory import Memory
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
 from tierstore.tiers.disk.extents import VOLUME_FULL
 from tierstore.tiers.disk.index_db import Change
+from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.keyring import Keyring
@@ -113,6 +116,7 @@ class Unsynced:
 _log = logging.getLogger(__name__)
 
 _DEPARTURES = b"departures "
+_ERASED_AT_ONCE = 64  # pages
 _STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are being written at the same time
 _LOOKERS = 4  # threads that read the index for lookups
 
@@ -132,7 +136,9 @@ class DiskTier:
         in_flight: InFlightCalls,
         encoder: PageEncoder | None,
         keyring: Keyring | None,
+        io: FileIO,
     ) -> None:
+        self._io = io
         self.encoder = encoder  # encodes pages before they are written; None: pages are not encoded
         self.in_flight = in_flight  # the running calls, which show whether the disk still answers
         self._layout = parts.layout
@@ -192,6 +198,7 @@ class DiskTier:
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
         in_flight = InFlightCalls(clock)
+        watched = TrackedIO(io or QueuedIO(), in_flight)
         with ExitStack() as opened:
             if keyring is not None:
                 opened.callback(keyring.close)
@@ -204,14 +211,14 @@ class DiskTier:
                 layout,
                 inline_bytes=inline_bytes,
                 io_threads=io_threads,
-                io=TrackedIO(io or QueuedIO(), in_flight),
+                io=watched,
                 policy=POLICIES[policy](),
                 codec=chosen,
                 keyring=keyring.id if keyring is not None else "",
             )
             opened.pop_all()
         encoder = PageEncoder(chosen, inline_bytes=inline_bytes) if chosen is not None else None
-        return cls(parts, in_flight, encoder, keyring)
+        return cls(parts, in_flight, encoder, keyring, watched)
 
     def __enter__(self) -> DiskTier:
         return self
@@ -332,6 +339,11 @@ class DiskTier:
         """Reserve up to ``count`` places. Return fewer if there is no more room."""
         return self._space.reserve_many(nbytes, count)
 
+    def moment(self) -> bytes:
+        """Return the value of :attr:`PageRecord.seal` for a page that is about to be written. A page that was
+        placed before its tenant was forgotten, and is sealed after it, opens for nobody."""
+        return self._sealing.moment() if self._sealing is not None else b""
+
     def unreserve(self, place: int, nbytes: int) -> None:
         """Free a place that :meth:`reserve` returned and no :meth:`commit` has added."""
         self._unsynced.forget([place])
@@ -450,6 +462,7 @@ class DiskTier:
         """
         with self._commit_lock:
             self._presence.require()
+            self._erase([removal for removal in removed if removal.erased])
             self._sync()
             if self._sealing is not None:
                 added = [_sealed(self._sealing, record) for record, _ in added]
@@ -471,6 +484,42 @@ class DiskTier:
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
         return {serial: opened for serial, left in change.left.items() if (opened := self._opened(left))}
+
+    def _erase(self, removed: Sequence[Removal]) -> None:
+        """Overwrite the payloads of pages that are about to be removed, while their places are still
+        taken."""
+        outside = [removal for removal in removed if removal.place != INLINE]
+        for start in range(0, len(outside), _ERASED_AT_ONCE):
+            some = outside[start : start + _ERASED_AT_ONCE]
+            zeros = Memory(max(slot_bytes(removal.nbytes) for removal in some), shared=False)
+            blank = partial(PageRecord, 0, 0, b"", b"", b"")
+            self._payloads.write(
+                [(blank(removal.nbytes, removal.place), zeros.view(0, removal.nbytes)) for removal in some]
+            )
+
+    def forget_roots(self, serials: Sequence[int]) -> None:
+        """Delete roots that :attr:`serials` has forgotten: no lookup finds the pages below them from now on,
+        even after a restart. The pages stay until they are removed. Raise :class:`OSError` if the disk
+        fails."""
+        with self._commit_lock:
+            self._presence.require()
+            with self.in_flight.call():
+                self._index_db.forget_roots(serials)
+
+    def discard_freed(self) -> None:
+        """Free the blocks of index pages that hold only what was removed, so that they read as zeros. Raise
+        :class:`OSError` if the disk fails, or the file system cannot do it."""
+        with self._commit_lock, self.in_flight.call():
+            self._index_db.settle_free_pages()
+            try:
+                IndexFile(self._index_db.path).give_back_free_pages(self._io)
+            except DamagedIndexError as error:
+                raise OSError(errno.EIO, str(error)) from error
+
+    def stored_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
+        """Return :meth:`records_from` as the pages are stored: also those without a key."""
+        with self.in_flight.call():
+            return self._index_db.records_from(serial, count)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Make it durable that pages are where :meth:`write` has copied them: each new record, and the place
