@@ -176,7 +176,7 @@ class Sealing:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        if len(stored.tokens) < SEALED_BYTES:
+        if stored.codec or len(stored.tokens) < SEALED_BYTES:
             return None
         prefix = stored.tokens[: _PREFIX.size]
         _, key_id, salt = _PREFIX.unpack(prefix)

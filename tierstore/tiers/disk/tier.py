@@ -23,6 +23,7 @@ import xxhash
 from msgspec.structs import replace
 
 from tierstore.codec import NONE, by_name
+from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.memory import Memory
 from tierstore.policy import DEFAULT_POLICY, POLICIES
@@ -383,8 +384,13 @@ class DiskTier:
 
     def _write_sealed(self, sealing: Sealing, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
         """Seal the payloads and write them. Set the records' seals, and the checksums of unencoded pages."""
+        if not pages:
+            return
         rooms = [slot_bytes(record.room) for record, _ in pages]
-        memory = self._sealed_bytes.take(sum(rooms))
+        try:
+            memory = self._sealed_bytes.take(sum(rooms))
+        except UsageError as error:
+            raise OSError(errno.ENOMEM, str(error)) from error
         try:
             sealed: list[tuple[PageRecord, memoryview]] = []
             seals: list[Seal] = []
