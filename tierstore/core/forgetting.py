@@ -3,8 +3,8 @@
 A forget first acts on what can be served, then on what can be read from the disk, and cleans up at last:
 
 1. **Memory.** Copies of the pages leave the tree at once. Copies in use (a load that copies them, a write
-that is
-   under way) are marked as damaged: nothing more finds them, and they leave with their last holder.
+that
+   is under way) are marked as damaged: nothing more finds them, and they leave with their last holder.
 2. **Keys.** In an encrypted store, the data keys of the tenant or model are dropped from the keyring,
 durably. 3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup
 reaches a page
@@ -12,7 +12,8 @@ reaches a page
    page and for a terabyte.
 4. **Pages.** A thread removes the pages from the disk, by and by. Their space is free for others then.
 Without
-   encryption, their payloads and records are overwritten before.
+   encryption, their payloads in the extents are overwritten before, and index pages that are free afterwards
+   are discarded.
 
 The call returns after the third step. A save that is running may end after it: it is a save like any later
 one. A page that was placed on disk before the keys were dropped, and is sealed after that, is sealed with a

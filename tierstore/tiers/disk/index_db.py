@@ -110,7 +110,7 @@ class IndexTransaction:
                 record = decode(removal.serial, stored)
                 if record is not None:
                     change.left[removal.serial] = record
-                self.delete(removal.serial, erased=removal.erased)
+                self.delete(removal.serial)
         for serial, identity in change.roots.items():
             self._txn.put(page_key(serial), identity, db=self._roots)
         self._add(change.added, change.used)
@@ -119,24 +119,19 @@ class IndexTransaction:
         self._txn.put(NEXT_SERIAL, change.next_serial.to_bytes(8, "big"), db=self._meta)
         self._txn.put(TICK, change.tick.to_bytes(8, "big"), db=self._meta)
 
-    def delete(self, serial: int, *, erased: bool = False) -> None:
-        """Delete everything of a page, even if its record is damaged. ``erased``: overwrite its record and
-        payload first. Deleting an entry leaves its bytes in the tree's page."""
+    def delete(self, serial: int) -> None:
+        """Delete everything of a page, even if its record is damaged."""
         key = page_key(serial)
         stored = self._txn.get(key, db=self._pages)
         names = stored_names(stored) if stored is not None else None
         if names is not None:
             parent, name, tokens = names
             self._txn.delete(child_prefix(parent, tokens) + name + key, db=self._children)
-        if erased and stored is not None:
-            self._txn.put(key, bytes(len(stored)), db=self._pages)
         self._txn.delete(key, db=self._pages)
         self._txn.delete(key, db=self._facts)
         with self._txn.cursor(self._payload) as cursor:
             found = cursor.set_range(payload_key(serial, 0))
             while found and cursor.key().startswith(key):
-                if erased:
-                    cursor.put(cursor.key(), bytes(len(cursor.value())))
                 found = cursor.delete()
 
     def _add(
@@ -578,11 +573,7 @@ class IndexDB:
         deletes those that are left."""
         with _os_errors(), self._env.begin(write=True, db=self._roots) as txn:
             for serial in serials:
-                key = page_key(serial)
-                stored = txn.get(key)
-                if stored is not None:
-                    txn.put(key, bytes(len(stored)))
-                    txn.delete(key)
+                txn.delete(page_key(serial))
 
     def settle_free_pages(self) -> None:
         """Commit until nothing that LMDB may return to after a crash refers to the pages freed so far."""

@@ -39,10 +39,11 @@ import shlex
 import struct
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -208,6 +209,10 @@ def keyring_path(source: str, given: Path | None) -> Path:
 # -- the keyring ---------------------------------------------------------------------------------------
 
 
+_Wanted: TypeAlias = "Callable[[Scope], bool]"
+_KEPT_DROPS = 1024
+
+
 class DataKey:
     """The key of one tenant's pages of one model. Thread-safe.
 
@@ -256,8 +261,8 @@ class Keyring:
         # Guarded by _lock.
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
-        self._dropped_at: dict[Scope, int] = {}  # value of ``drops`` after the scope's last drop
         self.drops = 0  # grows with each drop
+        self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # what the last drops wanted
         self._free_slots: list[int] = []
         self._slots = 0  # the header's included
         if ring_key is not None:
@@ -340,16 +345,19 @@ class Keyring:
         return None if self._dropped_since(scope, drops) else found  # after the search: it may be a later key
 
     def _dropped_since(self, scope: Scope, drops: int | None) -> bool:
-        return drops is not None and self._dropped_at.get(scope, 0) > drops
+        newer = 0 if drops is None else self.drops - drops
+        if newer > _KEPT_DROPS:
+            return True  # perhaps not, but a page that took so long to write is no loss
+        return any(wanted(scope) for wanted in list(self._last_drops)[len(self._last_drops) - newer :])
 
-    def drop(self, wanted: Callable[[Scope], bool]) -> int:
+    def drop(self, wanted: _Wanted) -> int:
         """Forget the keys of all wanted scopes. Return how many there were. They cannot be recovered from the
         keyring once this returns (but see the module). Raise :class:`OSError` if that fails; then call it
         again. Long names of scopes are hashed: compare them by :func:`scope_name`."""
         with self._lock:
             dropped = [key for scope, key in self._by_scope.items() if wanted(scope)]
+            self._last_drops.append(wanted)  # also for scopes without a key: one may be about to be made
             self.drops += 1
-            self._dropped_at.update((key.scope, self.drops) for key in dropped)
             for key in dropped:  # of no use from here on, even if the file cannot be written
                 key.dropped = True
                 self._by_id.pop(key.id, None)

@@ -127,7 +127,7 @@ class Removal(NamedTuple):
     cause: int = 0
     """Why it leaves, for the memory of departures; 0 if that is noted already."""
     erased: bool = False
-    """Whether its bytes are overwritten, because it was forgotten and no key was dropped with it."""
+    """Whether its payload is overwritten, because it was forgotten and no key was dropped with it."""
 
 
 def encode(record: PageRecord) -> bytes:

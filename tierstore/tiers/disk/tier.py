@@ -513,8 +513,9 @@ class DiskTier:
                 self._index_db.forget_roots(serials)
 
     def discard_freed(self) -> None:
-        """Free the blocks of index pages that hold only what was removed, so that they read as zeros. Raise
-        :class:`OSError` if the disk fails, or the file system cannot do it."""
+        """Free the blocks of index pages that hold only what was removed, so that they read as zeros. (LMDB
+        does not erase the unused part of a page that it keeps: a piece of a removed record may stay there.)
+        Raise :class:`OSError` if the disk fails, or the file system cannot do it."""
         with self._commit_lock, self.in_flight.call():
             self._index_db.settle_free_pages()
             try:
