@@ -92,9 +92,9 @@ class Core:
         self.misses = Misses(self.state, policy)
         self.clients: dict[int, Client] = {}
         self.registered: dict[bytes, Identity] = {}  # by digest
+        self.forgetting = Forgetting(self.state, disk, self.registered, self.pins)
         # number of clients that have registered an identity, by digest
         self._registrations: Counter[bytes] = Counter()
-        self.forgetting = Forgetting(self.state, disk, self.registered)
         self._swept = 0  # number of registered identities after the last sweep
         self._forgotten_bytes = 0  # ``index.forgotten_bytes`` when clients last dropped removed pages
         self.hit_tokens: Counter[tuple[str, str]] = Counter()  # by (tenant, tier)

@@ -33,6 +33,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from tierstore.core.departures import Cause
+from tierstore.core.quotas import Pins
 from tierstore.core.state import StoreState
 from tierstore.errors import StoreUnavailableError
 from tierstore.index import Page, Tier
@@ -51,8 +52,11 @@ _MOST_UNCOMMITTED = 4096  # removals that wait for a commit
 class Forgetting:
     """Forgets pages of one core. Thread-safe. ``registered`` are the identities of clients, by digest."""
 
-    def __init__(self, state: StoreState, disk: DiskTier | None, registered: dict[bytes, Identity]) -> None:
+    def __init__(
+        self, state: StoreState, disk: DiskTier | None, registered: dict[bytes, Identity], pins: Pins
+    ) -> None:
         self._state = state
+        self._pins = pins
         self._disk = disk
         self._registered = registered
         self._one = threading.Lock()  # held while something is forgotten, and while the disk is cleaned up
@@ -119,6 +123,8 @@ class Forgetting:
         scopes = {Scope(scope_name(known[each].tenant), scope_name(known[each].model)) for each in digests}
         encrypted = disk is not None and disk.keyring is not None
         keys = 0
+        with state.lock:
+            self._pins.forget(lambda page: page.identity in digests)
         dropped = self._leave_memory(self._in_tree(digests), erased=not encrypted)
         if disk is not None:
             # After the pages have left: one that is placed on disk now would get a key that lasts.
@@ -166,6 +172,8 @@ class Forgetting:
     def _forget_session(self, tenant: str, name: str) -> dict[str, int]:
         with self._state.lock:
             pages = self._state.sessions.forget(tenant, name)
+            own = set(pages)
+            self._pins.forget(own.__contains__)
             serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
         dropped = self._leave_memory(pages, erased=True)
         if self._disk is not None and serials:

@@ -16,6 +16,8 @@ import tierstore
 from tests.portions import portion
 from tests.small_store import SPEC, load_bytes, pages_of
 from tierstore import Identity, Prompt, UsageError
+from tierstore.core.backend import LocalBackend
+from tierstore.core.clients import Client
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import nested_tenant
 from tierstore.tiers.disk.index_db import IndexDB
@@ -182,6 +184,36 @@ def test_a_model_is_forgotten_of_all_tenants_or_of_one(encrypted, wanted):
         assert held(store, "acme") == 0
         assert held(store, "globex") == (280 if "tenant" in wanted else 0)
         assert store.lookup(other).tokens == 70
+
+
+def test_pins_do_not_keep_what_is_forgotten(place):
+    with place.open() as store:
+        fill(store)
+        assert store.pin(prompt_of("acme")) == store.pin(prompt_of("globex")) == 64
+        store.forget(tenant="acme")
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        tree = store.backend.core.state.index.tree
+        assert {page.identity for page in tree.walk()} == {prompt_of("globex").identity.digest}
+        store.check()
+        assert (store.unpin(prompt_of("acme")), store.unpin(prompt_of("globex"))) == (0, 64)
+
+
+def test_a_client_with_a_tenant_forgets_only_its_own(encrypted):
+    with encrypted.open() as store:
+        core = store.backend.core
+        for outer in TENANTS:
+            for inner in ("one", "two"):
+                identity = Identity.of(SPEC, model=MODEL, tenant=nested_tenant(outer, inner))
+                prompt = Prompt(identity, tokens_of(outer), chunk_tokens=CHUNK)
+                assert store.save(prompt, pages_of(tokens_of(outer))).wait(WAIT_S) == 70
+        assert store.flush(WAIT_S)
+        client = LocalBackend(core, client=Client("client", True, "acme"))
+        assert client.forget(tenant="one").keys == 1
+        assert client.forget(tenant="globex").keys == 0
+        assert client.forget(model=MODEL).keys == 1
+        assert len(core.disk.keyring) == 2
+        client.end()
+        assert store.forget(tenant="globex").keys == 2
 
 
 def test_a_forget_does_not_wait_for_the_pages_on_disk(encrypted, monkeypatch):

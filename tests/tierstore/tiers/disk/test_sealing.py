@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 
 import lmdb
 import pytest
@@ -405,6 +406,13 @@ def test_keys_are_read_from_a_file_or_a_command(tmp_path):
         read_master_key("command:false")
     with pytest.raises(UsageError, match="cannot read the disk key"):
         read_master_key(str(tmp_path / "missing"))
+
+
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(StoreUnavailableError, match=r"pip install 'tierstore\[encryption\]'"):
+        Keyring.open(tmp_path / "ring", MASTER_KEY)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_keyring_in_the_directory_is_refused(tmp_path):
