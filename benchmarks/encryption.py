@@ -33,7 +33,7 @@ WAYS = ("plain", "sealed")
 _BATCH_BYTES = 32 * MIB
 
 
-class Bench:
+class MeasuredTier:
     """One tier, and its memory for a batch."""
 
     def __init__(self, directory: Path, way: str, *, page_bytes: int, pages: int) -> None:
@@ -110,7 +110,7 @@ def main(
     """Compare the disk tier with and without encryption."""
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(dir=store) as own:
-        benches = {way: Bench(Path(own), way, page_bytes=page_bytes, pages=pages) for way in WAYS}
+        benches = {way: MeasuredTier(Path(own), way, page_bytes=page_bytes, pages=pages) for way in WAYS}
         for number in range(rounds):
             for way in WAYS if number % 2 else WAYS[::-1]:
                 bench = benches[way]

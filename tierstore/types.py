@@ -17,7 +17,9 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
+
+from msgspec import Meta
 
 from tierstore import policy
 from tierstore.arguments import text
@@ -138,10 +140,28 @@ def checked_session(session: str | None) -> str | None:
     return session
 
 
+_Name: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
+
+
 @dataclass(frozen=True, slots=True)
 class Forgettable:
-    """What to forget: everything of a tenant, of a model, or of a model of a tenant; or a session of a
-    tenant. Raise :class:`UsageError` for any other combination, and for anything but text."""
+    """A tenant, a model, a model of a tenant, or a session of a tenant, to be forgotten.
+
+    ``tenant`` is that of the identities, or the name of a client's key (of a daemon). ``model`` is an
+    identity's model, or a model's name for people. Of a ``session``, the pages that no other session has used
+    are forgotten.
+
+    The pages leave the pools of the store that is asked, and the host tier, at once. When the call returns,
+    no lookup finds them on disk either, even after a crash. In an encrypted store, the keys of the tenant or
+    model are gone then, so that no copy of the directory can be read with the present keyring. Without
+    encryption, their bytes are overwritten in the background; docs/encryption.md says what remains. Pages in
+    other engines' pools stay there. A save that is running may end afterwards.
+
+    Raise :class:`UsageError` for another combination, and for anything but text.
+
+    >>> Forgettable(tenant="acme").covers("acme", "my-model")
+    True
+    """
 
     tenant: str | None = None
     model: str | None = None
@@ -166,13 +186,13 @@ class Forgettable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetReceipt:
-    """What :meth:`Store.forget <tierstore.Store.forget>` has done. ``tenant``, ``model`` and ``session`` are
+    """The result of :meth:`Store.forget <tierstore.Store.forget>`. ``tenant``, ``model`` and ``session`` are
     as given (None: not given). The pages are not found any more, in any tier of this store. With
     ``encrypted``, the ``keys`` of a tenant or model are gone from the keyring."""
 
-    tenant: str | None
-    model: str | None
-    session: str | None
+    tenant: _Name | None
+    model: _Name | None
+    session: _Name | None
     encrypted: bool  # whether the disk tier is
     identities: int  # identities of the tenant or model that had pages, or a client; 0 for a session
     hbm_pages: int = 0  # pages in the store's own pools

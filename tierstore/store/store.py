@@ -44,6 +44,27 @@ EXPLAIN_S = 5.0  # longest wait for an explanation
 _LOOKUPS_AT_ONCE = 32  # open requests; more gain nothing, and each may wait for a disk
 
 
+def _forget(
+    store: Store, *, tenant: str | None = None, model: str | None = None, session: str | None = None
+) -> ForgetReceipt | None:
+    """Forget everything of a tenant, of a model, or of a model of a tenant; or the pages that only this
+    session has used. :class:`~tierstore.types.Forgettable` says what that means, and what it does not
+    promise.
+
+    Return the receipt; None if the daemon does not answer: then forget again. Raise :class:`UsageError` for
+    another combination, and :class:`~tierstore.errors.StoreUnavailableError` if the disk or the keyring
+    fails.
+
+    >>> # store.forget(tenant="acme").keys
+    """
+    store._require_open()
+    what = Forgettable(tenant, model, session)
+    store._finder.prompts.clear()
+    in_hbm = store._hbm.forget(what)
+    receipt = store.backend.forget(tenant=tenant, model=model, session=session)
+    return None if receipt is None else replace(receipt, hbm_pages=in_hbm)
+
+
 class Store:
     """A stack of tiers in which pages are found, loaded and saved. Thread-safe.
 
@@ -384,41 +405,13 @@ class Store:
         self._saver.supersede(pages, session)
 
     def finish(self, session: str) -> int:
-        """End a session. From now on its pages are evicted first, unless another session, or a save without a
-        session, has saved them or continued from them. Return the number of these pages, 0 for an unknown
-        session."""
+        """End a session. Its pages are now evicted first, unless another session, or a save without one, has
+        saved them or continued from them. Return their number, 0 for an unknown session."""
         self._require_open()
         with self._hbm.lock:
             in_hbm = self._hbm.sessions.finish("", session)
         below = self.backend.finish(session)
         return in_hbm if below is None else below
-
-    def forget(
-        self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
-    ) -> ForgetReceipt | None:
-        """Forget everything of a tenant, of a model, or of a model of a tenant; or the pages that only this
-        ``session`` has used. The pages leave this store's pools and the host tier at once. When this returns,
-        no lookup finds them on disk either, even after a crash. In an encrypted store (``disk_key``), the
-        keys of the tenant or model are gone, so no copy of the directory can be read with the present
-        keyring. Without encryption, their bytes are overwritten in the background. docs/encryption.md says
-        what remains.
-
-        ``tenant`` is that of the identities, or the name of a client's key (of a daemon). ``model`` is an
-        identity's model, or a model's name for people. Pages in other engines' pools stay there, and are
-        found by these engines only. A save that is running may end afterwards.
-
-        Return the receipt; None if the daemon does not answer: then forget again. Raise :class:`UsageError`
-        for another combination, and :class:`~tierstore.errors.StoreUnavailableError` if the disk or the
-        keyring cannot be written: then forget again as well.
-
-        >>> # store.forget(tenant="acme").keys
-        """
-        self._require_open()
-        what = Forgettable(tenant, model, session)
-        self._finder.prompts.clear()
-        in_hbm = self._hbm.forget(what)
-        receipt = self.backend.forget(tenant=tenant, model=model, session=session)
-        return None if receipt is None else replace(receipt, hbm_pages=in_hbm)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all saved pages are on disk or were given up. Return False after ``timeout`` seconds."""
@@ -476,6 +469,7 @@ class Store:
             return self._hbm.has_room(counts)
 
     # -- keeping and dropping ------------------------------------------------------------------------
+    forget = _forget
 
     def evict(self, tier: str, pages: int | None = None, *, group: int | None = None) -> int:
         """Evict up to ``pages`` pages (None: all that may leave) from ``tier`` (``hbm``, ``host`` or

@@ -25,7 +25,7 @@ from tierstore.errors import UsageError
 from tierstore.memory import ALIGNMENT, Memory, address_of
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.io_threads import IOThreads
-from tierstore.tiers.disk.records import PageRecord
+from tierstore.tiers.disk.records import PageRecord, Removal
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import KIB, MIB, round_up
 
@@ -303,6 +303,7 @@ _log = logging.getLogger(__name__)
 
 _STAGING_STEP = 64 * KIB
 _STAGING_BYTES = 64 * MIB
+_ERASED_AT_ONCE = 64  # pages
 _LEAST_REQUEST = 1 * MIB
 _MOST_REQUEST = 4 * MIB
 _WRITERS = 2  # two batches are usually written at the same time, and share the streams
@@ -352,6 +353,16 @@ class Payloads:
             assert buffer.checksum is not None, f"page {record.serial} was written in part"
             if not record.codec:
                 record.checksum = buffer.checksum
+
+    def erase(self, removed: Sequence[Removal]) -> None:
+        """Overwrite the payloads of these pages, whose places are still taken. Raise :class:`OSError` if that
+        fails."""
+        zeros = Memory(max(each.nbytes for each in removed), shared=False) if removed else None
+        for start in range(0, len(removed), _ERASED_AT_ONCE):
+            assert zeros is not None
+            some = removed[start : start + _ERASED_AT_ONCE]
+            blank = [PageRecord(0, 0, b"", b"", b"", each.nbytes, each.place) for each in some]
+            self.write([(record, zeros.view(0, record.nbytes)) for record in blank])
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
         """Fill the views, and return for each page whether it is complete and matches its checksum. With

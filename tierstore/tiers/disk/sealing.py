@@ -35,16 +35,23 @@ compared with the hash of a guessed prompt.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import xxhash
 from msgspec.structs import replace
 
+from tierstore.errors import UsageError
 from tierstore.keys import Identity
+from tierstore.memory import Memory
 from tierstore.tiers.disk.keyring import ID_BYTES, KEY_BYTES, NAME_BYTES, DataKey, Keyring, Scope
-from tierstore.tiers.disk.records import BEGINNING, SEALED_BYTES, PageRecord
+from tierstore.tiers.disk.payloads import Payloads, Staging
+from tierstore.tiers.disk.records import BEGINNING, INLINE, SEALED_BYTES, PageRecord, beginnings
+from tierstore.tiers.slabs import slot_bytes
+from tierstore.units import MIB
 
 _SALT_BYTES = 32
 _TAG_BYTES = 16
@@ -55,6 +62,7 @@ _RECORD = struct.Struct(f"<16s{_TAG_BYTES}sQQBQ")
 _FACTS = struct.Struct("<QQQQd")  # serial, parent, room, checksum of the sealed payload, created_s
 _SEAL = struct.Struct(f"<{ID_BYTES}s{_SALT_BYTES}s{_TAG_BYTES}sQ")
 SEAL_BYTES = _SEAL.size
+_STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are written at the same time
 _LEAST_UPDATE = 64  # bytes at a payload's end for which the cipher makes an object of its own
 
 assert _PREFIX.size + _RECORD.size + _TAG_BYTES == SEALED_BYTES
@@ -98,6 +106,16 @@ class Sealing:
         has no key. Chunks with the same first four tokens have the same."""
         data_key = self._find(identity)
         return _beginning(data_key, parent, tokens) if data_key is not None else None
+
+    def links(
+        self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
+    ) -> tuple[bytes | None, list[bytes]]:
+        """Return the key and the beginnings under which the index may have pages right below ``parent``:
+        pages with this key or, unless only ``whole`` pages count, those that begin like ``tokens``."""
+        if whole:
+            return (self.key_name(identity, key) if key is not None else None), []
+        names = [self.beginning(identity, parent, each) for each in beginnings(tokens)]
+        return None, [name for name in names if name is not None]
 
     # -- payloads ------------------------------------------------------------------------------------
 
@@ -171,6 +189,13 @@ class Sealing:
         )
         return stored
 
+    def addition(self, record: PageRecord) -> tuple[PageRecord, memoryview | None]:
+        """Return what a commit adds for a written record: its stored form, and its sealed payload if that is
+        inline."""
+        payload = memoryview(record.seal)[SEAL_BYTES:] if record.place == INLINE else None
+        record.seal = record.seal[:SEAL_BYTES]
+        return self.sealed(record), payload
+
     def opened(self, stored: PageRecord) -> PageRecord | None:
         """Return the record whose stored form this is; None if it was changed, or its key is gone."""
         from cryptography.exceptions import InvalidTag
@@ -224,6 +249,51 @@ class Sealing:
         if scope is None and (identity := self._identity_of(digest)) is not None:
             scope = self._scopes[digest] = Scope(identity.tenant, identity.model)
         return scope
+
+
+class SealedPayloads:
+    """Seals payloads on their way to the disk. Thread-safe."""
+
+    def __init__(self, sealing: Sealing, payloads: Payloads) -> None:
+        self._sealing = sealing
+        self._payloads = payloads
+        self._staging = Staging(_STAGING_BYTES)
+
+    def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
+        """Seal payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
+        seals, and the checksums of unencoded pages. An inline payload is kept behind its seal until the
+        commit: it is sealed now, so that a tenant that is forgotten meanwhile gets no new key."""
+        for record, view in pages:
+            if record.place == INLINE:
+                out = memoryview(bytearray(record.room))
+                seal = self._sealing.seal_payload(record, view, out)
+                record.seal = seal._replace(checksum=xxhash.xxh3_64_intdigest(out)).pack() + out
+        outside = [page for page in pages if page[0].place != INLINE]
+        if not outside:
+            return
+        try:
+            memory = self._staging.take(sum(slot_bytes(record.room) for record, _ in outside))
+        except UsageError as error:
+            raise OSError(errno.ENOMEM, str(error)) from error
+        try:
+            self._write(outside, memory)
+        finally:
+            self._staging.give_back([memory])
+
+    def _write(self, pages: Sequence[tuple[PageRecord, memoryview]], memory: Memory) -> None:
+        sealed: list[tuple[PageRecord, memoryview]] = []
+        seals: list[Seal] = []
+        start = 0
+        for record, view in pages:
+            if not record.codec:
+                record.checksum = xxhash.xxh3_64_intdigest(view)
+            out = memory.view(start, record.room)
+            start += slot_bytes(record.room)
+            seals.append(self._sealing.seal_payload(record, view, out))
+            sealed.append((replace(record, nbytes=record.room, codec=0), out))
+        self._payloads.write(sealed)
+        for (record, _), (written, _), seal in zip(pages, sealed, seals, strict=True):
+            record.seal = seal._replace(checksum=written.checksum).pack()
 
 
 _NOBODYS = DataKey(bytes(ID_BYTES), Scope("", ""), memoryview(bytes(KEY_BYTES)), 0)

@@ -6,7 +6,6 @@ The tier makes no decisions: the store decides what is written and what is evict
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import threading
 import time
@@ -14,18 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import xxhash
-from msgspec.structs import replace
 
 from tierstore.codec import NONE, by_name
-from tierstore.errors import UsageError
 from tierstore.keys import Identity
-from tierstore.memory import Memory
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
@@ -38,13 +33,12 @@ from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.keyring import Keyring
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
-from tierstore.tiers.disk.payloads import PageRead, ReadBatch, Staging
+from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, beginnings
 from tierstore.tiers.disk.roots import identity_of
-from tierstore.tiers.disk.sealing import SEAL_BYTES, Seal, Sealing
+from tierstore.tiers.disk.sealing import SealedPayloads, Sealing
 from tierstore.tiers.disk.space import Space, split
-from tierstore.tiers.slabs import slot_bytes
-from tierstore.units import KIB, MIB
+from tierstore.units import KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +111,6 @@ class Unsynced:
 _log = logging.getLogger(__name__)
 
 _DEPARTURES = b"departures "
-_ERASED_AT_ONCE = 64  # pages
-_STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are being written at the same time
 _LOOKERS = 4  # threads that read the index for lookups
 
 T = TypeVar("T")
@@ -157,9 +149,10 @@ class DiskTier:
         self.fitted = parts.fitted  # the result of a change of capacity at open
         self.keyring = keyring
         self._sealing: Sealing | None = None
-        self._sealed_bytes = Staging(_STAGING_BYTES)
+        self._sealed_payloads: SealedPayloads | None = None
         if keyring is not None:
             self._sealing = Sealing(keyring, parts.serials.identity)
+            self._sealed_payloads = SealedPayloads(self._sealing, parts.payloads)
             parts.index_db.sealing = self._sealing
             parts.payloads.unseal = self._sealing.open_payload
         self._unsynced = Unsynced()
@@ -307,15 +300,11 @@ class DiskTier:
     ) -> bool:
         """Return whether the disk may have a page right below ``parent`` that has this key or, unless only
         ``whole`` pages count, begins with the same four tokens. Does no I/O."""
-        sealing = self._sealing
-        if sealing is None:
-            key, begins = (key, []) if whole else (None, beginnings(tokens))
-        elif whole:
-            key, begins = (sealing.key_name(identity, key) if key is not None else None), []
-        else:
-            names = [sealing.beginning(identity, parent, each) for each in beginnings(tokens)]
-            key, begins = None, [name for name in names if name is not None]
-        return self.child_filter.may_lead(parent, key, begins)
+        if self._sealing is None:
+            return self.child_filter.may_lead(parent, *((key, ()) if whole else (None, beginnings(tokens))))
+        return self.child_filter.may_lead(
+            parent, *self._sealing.links(parent, identity, key, tokens, whole=whole)
+        )
 
     def root_serials(self) -> set[int]:
         """Return the serials that records of first pages have as parents. Raise :class:`OSError` if the disk
@@ -369,42 +358,15 @@ class DiskTier:
                 record.checksum = xxhash.xxh3_64_intdigest(view)
         outside = [page for page in pages if page[0].place != INLINE]
         try:
-            if self._sealing is None or stored:
+            if self._sealed_payloads is None or stored:
                 self._payloads.write(outside)
             else:
-                self._write_sealed(self._sealing, outside)
-                for record, view in pages:
-                    if record.place == INLINE:
-                        record.seal = _sealed_inline(self._sealing, record, view)
+                self._sealed_payloads.write(pages)
         except OSError as error:
             if error.errno in VOLUME_FULL:  # from now on, pages are evicted for new ones
                 self.space.limit(self._extents.allocated_bytes)
             raise
         self._unsynced.written([record.place for record, _ in outside], begun)
-
-    def _write_sealed(self, sealing: Sealing, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        """Seal the payloads and write them. Set the records' seals, and the checksums of unencoded pages."""
-        if not pages:
-            return
-        rooms = [slot_bytes(record.room) for record, _ in pages]
-        try:
-            memory = self._sealed_bytes.take(sum(rooms))
-        except UsageError as error:
-            raise OSError(errno.ENOMEM, str(error)) from error
-        try:
-            sealed: list[tuple[PageRecord, memoryview]] = []
-            seals: list[Seal] = []
-            for (record, view), start in zip(pages, itertools.accumulate(rooms, initial=0), strict=False):
-                if not record.codec:
-                    record.checksum = xxhash.xxh3_64_intdigest(view)
-                out = memory.view(start, record.room)
-                seals.append(sealing.seal_payload(record, view, out))
-                sealed.append((replace(record, nbytes=record.room, codec=0), out))
-            self._payloads.write(sealed)
-        finally:
-            self._sealed_bytes.give_back([memory])
-        for (record, _), (written, _), seal in zip(pages, sealed, seals, strict=True):
-            record.seal = seal._replace(checksum=written.checksum).pack()
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, stored: bool = False) -> ReadBatch:
         """Fill the views, and return for each page whether it is byte for byte as it was saved. Of ``stored``
@@ -468,10 +430,10 @@ class DiskTier:
         """
         with self._commit_lock:
             self._presence.require()
-            self._erase([removal for removal in removed if removal.erased])
+            self._payloads.erase([each for each in removed if each.erased and each.place != INLINE])
             self._sync()
             if self._sealing is not None:
-                added = [_sealed(self._sealing, record) for record, _ in added]
+                added = [self._sealing.addition(record) for record, _ in added]
             records = [record for record, _ in added]
             self._unsynced.require(records)
             new = self.serials.unwritten()
@@ -490,18 +452,6 @@ class DiskTier:
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
         return {serial: opened for serial, left in change.left.items() if (opened := self._opened(left))}
-
-    def _erase(self, removed: Sequence[Removal]) -> None:
-        """Overwrite the payloads of pages that are about to be removed, while their places are still
-        taken."""
-        outside = [removal for removal in removed if removal.place != INLINE]
-        for start in range(0, len(outside), _ERASED_AT_ONCE):
-            some = outside[start : start + _ERASED_AT_ONCE]
-            zeros = Memory(max(slot_bytes(removal.nbytes) for removal in some), shared=False)
-            blank = partial(PageRecord, 0, 0, b"", b"", b"")
-            self._payloads.write(
-                [(blank(removal.nbytes, removal.place), zeros.view(0, removal.nbytes)) for removal in some]
-            )
 
     def forget_roots(self, serials: Sequence[int]) -> None:
         """Delete roots that :attr:`serials` has forgotten: no lookup finds the pages below them from now on,
@@ -657,20 +607,3 @@ class DiskTier:
                 closing.callback(self.encoder.close)
             self._scan.wait()
             self.child_filter.close()
-
-
-def _sealed_inline(sealing: Sealing, record: PageRecord, view: memoryview) -> bytes:
-    """Seal the payload of a page in the index. Return its seal, with the sealed payload behind it: it is
-    sealed when it is written, so that a tenant that is forgotten before the commit gets no new key from
-    it."""
-    out = memoryview(bytearray(record.room))
-    seal = sealing.seal_payload(record, view, out)
-    return seal._replace(checksum=xxhash.xxh3_64_intdigest(out)).pack() + out
-
-
-def _sealed(sealing: Sealing, record: PageRecord) -> tuple[PageRecord, memoryview | None]:
-    """Return what a commit adds for a written record: its stored form, and its sealed payload if that is
-    inline."""
-    payload = memoryview(record.seal)[SEAL_BYTES:] if record.place == INLINE else None
-    record.seal = record.seal[:SEAL_BYTES]
-    return sealing.sealed(record), payload
