@@ -148,8 +148,8 @@ class Forgettable:
     """A tenant, a model, a model of a tenant, or a session of a tenant, to be forgotten.
 
     ``tenant`` is that of the identities, or the name of a client's key (of a daemon). ``model`` is an
-    identity's model, or a model's name for people. Of a ``session``, the pages that no other session has used
-    are forgotten.
+    identity's model, or a model's name for people. A ``session`` stands for the pages that no other session
+    has used.
 
     The pages leave the pools of the store that is asked, and the host tier, at once. When the call returns,
     no lookup finds them on disk either, even after a crash. In an encrypted store, the keys of the tenant or

@@ -47,7 +47,7 @@ def rotate(
         ),
     ] = None,
 ) -> None:
-    """Let a new master key open the keyring instead of the present one. No page changes.
+    """Replace the keyring by one that a new master key opens. No page changes.
 
     No process may use the store at the same time. Start it with the new key, and with --disk-keyring if the
     keyring is not beside the new key. Then destroy the old key and all copies of the old keyring."""
@@ -59,10 +59,8 @@ def rotate(
         raise UsageError(f"there is no keyring {path}: give --keyring")
     before, after = read_master_key(old), read_master_key(newer)
     ring = Keyring.open(path, before)
-    try:
-        if ring.locked:
-            raise UsageError(f"{old} does not open {path}: give the key that made it")
-        ring.rotate(after)
-    finally:
+    if ring.locked:
         ring.close()
+        raise UsageError(f"{old} does not open {path}: give the key that made it")
+    ring.rotate(after)
     show.line(f"{path} opens with {newer} now: give it as --disk-key, with --disk-keyring {path}")

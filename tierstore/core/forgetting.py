@@ -16,8 +16,8 @@ Without
    are discarded.
 
 The call returns after the third step. A save that is running may end after it: it is a save like any later
-one. A page that was placed on disk before the keys were dropped, and is sealed after that, is sealed with a
-key that nobody has (``DiskTier.moment``).
+one. A page that was placed on disk before the keys were dropped, and is sealed after that, gets a random key
+that is not kept (``DiskTier.moment``).
 
 A session's pages are those that no other session has used (:mod:`tierstore.index.sessions`). They share their
 tenant's key, so they are overwritten also in an encrypted store. Sessions are known in memory only, for as

@@ -17,10 +17,11 @@ directory, or none: a lost keyring costs a cache, and no data.
 synced before :meth:`Keyring.drop` returns. A crash in between leaves an entry that is whole, or one that does
 not open. In place, because a new file beside the old one would leave the old entries in free blocks. On SSDs,
 and on file systems that copy on write, the old block may survive until the device or the file system reuses
-it: there, only the destruction of the master key is final (``tierstore disk-key rotate`` and destroying the
-old one).
+it. There, only the destruction of the master key is final: rotate to a new one, and destroy the old one.
 
-**Rotation.** A new master key wraps the ring key again: one sector changes, and no page.
+**Rotation.** The ring key is replaced together with the master key, and wraps the data keys again, in a new
+file with the name of the old one. No page changes. What is left of the old file opens only with the old
+master key.
 
 **Memory.** Data keys are in memory that is locked (never swapped) and left out of core dumps. Python copies a
 key for each use, and OpenSSL expands it: these copies are short-lived, but nothing erases them, and they may
@@ -68,11 +69,11 @@ _SLOT_BYTES = 1024
 _HEADER = struct.Struct(f"<16s{_RING_ID_BYTES}s{_NONCE_BYTES}s{KEY_BYTES + _TAG_BYTES}s")
 _LENGTH = struct.Struct("<H")
 _ENTRY_BYTES = _SLOT_BYTES - _NONCE_BYTES - _TAG_BYTES
-_MOST_NAME_BYTES = 400  # of a tenant or a model in an entry; longer names are hashed
+_MOST_NAME_BYTES = 400  # most bytes of a name in an entry; longer names are hashed
 
 
 class Scope(NamedTuple):
-    """What a data key is for."""
+    """The pages that a data key is for."""
 
     tenant: str  # as in the identities of its pages
     model: str
@@ -217,8 +218,7 @@ class DataKey:
     """The key of one tenant's pages of one model. Thread-safe.
 
     After it was dropped, each use gets a random key instead: a page that is sealed while its tenant is
-    forgotten opens for nobody.
-    """
+    forgotten can never be opened."""
 
     __slots__ = ("dropped", "id", "scope", "secret", "slot")
 
@@ -372,11 +372,23 @@ class Keyring:
             return len(dropped)
 
     def rotate(self, master: bytes) -> None:
-        """Wrap the ring key with another master key, durably. Raise :class:`OSError` if that fails; then the
-        old one or the new one opens the keyring."""
+        """Replace the keyring by one with another master key and another ring key, durably, and close it.
+        Raise :class:`OSError` if that fails; then the old one or the new one is at its path, as a whole."""
         assert self._ring_key is not None, "a locked keyring cannot be rotated"
+        ring_key = secrets.token_bytes(KEY_BYTES)
+        new = self.path.with_name(f"{self.path.name}.new")
         with self._lock:
-            _write(self._lock_file.fd, 0, _wrapped_ring_key(master, self._id, bytes(self._ring_key)))
+            slots = [_wrapped_ring_key(master, self._id, ring_key)]
+            slots += [_wrap(ring_key, _entry(key), self._id) for key in self._by_scope.values()]
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            for slot, data in enumerate(slots):
+                _write(fd, slot, data)
+        finally:
+            os.close(fd)
+        os.replace(new, self.path)
+        _sync_directory(self.path.parent)
+        self.close()
 
     def close(self) -> None:
         """Erase the keys in memory, and let others open the file. Repeated calls do nothing."""
@@ -413,15 +425,14 @@ class Keyring:
             raise OSError(errno.EACCES, "the disk key does not open the keyring")
         id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(KEY_BYTES)
         slot = self._free_slots.pop() if self._free_slots else self._slots + 1
-        entry = msgspec.msgpack.encode((id, secret, *scope))
-        plain = (_LENGTH.pack(len(entry)) + entry).ljust(_ENTRY_BYTES, b"\0")
+        made = DataKey(id, scope, self._memory.keep(secret), slot)
         try:
-            _write(self._lock_file.fd, slot, _wrap(bytes(self._ring_key), plain, self._id))
+            _write(self._lock_file.fd, slot, _wrap(bytes(self._ring_key), _entry(made), self._id))
         except OSError:
             self._free_slots += [slot] if slot <= self._slots else []
             raise
         self._slots = max(self._slots, slot)
-        return self._add(DataKey(id, scope, self._memory.keep(secret), slot))
+        return self._add(made)
 
     def _add(self, key: DataKey) -> DataKey:
         self._by_scope[key.scope] = key
@@ -459,6 +470,12 @@ def scope_name(name: str) -> str:
 
 def _shortened(scope: Scope) -> Scope:
     return Scope(scope_name(scope.tenant), scope_name(scope.model))
+
+
+def _entry(key: DataKey) -> bytes:
+    """Return the contents of a key's slot, before they are wrapped."""
+    entry = msgspec.msgpack.encode((key.id, bytes(key.secret), *key.scope))
+    return (_LENGTH.pack(len(entry)) + entry).ljust(_ENTRY_BYTES, b"\0")
 
 
 def _slots(fd: int) -> Iterator[tuple[bytes, bytes]]:

@@ -14,8 +14,8 @@ works without keys (the check, repair, moves, another capacity) needs no second 
 
 **Keys and nonces.** Each page has a random salt of 32 bytes, and with it a key of its own
 (:meth:`~tierstore.tiers.disk.keyring.DataKey.page_key`). It seals two texts, the payload and the record,
-under the nonces 0 and 1, each once. So no nonce repeats, whatever crashes, and whatever copy of the directory
-or of the keyring is restored: there is no counter to fall back. A move copies the sealed bytes.
+under the nonces 0 and 1, each once. So no nonce repeats after a crash, or after a copy of the directory or
+the keyring was restored: there is no counter that could fall back. A move copies the sealed bytes.
 
 **What is authenticated.** The record's tag covers its key, tokens, sizes, codec, times, serial, parent and
 identity, the names in the index, the checksum, and the payload's tag. The payload's tag covers its identity,
@@ -27,11 +27,10 @@ Someone who can write the directory can still delete pages, and bring back an ea
 whole: record, link and payload of one moment. It holds the same tokens of the same tenant and model. Nothing
 in the directory can tell a restored backup from this.
 
-**What the directory tells without a key.** The identities (tenant, model, layout); how many pages there are,
-their sizes in steps of 1/64, the tokens of each, and times of saving and use; the shape of the prefix tree,
-and which children of one page begin with the same four tokens. Not: tokens, and no hash that could be
-compared with the hash of a guessed prompt.
-"""
+**What the directory tells without a key.** It tells the identities (tenant, model, layout), the number of
+pages, their sizes in steps of 1/64, their numbers of tokens, and times of saving and use. It also tells the
+shape of the prefix tree, and which children of one page begin with the same four tokens. It does not tell
+tokens, and has no hash that could be compared with the hash of a guessed prompt."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ assert NAME_BYTES == BEGINNING
 
 
 class Seal(NamedTuple):
-    """What is needed to open a sealed payload: the value of :attr:`PageRecord.seal`."""
+    """The value of :attr:`PageRecord.seal`, which opens a sealed payload."""
 
     key_id: bytes
     salt: bytes
@@ -168,8 +167,8 @@ class Sealing:
 
         seal = Seal.unpack(record.seal)
         data_key = self.keyring.by_id(seal.key_id)
-        if data_key is None:  # forgotten meanwhile: nobody can open the payload, nor this record
-            data_key = _NOBODYS
+        if data_key is None:  # forgotten meanwhile: the payload cannot be opened, nor this record
+            data_key = _NOT_KEPT
         stored = replace(
             record,
             key=data_key.name(record.key, b"key"),
@@ -233,12 +232,12 @@ class Sealing:
     # -- keys ----------------------------------------------------------------------------------------
 
     def _key_for(self, record: PageRecord) -> DataKey:
-        """Return the key to seal a page with. A page that was forgotten since its record was made gets a key
-        that nobody has."""
+        """Return the key to seal a page with. A page that was forgotten since its record was made gets a
+        random key that is not kept."""
         scope = self._scope(record.identity)
         made = int.from_bytes(record.seal, "big") if record.seal else None
         found = self.keyring.key(scope, drops=made) if scope is not None else None
-        return found if found is not None else _NOBODYS
+        return found if found is not None else _NOT_KEPT
 
     def _find(self, identity: bytes) -> DataKey | None:
         scope = self._scope(identity)
@@ -296,8 +295,8 @@ class SealedPayloads:
             record.seal = seal._replace(checksum=written.checksum).pack()
 
 
-_NOBODYS = DataKey(bytes(ID_BYTES), Scope("", ""), memoryview(bytes(KEY_BYTES)), 0)
-_NOBODYS.dropped = True  # each use gets a random key
+_NOT_KEPT = DataKey(bytes(ID_BYTES), Scope("", ""), memoryview(bytes(KEY_BYTES)), 0)
+_NOT_KEPT.dropped = True  # each use gets a random key
 
 
 def _beginning(key: DataKey, parent: int, tokens: bytes) -> bytes:

@@ -331,7 +331,7 @@ class DiskTier:
 
     def moment(self) -> bytes:
         """Return the value of :attr:`PageRecord.seal` for a page that is about to be written. A page that was
-        placed before its tenant was forgotten, and is sealed after it, opens for nobody."""
+        placed before its tenant was forgotten, and is sealed after it, cannot be opened."""
         return self._sealing.moment() if self._sealing is not None else b""
 
     def unreserve(self, place: int, nbytes: int) -> None:

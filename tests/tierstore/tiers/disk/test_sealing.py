@@ -343,10 +343,12 @@ def test_another_master_key_opens_the_keyring_after_a_rotation(tmp_path):
     path = tmp_path / "ring"
     keyring = Keyring.open(path, MASTER_KEY)
     page_key = keyring.key(Scope("a", "b")).page_key(b"")
-    entries = path.read_bytes()[1024:]
+    keyring.key(Scope("forgotten", "b"))
+    entries = path.read_bytes()
+    keyring.drop(lambda scope: scope.tenant == "forgotten")
     keyring.rotate(bytes(32))
-    keyring.close()
-    assert path.read_bytes()[1024:] == entries
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o600
     old = Keyring.open(path, MASTER_KEY)
     assert old.locked
     with pytest.raises(StoreUnavailableError, match="in use by another store"):
@@ -355,6 +357,12 @@ def test_another_master_key_opens_the_keyring_after_a_rotation(tmp_path):
     new = Keyring.open(path, bytes(32))
     assert new.find(Scope("a", "b")).page_key(b"") == page_key
     new.close()
+    # Blocks of the old file that the device has kept: the new key does not open the forgotten entry.
+    path.write_bytes(path.read_bytes()[:1024] + entries[1024:])
+    mixed = Keyring.open(path, bytes(32))
+    assert not mixed.locked
+    assert len(mixed) == 0
+    mixed.close()
 
 
 @settings(max_examples=30, deadline=None)
