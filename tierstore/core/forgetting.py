@@ -2,18 +2,15 @@
 
 A forget first acts on what can be served, then on what can be read from the disk, and cleans up at last:
 
-1. **Memory.** Copies of the pages leave the tree at once. Copies in use (a load that copies them, a write
-that
-   is under way) are marked as damaged: nothing more finds them, and they leave with their last holder.
-2. **Keys.** In an encrypted store, the data keys of the tenant or model are dropped from the keyring,
-durably. 3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup
-reaches a page
-   without its root, and the next opening removes such pages. This is why a forget takes the same time for one
-   page and for a terabyte.
-4. **Pages.** A thread removes the pages from the disk, by and by. Their space is free for others then.
-Without
-   encryption, their payloads in the extents are overwritten before, and index pages that are free afterwards
-   are discarded.
+1. **Memory.** Copies of the pages are marked as damaged, so that nothing finds them any more.
+2. **Keys.** In an encrypted store, the tenant's or model's data keys are dropped from the keyring, durably.
+3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup reaches a
+   page without its root, and the next opening removes such pages. This is why a forget takes the same time
+   for one page and for a terabyte on disk.
+4. **Pages.** A thread drops the marked copies. Those in use, by a load or by a write that is under way, leave
+   with their last holder. Then the thread removes the pages from the disk, by and by. Without encryption,
+   their payloads in the extents are overwritten before, and index pages that are free afterwards are
+   discarded.
 
 The call returns after the third step. A save that is running may end after it: it is a save like any later
 one. A page that was placed on disk before the keys were dropped, and is sealed after that, gets a random key
@@ -31,6 +28,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tierstore.core.departures import Cause
 from tierstore.core.quotas import Pins
@@ -44,6 +42,7 @@ from tierstore.types import ForgetReceipt, Forgettable
 
 _log = logging.getLogger(__name__)
 
+_MARKED_AT_ONCE = 4096  # pages under one hold of the lock: takes some milliseconds
 _AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
 _READ_AT_ONCE = 4096  # records
 _MOST_UNCOMMITTED = 4096  # removals that wait for a commit
@@ -122,24 +121,36 @@ class Forgetting:
         }
         scopes = {Scope(scope_name(known[each].tenant), scope_name(known[each].model)) for each in digests}
         encrypted = disk is not None and disk.keyring is not None
-        keys = 0
         with state.lock:
             self._pins.forget(lambda page: page.identity in digests)
-        dropped = self._leave_memory(self._in_tree(digests), erased=not encrypted)
-        if disk is not None:
-            # After the pages have left: one that is placed on disk now would get a key that lasts.
-            if disk.keyring is not None:
-                keys = disk.keyring.drop(lambda scope: scope in scopes or what.covers(*scope))
-            with state.lock:
-                before = disk.serials.new()  # pages saved from now on have higher serials
-                roots = disk.serials.forget(digests)
-                for root in filter(None, map(state.index.tree.known_root, digests)):
-                    root.serial = 0
-            disk.forget_roots(roots)
-            # Once more: a lookup may have found pages on disk meanwhile.
-            dropped += self._leave_memory(self._in_tree(digests, before), erased=not encrypted)
-            self._clean_up(disk, lambda: self._of(disk, digests, before), erased=not encrypted)
-        return {"identities": len(digests), "host_pages": dropped, "keys": keys}
+        pages = self._in_tree(digests)
+        marked = self._mark(pages, erased=not encrypted)
+        keys, find = 0, None
+        try:
+            if disk is not None:
+                # After the pages were marked: one that is placed on disk now would get a key that lasts.
+                if disk.keyring is not None:
+                    keys = disk.keyring.drop(lambda scope: scope in scopes or what.covers(*scope))
+                before = self._forget_roots(disk, digests)
+                find = partial(self._of, disk, digests, before)
+                again = self._in_tree(digests, before)  # a lookup may have found pages on disk meanwhile
+                self._mark(again, erased=not encrypted)
+                pages += again
+        finally:
+            self._clean_up(pages, find, erased=not encrypted)
+        return {"identities": len(digests), "host_pages": marked, "keys": keys}
+
+    def _forget_roots(self, disk: DiskTier, digests: set[bytes]) -> int:
+        """Delete the roots of these identities. Return a serial that is higher than those of all their pages,
+        and lower than those of pages that are saved later."""
+        state = self._state
+        with state.lock:
+            before = disk.serials.new()
+            roots = disk.serials.forget(digests)
+            for root in filter(None, map(state.index.tree.known_root, digests)):
+                root.serial = 0
+        disk.forget_roots(roots)
+        return before
 
     def _in_tree(self, digests: set[bytes], before: int | None = None) -> list[Page]:
         """Return the pages of these identities in the tree, parents first. ``before``: only those on disk
@@ -175,59 +186,70 @@ class Forgetting:
             own = set(pages)
             self._pins.forget(own.__contains__)
             serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
-        dropped = self._leave_memory(pages, erased=True)
-        if self._disk is not None and serials:
-            self._clean_up(self._disk, lambda: serials, erased=True)
-        return {"identities": 0, "host_pages": dropped, "keys": 0}
+        marked = self._mark(pages, erased=True)
+        self._clean_up(pages, lambda: serials, erased=True)
+        return {"identities": 0, "host_pages": marked, "keys": 0}
 
-    # -- pages ---------------------------------------------------------------------------------------
+    # -- pages in memory -----------------------------------------------------------------------------
 
-    def _leave_memory(self, pages: Sequence[Page], *, erased: bool) -> int:
-        """Stop to serve these pages, each given after its parent. Return the number of copies in host memory.
-        ``erased``: their bytes on disk are overwritten."""
-        dropped = 0
+    def _mark(self, pages: Sequence[Page], *, erased: bool) -> int:
+        """Stop to serve these pages. Return the number of copies in host memory. ``erased``: their bytes on
+        disk are overwritten when they leave."""
+        index, residency = self._state.index, self._state.residency
+        in_host = 0
+        for start in range(0, len(pages), _MARKED_AT_ONCE):
+            with self._state.lock:
+                for page in pages[start : start + _MARKED_AT_ONCE]:
+                    _, host, disk = page.copies
+                    if host is not None and host.ready:
+                        index.set_damaged(page, Tier.HOST)
+                        in_host += 1
+                    if disk is not None:
+                        disk.damaged = True  # one that is being written is dropped when that ends
+                        disk.ready = False
+                        if erased:
+                            residency.erased.add(page.serial)
+                index.changes += 1
+            self._state.yield_lock()
+        return in_host
+
+    def _drop(self, pages: Sequence[Page]) -> None:
+        """Drop the marked copies of these pages, each given after its parent. Copies in use leave with their
+        last holder."""
         for end in range(len(pages), 0, -_AT_ONCE):
+            if self._closing:
+                return
             with self._state.lock:
                 for page in reversed(pages[max(end - _AT_ONCE, 0) : end]):
-                    dropped += self._leave(page, erased=erased)
+                    self._drop_copies(page)
                 self._state.changed.notify_all()
             self._state.yield_lock()
-        return dropped
 
-    def _leave(self, page: Page, *, erased: bool) -> bool:
-        """Drop a page's copies, or mark those in use. Return whether it was in host memory."""
-        state = self._state
-        on_disk = page.copies[Tier.DISK]
-        if on_disk is not None:
-            if erased:
-                state.residency.erased.add(page.serial)
-            if on_disk.ready:
-                state.index.set_damaged(page, Tier.DISK)
-                if not on_disk.leases and state.page_table is not None:
-                    state.residency.drop(page, Tier.DISK, Cause.BY_REQUEST)
-            else:
-                on_disk.damaged = True  # it is being written, and is dropped when that ends
-        in_host = page.copies[Tier.HOST]
-        if in_host is None or not in_host.ready:
-            return False
-        state.index.set_damaged(page, Tier.HOST)
-        if not in_host.leases and not in_host.children:
-            state.residency.drop(page, Tier.HOST, Cause.BY_REQUEST)
-        return True
+    def _drop_copies(self, page: Page) -> None:
+        residency = self._state.residency
+        _, host, disk = page.copies
+        if disk is not None and disk.damaged and not disk.leases and self._state.page_table is not None:
+            residency.drop(page, Tier.DISK, Cause.BY_REQUEST)
+        if host is not None and host.damaged and not host.leases and not host.children:
+            residency.drop(page, Tier.HOST, Cause.BY_REQUEST)
 
     # -- cleaning up ---------------------------------------------------------------------------------
 
-    def _clean_up(self, disk: DiskTier, find: Callable[[], Sequence[int]], *, erased: bool) -> None:
-        """Remove pages from the disk in the background. ``find`` returns their serials, ascending."""
+    def _clean_up(
+        self, pages: Sequence[Page], find: Callable[[], Sequence[int]] | None, *, erased: bool
+    ) -> None:
+        """Remove pages from memory and disk in the background. ``find`` returns the serials of those on disk,
+        ascending."""
 
         def work() -> None:
             with self._one:
-                if not disk.wait_scanned() or self._closing:
+                self._drop(pages)
+                if self._disk is None or find is None or not self._disk.wait_scanned() or self._closing:
                     return
                 try:
                     removed = self._remove(find(), erased=erased)
-                    if erased and not self._closing:
-                        disk.discard_freed()
+                    if erased and removed and not self._closing:
+                        self._disk.discard_freed()
                 except OSError as error:
                     _log.warning("disk tier: forgotten pages are not removed yet: %s", error)
                 else:

@@ -15,7 +15,7 @@ import pytest
 import tierstore
 from tests.portions import portion
 from tests.small_store import SPEC, load_bytes, pages_of
-from tierstore import Identity, Prompt, UsageError
+from tierstore import Identity, KVSpec, Prompt, UsageError
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client
 from tierstore.errors import StoreUnavailableError
@@ -246,7 +246,7 @@ def test_pages_in_use_leave_with_their_last_holder(place):
         assert load_bytes(store, hit)[0] == 0
         hit.release()
         assert store.lookup(prompt_of("acme")).tokens == 0
-        store.check()
+        store.check()  # waits until the others have left
         assert store.stats().tiers["host"].pages == 20
 
 
@@ -293,6 +293,24 @@ def test_a_forget_while_the_tenants_pages_are_written(place, monkeypatch, step):
         ring.close()
     with place.open() as store:
         assert held(store, "acme") == 0
+
+
+def test_a_long_prompt_leaves_with_the_lease_on_its_end(tmp_path):
+    """More pages than Python may have calls within each other."""
+    pages = 1200
+    tokens = list(range(pages * 16))
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=16)  # 1 KiB pages
+    with tierstore.open(None, spec, host_bytes=8 * MIB) as store:
+        assert store.save(tokens, [bytes(spec.page_bytes)] * pages).wait(WAIT_S) == len(tokens)
+        hit = store.lookup(tokens)
+        assert hit.tokens == len(tokens)
+        assert store.forget(model="default").host_pages == pages
+        assert store.lookup(tokens).tokens == 0
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        assert store.stats().tiers["host"].pages == pages
+        hit.release()
+        assert store.stats().tiers["host"].pages == 0
+        store.check()
 
 
 def test_a_session_is_overwritten_also_in_an_encrypted_store(place):
