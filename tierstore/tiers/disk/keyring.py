@@ -40,6 +40,7 @@ import shlex
 import struct
 import subprocess
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from hashlib import blake2b, sha256
@@ -267,6 +268,7 @@ class Keyring:
         self._slots = 0  # the header's included
         if ring_key is not None:
             self._read()
+        _open_keyrings.add(self)
 
     @classmethod
     def open(cls, path: Path, master: bytes, *, directory: Path | None = None) -> Keyring:
@@ -438,6 +440,16 @@ class Keyring:
         self._by_scope[key.scope] = key
         self._by_id[key.id] = key
         return key
+
+
+def _release_after_fork() -> None:
+    # A child shares the lock's open file, and would keep the keyring locked after its parent's end.
+    for keyring in list(_open_keyrings):
+        keyring._lock_file.release()
+
+
+_open_keyrings: weakref.WeakSet[Keyring] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_release_after_fork)
 
 
 def _require_cryptography() -> None:

@@ -451,6 +451,8 @@ class DiskTier:
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
+        if self._sealing is None:
+            return change.left
         return {serial: opened for serial, left in change.left.items() if (opened := self._opened(left))}
 
     def forget_roots(self, serials: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import sys
 
 import lmdb
@@ -393,6 +394,28 @@ def test_a_keyring_whose_writing_was_interrupted_opens(tmp_path, cut):
     assert len(again) == (cut == 2048)
     again.key(Scope("c", "d"))
     again.close()
+
+
+def test_a_forked_child_neither_has_the_keys_nor_keeps_the_keyring_locked(tmp_path):
+    path = tmp_path / "ring"
+    keyring = Keyring.open(path, MASTER_KEY)
+    key = keyring.key(Scope("a", "b"))
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(here)
+        os.write(there, b"erased" if bytes(key.secret) == bytes(32) else b"readable")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(here, 16) == b"erased"
+        keyring.close()
+        Keyring.open(path, MASTER_KEY).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(here)
+        os.close(there)
 
 
 def test_keys_are_read_from_a_file_or_a_command(tmp_path):
