@@ -20,8 +20,8 @@ and on file systems that copy on write, the old block may survive until the devi
 it. There, only the destruction of the master key is final: rotate to a new one, and destroy the old one.
 
 **Rotation.** The ring key is replaced together with the master key, and wraps the data keys again, in a new
-file with the name of the old one. No page changes. What is left of the old file opens only with the old
-master key.
+file with the name of the old one. No page changes. Remains of the old file open only with the
+old master key.
 
 **Memory.** Data keys are in memory that is locked (never swapped) and left out of core dumps. Python copies a
 key for each use, and OpenSSL expands it: these copies are short-lived, but nothing erases them, and they may
