@@ -116,6 +116,8 @@ def open(
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_write_budget: int = 0,
     disk_codec: str = "none",
+    disk_key: str = "",
+    disk_keyring: str | Path | None = None,
     inline_bytes: int = 16 * KIB,
     policy: str = "default",
     lease_s: float = 60.0,
@@ -136,10 +138,13 @@ def open(
     ``lease_s`` is how long a hit holds its pages. ``policy``, one of ``tierstore.policy.POLICIES``, selects
     the pages that leave a full tier first. ``disk_write_budget`` limits the page bytes written to disk per
     day (0: no limit). ``disk_codec`` is how the disk keeps pages: ``none``, ``lossless`` or ``zstd``
-    (:mod:`tierstore.codec`). ``checkpoint_tokens`` is the distance between the save points of a conversation
-    in groups with named pages (None: see :mod:`tierstore.retention`). A disk call that takes longer than
-    ``stall_s`` seconds marks the disk as stalled; loads and saves do not wait for it until it answers.
-    ``model_name`` is the model's name for people, as `tierstore ls` shows it.
+    (:mod:`tierstore.codec`). ``disk_key`` encrypts the disk tier: it is the path of a master key, or
+    ``command:COMMAND`` for a command that prints one. The keys of tenants are in ``disk_keyring``, a file
+    outside of ``path`` (None: beside the master key; see docs/encryption.md). ``checkpoint_tokens`` is the
+    distance between the save points of a conversation in groups with named pages (None: see
+    :mod:`tierstore.retention`). A disk call that takes longer than ``stall_s`` seconds marks the disk as
+    stalled; loads and saves do not wait for it until it answers. ``model_name`` is the model's name for
+    people, as `tierstore ls` shows it.
 
     Raises :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -158,6 +163,8 @@ def open(
         disk_bytes=disk_bytes,
         disk_write_budget=disk_write_budget,
         disk_codec=disk_codec,
+        disk_key=text("disk_key", disk_key),
+        disk_keyring=disk_keyring,
         inline_bytes=inline_bytes,
         policy=policy,
         lease_s=lease_s,

@@ -34,7 +34,7 @@ from tierstore.memory import Memory
 from tierstore.planner import TierRate
 from tierstore.stats import StoreStats
 from tierstore.transfer import Transfer
-from tierstore.types import Hint, checked_session
+from tierstore.types import ForgetReceipt, Hint, checked_session
 
 P = TypeVar("P")  # a page
 
@@ -536,6 +536,12 @@ class Backend(Protocol):
     def finish(self, session: str) -> int | None:
         """End a session: pages that only this session has used leave first. Return their number; None without
         an answer."""
+
+    def forget(
+        self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
+    ) -> ForgetReceipt | None:
+        """Forget a tenant, a model, or a session; see :meth:`Store.forget <tierstore.Store.forget>`. Return
+        None without an answer."""
 
     def flush(self, timeout: float | None) -> bool:
         """Wait until everything committed so far is on disk or was given up. Return False when ``timeout``

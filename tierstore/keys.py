@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -98,6 +99,19 @@ class Identity:
     def digest(self) -> bytes:
         """32 bytes; equal digests mean equal identities (SHA-256 over all fields)."""
         return hashlib.sha256(msgspec.json.encode(sorted(asdict(self).items()))).digest()
+
+
+def nested_tenant(outer: str, inner: str) -> str:
+    """Return the tenant of an identity whose client has the tenant ``outer``. A client may distinguish
+    tenants of its own, but never leave the tenant of its key."""
+    return msgspec.json.encode([outer, inner]).decode()
+
+
+def outer_tenant(tenant: str) -> str | None:
+    """Return the client's tenant in a :func:`nested_tenant`; None for any other tenant."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(tenant, type=tuple[str, str])[0]
+    return None
 
 
 @lru_cache(maxsize=1024)

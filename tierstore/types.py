@@ -17,11 +17,14 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
+
+from msgspec import Meta
 
 from tierstore import policy
 from tierstore.arguments import text
 from tierstore.errors import UsageError
+from tierstore.keys import outer_tenant
 
 Reuse: TypeAlias = Literal["likely", "unlikely", "done"]
 
@@ -135,6 +138,68 @@ def checked_session(session: str | None) -> str | None:
                 f"a session's name must have 1 to {MOST_SESSION_CHARS} characters, got {len(session)}"
             )
     return session
+
+
+_Name: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Forgettable:
+    """A tenant, a model, a model of a tenant, or a session of a tenant, to be forgotten.
+
+    ``tenant`` is that of the identities, or the name of a client's key (of a daemon). ``model`` is an
+    identity's model, or a model's name for people. A ``session`` stands for the pages that no other session
+    has used.
+
+    The pages leave the pools of the store that is asked, and the host tier, at once. When the call returns,
+    no lookup finds them on disk either, even after a crash. In an encrypted store, the keys of the tenant or
+    model are gone then, so that no copy of the directory can be read with the present keyring. Without
+    encryption, their bytes are overwritten in the background; docs/encryption.md says what remains. Pages in
+    other engines' pools stay there. A save that is running may end afterwards.
+
+    Raise :class:`UsageError` for another combination, and for anything but text.
+
+    >>> Forgettable(tenant="acme").covers("acme", "my-model")
+    True
+    """
+
+    tenant: str | None = None
+    model: str | None = None
+    session: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tenant", self.tenant), ("model", self.model)):
+            if value is not None:
+                text(f"the {name} to forget", value)
+        checked_session(self.session)
+        if self.session is not None and self.model is not None:
+            raise UsageError("a session is forgotten for all models: leave model out")
+        if self.tenant is None and self.model is None and self.session is None:
+            raise UsageError("say what to forget: a tenant, a model or a session")
+
+    def covers(self, tenant: str, *models: str) -> bool:
+        """Return whether pages of this tenant, and of a model with these names, are to be forgotten. A
+        client's tenant covers those that the client distinguishes."""
+        right = self.tenant is None or self.tenant in (tenant, outer_tenant(tenant))
+        return right and (self.model is None or self.model in models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetReceipt:
+    """The result of :meth:`Store.forget <tierstore.Store.forget>`. ``tenant``, ``model`` and ``session`` are
+    as given (None: not given). The pages are not found any more, in any tier of this store. With
+    ``encrypted``, the ``keys`` of a tenant or model are gone from the keyring."""
+
+    tenant: _Name | None
+    model: _Name | None
+    session: _Name | None
+    encrypted: bool  # whether the disk tier is
+    identities: int  # identities of the tenant or model that had pages, or a client; 0 for a session
+    hbm_pages: int = 0  # pages in the store's own pools
+    host_pages: int  # pages in host memory
+    keys: int  # data keys that were dropped; an encrypted store has one for each tenant and model
+    at_s: float  # wall clock at the beginning, in seconds since 1970
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ def _recording_trial(scene: Scene, recording: Recording) -> Trial:
 def _crash(path: Path, recording: Recording, crash: Crash, *, write_on: bool) -> Verdict:
     at = crash.position
     write_image(crash.image(recording.events), path)
+    recording.write_keys(path.parent)
     return judge(
         path,
         recording.lives_at(at),
@@ -170,6 +171,7 @@ def _crash(path: Path, recording: Recording, crash: Crash, *, write_on: bool) ->
 
 def _damage(path: Path, recording: Recording, damage: Damage) -> Verdict:
     write_image(damage.image, path)
+    recording.write_keys(path.parent)
     capacity = recording.lives[0].disk_bytes + _TAIL_BYTES
     return judge(
         path,

@@ -22,6 +22,7 @@ import random
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tests.campaigns.prompts import (
@@ -40,6 +41,7 @@ LIVES: Mapping[str, Life] = {
     "extents": Life(small_pages(), disk_bytes=640 * KIB),  # 41 pages
     "inline": inline_life(),
     "odd sizes": odd_life(),
+    "encrypted": replace(odd_life(), encrypted=True),
 }
 _PINNED_PAGES = 16
 _PROMPTS = 24

@@ -7,9 +7,10 @@ branches. A prompt's tokens do not depend on how many of them are used: 40 token
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
@@ -23,8 +24,11 @@ from tierstore.store import Store
 from tierstore.testing.opening import open_store
 from tierstore.testing.pages import leading_tokens, page_of
 from tierstore.tiers.disk import FileIO
+from tierstore.tiers.disk.keyring import make_master_key
 from tierstore.units import KIB, MIB
 
+KEY = "disk.key"
+KEY_FILES = (KEY, f"{KEY}.ring")
 _SPREAD = 1 << 20  # token ids that one prompt has to itself
 
 
@@ -39,8 +43,15 @@ class Life:
     model: str = "faults"
     mover_threads: int = 1  # copies in the order in which they were asked for
     disk_codec: str = "none"
+    encrypted: bool = False
 
     def open(self, directory: Path, io: FileIO | None = None) -> Store:
+        """Open a store in ``directory``. The keys of an encrypted one are beside it."""
+        key = directory.parent / KEY
+        if self.encrypted and not key.exists():
+            own = key.with_name(f"{KEY} {os.getpid()}")  # whoever makes it may be killed meanwhile
+            make_master_key(own)
+            own.rename(key)
         return open_store(
             directory,
             self.spec,
@@ -50,6 +61,7 @@ class Life:
             inline_bytes=self.inline_bytes,
             mover_threads=self.mover_threads,
             disk_codec=self.disk_codec,
+            disk_key=str(key) if self.encrypted else "",
             io=io,
         )
 
@@ -107,6 +119,16 @@ def odd_life() -> Life:
 def encoded_life() -> Life:
     """64 KiB pages that a codec makes 52 KiB of."""
     return Life(small_pages(layers=8, head_dim=64), disk_bytes=2 * MIB, disk_codec="lossless")
+
+
+def sealed_life() -> Life:
+    """Encrypted pages in the extents, which a codec has made smaller."""
+    return replace(encoded_life(), encrypted=True)
+
+
+def sealed_inline_life() -> Life:
+    """Encrypted pages in the index."""
+    return replace(inline_life(), encrypted=True)
 
 
 # -- script --------------------------------------------------------------------------------------------

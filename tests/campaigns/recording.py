@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import lmdb
 
-from tests.campaigns.prompts import WAIT_S, Evict, Held, Life, Player, Reopen, Step, book_of
+from tests.campaigns.prompts import KEY_FILES, WAIT_S, Evict, Held, Life, Player, Reopen, Step, book_of
 from tierstore.tiers.disk import FileIO
 
 # -- journal -------------------------------------------------------------------------------------------
@@ -348,6 +348,15 @@ class Recording:
     evicted_pages: int = 0
     wrong_pages: int = 0  # served by the script's own loads
     problems: list[str] = field(default_factory=list)
+    keys: dict[str, bytes] = field(default_factory=dict)
+    """The files with the keys of an encrypted store, at the end. They are not on the disk that crashes."""
+
+    def write_keys(self, directory: Path) -> None:
+        """Write the files with the keys."""
+        for name, data in self.keys.items():
+            path = directory / name
+            path.write_bytes(data)
+            path.chmod(0o600)
 
     def must_have(self, position: int) -> Held:
         """What a crash after ``position`` events must leave."""
@@ -419,6 +428,9 @@ def record(
             recording.marks.append(Mark(len(journal), dict(player.held)))
         player.store.close()
         recording.marks.append(Mark(len(journal), dict(player.held)))
+    recording.keys = {
+        name: path.read_bytes() for name in KEY_FILES if (path := directory.parent / name).exists()
+    }
     recording.prompts = dict(player.prompts)
     recording.evicted_pages = player.evicted_pages
     recording.wrong_pages = player.wrong_pages

@@ -16,6 +16,8 @@ from tests.campaigns.prompts import (
     encoded_life,
     inline_life,
     odd_life,
+    sealed_inline_life,
+    sealed_life,
     small_pages,
 )
 from tierstore.units import KIB, MIB
@@ -82,6 +84,16 @@ SCENES = (
         ),
     ),
     Scene(
+        "encrypted",
+        [sealed_life(), replace(sealed_life(), disk_bytes=1 * MIB)],
+        (Save(0, 40), Save(1, 64), Evict(2), Reopen(0), Save(2, 48), Save(1, 64), Reopen(1), Save(5, 160)),
+    ),
+    Scene(
+        "encrypted, inline",
+        [sealed_inline_life()],
+        (Save(0, 40), Save(1, 64), Evict(3), Reopen(0), Save(2, 70), Save(3, 48)),
+    ),
+    Scene(
         "two layouts",
         [replace(_EXTENTS, disk_bytes=2 * MIB), odd_life()],
         (Save(0, 48), Save(1, 64), Reopen(1), Save(0, 48), Save(3, 33), Reopen(0), Save(2, 64), Reopen(1)),
@@ -117,7 +129,8 @@ def random_scene(seed: int, *, steps: int = 20, shrinking: bool = False) -> Scen
     """A long script of its own for every seed; ``shrinking``: with reopenings under three quarters of the
     cap."""
     chance = random.Random(seed)
-    lives = [chance.choice([_EXTENTS, _CROWDED, inline_life(), _CROWDED_INDEX, odd_life(), encoded_life()])]
+    plain = [_EXTENTS, _CROWDED, inline_life(), _CROWDED_INDEX, odd_life(), encoded_life()]
+    lives = [chance.choice([*plain, replace(chance.choice(plain), encrypted=True)])]
     if shrinking:
         lives.append(replace(lives[0], disk_bytes=lives[0].disk_bytes * 3 // 4 // KIB * KIB))
     return Scene(f"random {seed}", lives, [_random_step(chance, len(lives)) for _ in range(steps)])

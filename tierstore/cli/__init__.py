@@ -10,7 +10,23 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, run, serve, size, stats, top, why
+from tierstore.cli import (
+    disk_key,
+    doctor,
+    evict,
+    forget,
+    fsck,
+    ls,
+    pack,
+    pin,
+    prefetch,
+    run,
+    serve,
+    size,
+    stats,
+    top,
+    why,
+)
 from tierstore.command_line import make_app, one_line_errors, version_option
 
 app = make_app()
@@ -38,7 +54,9 @@ app.command("stats")(stats.command)
 app.command("top")(top.command)
 app.command("why")(why.command)
 app.command("evict")(evict.command)
+app.command("forget")(forget.command)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)
 app.command("prefetch")(prefetch.command)
 app.add_typer(pack.app, name="pack")
+app.add_typer(disk_key.app, name="disk-key")

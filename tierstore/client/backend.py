@@ -30,9 +30,11 @@ from tierstore.index import Tier
 from tierstore.stats import StoreStats
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer
+from tierstore.types import ForgetReceipt
 from tierstore.wire import messages
 
 _EVICT_S = 5.0
+_FORGET_S = 30.0
 _FLUSH_STEP_S = 5.0
 
 
@@ -116,6 +118,13 @@ class RemoteBackend:
     def finish(self, session: str) -> int | None:
         answer = self.connection.ask(messages.Finish(0, session), messages.Finished)
         return answer.pages if answer is not None else None
+
+    def forget(
+        self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
+    ) -> ForgetReceipt | None:
+        message = messages.Forget(0, tenant, model, session)
+        answer = self.connection.ask(message, messages.Forgotten, wait_s=_FORGET_S)
+        return answer.receipt if answer is not None else None
 
     def flush(self, timeout: float | None) -> bool:
         ends = None if timeout is None else time.monotonic() + timeout

@@ -39,14 +39,17 @@ from tierstore.core.writing import Writing
 from tierstore.defaults import MOVER_THREADS, STALL_S
 from tierstore.errors import UsageError
 from tierstore.index import LABELS, Tier
+from tierstore.keys import nested_tenant
 from tierstore.planner import TierRate
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.stats import StoreStats
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.disk import DiskTier, FileIO
+from tierstore.tiers.disk.keyring import open_keyring
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 from tierstore.transfer import Transfer
+from tierstore.types import ForgetReceipt, Forgettable
 from tierstore.units import KIB, format_size
 
 _log = logging.getLogger(__name__)
@@ -276,6 +279,16 @@ class LocalBackend:
             self._state.require_open()
             return self._state.sessions.finish(self.client.tenant, session)
 
+    def forget(
+        self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
+    ) -> ForgetReceipt:
+        own = self.client.tenant
+        if own and session is None:  # nothing of other tenants; ``tenant`` is one of the client's own
+            tenant = own if tenant is None else nested_tenant(own, tenant)
+        elif own:
+            tenant = own
+        return self.core.forgetting.forget(Forgettable(tenant, model, session))
+
     def flush(self, timeout: float | None) -> bool:
         return self.core.flush(timeout)
 
@@ -339,6 +352,8 @@ def open_core(
     disk_bytes: int,
     disk_write_budget: int = 0,
     disk_codec: str = NONE,
+    disk_key: str = "",
+    disk_keyring: str | FilePath | None = None,
     inline_bytes: int = 16 * KIB,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
@@ -364,17 +379,21 @@ def open_core(
     host_bytes = _checked_room("host_bytes", host_bytes, page_bytes)
     if path is not None:
         disk_bytes = _checked_room("disk_bytes", disk_bytes, page_bytes)
+    inline_bytes = whole_number("inline_bytes", inline_bytes, least=0)
+    directory = FilePath(path) if path is not None else None
+    keyring = open_keyring(disk_key, FilePath(disk_keyring) if disk_keyring is not None else None, directory)
     open_disk = None
-    if path is not None:
+    if directory is not None:
         open_disk = partial(
             DiskTier.open,
-            FilePath(path),
+            directory,
             capacity_bytes=disk_bytes,
             page_bytes=page_bytes,
-            inline_bytes=whole_number("inline_bytes", inline_bytes, least=0),
+            inline_bytes=inline_bytes,
             codec=disk_codec,
             policy=policy,
             io=io,
+            keyring=keyring,
             clock=clock,
         )
     disk, host = open_tiers(open_disk, partial(HostTier, host_bytes) if host_bytes else None)

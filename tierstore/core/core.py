@@ -18,6 +18,7 @@ from tierstore.backend import Registration
 from tierstore.core.arrivals import Arrivals
 from tierstore.core.busiest import BusyPrefix, busiest
 from tierstore.core.clients import Client, Refusal
+from tierstore.core.forgetting import Forgetting
 from tierstore.core.health import Condition
 from tierstore.core.misses import Misses
 from tierstore.core.quotas import Pins, Quotas
@@ -91,6 +92,7 @@ class Core:
         self.misses = Misses(self.state, policy)
         self.clients: dict[int, Client] = {}
         self.registered: dict[bytes, Identity] = {}  # by digest
+        self.forgetting = Forgetting(self.state, disk, self.registered, self.pins)
         # number of clients that have registered an identity, by digest
         self._registrations: Counter[bytes] = Counter()
         self._swept = 0  # number of registered identities after the last sweep
@@ -273,6 +275,7 @@ class Core:
         """Assert that index, arena and disk agree. For tests and idle stores."""
         if self.disk is not None:
             self.disk.wait_scanned()
+            self.forgetting.wait()
         with self.state.lock:
             self.state.check()
         if self.disk is not None:
@@ -300,6 +303,7 @@ class Core:
     def _give_back(self) -> None:
         self.curve.stop()
         try:
+            self.forgetting.close()
             self.mover.close()
             if self.write_behind is not None:
                 self.write_behind.close()

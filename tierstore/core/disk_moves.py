@@ -68,7 +68,7 @@ class DiskMoves:
         with self._state.lock:
             if not all(self._may_move(serial) for serial, _, _ in found):
                 return []
-        records = self._disk.records(serial for serial, _, _ in found)
+        records = self._disk.stored_records(serial for serial, _, _ in found)
         good = [
             record
             for record, (_, place, _) in zip(records, found, strict=True)
@@ -95,7 +95,7 @@ class DiskMoves:
                 if place is not None:
                     copies.append((replace(record, place=place), view))
             checksums = [record.checksum for record, _ in copies]
-            self._disk.write(copies)
+            self._disk.write(copies, stored=True)
             before = {record.serial: record.place for record in records}
             with self._state.lock:
                 for (copy, _), checksum in zip(copies, checksums, strict=True):
@@ -129,7 +129,7 @@ class DiskMoves:
         for record in records:
             wanted.append((record, self._memory.view(start, record.payload_bytes)))
             start += slot_bytes(record.payload_bytes)
-        outcomes = self._disk.read(wanted, encoded=True).outcomes
+        outcomes = self._disk.read(wanted, stored=True).outcomes
         for page, outcome in zip(wanted, outcomes, strict=True):
             if outcome is PageRead.GOOD:
                 yield page
@@ -160,7 +160,8 @@ class DiskMoves:
                 for removal in state.residency.removed
             ]
         elif page is not None and (copy := page.copies[Tier.DISK]) is not None:
-            page.record = record
+            assert page.record is not None, f"{page} is on disk without a record"
+            page.record = replace(page.record, place=record.place)  # ``record`` may be sealed
             copy.place = record.place
             if copy.leases:
                 self._leaving[before] = page

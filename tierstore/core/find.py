@@ -69,7 +69,7 @@ def frontier(
         return None
     if not page.serial or not on_disk:
         return None
-    if not state.disk.child_filter.may_lead(page.serial, *chunk(whole), whole=identity.whole_pages):
+    if not state.disk.may_lead(page.serial, identity.digest, *chunk(whole), whole=identity.whole_pages):
         return None
     return None if _all_loaded(state, page) else page
 

@@ -485,8 +485,8 @@ class NamedView(PromptView):
         root = self.root(state)
         if state.disk is None or not state.health.readable or not state.may_reload or not root.serial:
             return []
-        may_lead = state.disk.child_filter.may_lead
-        return [at for at in positions if may_lead(root.serial, *self.chunk(at), whole=True)]
+        may_lead = state.disk.may_lead
+        return [at for at in positions if may_lead(root.serial, root.identity, *self.chunk(at), whole=True)]
 
     def may_be_on_disk(self, state: StoreState) -> bool:
         return self.find(state, self.num_tokens).look_on_disk

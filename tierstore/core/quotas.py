@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierstore.core.clients import Refusal
 from tierstore.core.state import StoreState
@@ -188,6 +188,13 @@ class Pins:
                 for pin in list(pins):
                     self._undo(pin, pin.times)
         return lifted
+
+    def forget(self, forgotten: Callable[[Page], bool]) -> None:
+        """Undo all pins that keep a forgotten page."""
+        every = [pin for by_name in self._pins.values() for pins in by_name.values() for pin in pins]
+        for pin in every:
+            if any(map(forgotten, pin.pages())):
+                self._undo(pin, pin.times)
 
     def expire(self) -> None:
         """Undo the pins that have expired."""

@@ -14,6 +14,7 @@ from tierstore.core.change_log import ChangeLog
 from tierstore.core.departures import Cause, Departures
 from tierstore.index import Index, Leaving, Page, Tier
 from tierstore.index.leases import Leases
+from tierstore.index.page import Copy
 from tierstore.policy import EXPIRED, NO_HINT, PageHint, Policy
 from tierstore.stats import Counters
 from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, PageUse, Removal
@@ -120,6 +121,8 @@ class Residency:
     ) -> None:
         self.departures = departures
         self.choice = Cause.EVICTED  # why pages leave that the policy chooses now
+        self.committing = 0  # number of removals in a running commit
+        self.erased: set[int] = set()  # serials of pages on disk that are overwritten when they leave
         self._index = index
         self._host = host
         self._access_log = access_log
@@ -130,28 +133,36 @@ class Residency:
         self.followers: list[ChangeLog] = []  # receive what enters and leaves the tiers below HBM
 
     def drop(self, page: Page, tier: Tier, cause: Cause | None = None) -> None:
-        """Drop an unleased copy and free its place (on disk: with the next commit). Note the ``cause`` if it
-        was the last copy (None: the page was damaged, was finished, or the policy chose it)."""
-        copy = self._index.copy(page, tier)
-        if cause is None:
-            over = page.hint.expires_s == EXPIRED
-            cause = Cause.DAMAGED if copy.damaged else self._cause(done=page.done, expired=over)
-        if tier is Tier.DISK:
-            self._drop_from_disk(page, cause)
-            return
+        """Drop an unleased copy and free its place (on disk: with the next commit), and damaged copies before
+        it in host memory that only it has kept. Note the ``cause`` if it was the last copy (None: the page
+        was damaged, was finished, or the policy chose it)."""
+        leaving: Page | None = page
+        while leaving is not None:  # no recursion: a whole prompt may have been forgotten
+            copy = self._index.copy(leaving, tier)
+            why = cause
+            if why is None:
+                over = leaving.hint.expires_s == EXPIRED
+                why = Cause.DAMAGED if copy.damaged else self._cause(done=leaving.done, expired=over)
+            if tier is Tier.DISK:
+                self._drop_from_disk(leaving, why)
+                return
+            leaving = self._drop_from_host(leaving, copy, why)
+
+    def _drop_from_host(self, page: Page, copy: Copy, cause: Cause) -> Page | None:
+        """Drop a copy. Return the page before it if its copy is damaged and can be dropped now."""
         above = page.parent
         served = copy.ready or copy.damaged
-        place = self._index.drop_copy(page, tier)
+        place = self._index.drop_copy(page, Tier.HOST)
         assert self._host is not None
         self._host.free(place, page.nbytes)
         self.host_bytes[page.identity] -= slot_bytes(page.nbytes)
         if served:
-            self.left(tier, page.identity, page.key, page.tokens)
+            self.left(Tier.HOST, page.identity, page.key, page.tokens)
             if page.copies[Tier.DISK] is None:
-                self.departures.note(page.identity, page.key, cause, tier, page.nbytes)
-        kept = above.copies[tier] if above is not None else None
-        if above is not None and kept is not None and kept.damaged:
-            self.drop_damaged(above, tier)
+                self.departures.note(page.identity, page.key, cause, Tier.HOST, page.nbytes)
+        kept = above.copies[Tier.HOST] if above is not None else None
+        free = kept is not None and kept.damaged and not kept.leases and not kept.children
+        return above if free else None
 
     def _cause(self, *, done: bool, expired: bool) -> Cause:
         """Return why a page leaves that the policy has chosen. ``expired``: a done page's time to live is
@@ -195,10 +206,18 @@ class Residency:
             if report:
                 self.left(Tier.DISK, record.identity, record.key, record.tokens)
 
+    @property
+    def uncommitted(self) -> int:
+        """Number of removals from disk that are not durable yet."""
+        return len(self.removed) + self.committing
+
     def _remove(self, removal: Removal) -> None:
         page_table = self._access_log.page_table
         assert page_table is not None
         self._access_log.forget_serial(removal.serial)
+        if removal.serial in self.erased:
+            self.erased.discard(removal.serial)
+            removal = removal._replace(erased=True)
         self.removed.append(removal)
         above = self._index.by_serial.get(removal.parent)
         if above is not None and above.tombstone and not page_table.children(removal.parent):

@@ -177,8 +177,8 @@ class StoreState:
         """
         page_table = self.page_table
         for record in records:
-            if not self.index.in_tree(parent):
-                return False
+            if not self.index.in_tree(parent) or parent.serial != record.parent:
+                return False  # a forgotten root has another serial, or none
             if page_table is not None and page_table.place(record.serial) != record.place:
                 return False  # removed or moved since
             if record.nbytes != parent.nbytes:

@@ -115,10 +115,15 @@ class WriteBehind:
 
     def _write_batches(self) -> None:
         scanned = self._disk.wait_scanned()
+        keyring = self._disk.keyring
         with self._state.lock:
             if scanned:
                 self._state.scanned()
-            else:
+            if scanned and keyring is not None and keyring.locked:
+                self._state.health.never_write(
+                    f"the disk key does not open {keyring.path}: give the key that made it"
+                )
+            if not scanned:
                 # without the index, free space is unknown
                 self._state.health.never_write("the index could not be read")
         health = self._state.health
@@ -322,6 +327,7 @@ class WriteBehind:
         with state.lock:
             used = state.access_log.take(batch)
             removed, state.residency.removed = state.residency.removed, []
+            state.residency.committing = len(removed)
             tick = state.index.tick
             followed = bool(state.residency.followers)
         try:
@@ -329,10 +335,12 @@ class WriteBehind:
         except Exception as error:  # noqa: BLE001  # as in _write_batches
             with state.lock:
                 state.residency.removed = removed + state.residency.removed
+                state.residency.committing = 0
                 state.access_log.put_back(used)
             self._failed(batch, error)
             return False
         with state.lock:
+            state.residency.committing = 0
             state.residency.was_removed(removed, left, report=followed)
             state.changed.notify_all()
         return True
@@ -344,11 +352,14 @@ class WriteBehind:
         for start in range(0, len(durable), _AT_ONCE):
             some = durable[start : start + _AT_ONCE]
             with state.lock:
-                state.index.complete(some, Tier.DISK, release=True)
+                forgotten = [page for page in some if state.index.copy(page, Tier.DISK).damaged]
+                kept = [page for page in some if not state.index.copy(page, Tier.DISK).damaged]
+                state.index.complete(kept, Tier.DISK, release=True)
+                state.leases.release_all(forgotten, Tier.DISK)  # which drops them
                 for page in some:
                     if page.hint is not NO_HINT:
                         state.access_log.pass_hint_on(page)
-                state.residency.stored(some, Tier.DISK)
+                state.residency.stored(kept, Tier.DISK)
                 self._queue.finish(some)
                 state.eviction.leaving.leave()
                 state.counters.disk_written_pages += len(some)

@@ -197,7 +197,9 @@ class WriteQueue:
         batch: list[Page] = []
         while self._waiting and (not batch or self._waiting[0].nbytes <= most_bytes):
             page = self._pop()
-            if page in self._state.eviction.leaving:
+            in_host = page.copies[Tier.HOST]
+            forgotten = in_host is None or not in_host.ready
+            if forgotten or page in self._state.eviction.leaving:
                 self.finish([page])
                 continue
             batch.append(page)

@@ -16,7 +16,7 @@ from tierstore.daemon.client_connections import ClientConnection, Reply, checked
 from tierstore.daemon.stats import LayersStats, TenantStats, version
 from tierstore.errors import SpecError
 from tierstore.index import LABELS, Tier
-from tierstore.keys import Identity
+from tierstore.keys import Identity, nested_tenant
 from tierstore.spec import check_page, layers_label
 from tierstore.wire import messages as p
 
@@ -40,9 +40,7 @@ def register(connection: ClientConnection, m: p.Register) -> p.Registered:
     except TypeError as error:
         raise Refusal("usage", f"not an identity: {error}") from error
     if connection.tenant:
-        # A client may distinguish tenants of its own, but never leave the tenant of its key.
-        nested = msgspec.json.encode([connection.tenant, identity.tenant])
-        identity = replace(identity, tenant=nested.decode())
+        identity = replace(identity, tenant=nested_tenant(connection.tenant, identity.tenant))
     elif identity.tenant.startswith("["):
         raise Refusal("usage", "the name of a tenant must not begin with '['")
     registration = Registration(identity, m.page_bytes, m.chunk_tokens, m.model_name)
@@ -116,6 +114,12 @@ async def evict(connection: ClientConnection, m: p.Evict) -> p.Evicted:
         return p.Evicted(m.id, 0)
     wanted = None if m.pages < 0 else m.pages
     return p.Evicted(m.id, await connection.aside(partial(connection.backend.evict, m.tier, wanted)))
+
+
+async def forget(connection: ClientConnection, m: p.Forget) -> p.Forgotten:
+    """Forget pages. A client with a tenant forgets only its own."""
+    forgotten = partial(connection.backend.forget, tenant=m.tenant, model=m.model, session=m.session)
+    return p.Forgotten(m.id, await connection.aside(forgotten))
 
 
 async def flush(connection: ClientConnection, m: p.Flush) -> p.Flushed:

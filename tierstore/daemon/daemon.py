@@ -37,6 +37,7 @@ from tierstore.machine import disk_bytes, memory_shortage
 from tierstore.memory import shared_huge_pages
 from tierstore.printable import printable
 from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk.keyring import open_keyring
 from tierstore.tiers.host import HostTier
 from tierstore.units import format_size
 from tierstore.wire import keys
@@ -68,6 +69,7 @@ def open_core(
     """Open the tiers of the settings, with an arena that clients can map. Raise
     :class:`~tierstore.errors.UsageError` or :class:`~tierstore.errors.StoreUnavailableError` if that fails.
     """
+    keyring = open_keyring(settings.disk_key, settings.disk_keyring, settings.disk)
     open_disk = None
     if settings.disk is not None:
         open_disk = partial(
@@ -77,6 +79,7 @@ def open_core(
             page_bytes=settings.page_bytes,
             codec=settings.disk_codec,
             policy=settings.policy,
+            keyring=keyring,
         )
     disk, host = open_tiers(open_disk, partial(HostTier, settings.host_bytes, shared=True))
     return Core(

@@ -50,6 +50,7 @@ _VERBS: dict[type[p.Request], Callable[[ClientConnection, Any], Reply | Awaitabl
     p.Unpin: administration.unpin,
     p.Finish: lambda connection, m: p.Finished(m.id, connection.backend.finish(m.session)),
     p.Evict: administration.evict,
+    p.Forget: administration.forget,
     p.Flush: administration.flush,
     p.MissedRequests: administration.missed_requests,
     p.Stats: administration.stats,

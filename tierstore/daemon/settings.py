@@ -165,6 +165,12 @@ class Settings:
     disk_codec: str = _setting(
         codec.NONE, _text, "NAME", f"Compression of pages on disk: {', '.join(codec.NAMES)}"
     )
+    disk_key: str = _setting(
+        "", _text, "FILE|command:CMD", "Encrypt the disk tier with this key: a file, or what CMD prints"
+    )
+    disk_keyring: Path | None = _setting(
+        None, _path, "FILE", "Keyring with the tenants' keys, outside of DIR (default: the key's FILE.ring)"
+    )
     page_bytes: int = _setting(1 * MIB, _size, "SIZE", "Size of most pages; it divides the disk")
     policy: str = _setting(
         DEFAULT_POLICY, _text, "NAME", f"Order in which pages leave a full tier: {', '.join(POLICIES)}"
@@ -288,6 +294,11 @@ class Settings:
             raise UsageError(
                 f"reserve_bytes ({format_size(self.reserve_bytes)}) is more than host_bytes "
                 f"({format_size(self.host_bytes)})"
+            )
+        if self.disk_key and self.cluster:
+            raise UsageError(
+                "disk_key encrypts pages on this host's disk only, but cluster publishes them to other hosts "
+                "as they are: leave one of the two out"
             )
         for model in self.events_replay.keys() - self.events.keys():
             what = f"of {model}" if model else "of all models"

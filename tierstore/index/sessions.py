@@ -108,14 +108,25 @@ class Sessions:
         session = self._sessions.pop((tenant, name), None)
         if session is None:
             return 0
+        own = self._own(session)
+        self.give_hint(own, PageHint(Reuse.DONE))
+        return len(own)
+
+    def forget(self, tenant: str, name: str) -> list[Page]:
+        """Forget a session. Return the pages that no other session has used, parents first; none for an
+        unknown session. Raise :class:`~tierstore.errors.UsageError` for an invalid name."""
+        checked_session(text("a session's name", name))
+        session = self._sessions.pop((tenant, name), None)
+        return sorted(self._own(session), key=lambda page: page.depth) if session is not None else []
+
+    def _own(self, session: _Conversation) -> list[Page]:
         own: dict[Page, None] = {}
         for end in map(_held, session.ends):
             own.update(dict.fromkeys(own_pages(end, session.number)))
         own.update(
             (page, None) for page in session.named if any(page.copies) and page.session == session.number
         )
-        self.give_hint(list(own), PageHint(Reuse.DONE))
-        return len(own)
+        return list(own)
 
     def forget_gone(self) -> None:
         """Drop references to pages that have left the tree."""

@@ -20,7 +20,7 @@ from tierstore.errors import StoreClosedError, UsageError
 from tierstore.index import LABELS, Index, Leaving, Match, Page, Tier
 from tierstore.index.leases import Leases, PageLease
 from tierstore.index.sessions import HintTracker, Sessions
-from tierstore.keys import PageKey
+from tierstore.keys import Identity, PageKey
 from tierstore.policy import POLICIES
 from tierstore.stats import Counters, StoreStats, TierStats
 from tierstore.store.buffers import HbmPages
@@ -28,6 +28,7 @@ from tierstore.tiers import two_level
 from tierstore.tiers.group_pools import room_for
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.large_pages import PoolSize
+from tierstore.types import Forgettable
 
 NO_MATCH = Match((), 0, 0)
 _GONE_BYTES = 32 << 20  # pages that have left the tree but may still be referenced
@@ -65,6 +66,7 @@ class HbmTier:
         self.leases = Leases(self.index, clock, self._drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
         self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
+        self.identities: dict[bytes, Identity] = {}  # of pages that may be here, by digest
         self.pending_saves = 0  # pages
         self.closed = False
         self._leaving = Leaving([Tier.HBM], self._leave)
@@ -97,6 +99,7 @@ class HbmTier:
         return self.pools[group]
 
     def root(self, request: LookupRequest, group: int) -> Page:
+        self.identities.setdefault(request.identity.digest, request.identity)
         return self.index.tree.root(request.identity.digest, request.page_bytes, group)
 
     def match(self, request: LookupRequest, group: int) -> Match:
@@ -408,6 +411,28 @@ class HbmTier:
     def _damaged_and_idle(self, page: Page) -> bool:
         copy = page.copies[Tier.HBM]
         return copy is not None and copy.damaged and not copy.leases and not copy.children
+
+    def forget(self, what: Forgettable) -> int:
+        """Stop to serve the pages of all pools that ``what`` covers. Each is dropped when nothing holds it
+        any more. Return their number. Takes the lock."""
+        with self.lock:
+            if what.session is not None:
+                pages = self.sessions.forget("", what.session)
+            else:
+                covered = {
+                    digest
+                    for digest, identity in self.identities.items()
+                    if what.covers(identity.tenant, identity.model)
+                }
+                pages = [page for page in self.index.tree.walk() if page.identity in covered]
+            forgotten = 0
+            for page in reversed(pages):  # children before their parents
+                copy = page.copies[Tier.HBM]
+                if copy is not None and copy.ready:
+                    forgotten += 1
+                    self.index.set_damaged(page, Tier.HBM)
+                    self._drop_damaged(page, Tier.HBM)
+            return forgotten
 
     def release(self, hbm_pages: Iterable[int], group: int) -> None:
         """Release pages of an engine: published ones stay cached, private ones become free."""

@@ -89,6 +89,13 @@ class PromptCache:
             while len(self._order) > 1 and (self._nbytes > _MOST_BYTES or len(self._order) > _MOST_PROMPTS):
                 self._drop(next(iter(self._order.values())))
 
+    def clear(self) -> None:
+        """Drop all prompts."""
+        with self._lock:
+            self._buckets.clear()
+            self._order.clear()
+            self._nbytes = 0
+
     def _bucket(self, identity: Identity, data: bytes) -> bytes:
         return identity.digest + data[: self.chunk_tokens * TOKEN_BYTES]
 

@@ -36,11 +36,32 @@ from tierstore.store.saver import Saver, checked_hbm_pages
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
-from tierstore.types import Hint, Loaded, Promise
+from tierstore.types import ForgetReceipt, Forgettable, Hint, Loaded, Promise
 
 _CLOSE_S = 5.0  # for running saves
 EXPLAIN_S = 5.0  # longest wait for an explanation
 _LOOKUPS_AT_ONCE = 32  # open requests; more gain nothing, and each may wait for a disk
+
+
+def _forget(
+    store: Store, *, tenant: str | None = None, model: str | None = None, session: str | None = None
+) -> ForgetReceipt | None:
+    """Forget everything of a tenant, of a model, or of a model of a tenant; or the pages that only this
+    session has used. :class:`~tierstore.types.Forgettable` says what that means, and what it does not
+    promise.
+
+    Return the receipt; None if the daemon does not answer: then forget again. Raise :class:`UsageError` for
+    another combination, and :class:`~tierstore.errors.StoreUnavailableError` if the disk or the keyring
+    fails.
+
+    >>> # store.forget(tenant="acme").keys
+    """
+    store._require_open()
+    what = Forgettable(tenant, model, session)
+    store._finder.prompts.clear()
+    in_hbm = store._hbm.forget(what)
+    receipt = store.backend.forget(tenant=tenant, model=model, session=session)
+    return None if receipt is None else replace(receipt, hbm_pages=in_hbm)
 
 
 class Store:
@@ -386,9 +407,8 @@ class Store:
         self._saver.supersede(pages, session)
 
     def finish(self, session: str) -> int:
-        """End a session. From now on its pages are evicted first, unless another session, or a save without a
-        session, has saved them or continued from them. Return the number of these pages, 0 for an unknown
-        session."""
+        """End a session. Its pages are now evicted first, unless another session, or a save without one, has
+        saved them or continued from them. Return their number, 0 for an unknown session."""
         self._require_open()
         with self._hbm.lock:
             in_hbm = self._hbm.sessions.finish("", session)
@@ -451,6 +471,7 @@ class Store:
             return self._hbm.has_room(counts)
 
     # -- keeping and dropping ------------------------------------------------------------------------
+    forget = _forget
 
     def evict(self, tier: str, pages: int | None = None, *, group: int | None = None) -> int:
         """Evict up to ``pages`` pages (None: all that may leave) from ``tier`` (``hbm``, ``host`` or

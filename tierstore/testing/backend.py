@@ -461,6 +461,16 @@ class BackendTests:
         assert backend.finish("a") == 5
         assert backend.finish("a") == 0
 
+    def test_a_forgotten_model_is_not_found(self, backend: Backend, identity: Identity) -> None:
+        request = request_of(identity, TOKENS)
+        self.save(backend, request, pages_of(TOKENS))
+        receipt = backend.forget(model=identity.model)
+        assert receipt is not None
+        assert (receipt.identities, receipt.host_pages) == (1, 5)
+        lease = self.find(backend, request)
+        assert lease.tokens == 0
+        backend.check()
+
     def test_stats_say_what_is_held(self, backend: Backend, identity: Identity) -> None:
         self.save(backend, request_of(identity, TOKENS), pages_of(TOKENS))
         stats = backend.stats()

@@ -317,6 +317,43 @@ class VerbTests(StoreFixtures):
         assert store.finish("nobody") == 0
         assert store.lookup([*shared, *range(500, 532)]).tokens == 64
 
+    def test_a_forgotten_model_is_a_miss_in_every_tier(self, open_store: OpenStore, layout: Layout) -> None:
+        identity, other = new_identity(layout.spec), new_identity(layout.spec)
+        store = open_store(layout, identity=identity)
+        layout.save(store, TOKENS)
+        prompt = Prompt(other, TOKENS, chunk_tokens=CHUNK)
+        layout.save_prompt(store, prompt, TOKENS)
+        assert store.flush(_WAIT_S)
+        assert store.lookup(TOKENS).tokens > 0  # its lease does not keep the pages
+        receipt = store.forget(model=identity.model)
+        assert receipt is not None
+        assert receipt.identities >= 1
+        assert receipt.took_s >= 0
+        assert store.lookup(TOKENS).tokens == 0
+        with store.lookup(prompt) as hit:
+            assert hit.tokens > 0
+        store.check()
+        layout.save(store, TOKENS)
+        assert store.flush(_WAIT_S)
+        assert store.lookup(TOKENS).tokens == layout.hit_of(len(TOKENS), len(TOKENS))
+        store.check()
+
+    def test_a_forgotten_session_takes_only_its_own_pages(self, store: Store, layout: Layout) -> None:
+        shared = TOKENS[:32]
+        layout.save(store, shared, session="first")
+        layout.save(store, [*shared, *range(500, 532)], session="second")
+        assert store.flush(_WAIT_S)
+        assert store.forget(session="second") is not None
+        assert store.lookup([*shared, *range(500, 532)]).tokens <= 32
+        assert store.lookup(shared).tokens == 32
+        assert store.finish("second") == 0
+        store.check()
+
+    def test_what_to_forget_must_be_said(self, store: Store) -> None:
+        for wrong in ({}, {"session": ""}, {"session": "a", "model": "b"}):
+            with pytest.raises(UsageError):
+                store.forget(**wrong)
+
     def test_promised_pages_are_waited_for(self, store: Store, layout: Layout) -> None:
         layout.save(store, TOKENS[:32])
         there = store.expect(TOKENS, Promise(32, 10.0))

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from tierstore.explanation import Miss, MissedRequest
+from tierstore.types import ForgetReceipt
 
 VERSION = b"\x03"
 
@@ -470,6 +471,23 @@ class Evicted(Message):
     pages: int
 
 
+class Forget(Message):
+    """Forget everything of a tenant, of a model (its name), or of both; or a session of a tenant. Nil: not
+    given. A client with a tenant forgets only its own, and its ``tenant`` is one that it distinguishes."""
+
+    id: int
+    tenant: Text | None = None
+    model: Text | None = None
+    session: Text | None = None
+
+
+class Forgotten(Message):
+    """The answer to :class:`Forget`, when nothing of it can be found or, in an encrypted store, decrypted."""
+
+    id: int
+    receipt: ForgetReceipt
+
+
 class Flush(Message):
     """Wait until everything committed so far is on disk."""
 
@@ -539,6 +557,7 @@ Request: TypeAlias = (
     | Pin
     | Unpin
     | Evict
+    | Forget
     | Flush
     | Identities
     | MissedRequests
@@ -562,6 +581,7 @@ Answer: TypeAlias = (
     | Pinned
     | Unpinned
     | Evicted
+    | Forgotten
     | Flushed
     | IdentitiesAnswer
     | MissedRequestsAnswer

@@ -43,6 +43,37 @@ class TestEmbedded(Portioned):
             store.close()
 
 
+class TestEncrypted(Portioned):
+    """An embedded store with an encrypted disk tier: layouts between the simplest and the richest are for the
+    soak."""
+
+    @pytest.fixture(params=chosen(LAYOUTS, LAYOUTS[0], LAYOUTS[-1]), ids=str)
+    def layout(self, request):
+        return request.param
+
+    @pytest.fixture
+    def open_store(self, tmp_path):
+        pytest.importorskip("cryptography")
+        from tierstore.tiers.disk.keyring import make_master_key
+
+        make_master_key(tmp_path / "key")
+        opened = []
+
+        def open_(layout, *, host_chunks=256, disk=True, **options):
+            if disk:
+                number = len(opened)
+                options["disk_key"] = str(tmp_path / "key")
+                options["disk_keyring"] = tmp_path / f"ring {number}"
+            path = tmp_path / f"disk {len(opened)}" if disk else None
+            sizes = {"host_bytes": host_chunks * layout.chunk_bytes, "disk_bytes": 16 << 20}
+            opened.append(tierstore.open(path, layout.spec, **sizes, **options))
+            return opened[-1]
+
+        yield open_
+        for store in opened:
+            store.close()
+
+
 @pytest.fixture(scope="module")
 def daemon_like():
     """Starts daemons, one for each set of options: they begin with nothing of a new identity."""

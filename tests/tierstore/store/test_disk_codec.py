@@ -18,6 +18,7 @@ from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.disk import INLINE
 from tierstore.tiers.disk.encoding import PageBytes, PageEncoder
 from tierstore.tiers.disk.fsck import fsck
+from tierstore.tiers.disk.index_db import ENCODED_FORMAT
 from tierstore.units import MIB
 
 SPEC = KVSpec.uniform(layers=4, kv_heads=4, head_dim=64, dtype="bfloat16")  # 256 KiB pages
@@ -190,7 +191,7 @@ def test_a_codec_that_is_not_known_is_refused(tmp_path):
         meta = json.loads(index.get_meta(b"store"))
         assert meta["codecs"] == ["lossless"]
         meta["codecs"] += ["newer"]
-        index.put_meta({b"store": json.dumps(meta).encode()}, encoded=True)
+        index.put_meta({b"store": json.dumps(meta).encode()}, format=ENCODED_FORMAT)
     with pytest.raises(StoreUnavailableError, match="'newer', which this tierstore does not know: upgrade"):
         opened(tmp_path / "store")
 

@@ -77,8 +77,8 @@ def test_a_page_that_is_leased_while_it_is_copied_stays(bench):
     leases = []
     write = bench.disk.write
 
-    def write_and_lease(pages):
-        write(pages)
+    def write_and_lease(pages, **options):
+        write(pages, **options)
         woken = [bench.state.index.by_serial[record.serial] for record, _ in pages]
         leases.append(bench.state.leases.take([(page, Tier.DISK) for page in woken[:1]], 60.0))
         places.update({page.serial: page.record.place for page in woken[:1]})

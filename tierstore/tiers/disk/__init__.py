@@ -49,6 +49,10 @@ each.
 children's, and two pages under one key are two pages. The root of each identity has a serial too
 (roots.py).
 
+**Encryption.** In an encrypted directory, records, links and payloads are in a *sealed* form (sealing.py)
+that is a valid record, link and payload for everything that works without keys. The keys are elsewhere
+(keyring.py).
+
 **Rejected alternatives.** LMDB alone (values of 1 MiB are written at a fifth of the speed of extents).
 One file per page (a directory entry, an inode and two syncs for each). Buffered
 writes (a sixth of the speed of O_DIRECT here, and they evict other processes' pages from the page cache). A

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tierstore.keys import KEY_BYTES
 from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.io import InFlightCalls
-from tierstore.tiers.disk.records import BEGINNING, PageRecord, child_prefix, link_of
+from tierstore.tiers.disk.records import PageRecord, child_prefix, link_of
 
 _log = logging.getLogger(__name__)
 
@@ -123,17 +123,15 @@ class ChildFilter:
         self._next: BloomFilter | None = None
         self._thread = self._begin_reading()
 
-    def may_lead(self, parent: int, key: bytes | None, tokens: bytes, *, whole: bool) -> bool:
-        """Return whether there may be a page right below ``parent`` that has this key or, unless only
-        ``whole`` pages count, begins with the same four tokens. ``key`` is None for a partial page."""
+    def may_lead(self, parent: int, key: bytes | None, beginnings: Iterable[bytes]) -> bool:
+        """Return whether there may be a page right below ``parent`` that has this key (None: a partial page,
+        which has none) or one of the ``beginnings``, as the index stores both."""
         known = self._filter
         if known is None:
             return True
-        if whole:
-            return key is not None and known.may_have(parent, key)
-        # A page of less than four tokens is entered under the tokens that it has.
-        shorter = range(min(len(tokens), BEGINNING), 0, -4)
-        return any(known.may_begin(parent, tokens[:nbytes]) for nbytes in shorter)
+        if key is not None and known.may_have(parent, key):
+            return True
+        return any(known.may_begin(parent, beginning) for beginning in beginnings)
 
     def add(self, records: Iterable[PageRecord]) -> None:
         """Add durable pages. Must be called before any lookup relies on finding them."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lmdb
 import numpy as np
@@ -41,7 +41,6 @@ import numpy.typing as npt
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.index_file import DamagedIndexError
 from tierstore.tiers.disk.records import (
-    BEGINNING,
     FACTS_BYTES,
     FORMAT_KEY,
     INLINE,
@@ -52,6 +51,7 @@ from tierstore.tiers.disk.records import (
     PageRecord,
     PageUse,
     Removal,
+    beginnings,
     child_prefix,
     decode,
     decode_facts,
@@ -68,6 +68,9 @@ from tierstore.tiers.disk.records import (
     with_use,
 )
 from tierstore.tiers.disk.roots import identity_of
+
+if TYPE_CHECKING:
+    from tierstore.tiers.disk.sealing import Sealing
 
 _Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # key and value of an entry in a tree
 
@@ -196,6 +199,7 @@ def _is_serial(key: bytes) -> bool:
 
 FORMAT = 2
 ENCODED_FORMAT = 3  # a codec may have encoded pages: earlier versions would return their payloads as pages
+SEALED_FORMAT = 4  # the pages are encrypted
 _SIMILAR_TRIED = 16
 _SERIAL_BYTES = 8
 _MOST_COUNT = 1 << 62  # greater than any serial or count
@@ -253,6 +257,9 @@ class IndexDB:
             raise DamagedIndexError(path, str(error)) from error
         self._meta, self._roots, self._pages, self._facts, self._children, self._payload = self._trees = trees
         self.map_bytes = map_bytes or int(self._env.info()["map_size"])
+        self.sealing: Sealing | None = None
+        """Opens the records that searches find, if the directory is encrypted. All other methods take and
+        return the stored form."""
 
     def close(self) -> None:
         self._env.close()
@@ -272,11 +279,10 @@ class IndexDB:
             value: bytes | None = txn.get(name)
             return value
 
-    def put_meta(self, values: Mapping[bytes, bytes], *, encoded: bool = False) -> None:
-        """Store metadata and the format number, in one transaction. ``encoded``: from now on, there may be
-        pages encoded by a codec."""
+    def put_meta(self, values: Mapping[bytes, bytes], *, format: int = FORMAT) -> None:
+        """Store metadata and the format number, in one transaction."""
         with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
-            txn.put(FORMAT_KEY, str(ENCODED_FORMAT if encoded else FORMAT).encode())
+            txn.put(FORMAT_KEY, str(format).encode())
             for name, value in values.items():
                 txn.put(name, value)
 
@@ -453,7 +459,9 @@ class IndexDB:
             txn.cursor(self._children) as cursor,
         ):
             for key, tokens in chunks:
-                prefix = child_prefix(parent, tokens) + key
+                prefix = self._link(parent, identity, tokens, key)
+                if prefix is None:
+                    break
                 more = cursor.set_range(prefix)
                 record = None
                 while record is None and more and cursor.key().startswith(prefix):
@@ -471,13 +479,13 @@ class IndexDB:
         """Return some children of ``parent`` that begin with the same four tokens as ``tokens``, or that have
         fewer tokens and begin with these."""
         found: list[PageRecord] = []
-        prefixes = [tokens, *(tokens[:nbytes] for nbytes in range(BEGINNING - 4, 0, -4))]
+        links = [self._link(parent, identity, beginning) for beginning in beginnings(tokens)]
         with (
             _os_errors(),
             self._env.begin(db=self._pages) as txn,
             txn.cursor(self._children) as cursor,
         ):
-            for prefix in {child_prefix(parent, beginning): None for beginning in prefixes}:
+            for prefix in filter(None, links):
                 more = cursor.set_range(prefix)
                 while more and len(found) < _SIMILAR_TRIED and cursor.key().startswith(prefix):
                     record = self._child(txn, cursor.key(), parent, identity)
@@ -492,7 +500,16 @@ class IndexDB:
         record = decode(int.from_bytes(serial, "big"), data) if data is not None else None
         if record is None or record.parent != parent or record.identity != identity:
             return None
-        return record
+        return record if self.sealing is None else self.sealing.opened(record)
+
+    def _link(self, parent: int, identity: bytes, tokens: bytes, key: bytes = b"") -> bytes | None:
+        """Return the beginning of the links that lead to pages below ``parent``; None if there can be
+        none."""
+        if self.sealing is None:
+            return child_prefix(parent, tokens) + key
+        beginning = self.sealing.beginning(identity, parent, tokens)
+        name = self.sealing.key_name(identity, key) if key else b""
+        return child_prefix(parent, beginning) + name if beginning and name is not None else None
 
     def read_payload(self, record: PageRecord, view: memoryview) -> bool:
         """Copy an inline payload into ``view``. Return False if it is missing or incomplete."""
@@ -550,6 +567,18 @@ class IndexDB:
         with self._env.begin(write=True) as txn:
             for serial in serials:
                 IndexTransaction(txn, self._trees).delete(serial)
+
+    def forget_roots(self, serials: Sequence[int]) -> None:
+        """Delete these roots durably. No lookup reaches the pages below them any more, and the next opening
+        deletes those that are left."""
+        with _os_errors(), self._env.begin(write=True, db=self._roots) as txn:
+            for serial in serials:
+                txn.delete(page_key(serial))
+
+    def settle_free_pages(self) -> None:
+        """Commit until nothing that LMDB may return to after a crash refers to the pages freed so far."""
+        with _os_errors():
+            self._let_turns_pass()
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Give pages new places in the extents, durably: each new record, and the place that it had.

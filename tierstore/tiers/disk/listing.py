@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import StoreUnavailableError
-from tierstore.keys import TOKEN_BYTES, Identity
+from tierstore.keys import Identity
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory, StoreInUseError
 from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.index_file import check_index, stored_format
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
 from tierstore.tiers.disk.page_table import parent_rows
-from tierstore.tiers.disk.records import INLINE, stored_created_s, stored_tokens
+from tierstore.tiers.disk.records import INLINE, stored_created_s, stored_tokens, token_count
 from tierstore.tiers.disk.roots import identity_of, model_name_of
 
 _SERIAL_BYTES = 8
@@ -82,13 +82,15 @@ def list_store(path: Path) -> Listing:
         check_index(directory.index)
         with IndexDB(directory.index, map_bytes=0, read_only=True) as index_db:
             facts, roots, stored = index_db.facts(), index_db.roots(), index_db.get_meta(STORE)
+            meta = decode_meta(stored, path) if stored else None
+            sealed = meta is not None and bool(meta.keyring)
             rows = b"".join(
-                key + _HEAD.pack(stored_tokens(value) // TOKEN_BYTES, stored_created_s(value))
+                key + _HEAD.pack(token_count(stored_tokens(value), sealed=sealed), stored_created_s(value))
                 for key, value in index_db.entries(b"pages")
                 if len(key) == _SERIAL_BYTES
             )
         holdings, lost = _holdings(facts, np.frombuffer(rows, _HEADS_DTYPE), roots)
-        return _listing(path, decode_meta(stored, path) if stored else None, holdings, lost)
+        return _listing(path, meta, holdings, lost)
     except OSError as error:
         raise StoreUnavailableError(f"cannot read the store in {path}: {error.strerror or error}") from error
     finally:

@@ -30,7 +30,7 @@ from tierstore.tiers.disk.calibration import DiskCalibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.fitting import Fitted, evict_down_to, fit
-from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB
+from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, SEALED_FORMAT, Change, IndexDB
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
@@ -164,6 +164,7 @@ class StoreMeta(msgspec.Struct, kw_only=True):
     extent_bytes: int | None = None  # the extent space in whose slots the pages are …
     moving: bool = False  # … except for pages that this opening has moved to slots of another one
     codecs: list[str] = []  # codecs that may have encoded pages: each must be available
+    keyring: str = ""  # id of the keyring with the keys of its pages; empty: they are not encrypted
 
 
 @dataclass(slots=True)
@@ -191,9 +192,11 @@ def open_parts(
     io: FileIO,
     policy: Policy,
     codec: Codec | None = None,
+    keyring: str = "",
 ) -> OpenedParts:
     """Lock and open ``path``. Its index is checked before LMDB opens it. ``policy`` decides which pages leave
-    if there are too many for ``layout``. ``codec`` will be used for new pages.
+    if there are too many for ``layout``. ``codec`` will be used for new pages, and they will be encrypted
+    with the keys of the keyring with this id (empty: not encrypted).
 
     Raise :class:`StoreUnavailableError` for a directory that cannot be used; such a directory is not changed.
     """
@@ -202,7 +205,9 @@ def open_parts(
         refuse_other_formats(directory)
         index = check_index(directory.index) if stored_format(directory.index) is not None else None
         directory.sign()
-        return _Opening(directory, layout, inline_bytes, io_threads, io, index, policy, codec).parts()
+        return _Opening(
+            directory, layout, inline_bytes, io_threads, io, index, policy, codec, keyring
+        ).parts()
     except OSError as error:
         directory.release()
         raise StoreUnavailableError(
@@ -216,7 +221,7 @@ def open_parts(
 def refuse_other_formats(directory: StoreDirectory) -> None:
     """Raise :class:`StoreUnavailableError` for an index that this version cannot read."""
     found = stored_format(directory.index)
-    if found in (None, FORMAT, ENCODED_FORMAT):
+    if found in (None, FORMAT, ENCODED_FORMAT, SEALED_FORMAT):
         return
     if found == _MOVING_FORMAT:
         raise StoreUnavailableError(
@@ -224,10 +229,10 @@ def refuse_other_formats(directory: StoreDirectory) -> None:
             "ended: open the store once with that version, or remove the directory"
         )
     assert found is not None
-    if found > ENCODED_FORMAT:
+    if found > SEALED_FORMAT:
         raise StoreUnavailableError(
             f"{directory.path} was written by a newer tierstore (format {found}, this one knows "
-            f"{ENCODED_FORMAT}): upgrade tierstore, or give another directory"
+            f"{SEALED_FORMAT}): upgrade tierstore, or give another directory"
         )
     raise StoreUnavailableError(
         f"{directory.path} was written by an older tierstore (format {found}, this one knows {FORMAT}): "
@@ -260,9 +265,11 @@ class _Opening:
         index: IndexFile | None,
         policy: Policy,
         codec: Codec | None,
+        keyring: str,
     ) -> None:
         self._policy = policy
         self._codec = codec
+        self._keyring = keyring
         self._directory = directory
         self._layout = layout
         self._inline_bytes = inline_bytes
@@ -280,6 +287,8 @@ class _Opening:
             index_db = self._open_index(opened)
             stored = index_db.get_meta(STORE)
             before = decode_meta(stored, self._directory.path) if stored else None
+            if before is not None:
+                require_keyring(before, self._keyring, self._directory.path)
             if before is not None and self._share_out(index_db, before):
                 index_db.close()
                 index_db = self._open_index(opened)
@@ -351,7 +360,7 @@ class _Opening:
         meta.moving = False
         if self._codec is not None and self._codec.name not in meta.codecs:
             meta.codecs.append(self._codec.name)
-        index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
+        index_db.put_meta(_encoded(meta), format=_format(meta))
         # The names of the files must also survive a power loss.
         self._io.sync_directory(self._directory.path)
         self._io.sync_directory(self._directory.path.parent)
@@ -377,12 +386,14 @@ class _Opening:
             require_codecs(meta, self._directory.path)
             self._unit_before = meta.unit_bytes
             meta.unit_bytes = unit
+            meta.keyring = self._keyring
             return meta
         return StoreMeta(
             identity=uuid.uuid4().hex,
             created_s=time.time(),
             unit_bytes=unit,
             file_bytes=file_bytes(self._layout.extent_bytes),
+            keyring=self._keyring,
         )
 
     def _serials(self, index_db: IndexDB) -> Serials:
@@ -441,7 +452,7 @@ class _Opening:
         with IndexDB(self._directory.index, map_bytes=0) as index_db:
             found = _read_facts(index_db)
             # After a crash, the next opening must look where the pages are, even with another capacity.
-            index_db.put_meta(_encoded(replace_struct(meta, moving=True)), encoded=bool(meta.codecs))
+            index_db.put_meta(_encoded(replace_struct(meta, moving=True)), format=_format(meta))
             room = self._layout.extent_bytes
             space = SlabAllocator(room, unit_bytes=meta.unit_bytes) if room >= slot_bytes(1) else None
             self._fitted = fit(index_db, found.facts[found.good], extents, payloads, space, self._policy)
@@ -509,7 +520,7 @@ class _Opening:
             evict_down_to(int(total * share), total, page_table, self._policy)
             old.forget(sorted(serials.difference(page_table.places())))
         # Commit once more, since LMDB may return to its last state but one.
-        old.put_meta(_encoded(meta), encoded=bool(meta.codecs))
+        old.put_meta(_encoded(meta), format=_format(meta))
         try:
             IndexFile(self._directory.index).give_back_free_pages(self._io)
         except OSError as error:  # not every file system can do it; then fewer pages fit
@@ -523,7 +534,7 @@ class _Opening:
         ends = np.cumsum([index_cost(nbytes, place) for place, nbytes in map(places.__getitem__, serials)])
         done = copied = 0
         with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
-            new.put_meta(_encoded(meta), encoded=bool(meta.codecs))
+            new.put_meta(_encoded(meta), format=_format(meta))
             new.apply(Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick))
             while copied < len(serials):
                 free = most_bytes - self._directory.allocated_bytes() - _SPARE
@@ -590,6 +601,33 @@ def require_codecs(meta: StoreMeta, path: Path) -> None:
             codecs.by_name(name)
         except UsageError as error:
             raise StoreUnavailableError(f"{path} has pages encoded by a codec: {error}") from error
+
+
+def require_keyring(meta: StoreMeta, keyring: str, path: Path) -> None:
+    """Raise :class:`StoreUnavailableError` if a store with the keyring of this id (empty: none) would save or
+    serve pages in another form than the directory has. Log it if its pages need another keyring."""
+    if meta.keyring and not keyring:
+        raise StoreUnavailableError(
+            f"the pages in {path} are encrypted: give --disk-key (disk_key), or another directory"
+        )
+    if keyring and not meta.keyring:
+        raise StoreUnavailableError(
+            f"the pages in {path} are not encrypted, and would stay readable: remove the directory, give "
+            "another one, or leave --disk-key out"
+        )
+    if keyring != meta.keyring:
+        _log.warning(
+            "disk tier: the pages in %s were encrypted with another keyring (%s, not %s): they are misses",
+            path,
+            meta.keyring,
+            keyring,
+        )
+
+
+def _format(meta: StoreMeta) -> int:
+    if meta.keyring:
+        return SEALED_FORMAT
+    return ENCODED_FORMAT if meta.codecs else FORMAT
 
 
 def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:

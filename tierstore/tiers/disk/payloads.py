@@ -25,7 +25,7 @@ from tierstore.errors import UsageError
 from tierstore.memory import ALIGNMENT, Memory, address_of
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.io_threads import IOThreads
-from tierstore.tiers.disk.records import PageRecord
+from tierstore.tiers.disk.records import PageRecord, Removal
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import KIB, MIB, round_up
 
@@ -216,19 +216,31 @@ class _PieceHash:
             return self._hash.intdigest() if self._hashed == self._view.nbytes else None
 
 
+Unseal = Callable[[PageRecord, memoryview, memoryview], bool]
+"""Opens the sealed payload of a record (first view) into the second one. Returns False if it does not
+match."""
+
+
+def _unsealed(record: PageRecord, sealed: memoryview, out: memoryview) -> bool:
+    return False  # the directory is not encrypted
+
+
 class EncodedBuffer(PageBuffer):
-    """The buffer of an encoded page while it is read. The thread that completes it decodes it into ``page``.
-    ``checksum`` is the page's, and stays None if the bytes cannot be decoded.
+    """The buffer of an encoded or sealed page while it is read. The thread that completes it decodes it into
+    ``page``. ``checksum`` is the page's, and stays None if the bytes cannot be decoded.
 
     ``view`` has whole blocks, so more may be read than is decoded.
     """
 
-    __slots__ = ("_arrived", "_arrived_bytes", "_lock", "_page", "_record")
+    __slots__ = ("_arrived", "_arrived_bytes", "_lock", "_page", "_record", "_unseal")
 
-    def __init__(self, record: PageRecord, view: memoryview, page: memoryview) -> None:
+    def __init__(
+        self, record: PageRecord, view: memoryview, page: memoryview, unseal: Unseal = _unsealed
+    ) -> None:
         super().__init__(view)
         self._record = record
         self._page = page
+        self._unseal = unseal
         self._lock = threading.Lock()
         self._arrived: set[int] = set()  # starts of the pieces
         self._arrived_bytes = 0
@@ -243,9 +255,21 @@ class EncodedBuffer(PageBuffer):
                 self._arrived_bytes += stop - start
             whole = self._arrived_bytes == self.nbytes
         if whole:
-            codec = by_number(self._record.codec)
-            if codec is not None and codec.decode(self.view[: self._record.payload_bytes], self._page):
-                self.checksum = xxhash.xxh3_64_intdigest(self._page)
+            self.checksum = self._decoded()
+
+    def _decoded(self) -> int | None:
+        record, payload = self._record, self.view[: self._record.payload_bytes]
+        if record.seal:
+            opened = memoryview(bytearray(record.payload_bytes)) if record.codec else self._page
+            if not self._unseal(record, self.view[: record.room], opened):
+                return None
+            if not record.codec:
+                return record.checksum  # the seal has proved every byte
+            payload = opened
+        codec = by_number(record.codec)
+        if codec is None or not codec.decode(payload, self._page):
+            return None
+        return xxhash.xxh3_64_intdigest(self._page)
 
 
 class Staging:
@@ -279,6 +303,7 @@ _log = logging.getLogger(__name__)
 
 _STAGING_STEP = 64 * KIB
 _STAGING_BYTES = 64 * MIB
+_ERASED_AT_ONCE = 64  # pages
 _LEAST_REQUEST = 1 * MIB
 _MOST_REQUEST = 4 * MIB
 _WRITERS = 2  # two batches are usually written at the same time, and share the streams
@@ -302,6 +327,7 @@ class Payloads:
         self._extents = extents
         self._streams = io_threads
         self.read_mode = ReadMode(direct=True, streams=io_threads)
+        self.unseal: Unseal = _unsealed
         self._staging = Staging(_STAGING_BYTES)
         # Separate pools, so that demand reads never queue behind write-behind.
         self._readers = IOThreads(io_threads, name="tierstore-disk-read")
@@ -328,13 +354,24 @@ class Payloads:
             if not record.codec:
                 record.checksum = buffer.checksum
 
+    def erase(self, removed: Sequence[Removal]) -> None:
+        """Overwrite the payloads of these pages, whose places are still taken. Raise :class:`OSError` if that
+        fails."""
+        zeros = Memory(max(each.nbytes for each in removed), shared=False) if removed else None
+        for start in range(0, len(removed), _ERASED_AT_ONCE):
+            assert zeros is not None
+            some = removed[start : start + _ERASED_AT_ONCE]
+            blank = [PageRecord(0, 0, b"", b"", b"", each.nbytes, each.place) for each in some]
+            self.write([(record, zeros.view(0, record.nbytes)) for record in blank])
+
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
         """Fill the views, and return for each page whether it is complete and matches its checksum. With
-        ``encoded``, fill them with the payloads as they are on disk, which are verified as well."""
+        ``encoded``, fill them with the payloads as they are on disk, which are verified as well. (Of sealed
+        pages, only the stored records have payloads in this form.)"""
         # The whole room of each page, so that neighbours share a request, and one block of memory: mapping
         # many takes long.
         sizes = [
-            slot_bytes(record.nbytes if encoded else record.room) if record.codec else 0
+            slot_bytes(record.nbytes if encoded else record.room) if record.codec or record.seal else 0
             for record, _ in pages
         ]
         total = sum(sizes)
@@ -349,7 +386,7 @@ class Payloads:
             start = 0
             for (record, view), nbytes in zip(pages, sizes, strict=True):
                 own = staged.view(start, nbytes) if nbytes else view
-                buffers.append(_buffer(record, view, own, encoded))
+                buffers.append(self._buffer(record, view, own, encoded))
                 start += nbytes
             return self._read(pages, _ReadBatch(pages, buffers))
         finally:
@@ -414,19 +451,19 @@ class Payloads:
             _log.debug("disk tier: the kernel refused %d queued reads: %s", len(waiting), error)
         return [*left, *waiting.values()]
 
+    def _buffer(self, record: PageRecord, view: memoryview, own: memoryview, encoded: bool) -> PageBuffer:
+        """Return the buffer of a page that is read into ``view``. An encoded or sealed page has memory of its
+        ``own``."""
+        if not record.codec and not record.seal:
+            return PageBuffer(view)
+        if encoded:
+            return EncodedBuffer(record, view, own[: record.nbytes])
+        return EncodedBuffer(record, own, view, self.unseal)
+
     def close(self) -> None:
         """Wait for requests in flight, and stop the threads."""
         self._readers.close()
         self._writers.close()
-
-
-def _buffer(record: PageRecord, view: memoryview, own: memoryview, encoded: bool) -> PageBuffer:
-    """Return the buffer of a page that is read into ``view``. An encoded page has memory of its ``own``."""
-    if not record.codec:
-        return PageBuffer(view)
-    if encoded:
-        return EncodedBuffer(record, view, own[: record.nbytes])
-    return EncodedBuffer(record, own, view)
 
 
 class _ReadBatch:

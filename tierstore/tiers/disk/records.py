@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
+from tierstore.keys import TOKEN_BYTES
 from tierstore.memory import ALIGNMENT
 from tierstore.units import round_up
 
@@ -65,6 +66,7 @@ class PageRecord(Struct, gc=False):
     codec: int = 0  # number of the codec (tierstore/codec.py); 0: not encoded
     created_s: float = 0.0  # wall clock
     encoded_bytes: int = 0  # payload bytes of an encoded page
+    seal: bytes = b""  # opens the payload of an encrypted page (sealing.py); empty in the stored form
 
     @property
     def payload_bytes(self) -> int:
@@ -83,6 +85,15 @@ def room_for(encoded_bytes: int, nbytes: int) -> int:
     pages of one size use at most sixty classes (real ones use two), at a cost of 1 %."""
     step = max(nbytes // _STEPS // ALIGNMENT * ALIGNMENT, ALIGNMENT)
     return max(round_up(encoded_bytes, step), _LEAST_STEPS * step)
+
+
+SEALED_BYTES = 129  # that a sealed record has in its tokens' place besides the tokens (sealing.py)
+
+
+def token_count(nbytes: int, *, sealed: bool) -> int:
+    """Return the number of tokens that a stored record with ``nbytes`` in their place has. ``sealed``: the
+    directory is encrypted."""
+    return max(nbytes - SEALED_BYTES * sealed, 0) // TOKEN_BYTES
 
 
 _STEPS = 64
@@ -115,6 +126,8 @@ class Removal(NamedTuple):
     expired: bool = False
     cause: int = 0
     """Why it leaves, for the memory of departures; 0 if that is noted already."""
+    erased: bool = False
+    """Whether its payload is overwritten, because it was forgotten and no key was dropped with it."""
 
 
 def encode(record: PageRecord) -> bytes:
@@ -234,6 +247,12 @@ def payload_key(serial: int, piece: int) -> bytes:
 def child_prefix(parent: int, tokens: bytes) -> bytes:
     """Return the common prefix of the links to all children of ``parent`` that begin like ``tokens``."""
     return parent.to_bytes(8, "big") + tokens[:BEGINNING].ljust(BEGINNING, b"\0")
+
+
+def beginnings(tokens: bytes) -> list[bytes]:
+    """Return the beginnings under which a page may be entered that begins like ``tokens``: their first four
+    tokens, and fewer of them, for pages that have no more."""
+    return [tokens[:nbytes] for nbytes in range(min(len(tokens), BEGINNING), 0, -4)]
 
 
 def link_of(record: PageRecord) -> bytes:

@@ -67,6 +67,23 @@ class Serials:
             self._identities[identity.digest] = identity
         return serial
 
+    def identity(self, digest: bytes) -> Identity | None:
+        """Return the identity of a digest; None if it never had pages."""
+        return self._identities.get(digest)
+
+    def forget(self, digests: Iterable[bytes]) -> list[int]:
+        """Forget these identities. Return the serials of their roots. A later page gets a new root."""
+        with self._lock:
+            serials = []
+            for digest in digests:
+                serial = self._by_digest.pop(digest, None)
+                self._identities.pop(digest, None)
+                self._names.pop(digest, None)
+                if serial is not None:
+                    self._unwritten.pop(serial, None)
+                    serials.append(serial)
+            return serials
+
     def identities(self) -> dict[bytes, Identity]:
         """Return all identities that have a root, by digest."""
         return dict(self._identities)
@@ -88,7 +105,7 @@ class Serials:
         """Note that these roots are durable."""
         with self._lock:
             for serial in roots:
-                del self._unwritten[serial]
+                self._unwritten.pop(serial, None)  # it may have been forgotten meanwhile
 
 
 def identity_of(root: bytes) -> Identity | None:

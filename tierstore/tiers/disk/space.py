@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tierstore.errors import UsageError
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.index_db import IndexUsage
-from tierstore.tiers.disk.records import INLINE, PIECE_BYTES, PageRecord, Removal
+from tierstore.tiers.disk.records import INLINE, PIECE_BYTES, SEALED_BYTES, PageRecord, Removal
 from tierstore.tiers.slabs import Slab, SlabAllocator, best_run, slot_bytes
 from tierstore.units import GIB, KIB, MIB, format_size
 
@@ -70,8 +70,9 @@ class SpaceLayout:
         return SpaceLayout(self.capacity_bytes, index, min(self.payload_bytes, index), extents)
 
 
-def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> SpaceLayout:
-    """Divide a cap for a store that mostly writes pages of ``page_bytes``.
+def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int, sealed: bool = False) -> SpaceLayout:
+    """Divide a cap for a store that mostly writes pages of ``page_bytes``. ``sealed``: it will be encrypted,
+    and its records are larger.
 
     Raise :class:`UsageError` if not even one such page fits.
     """
@@ -85,7 +86,7 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> SpaceLa
         least = _LEAST_INDEX + 2 * page_bytes
     else:
         pages = room // slot_bytes(page_bytes)
-        records = pages * _RECORD_SHARE
+        records = pages * (_RECORD_SHARE + SEALED_BYTES * sealed)
         least = room // _LEAST_RECORDS_FRACTION
         trees = max(records + tree_headroom(records), least + min(least, _MOST_TREE_HEADROOM))
         payload = min(room // _SLACK_FRACTION, _MOST_SLACK)

@@ -27,13 +27,16 @@ from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
 from tierstore.tiers.disk.extents import VOLUME_FULL
 from tierstore.tiers.disk.index_db import Change
+from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
+from tierstore.tiers.disk.keyring import Keyring
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
-from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, beginnings
 from tierstore.tiers.disk.roots import identity_of
+from tierstore.tiers.disk.sealing import SealedPayloads, Sealing
 from tierstore.tiers.disk.space import Space, split
 from tierstore.units import KIB
 
@@ -120,7 +123,15 @@ class DiskTier:
     :meth:`commit` as removed. The caller ensures that no page is removed while it is being read.
     """
 
-    def __init__(self, parts: OpenedParts, in_flight: InFlightCalls, encoder: PageEncoder | None) -> None:
+    def __init__(
+        self,
+        parts: OpenedParts,
+        in_flight: InFlightCalls,
+        encoder: PageEncoder | None,
+        keyring: Keyring | None,
+        io: FileIO,
+    ) -> None:
+        self._io = io
         self.encoder = encoder  # encodes pages before they are written; None: pages are not encoded
         self.in_flight = in_flight  # the running calls, which show whether the disk still answers
         self._layout = parts.layout
@@ -136,6 +147,14 @@ class DiskTier:
         self.child_filter = ChildFilter(parts.index_db, in_flight)
         self.serials = parts.serials
         self.fitted = parts.fitted  # the result of a change of capacity at open
+        self.keyring = keyring
+        self._sealing: Sealing | None = None
+        self._sealed_payloads: SealedPayloads | None = None
+        if keyring is not None:
+            self._sealing = Sealing(keyring, parts.serials.identity)
+            self._sealed_payloads = SealedPayloads(self._sealing, parts.payloads)
+            parts.index_db.sealing = self._sealing
+            parts.payloads.unseal = self._sealing.open_payload
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
         self._closed = False
@@ -156,6 +175,7 @@ class DiskTier:
         codec: str = NONE,
         policy: str = DEFAULT_POLICY,
         io: FileIO | None = None,
+        keyring: Keyring | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
         """Open ``directory``; create it if it does not exist.
@@ -165,26 +185,34 @@ class DiskTier:
         per batch. ``codec`` (a name of :mod:`tierstore.codec`) is used for pages passed to :attr:`encoder`.
         Any of these may change from one opening to the next. If there are too many pages, those leave first
         that ``policy`` (a name of :data:`tierstore.policy.POLICIES`) ranks worst, and others are moved;
-        :attr:`fitted` has the numbers.
+        :attr:`fitted` has the numbers. With a ``keyring``, which the tier closes at its end, the pages are
+        encrypted (:mod:`tierstore.tiers.disk.sealing`).
 
         Raise :class:`~tierstore.errors.UsageError` for a capacity below one page or an unknown codec, and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
-        chosen = by_name(codec)
-        layout = split(capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes)
         in_flight = InFlightCalls(clock)
         watched = TrackedIO(io or QueuedIO(), in_flight)
-        parts = open_parts(
-            directory,
-            layout,
-            inline_bytes=inline_bytes,
-            io_threads=io_threads,
-            io=watched,
-            policy=POLICIES[policy](),
-            codec=chosen,
-        )
+        with ExitStack() as opened:
+            if keyring is not None:
+                opened.callback(keyring.close)
+            chosen = by_name(codec)
+            layout = split(
+                capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes, sealed=keyring is not None
+            )
+            parts = open_parts(
+                directory,
+                layout,
+                inline_bytes=inline_bytes,
+                io_threads=io_threads,
+                io=watched,
+                policy=POLICIES[policy](),
+                codec=chosen,
+                keyring=keyring.id if keyring is not None else "",
+            )
+            opened.pop_all()
         encoder = PageEncoder(chosen, inline_bytes=inline_bytes) if chosen is not None else None
-        return cls(parts, in_flight, encoder)
+        return cls(parts, in_flight, encoder, keyring, watched)
 
     def __enter__(self) -> DiskTier:
         return self
@@ -256,14 +284,27 @@ class DiskTier:
         return self._lookers.ask(look, seconds)
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
-        """Yield every page on disk by serial; the record is None if it is damaged. Reads the whole index."""
-        return self._index_db.scan()
+        """Yield every page on disk by serial; the record is None if it is damaged, or its key is gone. Reads
+        the whole index."""
+        return ((serial, self._opened(record)) for serial, record in self._index_db.scan())
 
     def records_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
         """Return a slice of :meth:`scan`: up to ``count`` pages from ``serial`` on. Raise :class:`OSError` if
         the disk fails."""
         with self.in_flight.call():
-            return self._index_db.records_from(serial, count)
+            found = self._index_db.records_from(serial, count)
+        return [(number, self._opened(record)) for number, record in found]
+
+    def may_lead(
+        self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
+    ) -> bool:
+        """Return whether the disk may have a page right below ``parent`` that has this key or, unless only
+        ``whole`` pages count, begins with the same four tokens. Does no I/O."""
+        if self._sealing is None:
+            return self.child_filter.may_lead(parent, *((key, ()) if whole else (None, beginnings(tokens))))
+        return self.child_filter.may_lead(
+            parent, *self._sealing.links(parent, identity, key, tokens, whole=whole)
+        )
 
     def root_serials(self) -> set[int]:
         """Return the serials that records of first pages have as parents. Raise :class:`OSError` if the disk
@@ -271,9 +312,10 @@ class DiskTier:
         with self.in_flight.call():
             return set(self._index_db.roots())
 
-    def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
-        """Return the record of each page; None if it is missing or damaged. Raise :class:`OSError` if the
-        disk fails."""
+    def stored_records(self, serials: Iterable[int]) -> list[PageRecord | None]:
+        """Return the record of each page as it is stored, for :meth:`read` and :meth:`write` with ``stored``
+        and for :meth:`relocate`; None if it is missing or damaged. Raise :class:`OSError` if the disk
+        fails."""
         with self.in_flight.call():
             return list(self._index_db.records(serials))
 
@@ -287,6 +329,11 @@ class DiskTier:
         """Reserve up to ``count`` places. Return fewer if there is no more room."""
         return self._space.reserve_many(nbytes, count)
 
+    def moment(self) -> bytes:
+        """Return the value of :attr:`PageRecord.seal` for a page that is about to be written. A page that was
+        placed before its tenant was forgotten, and is sealed after it, cannot be opened."""
+        return self._sealing.moment() if self._sealing is not None else b""
+
     def unreserve(self, place: int, nbytes: int) -> None:
         """Free a place that :meth:`reserve` returned and no :meth:`commit` has added."""
         self._unsynced.forget([place])
@@ -294,9 +341,10 @@ class DiskTier:
 
     # -- bytes ---------------------------------------------------------------------------------------
 
-    def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
+    def write(self, pages: Sequence[tuple[PageRecord, memoryview]], *, stored: bool = False) -> None:
         """Write payloads to their reserved places. For unencoded pages, also set ``record.checksum``. For
-        encoded pages, the payload is the codec's output, and the record is already complete.
+        encoded pages, the payload is the codec's output, and the record is already complete. In an encrypted
+        directory, also set ``record.seal``; ``stored`` records have payloads that are sealed already.
 
         Nothing is durable before :meth:`commit`. Views at addresses that are multiples of 4096 are written
         directly. Raise :class:`OSError` if the disk fails; no write to the places is then running any more.
@@ -310,22 +358,25 @@ class DiskTier:
                 record.checksum = xxhash.xxh3_64_intdigest(view)
         outside = [page for page in pages if page[0].place != INLINE]
         try:
-            self._payloads.write(outside)
+            if self._sealed_payloads is None or stored:
+                self._payloads.write(outside)
+            else:
+                self._sealed_payloads.write(pages)
         except OSError as error:
             if error.errno in VOLUME_FULL:  # from now on, pages are evicted for new ones
                 self.space.limit(self._extents.allocated_bytes)
             raise
         self._unsynced.written([record.place for record, _ in outside], begun)
 
-    def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
-        """Fill the views, and return for each page whether it is byte for byte as it was saved. With
-        ``encoded``, fill them with payloads, for :meth:`write` to another place.
+    def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, stored: bool = False) -> ReadBatch:
+        """Fill the views, and return for each page whether it is byte for byte as it was saved. Of ``stored``
+        records, fill them with the payloads as they are on disk, for :meth:`write` to another place.
 
         A failing disk raises nothing: failed and damaged pages are different outcomes.
         """
         outcomes = [PageRead.FAILED] * len(pages)
         outside = [index for index, (record, _) in enumerate(pages) if record.place != INLINE]
-        read = self._payloads.read([pages[index] for index in outside], encoded=encoded)
+        read = self._payloads.read([pages[index] for index in outside], encoded=stored)
         error = read.error
         for index, outcome in zip(outside, read.outcomes, strict=True):
             outcomes[index] = outcome
@@ -348,10 +399,17 @@ class DiskTier:
         return batch
 
     def _read_inline(self, record: PageRecord, view: memoryview) -> PageRead:
+        payload = memoryview(bytearray(record.nbytes)) if record.seal else view
         with self.in_flight.call():
-            found = self._index_db.read_payload(record, view)
-        whole = found and xxhash.xxh3_64_intdigest(view) == record.checksum
+            found = self._index_db.read_payload(record, payload)
+        if self._sealing is not None and record.seal:
+            whole = found and self._sealing.open_payload(record, payload, view)
+        else:
+            whole = found and xxhash.xxh3_64_intdigest(view) == record.checksum
         return PageRead.GOOD if whole else PageRead.DAMAGED
+
+    def _opened(self, record: PageRecord | None) -> PageRecord | None:
+        return record if self._sealing is None or record is None else self._sealing.opened(record)
 
     # -- commits -------------------------------------------------------------------------------------
 
@@ -372,7 +430,10 @@ class DiskTier:
         """
         with self._commit_lock:
             self._presence.require()
+            self._payloads.erase([each for each in removed if each.erased and each.place != INLINE])
             self._sync()
+            if self._sealing is not None:
+                added = [self._sealing.addition(record) for record, _ in added]
             records = [record for record, _ in added]
             self._unsynced.require(records)
             new = self.serials.unwritten()
@@ -390,7 +451,34 @@ class DiskTier:
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
+        if self._sealing is None:
             return change.left
+        return {serial: opened for serial, left in change.left.items() if (opened := self._opened(left))}
+
+    def forget_roots(self, serials: Sequence[int]) -> None:
+        """Delete roots that :attr:`serials` has forgotten: no lookup finds the pages below them from now on,
+        even after a restart. The pages stay until they are removed. Raise :class:`OSError` if the disk
+        fails."""
+        with self._commit_lock:
+            self._presence.require()
+            with self.in_flight.call():
+                self._index_db.forget_roots(serials)
+
+    def discard_freed(self) -> None:
+        """Free the blocks of index pages that hold only what was removed, so that they read as zeros. (LMDB
+        does not erase the unused part of a page that it keeps: a piece of a removed record may stay there.)
+        Raise :class:`OSError` if the disk fails, or the file system cannot do it."""
+        with self._commit_lock, self.in_flight.call():
+            self._index_db.settle_free_pages()
+            try:
+                IndexFile(self._index_db.path).give_back_free_pages(self._io)
+            except DamagedIndexError as error:
+                raise OSError(errno.EIO, str(error)) from error
+
+    def stored_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
+        """Return :meth:`records_from` as the pages are stored: also those without a key."""
+        with self.in_flight.call():
+            return self._index_db.records_from(serial, count)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Make it durable that pages are where :meth:`write` has copied them: each new record, and the place
@@ -427,8 +515,11 @@ class DiskTier:
             return b""
 
     def keep_departures(self, dump: bytes) -> None:
-        """Store the memory of pages that have left, for the next opening. Raise :class:`OSError` if there is
-        no room for it, or the disk fails."""
+        """Store the memory of pages that have left, for the next opening. Not in an encrypted directory: it
+        would tell whether a guessed prompt was there. Raise :class:`OSError` if there is no room for it, or
+        the disk fails."""
+        if self._sealing is not None:
+            return
         with self._commit_lock:
             self._presence.require()
             self._index_db.put_extra(_DEPARTURES, dump)
@@ -487,7 +578,7 @@ class DiskTier:
                     held += [places[serial]] if serial in places else []
                     continue
                 place = (record.place, record.room)
-                lead = self.child_filter.may_lead(record.parent, record.key, record.tokens, whole=True)
+                lead = self.child_filter.may_lead(record.parent, record.key, ())
                 assert lead, f"page {serial} is missing in the filter"
                 # A tombstone has no record, but a row in the page table while there are pages below it.
                 rooted = record.parent in serials or page_table.children(record.parent)
@@ -508,6 +599,8 @@ class DiskTier:
         self._closed = True
         with ExitStack() as closing:  # the last one first
             closing.callback(self._directory.release)
+            if self.keyring is not None:
+                closing.callback(self.keyring.close)
             closing.callback(self._index_db.close)
             closing.callback(self._extents.close)
             closing.callback(self._payloads.close)

@@ -10,23 +10,32 @@ from typing import Any
 from tierstore.keys import Identity
 from tierstore.memory import Memory
 from tierstore.tiers.disk import DiskTier, PageRead, PageRecord, PageUse
+from tierstore.tiers.disk.keyring import Keyring
 from tierstore.units import KIB, MIB, round_up
 
 MEMORY_BYTES = 24 * MIB
 IDENTITY = Identity("model", "layout")
+MASTER_KEY = bytes(range(32))  # of the keyring beside an encrypted shelf
 
 
 class Shelf:
     """Saves random pages and knows what must come back. One batch at a time, as a store's writer does it."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, *, encrypted: bool = False, **options: Any) -> None:
         self.path = path
+        self.keyring_path = path.with_name(f"{path.name}.ring") if encrypted else None
         self.options = {"capacity_bytes": 64 * MIB, "page_bytes": 64 * KIB, **options}
         self.saved: dict[int, tuple[PageRecord, bytes]] = {}  # serial -> what a commit has acknowledged
         self._memory = Memory(MEMORY_BYTES, shared=False)
         self._random = random.Random(0)
-        self.tier = DiskTier.open(path, **self.options)
+        self.tier = self._open()
         self.tick = self.tier.tick
+
+    def _open(self) -> DiskTier:
+        keyring = None
+        if self.keyring_path is not None:
+            keyring = Keyring.open(self.keyring_path, MASTER_KEY, directory=self.path)
+        return DiskTier.open(self.path, keyring=keyring, **self.options)
 
     def records(self) -> list[PageRecord]:
         """The pages that the tier knows of, parents before children."""
@@ -38,14 +47,21 @@ class Shelf:
         assert self.tier.page_table is not None
         return self.tier.page_table.use(serial)
 
-    def save(self, sizes: Sequence[int], *, parent: int = 0, chained: bool = False) -> list[PageRecord]:
+    def save(
+        self,
+        sizes: Sequence[int],
+        *,
+        parent: int = 0,
+        chained: bool = False,
+        identity: Identity = IDENTITY,
+    ) -> list[PageRecord]:
         """Reserve, write and commit one page per size; those that find no room are left out."""
         batch = []
         for nbytes, view in zip(sizes, self._views(sizes), strict=True):
             place = self.tier.reserve(nbytes)
             if place is None:
                 continue
-            record = self.record(nbytes, place, parent)
+            record = self.record(nbytes, place, parent, identity)
             view[:] = self._random.randbytes(nbytes)
             batch.append((record, view))
             parent = record.serial if chained else parent
@@ -61,14 +77,14 @@ class Shelf:
         self.saved.update({record.serial: (record, bytes(view)) for record, view in batch})
         return [record for record, _ in batch]
 
-    def record(self, nbytes: int, place: int, parent: int = 0) -> PageRecord:
-        parent = parent or self.tier.serials.add_root(IDENTITY)  # first: parents have lower serials
+    def record(self, nbytes: int, place: int, parent: int = 0, identity: Identity = IDENTITY) -> PageRecord:
+        parent = parent or self.tier.serials.add_root(identity)  # first: parents have lower serials
         serial = self.tier.serials.new()
         return PageRecord(
             serial=serial,
             parent=parent,
             key=self._random.randbytes(16),
-            identity=IDENTITY.digest,
+            identity=identity.digest,
             tokens=self._random.randbytes(256),
             nbytes=nbytes,
             place=place,
@@ -109,7 +125,7 @@ class Shelf:
         """Close, open again, and return the records found. Pages that were dropped are forgotten here too."""
         self.tier.close()
         self.options.update(options)
-        self.tier = DiskTier.open(self.path, **self.options)
+        self.tier = self._open()
         records = self.records()
         self.saved = {record.serial: (record, self.saved[record.serial][1]) for record in records}
         return records

@@ -52,8 +52,8 @@ def test_most_of_what_was_not_put_in_is_not_there(count):
 
 def leads(tier, record, tokens=None):
     """Whether the record may be there, for those who want whole pages and for those who do not."""
-    found = tier.child_filter.may_lead(record.parent, record.key, record.tokens, whole=True)
-    similar = tier.child_filter.may_lead(record.parent, None, tokens or record.tokens, whole=False)
+    found = tier.may_lead(record.parent, record.identity, record.key, record.tokens, whole=True)
+    similar = tier.may_lead(record.parent, record.identity, None, tokens or record.tokens, whole=False)
     return found, similar
 
 
@@ -81,13 +81,13 @@ def test_a_tail_is_found_by_its_beginning_and_by_what_it_begins_with(open_shelf)
     shelf.saved[short.serial] = (short, bytes(SMALL))
 
     def similar(tokens):
-        return shelf.tier.child_filter.may_lead(first.serial, None, tokens, whole=False)
+        return shelf.tier.may_lead(first.serial, first.identity, None, tokens, whole=False)
 
     assert similar(short.tokens)
     assert similar(short.tokens + bytes(64))
     assert not similar(short.tokens[:4] + bytes(range(60)))
     assert not similar(b"")  # the prompt ends here
-    assert not shelf.tier.child_filter.may_lead(first.serial, None, short.tokens, whole=True)
+    assert not shelf.tier.may_lead(first.serial, first.identity, None, short.tokens, whole=True)
 
 
 def test_a_filter_that_is_full_is_made_anew_without_what_has_left(open_shelf, monkeypatch):
@@ -131,7 +131,7 @@ def test_what_is_added_while_the_index_is_read_is_there(open_shelf, monkeypatch)
     slow = shelf.tier.child_filter = ChildFilter(Slow(), shelf.tier.in_flight)
     while slow._filter is None:
         if read.acquire(timeout=0.01):
-            assert slow.may_lead(1, bytes(16), bytes(16), whole=True)  # nothing is known yet
+            assert slow.may_lead(1, bytes(16), ())  # nothing is known yet
             shelf.save([SMALL])
             go_on.release()
     for record, _ in shelf.saved.values():
@@ -148,5 +148,5 @@ def test_an_index_that_cannot_be_read_spares_nothing(open_shelf, caplog):
     broken = ChildFilter(Unreadable(), shelf.tier.in_flight)
     broken.wait()
     broken.add([page(1, bytes(16), bytes(256))])
-    assert broken.may_lead(1, bytes(16), bytes(16), whole=True)
+    assert broken.may_lead(1, bytes(16), ())
     assert "could not be read" in caplog.text

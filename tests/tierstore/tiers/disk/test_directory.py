@@ -18,7 +18,7 @@ import pytest
 from tierstore.errors import StoreUnavailableError, TierStoreError
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.disk.fsck import fsck
-from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT
+from tierstore.tiers.disk.index_db import FORMAT, SEALED_FORMAT
 from tierstore.units import KIB, MIB
 
 OPTIONS = {"capacity_bytes": 4 * MIB, "page_bytes": 64 * KIB}
@@ -140,7 +140,7 @@ def test_a_forked_child_does_not_hold_the_directory(open_shelf, path):
 
 @pytest.mark.parametrize(
     ("found", "advice"),
-    [(ENCODED_FORMAT + 1, "newer tierstore .* upgrade"), (FORMAT - 1, "older tierstore .* remove")],
+    [(SEALED_FORMAT + 1, "newer tierstore .* upgrade"), (FORMAT - 1, "older tierstore .* remove")],
 )
 def test_another_format_is_refused_untouched(open_shelf, path, found, advice):
     open_shelf().save([64 * KIB, 4 * KIB])

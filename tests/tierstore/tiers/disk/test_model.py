@@ -19,10 +19,12 @@ SIZES = st.sampled_from([1, 100, 4 * KIB, 9000, 16 * KIB, 20_000, 64 * KIB, 65_0
 
 
 class TierAgainstDict(RuleBasedStateMachine):
+    encrypted = False
+
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
-        self.shelf = Shelf(self.root / "store", capacity_bytes=6 * MIB)
+        self.shelf = Shelf(self.root / "store", encrypted=self.encrypted, capacity_bytes=6 * MIB)
         self.used: dict[int, PageUse] = {}
 
     @rule(sizes=st.lists(SIZES, min_size=1, max_size=8), chained=st.booleans(), data=st.data())

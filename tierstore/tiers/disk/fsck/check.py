@@ -159,7 +159,7 @@ class _Check:
                 raise DamagedIndexError(self._directory.index, "it does not name its store")
             self._meta = decode_meta(stored, self._directory.path)
             require_codecs(self._meta, self._directory.path)
-            records = read_records(index_db)
+            records = read_records(index_db, sealed=bool(self._meta.keyring))
             files = ExtentFileSet.of(self._directory, self._meta.file_bytes)
             removed = np.isin(records.rows["codec"], list(REMOVED.values()))
             possible = np.flatnonzero(~impossible(records.rows) & ~removed)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.keys import TOKEN_BYTES, Identity
+from tierstore.keys import Identity
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, PageName
 from tierstore.tiers.disk.index_db import IndexDB, Misfiled
@@ -41,6 +41,7 @@ from tierstore.tiers.disk.records import (
     encode_facts,
     link_of,
     stored_tokens,
+    token_count,
 )
 from tierstore.tiers.disk.roots import identity_of
 
@@ -193,8 +194,9 @@ def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
     )
 
 
-def read_records(index_db: IndexDB) -> Records:
-    """Read the tree of records. Raise :class:`OSError` if the disk fails."""
+def read_records(index_db: IndexDB, *, sealed: bool) -> Records:
+    """Read the tree of records. ``sealed``: the directory is encrypted. Raise :class:`OSError` if the disk
+    fails."""
     misfiled = index_db.misfiled(b"pages")
     odd: list[tuple[bytes, bytes]] = []
     packed = bytearray()
@@ -208,7 +210,7 @@ def read_records(index_db: IndexDB) -> Records:
         data = bytes(value)
         record = decode(serial, data)
         if record is None or not _is_possible(record):
-            damaged[serial] = stored_tokens(data) // TOKEN_BYTES
+            damaged[serial] = token_count(stored_tokens(data), sealed=sealed)
             continue
         packed += _ROW.pack(
             serial,
@@ -220,7 +222,7 @@ def read_records(index_db: IndexDB) -> Records:
             record.codec,
             record.checksum,
             numbers.setdefault(record.identity, len(numbers)),
-            len(record.tokens) // TOKEN_BYTES,
+            token_count(len(record.tokens), sealed=sealed),
             record.created_s,
             link_of(record),
         )

@@ -1,0 +1,485 @@
+"""Forgotten tenants, models and sessions: what is left of them in memory, on disk, and in earlier copies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from tests.portions import portion
+from tests.small_store import SPEC, load_bytes, pages_of
+from tierstore import Identity, KVSpec, Prompt, UsageError
+from tierstore.core.backend import LocalBackend
+from tierstore.core.clients import Client
+from tierstore.errors import StoreUnavailableError
+from tierstore.keys import nested_tenant
+from tierstore.tiers.disk.index_db import IndexDB
+from tierstore.types import Forgettable
+from tierstore.units import KIB, MIB
+
+pytest.importorskip("cryptography")
+
+from tierstore.tiers.disk.keyring import Keyring, Scope, make_master_key, read_master_key
+
+TENANTS = ("acme", "globex")
+MODEL = "a model"
+CHUNK = SPEC.chunk_tokens
+WAIT_S = 60.0
+
+
+class Place:
+    """A directory for a store, and its keys."""
+
+    def __init__(self, root: Path, *, encrypted: bool, inline: bool) -> None:
+        self.root = root
+        self.encrypted = encrypted
+        self.inline = inline
+        self.disk = root / "disk"
+        if encrypted:
+            make_master_key(root / "key")
+
+    def open(self, path: Path | None = None, **options) -> tierstore.Store:
+        if self.encrypted:
+            options["disk_key"] = str(self.root / "key")
+        return tierstore.open(
+            path or self.disk,
+            SPEC,
+            host_bytes=2 * MIB,
+            disk_bytes=8 * MIB,
+            inline_bytes=16 * KIB if self.inline else 0,
+            **options,
+        )
+
+    def keyring(self) -> Keyring:
+        return Keyring.open(self.root / "key.ring", read_master_key(str(self.root / "key")))
+
+
+@pytest.fixture(params=[(True, False), (True, True), (False, False), (False, True)], ids=str)
+def place(request, tmp_path):
+    encrypted, inline = request.param
+    return Place(tmp_path, encrypted=encrypted, inline=inline)
+
+
+@pytest.fixture
+def encrypted(tmp_path):
+    return Place(tmp_path, encrypted=True, inline=False)
+
+
+def tokens_of(tenant, number=0, count=70):
+    return [1_000_000 * (1 + TENANTS.index(tenant)) + 1000 * number + at for at in range(count)]
+
+
+def prompt_of(tenant, number=0, model=MODEL):
+    identity = Identity.of(SPEC, model=model, tenant=tenant)
+    return Prompt(identity, tokens_of(tenant, number), chunk_tokens=CHUNK)
+
+
+def save(store, tenant, number=0, **options):
+    prompt = prompt_of(tenant, number)
+    return store.save(prompt, pages_of(tokens_of(tenant, number)), **options)
+
+
+def fill(store):
+    for tenant in TENANTS:
+        for number in range(4):
+            assert save(store, tenant, number).wait(WAIT_S) == 70
+    assert store.flush(WAIT_S)
+
+
+def held(store, tenant):
+    """How many tokens of the tenant's prompts can be loaded, each byte of them right."""
+    total = 0
+    for number in range(4):
+        with store.lookup(prompt_of(tenant, number)) as hit:
+            tokens, pages = load_bytes(store, hit)
+        assert pages[: tokens // CHUNK] == pages_of(tokens_of(tenant, number))[: tokens // CHUNK]
+        total += tokens
+    return total
+
+
+def kv_of(tenant):
+    """Bytes of each whole page of a tenant."""
+    for number in range(4):
+        for page in pages_of(tokens_of(tenant, number, 64)):
+            yield page[:256]
+            yield page[-256:]
+
+
+def tokens_in(tenant):
+    """Bytes of each chunk's tokens."""
+    for number in range(4):
+        for chunk in prompt_of(tenant, number).chunks():
+            yield chunk
+            yield chunk[16:48]
+
+
+def raw(*paths):
+    return b"".join(file.read_bytes() for path in paths for file in sorted(path.rglob("*")) if file.is_file())
+
+
+def test_nothing_of_a_forgotten_tenant_is_left(place):
+    """In memory at once, on disk when the call has returned, and in the files when the clean-up has ended."""
+    with place.open() as store:
+        fill(store)
+        data = raw(place.disk)
+        for secrets in (kv_of("acme"), tokens_in("acme")):
+            assert any(secret in data for secret in secrets) == (not place.encrypted)
+        receipt = store.forget(tenant="acme")
+        assert (receipt.tenant, receipt.model, receipt.session) == ("acme", None, None)
+        assert (receipt.identities, receipt.host_pages) == (1, 20)
+        assert receipt.encrypted == place.encrypted
+        assert receipt.keys == place.encrypted
+        assert held(store, "acme") == 0
+        assert held(store, "globex") == 280
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        store.check()
+        assert store.stats().tiers["disk"].pages == 20
+        assert save(store, "acme").wait(WAIT_S) == 70  # saved anew
+        store.evict("host")
+        assert held(store, "acme") == 70
+        assert store.forget(tenant="acme").host_pages >= 5
+        assert store.backend.core.forgetting.wait(WAIT_S)
+    data = raw(place.disk)
+    if place.encrypted:
+        assert not any(secret in data for secret in tokens_in("acme"))
+    if place.encrypted or not place.inline:  # LMDB leaves pieces of what was in the index
+        assert not any(secret in data for secret in kv_of("acme"))
+    with place.open() as store:
+        store.evict("host")
+        assert held(store, "acme") == 0
+        assert held(store, "globex") == 280
+        store.check()
+
+
+def test_a_copy_made_before_cannot_be_read_with_todays_keyring(encrypted):
+    with encrypted.open() as store:
+        fill(store)
+    copy = encrypted.disk.with_name("copy")
+    shutil.copytree(encrypted.disk, copy)
+    with encrypted.open(copy) as store:
+        assert held(store, "acme") == 280, "the copy is good as long as there are keys"
+    with encrypted.open() as store:
+        assert store.forget(tenant="acme").keys == 1
+    with encrypted.open(copy) as store:
+        assert held(store, "acme") == 0
+        assert held(store, "globex") == 280
+        store.check()
+
+
+@pytest.mark.parametrize("wanted", [{"model": MODEL}, {"tenant": "acme", "model": MODEL}], ids=str)
+def test_a_model_is_forgotten_of_all_tenants_or_of_one(encrypted, wanted):
+    with encrypted.open() as store:
+        fill(store)
+        other = prompt_of("acme", 9, model="another model")
+        store.save(other, pages_of(tokens_of("acme", 9))).wait(WAIT_S)
+        receipt = store.forget(**wanted)
+        assert receipt.keys == receipt.identities == (1 if "tenant" in wanted else 2)
+        assert held(store, "acme") == 0
+        assert held(store, "globex") == (280 if "tenant" in wanted else 0)
+        assert store.lookup(other).tokens == 70
+
+
+def test_pins_do_not_keep_what_is_forgotten(place):
+    with place.open() as store:
+        fill(store)
+        assert store.pin(prompt_of("acme")) == store.pin(prompt_of("globex")) == 64
+        store.forget(tenant="acme")
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        tree = store.backend.core.state.index.tree
+        assert {page.identity for page in tree.walk()} == {prompt_of("globex").identity.digest}
+        store.check()
+        assert (store.unpin(prompt_of("acme")), store.unpin(prompt_of("globex"))) == (0, 64)
+
+
+def test_a_client_with_a_tenant_forgets_only_its_own(encrypted):
+    with encrypted.open() as store:
+        core = store.backend.core
+        for outer in TENANTS:
+            for inner in ("one", "two"):
+                identity = Identity.of(SPEC, model=MODEL, tenant=nested_tenant(outer, inner))
+                prompt = Prompt(identity, tokens_of(outer), chunk_tokens=CHUNK)
+                assert store.save(prompt, pages_of(tokens_of(outer))).wait(WAIT_S) == 70
+        assert store.flush(WAIT_S)
+        client = LocalBackend(core, client=Client("client", True, "acme"))
+        assert client.forget(tenant="one").keys == 1
+        assert client.forget(tenant="globex").keys == 0
+        assert client.forget(model=MODEL).keys == 1
+        assert len(core.disk.keyring) == 2
+        client.end()
+        assert store.forget(tenant="globex").keys == 2
+
+
+def test_a_forget_does_not_wait_for_the_pages_on_disk(encrypted, monkeypatch):
+    """However many there are: it returns, and nothing is found, while none of their records was read."""
+    go_on = threading.Event()
+    with encrypted.open() as store:
+        fill(store)
+        disk = store.backend.core.disk
+        look = disk.stored_from
+
+        def wait_and_look(serial, count):
+            assert go_on.wait(WAIT_S)
+            return look(serial, count)
+
+        monkeypatch.setattr(disk, "stored_from", wait_and_look)
+        assert store.forget(tenant="acme").keys == 1
+        assert disk.pages == 40 or store.stats().tiers["disk"].pages >= 20
+        assert held(store, "acme") == 0
+        go_on.set()
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        assert disk.pages == 20
+
+
+def test_pages_in_use_leave_with_their_last_holder(place):
+    with place.open() as store:
+        fill(store)
+        hit = store.lookup(prompt_of("acme"))
+        assert hit.tokens == 70
+        store.forget(tenant="acme")
+        assert load_bytes(store, hit)[0] == 0
+        hit.release()
+        assert store.lookup(prompt_of("acme")).tokens == 0
+        store.check()  # waits until the others have left
+        assert store.stats().tiers["host"].pages == 20
+
+
+@pytest.mark.parametrize("step", ["take", "write", "commit"])
+def test_a_forget_while_the_tenants_pages_are_written(place, monkeypatch, step):
+    """At each step of the writer: nothing of them can be found, or decrypted, afterwards."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def pausing(work: Callable) -> Callable:
+        def paused(*args, **kwargs):
+            if not reached.is_set():
+                reached.set()
+                assert go_on.wait(WAIT_S)
+            return work(*args, **kwargs)
+
+        return paused
+
+    with place.open() as store:
+        core = store.backend.core
+        assert save(store, "globex").wait(WAIT_S) == 70
+        assert store.flush(WAIT_S)
+        where, name = {
+            "take": (core.write_behind, "_encode"),
+            "write": (core.disk, "write"),
+            "commit": (core.disk, "commit"),
+        }[step]
+        monkeypatch.setattr(where, name, pausing(getattr(where, name)))
+        for number in range(4):
+            assert save(store, "acme", number).wait(WAIT_S) == 70
+        assert reached.wait(WAIT_S)
+        if step == "commit":  # which holds the lock that a forget needs at its end
+            core.disk._commit_lock = threading.Lock()
+        store.forget(tenant="acme")
+        go_on.set()
+        assert store.flush(WAIT_S)
+        assert held(store, "acme") == 0
+        assert core.forgetting.wait(WAIT_S)
+        store.forget(tenant="nobody")  # its clean-up comes after the last commit
+        assert core.forgetting.wait(WAIT_S)
+        store.check()
+    if place.encrypted:
+        ring = place.keyring()
+        assert ring.find(Scope("acme", MODEL)) is None
+        ring.close()
+    with place.open() as store:
+        assert held(store, "acme") == 0
+
+
+def test_a_long_prompt_leaves_with_the_lease_on_its_end(tmp_path):
+    """More pages than Python may have calls within each other."""
+    pages = 1200
+    tokens = list(range(pages * 16))
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=16)  # 1 KiB pages
+    with tierstore.open(None, spec, host_bytes=8 * MIB) as store:
+        assert store.save(tokens, [bytes(spec.page_bytes)] * pages).wait(WAIT_S) == len(tokens)
+        hit = store.lookup(tokens)
+        assert hit.tokens == len(tokens)
+        assert store.forget(model="default").host_pages == pages
+        assert store.lookup(tokens).tokens == 0
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        assert store.stats().tiers["host"].pages == pages
+        hit.release()
+        assert store.stats().tiers["host"].pages == 0
+        store.check()
+
+
+def test_a_session_is_overwritten_also_in_an_encrypted_store(place):
+    with place.open() as store:
+        shared = tokens_of("acme", 0, 32)
+        own = [*shared, *tokens_of("acme", 1, 32)]
+        identity = Identity.of(SPEC, model=MODEL, tenant="acme")
+
+        def prompt(tokens):
+            return Prompt(identity, tokens, chunk_tokens=CHUNK)
+
+        store.save(prompt(shared), pages_of(shared)).wait(WAIT_S)
+        store.save(prompt(own), pages_of(own), session="private").wait(WAIT_S)
+        assert store.flush(WAIT_S)
+        disk = store.backend.core.disk
+        serials = [record.serial for _, record in disk.scan() if record is not None]
+        payloads = [_payload(disk, serial) for serial in serials[2:]]
+        assert len(payloads) == 2
+        receipt = store.forget(session="private")
+        assert (receipt.host_pages, receipt.keys) == (2, 0)
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        assert store.lookup(prompt(own)).tokens == 32
+        store.check()
+    data = raw(place.disk / "extents")
+    for payload in payloads:
+        assert payload[:512] not in data
+
+
+def _payload(disk, serial):
+    [record] = disk.stored_records([serial])
+    view = memoryview(bytearray(record.nbytes))
+    assert disk.read([(record, view)], stored=True).all_good
+    return bytes(view)
+
+
+# -- killed at every write point ---------------------------------------------------------------------------
+
+
+class KilledAt:
+    """Kills this process at its ``last`` write point, before it or after it."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.points = 0
+
+    def point(self) -> None:
+        self.points += 1
+        if self.points == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, owner, name: str) -> None:
+        work = getattr(owner, name)
+
+        def around(*args, **kwargs):
+            self.point()
+            result = work(*args, **kwargs)
+            self.point()
+            return result
+
+        setattr(owner, name, around)
+
+
+def forget_and_die(place: Place, last: int, told: int) -> None:
+    """In a forked process: forget a tenant, and be killed at write point ``last``."""
+    store = place.open()
+    store.backend.core.disk.wait_scanned()
+    killed = KilledAt(last)
+    for name in ("pwrite", "pwritev", "fdatasync", "fsync"):
+        killed.around(os, name)
+    for name in ("forget_roots", "apply", "_let_turns_pass"):
+        killed.around(IndexDB, name)
+    store.forget(tenant="acme")
+    os.write(told, b"returned")
+    store.backend.core.forgetting.wait()
+    store.close()
+
+
+def run_killed(place, last):
+    """Return whether the forget had returned, and whether the process was killed."""
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            forget_and_die(place, last, there)
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as told:
+        returned = told.read() == b"returned"
+    _, status = os.waitpid(child, 0)
+    return returned, os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("step", portion(7, 1))
+@pytest.mark.timeout(1800)
+def test_a_forgotten_tenant_is_gone_after_kill_9_at_any_write_point(tmp_path, step):
+    encrypted = Place(tmp_path, encrypted=True, inline=False)
+    with encrypted.open() as store:
+        fill(store)
+    names = ("disk", "key.ring")
+    for name in names:
+        _copy(tmp_path / name, tmp_path / f"before {name}")
+    last, outcomes = 1, set()
+    while True:
+        for name in names:
+            _copy(tmp_path / f"before {name}", tmp_path / name)
+        returned, killed = run_killed(encrypted, last)
+        outcomes.add(returned)
+        ring = encrypted.keyring()
+        key = ring.find(Scope("acme", MODEL))
+        ring.close()
+        if returned:
+            assert key is None, f"killed at {last}: the key is there"
+        with encrypted.open() as store:
+            there = held(store, "acme")
+            assert there in ((0,) if returned or key is None else (0, 280)), f"killed at {last}"
+            assert held(store, "globex") == 280
+            if not returned:  # a forget that did not return is done again
+                store.forget(tenant="acme")
+                assert held(store, "acme") == 0
+            store.check()
+        _copy(tmp_path / "before disk", tmp_path / "disk")  # a copy from before, with the keyring of today
+        with encrypted.open() as store:
+            assert held(store, "acme") == 0, f"killed at {last}: an old copy can be read"
+            assert held(store, "globex") == 280
+        if not killed:
+            break
+        last += step
+    assert last > 10, "there were fewer write points than thought"
+    assert outcomes == {False, True}
+
+
+def _copy(path, to):
+    if path.is_dir():
+        shutil.rmtree(to, ignore_errors=True)
+        shutil.copytree(path, to)
+    else:
+        shutil.copy(path, to)
+
+
+# -- what to forget ----------------------------------------------------------------------------------------
+
+
+def test_a_clients_tenant_covers_those_that_it_distinguishes():
+    inner = nested_tenant("acme", "user 1")
+    assert Forgettable(tenant="acme").covers(inner, "m")
+    assert Forgettable(tenant=inner).covers(inner, "m")
+    assert not Forgettable(tenant=inner).covers(nested_tenant("acme", "user 2"), "m")
+    assert not Forgettable(tenant="user 1").covers(inner, "m")
+    assert not Forgettable(tenant="acme").covers('["acme"]', "m")
+    assert not Forgettable(tenant="").covers(inner, "m")
+    assert Forgettable(model="m").covers(inner, "n", "m")
+    for wrong in ({}, {"session": "a", "model": "b"}, {"tenant": 5}, {"session": ""}):
+        with pytest.raises(UsageError):
+            Forgettable(**wrong)
+
+
+def test_a_keyring_that_cannot_be_written_is_reported(encrypted, monkeypatch):
+    with encrypted.open() as store:
+        fill(store)
+
+        def fails(fd):
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fails)
+            with pytest.raises(StoreUnavailableError, match="not everything is forgotten: Input"):
+                store.forget(tenant="acme")
+        assert held(store, "acme") == 0
+        receipt = store.forget(tenant="acme")
+        assert asdict(receipt)["keys"] == 1
+        assert held(store, "acme") == 0

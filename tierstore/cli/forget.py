@@ -1,0 +1,106 @@
+"""``tierstore forget``: erase a tenant, a model or a session from a daemon."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from tierstore.cli import show
+from tierstore.cli.operator import ConnectOptions
+from tierstore.command_line import with_options
+from tierstore.types import Forgettable
+
+if TYPE_CHECKING:
+    from tierstore.packs.signing import Signer
+    from tierstore.types import ForgetReceipt
+
+_PATIENCE_S = 60.0
+
+
+@with_options
+def command(
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            "--tenant",
+            metavar="NAME",
+            help="Forget this tenant: the name of a client's key, or that of an identity",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME", help="Forget this model, of --tenant or of all", show_default=False
+        ),
+    ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="NAME",
+            help="Forget the pages that only this session has used",
+            show_default=False,
+        ),
+    ] = None,
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            "--sign",
+            metavar="FILE",
+            help="Sign the receipt with this .pem key of `tierstore pack keygen`",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
+    *,
+    where: ConnectOptions,
+) -> None:
+    """Erase everything of a tenant, a model or a session from a daemon's memory and disk.
+
+    With --disk-key, the keys are gone when this returns, and so is every way to read the pages on disk, or in
+    a copy of the directory. Without it, the pages are not found any more, and are overwritten in the
+    background. Pages in the HBM of engines stay until these forget them. docs/encryption.md says what cannot
+    be promised."""
+    from tierstore.packs.signing import Signer
+    from tierstore.wire import messages
+
+    what = Forgettable(tenant, model, session)
+    signer = Signer.read(sign) if sign is not None else Signer()
+    with where.operator() as operator:
+        forget = messages.Forget(0, what.tenant, what.model, what.session)
+        receipt = operator.ask(forget, messages.Forgotten, wait_s=_PATIENCE_S).receipt
+    if json or sign is not None:
+        show.write_json(to_json(receipt, signer))
+    else:
+        show.line(_summary(receipt))
+
+
+def to_json(receipt: ForgetReceipt, signer: Signer) -> dict[str, object]:
+    """Return the document of ``--json``. The signature is Ed25519 over the SHA-256 of ``receipt`` as JSON
+    with sorted keys and without spaces; empty without a key."""
+    document = asdict(receipt)
+    digest = receipt_digest(document)
+    signature = signer.sign(digest).hex() if signer.key is not None else ""
+    return {"receipt": document, "signer": signer.public.hex() if signature else "", "signature": signature}
+
+
+def receipt_digest(document: dict[str, object]) -> bytes:
+    """Return what a signature of a receipt is over."""
+    from hashlib import sha256
+
+    return sha256(msgspec.json.encode(dict(sorted(document.items())))).digest()
+
+
+def _summary(receipt: ForgetReceipt) -> str:
+    parts = {"tenant": receipt.tenant, "model": receipt.model, "session": receipt.session}
+    what = ", ".join(f"{name} {value!r}" for name, value in parts.items() if value is not None)
+    disk = f"{receipt.keys:,} keys dropped" if receipt.encrypted else "the disk is not encrypted"
+    return (
+        f"forgot {what} in {receipt.took_s:.2f} s: {receipt.identities:,} identities, "
+        f"{receipt.host_pages:,} pages in host memory, {disk}"
+    )

@@ -1,0 +1,295 @@
+"""Forget tenants, models and sessions, in host memory and on disk.
+
+A forget first acts on what can be served, then on what can be read from the disk, and cleans up at last:
+
+1. **Memory.** Copies of the pages are marked as damaged, so that nothing finds them any more.
+2. **Keys.** In an encrypted store, the tenant's or model's data keys are dropped from the keyring, durably.
+3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup reaches a
+   page without its root, and the next opening removes such pages. This is why a forget takes the same time
+   for one page and for a terabyte on disk.
+4. **Pages.** A thread drops the marked copies. Those in use, by a load or by a write that is under way, leave
+   with their last holder. Then the thread removes the pages from the disk, by and by. Without encryption,
+   their payloads in the extents are overwritten before, and index pages that are free afterwards are
+   discarded.
+
+The call returns after the third step. A save that is running may end after it: it is a save like any later
+one. A page that was placed on disk before the keys were dropped, and is sealed after that, gets a random key
+that is not kept (``DiskTier.moment``).
+
+A session's pages are those that no other session has used (:mod:`tierstore.index.sessions`). They share their
+tenant's key, so they are overwritten also in an encrypted store. Sessions are known in memory only, for as
+long as the process runs. For a session that must be forgotten later, or with its key, give its identity a
+``tenant`` of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tierstore.core.departures import Cause
+from tierstore.core.quotas import Pins
+from tierstore.core.state import StoreState
+from tierstore.errors import StoreUnavailableError
+from tierstore.index import Page, Tier
+from tierstore.keys import Identity
+from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk.keyring import Scope, scope_name
+from tierstore.types import ForgetReceipt, Forgettable
+
+_log = logging.getLogger(__name__)
+
+_MARKED_AT_ONCE = 4096  # pages under one hold of the lock: takes some milliseconds
+_AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
+_READ_AT_ONCE = 4096  # records
+_MOST_UNCOMMITTED = 4096  # removals that wait for a commit
+
+
+class Forgetting:
+    """Forgets pages of one core. Thread-safe. ``registered`` are the identities of clients, by digest."""
+
+    def __init__(
+        self, state: StoreState, disk: DiskTier | None, registered: dict[bytes, Identity], pins: Pins
+    ) -> None:
+        self._state = state
+        self._pins = pins
+        self._disk = disk
+        self._registered = registered
+        self._one = threading.Lock()  # held while something is forgotten, and while the disk is cleaned up
+        self._closing = False
+        self._cleaners: list[threading.Thread] = []
+
+    def forget(self, what: Forgettable) -> ForgetReceipt:
+        """Forget everything that ``what`` covers. Blocks, at most for some tenths of a second and one commit
+        to the disk. Raise :class:`UsageError` for a session's invalid name, and
+        :class:`StoreUnavailableError` if the disk or the keyring cannot be written; what was forgotten in
+        memory is gone then, so try again."""
+        began, at_s = time.monotonic(), time.time()
+        with self._state.lock:
+            self._state.require_open()
+        try:
+            if what.session is not None:
+                counts = self._forget_session(what.tenant or "", what.session)
+            else:
+                counts = self._forget_identities(what)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"not everything is forgotten: {error.strerror or error}; repair the disk or the keyring, "
+                "and forget again"
+            ) from error
+        return ForgetReceipt(
+            tenant=what.tenant,
+            model=what.model,
+            session=what.session,
+            encrypted=self._disk is not None and self._disk.keyring is not None,
+            at_s=at_s,
+            took_s=time.monotonic() - began,
+            **counts,
+        )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the pages that were forgotten so far have left the disk. Return False after ``timeout``
+        seconds."""
+        ends = None if timeout is None else time.monotonic() + timeout
+        for cleaner in list(self._cleaners):
+            cleaner.join(None if ends is None else max(ends - time.monotonic(), 0.0))
+        return not any(cleaner.is_alive() for cleaner in self._cleaners)
+
+    def close(self) -> None:
+        """Stop cleaning up. The next opening removes pages that are left."""
+        self._closing = True
+        with self._state.lock:
+            self._state.changed.notify_all()
+        self.wait()
+
+    # -- tenants and models --------------------------------------------------------------------------
+
+    def _forget_identities(self, what: Forgettable) -> dict[str, int]:
+        state, disk = self._state, self._disk
+        with state.lock:
+            known = {**self._registered, **state.identities}
+            names = dict(state.names)
+        if disk is not None:
+            known.update(disk.serials.identities())
+        digests = {
+            digest
+            for digest, identity in known.items()
+            if what.covers(identity.tenant, identity.model, names.get(digest, identity.model))
+        }
+        scopes = {Scope(scope_name(known[each].tenant), scope_name(known[each].model)) for each in digests}
+        encrypted = disk is not None and disk.keyring is not None
+        with state.lock:
+            self._pins.forget(lambda page: page.identity in digests)
+        pages = self._in_tree(digests)
+        marked = self._mark(pages, erased=not encrypted)
+        keys, find = 0, None
+        try:
+            if disk is not None:
+                # After the pages were marked: one that is placed on disk now would get a key that lasts.
+                if disk.keyring is not None:
+                    keys = disk.keyring.drop(lambda scope: scope in scopes or what.covers(*scope))
+                before = self._forget_roots(disk, digests)
+                find = partial(self._of, disk, digests, before)
+                again = self._in_tree(digests, before)  # a lookup may have found pages on disk meanwhile
+                self._mark(again, erased=not encrypted)
+                pages += again
+        finally:
+            self._clean_up(pages, find, erased=not encrypted)
+        return {"identities": len(digests), "host_pages": marked, "keys": keys}
+
+    def _forget_roots(self, disk: DiskTier, digests: set[bytes]) -> int:
+        """Delete the roots of these identities. Return a serial that is higher than those of all their pages,
+        and lower than those of pages that are saved later."""
+        state = self._state
+        with state.lock:
+            before = disk.serials.new()
+            roots = disk.serials.forget(digests)
+            for root in filter(None, map(state.index.tree.known_root, digests)):
+                root.serial = 0
+        disk.forget_roots(roots)
+        return before
+
+    def _in_tree(self, digests: set[bytes], before: int | None = None) -> list[Page]:
+        """Return the pages of these identities in the tree, parents first. ``before``: only those on disk
+        with a lower serial."""
+        with self._state.lock:
+            return [
+                page
+                for page in self._state.index.tree.walk()
+                if page.identity in digests and (before is None or 0 < page.serial < before)
+            ]
+
+    def _of(self, disk: DiskTier, digests: set[bytes], before: int) -> Sequence[int]:
+        """Return the serials below ``before`` of all pages of these identities, ascending."""
+        found = array("Q")
+        start = 0
+        while not self._closing:
+            records = disk.stored_from(start, _READ_AT_ONCE)
+            found.extend(
+                serial
+                for serial, record in records
+                if record is not None and serial < before and record.identity in digests
+            )
+            if not records or records[-1][0] >= before:
+                break
+            start = records[-1][0] + 1
+        return found
+
+    # -- sessions ------------------------------------------------------------------------------------
+
+    def _forget_session(self, tenant: str, name: str) -> dict[str, int]:
+        with self._state.lock:
+            pages = self._state.sessions.forget(tenant, name)
+            own = set(pages)
+            self._pins.forget(own.__contains__)
+            serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
+        marked = self._mark(pages, erased=True)
+        self._clean_up(pages, lambda: serials, erased=True)
+        return {"identities": 0, "host_pages": marked, "keys": 0}
+
+    # -- pages in memory -----------------------------------------------------------------------------
+
+    def _mark(self, pages: Sequence[Page], *, erased: bool) -> int:
+        """Stop to serve these pages. Return the number of copies in host memory. ``erased``: their bytes on
+        disk are overwritten when they leave."""
+        index, residency = self._state.index, self._state.residency
+        in_host = 0
+        for start in range(0, len(pages), _MARKED_AT_ONCE):
+            with self._state.lock:
+                for page in pages[start : start + _MARKED_AT_ONCE]:
+                    _, host, disk = page.copies
+                    if host is not None and host.ready:
+                        index.set_damaged(page, Tier.HOST)
+                        in_host += 1
+                    if disk is not None:
+                        disk.damaged = True  # one that is being written is dropped when that ends
+                        disk.ready = False
+                        if erased:
+                            residency.erased.add(page.serial)
+                index.changes += 1
+            self._state.yield_lock()
+        return in_host
+
+    def _drop(self, pages: Sequence[Page]) -> None:
+        """Drop the marked copies of these pages, each given after its parent. Copies in use leave with their
+        last holder."""
+        for end in range(len(pages), 0, -_AT_ONCE):
+            if self._closing:
+                return
+            with self._state.lock:
+                for page in reversed(pages[max(end - _AT_ONCE, 0) : end]):
+                    self._drop_copies(page)
+                self._state.changed.notify_all()
+            self._state.yield_lock()
+
+    def _drop_copies(self, page: Page) -> None:
+        residency = self._state.residency
+        _, host, disk = page.copies
+        if disk is not None and disk.damaged and not disk.leases and self._state.page_table is not None:
+            residency.drop(page, Tier.DISK, Cause.BY_REQUEST)
+        if host is not None and host.damaged and not host.leases and not host.children:
+            residency.drop(page, Tier.HOST, Cause.BY_REQUEST)
+
+    # -- cleaning up ---------------------------------------------------------------------------------
+
+    def _clean_up(
+        self, pages: Sequence[Page], find: Callable[[], Sequence[int]] | None, *, erased: bool
+    ) -> None:
+        """Remove pages from memory and disk in the background. ``find`` returns the serials of those on disk,
+        ascending."""
+
+        def work() -> None:
+            with self._one:
+                self._drop(pages)
+                if self._disk is None or find is None or not self._disk.wait_scanned() or self._closing:
+                    return
+                try:
+                    removed = self._remove(find(), erased=erased)
+                    if erased and removed and not self._closing:
+                        self._disk.discard_freed()
+                except OSError as error:
+                    _log.warning("disk tier: forgotten pages are not removed yet: %s", error)
+                else:
+                    _log.info("disk tier: %d forgotten pages were removed", removed)
+
+        thread = threading.Thread(target=work, name="tierstore-forget", daemon=True)
+        self._cleaners = [each for each in self._cleaners if each.is_alive()] + [thread]
+        thread.start()
+
+    def _remove(self, serials: Sequence[int], *, erased: bool) -> int:
+        """Remove these pages, children before their parents: a parent's serial is lower. Return how many were
+        removed, once that is durable."""
+        state = self._state
+        removed = 0
+        for end in range(len(serials), 0, -_AT_ONCE):
+            with state.lock:
+                some = serials[max(end - _AT_ONCE, 0) : end][::-1]
+                removed += self._remove_some(some, erased=erased)
+                self._wait_for_commit(_MOST_UNCOMMITTED)
+            if self._closing:
+                break
+            state.yield_lock()
+        with state.lock:
+            self._wait_for_commit(0)
+        return removed
+
+    def _remove_some(self, serials: Sequence[int], *, erased: bool) -> int:
+        state = self._state
+        table = state.page_table
+        if erased and table is not None:
+            state.residency.erased.update(serial for serial in serials if serial in table)
+        state.residency.choice = Cause.BY_REQUEST
+        try:
+            return sum(state.eviction.leaves_disk(serial) for serial in serials)
+        finally:
+            state.residency.choice = Cause.EVICTED
+
+    def _wait_for_commit(self, most: int) -> None:
+        """Wait until at most ``most`` removals are not durable, or the disk cannot be written."""
+        state = self._state
+        state.changed.wait_for(
+            lambda: state.residency.uncommitted <= most or self._closing or not state.health.writable
+        )

@@ -1,0 +1,540 @@
+"""The keys of an encrypted disk tier, in one file outside of the store's directory.
+
+**Three levels.** The *master key* is the operator's: 32 bytes in a file, or printed by a command. It opens
+the *keyring*, a file that holds a random ring key, wrapped by the master key, and a *data key* for each
+tenant and model, wrapped by the ring key. A data key never leaves this process in any other form. All
+wrapping is AES-256-GCM, and a wrapped data key names its tenant and model, so that two entries cannot be
+exchanged.
+
+**Why the keyring is not in the store's directory.** A tenant is forgotten by overwriting its entries. A copy
+of the directory that was made before has the tenant's pages, but no key. If the wrapped keys were in the
+directory, the copy would have them too, and the master key opens all of them. So :meth:`Keyring.open` refuses
+a path inside of the directory. For the same reason, a *backup of the keyring* made before a forget still
+opens the tenant's pages in a backup of the directory. Keep fewer backups of the keyring than of the
+directory, or none: a lost keyring costs a cache, and no data.
+
+**How a data key is forgotten.** Each entry has a slot of its own. Its bytes are overwritten in place and
+synced before :meth:`Keyring.drop` returns. A crash in between leaves an entry that is whole, or one that does
+not open. In place, because a new file beside the old one would leave the old entries in free blocks. On SSDs,
+and on file systems that copy on write, the old block may survive until the device or the file system reuses
+it. There, only the destruction of the master key is final: rotate to a new one, and destroy the old one.
+
+**Rotation.** The ring key is replaced together with the master key, and wraps the data keys again, in a new
+file with the name of the old one. No page changes. Remains of the old file open only with the
+old master key.
+
+**Memory.** Data keys are in memory that is locked (never swapped) and left out of core dumps. Python copies a
+key for each use, and OpenSSL expands it: these copies are short-lived, but nothing erases them, and they may
+be in a dump. No key is in a ``repr``, a log line or an exception.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import secrets
+import shlex
+import struct
+import subprocess
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.extras import install
+from tierstore.locks import PathLock
+
+_log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+ID_BYTES = 8
+NAME_BYTES = 16
+_COMMAND = "command:"
+_COMMAND_S = 30.0
+_BESIDE = ".ring"  # suffix of the default keyring, beside the master key's file
+
+_MAGIC = b"tierstore ring 1"
+_RING_ID_BYTES = 16
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+_SLOT_BYTES = 1024
+_HEADER = struct.Struct(f"<16s{_RING_ID_BYTES}s{_NONCE_BYTES}s{KEY_BYTES + _TAG_BYTES}s")
+_LENGTH = struct.Struct("<H")
+_ENTRY_BYTES = _SLOT_BYTES - _NONCE_BYTES - _TAG_BYTES
+_MOST_NAME_BYTES = 400  # most bytes of a name in an entry; longer names are hashed
+
+
+class Scope(NamedTuple):
+    """The pages that a data key is for."""
+
+    tenant: str  # as in the identities of its pages
+    model: str
+
+
+# -- memory for keys -----------------------------------------------------------------------------------
+
+_KEYS_PER_BLOCK = 128
+_MADV_WIPEONFORK = 18
+
+
+class SecretMemory:
+    """Memory for keys: locked, left out of core dumps, and empty in a forked child. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._blocks: list[mmap.mmap] = []
+        self._free: list[memoryview] = []
+
+    def __repr__(self) -> str:
+        return f"SecretMemory({len(self._blocks)} blocks)"
+
+    def keep(self, secret: bytes) -> memoryview:
+        """Return a view of a copy of ``secret``, which has :data:`KEY_BYTES` bytes."""
+        if not self._free:
+            self._add_block()
+        view = self._free.pop()
+        view[:] = secret
+        return view
+
+    def erase(self, view: memoryview) -> None:
+        """Overwrite a secret and free its memory."""
+        view[:] = bytes(KEY_BYTES)
+        self._free.append(view)
+
+    def close(self) -> None:
+        """Overwrite everything."""
+        for block in self._blocks:
+            block[:] = bytes(len(block))
+
+    def _add_block(self) -> None:
+        block = mmap.mmap(-1, _KEYS_PER_BLOCK * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in (mmap.MADV_DONTDUMP, _MADV_WIPEONFORK):
+            try:
+                block.madvise(advice)
+            except OSError as error:
+                _log.info("the kernel does not keep keys out of dumps and forks: %s", error.strerror)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(block))):
+            _log.info("keys may be swapped: mlock: %s (see ulimit -l)", os.strerror(ctypes.get_errno()))
+        self._blocks.append(block)
+        view = memoryview(block)
+        starts = range(0, len(block), KEY_BYTES)
+        self._free += [view[start : start + KEY_BYTES] for start in reversed(starts)]
+
+
+# -- the master key ------------------------------------------------------------------------------------
+
+
+def read_master_key(source: str) -> bytes:
+    """Return the master key in the file ``source``, or that ``command:COMMAND`` prints: 64 hexadecimal
+    digits.
+
+    The command runs without a shell, and may take 30 s. Raise :class:`UsageError` for a file that does not
+    exist or that other users can read, for a command that fails, and for anything but such a key.
+    """
+    if source.startswith(_COMMAND):
+        text = _printed(source.removeprefix(_COMMAND))
+    else:
+        path = Path(source)
+        try:
+            open_to_others = path.stat().st_mode & 0o077
+            text = path.read_bytes()
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the disk key in {source}: {error.strerror}; `tierstore disk-key new` makes one"
+            ) from error
+        if open_to_others:
+            raise UsageError(f"{source} can be read by others: chmod 600 {source}")
+    try:
+        key = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:  # never shown: it may be a key with a typing error
+        raise UsageError(
+            f"{source} is no disk key: it must be {2 * KEY_BYTES} hexadecimal digits, "
+            "as `tierstore disk-key new` makes them"
+        )
+    return key
+
+
+def _printed(command: str) -> bytes:
+    try:
+        done = subprocess.run(
+            shlex.split(command),
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=_COMMAND_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        # Neither the output nor the command's arguments, which may be secret.
+        raise UsageError(
+            f"the command for the disk key failed ({type(error).__name__}): run it by hand"
+        ) from None
+    return done.stdout
+
+
+def make_master_key(path: Path) -> None:
+    """Write a new master key to ``path``, which only its owner can read. Raise :class:`UsageError` if the
+    file exists or cannot be written."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise UsageError(f"{path} is there already: choose another name, or remove it") from error
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with os.fdopen(fd, "w") as file:
+        file.write(f"{secrets.token_bytes(KEY_BYTES).hex()}\n")
+        file.flush()
+        os.fsync(fd)
+
+
+def keyring_path(source: str, given: Path | None) -> Path:
+    """Return the keyring's path: as ``given``, or beside the master key's file. Raise :class:`UsageError` if
+    the key comes from a command and no path is given."""
+    if given is not None:
+        return given
+    if source.startswith(_COMMAND):
+        raise UsageError("disk_key is a command: give disk_keyring, a file outside of the disk directory")
+    return Path(f"{source}{_BESIDE}")
+
+
+# -- the keyring ---------------------------------------------------------------------------------------
+
+
+_Wanted: TypeAlias = "Callable[[Scope], bool]"
+_KEPT_DROPS = 1024
+
+
+class DataKey:
+    """The key of one tenant's pages of one model. Thread-safe.
+
+    After it was dropped, each use gets a random key instead: a page that is sealed while its tenant is
+    forgotten can never be opened."""
+
+    __slots__ = ("dropped", "id", "scope", "secret", "slot")
+
+    def __init__(self, id: bytes, scope: Scope, secret: memoryview, slot: int) -> None:
+        self.id = id
+        self.scope = scope
+        self.slot = slot  # in the keyring
+        self.secret = secret  # in memory of the keyring
+        self.dropped = False  # set before the secret is erased
+
+    def __repr__(self) -> str:
+        return f"DataKey({self.id.hex()})"
+
+    def page_key(self, salt: bytes) -> bytes:
+        """Return the AES key of the page with this salt: keyed BLAKE2b (RFC 7693), a pseudo-random
+        function."""
+        return blake2b(salt, key=self._current(), digest_size=KEY_BYTES, person=b"page").digest()
+
+    def name(self, data: bytes, use: bytes) -> bytes:
+        """Return the 16 bytes that stand for ``data`` in the index. ``use`` separates names of different
+        things."""
+        return blake2b(data, key=self._current(), digest_size=NAME_BYTES, person=use).digest()
+
+    def _current(self) -> bytes:
+        secret = bytes(self.secret)
+        return secrets.token_bytes(KEY_BYTES) if self.dropped else secret  # checked after the copy was made
+
+
+class Keyring:
+    """An open keyring. Thread-safe. One process at a time can have it open."""
+
+    def __init__(self, lock: PathLock, id: bytes, ring_key: bytes | None) -> None:
+        self.path = lock.path
+        self.id = id.hex()
+        self._id = id
+        self._lock_file = lock
+        self._lock = threading.Lock()
+        self._memory = SecretMemory()
+        self._ring_key = self._memory.keep(ring_key) if ring_key is not None else None
+        # Guarded by _lock.
+        self._by_scope: dict[Scope, DataKey] = {}
+        self._by_id: dict[bytes, DataKey] = {}
+        self.drops = 0  # grows with each drop
+        self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # what the last drops wanted
+        self._free_slots: list[int] = []
+        self._slots = 0  # the header's included
+        if ring_key is not None:
+            self._read()
+        _open_keyrings.add(self)
+
+    @classmethod
+    def open(cls, path: Path, master: bytes, *, directory: Path | None = None) -> Keyring:
+        """Open the keyring at ``path``; create it if it does not exist. ``directory`` is the store's.
+
+        If ``master`` is not the key that made it, the keyring opens, and is :attr:`locked`. Raise
+        :class:`UsageError` for a path inside of ``directory``, and :class:`StoreUnavailableError` for a file
+        that is no keyring, is in use, or cannot be written.
+        """
+        if directory is not None and directory.resolve() in (path.resolve(), *path.resolve().parents):
+            raise UsageError(
+                f"the keyring {path} is inside of the disk directory: a copy of the directory would have the "
+                "keys; give --disk-keyring with a path elsewhere"
+            )
+        _require_cryptography()
+        try:
+            lock = PathLock(path)
+        except BlockingIOError as error:
+            raise StoreUnavailableError(
+                f"{path} is in use by another store: give each store a keyring of its own"
+            ) from error
+        except OSError as error:
+            raise StoreUnavailableError(f"cannot use the keyring {path}: {error.strerror}") from error
+        try:
+            return cls._opened(lock, master)
+        except OSError as error:
+            lock.release()
+            raise StoreUnavailableError(f"cannot use the keyring {path}: {error.strerror}") from error
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def _opened(cls, lock: PathLock, master: bytes) -> Keyring:
+        header = os.pread(lock.fd, _SLOT_BYTES, 0)
+        if not header.strip(b"\0"):  # new, or its first opening was interrupted
+            ring_key, id = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(_RING_ID_BYTES)
+            _write(lock.fd, 0, _wrapped_ring_key(master, id, ring_key))
+            _sync_directory(lock.path.parent)
+            return cls(lock, id, ring_key)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise StoreUnavailableError(f"{lock.path} is no keyring of tierstore: give another file")
+        _, id, nonce, wrapped = _HEADER.unpack_from(header)
+        return cls(lock, id, _unwrap(master, nonce, wrapped, _MAGIC + id))
+
+    def __repr__(self) -> str:
+        return f"Keyring({self.path}, {len(self)} keys{', locked' if self.locked else ''})"
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def locked(self) -> bool:
+        """Whether the master key does not open it. A locked keyring has no keys and makes none."""
+        return self._ring_key is None
+
+    def find(self, scope: Scope) -> DataKey | None:
+        """Return the key of a scope; None if there is none."""
+        return self._by_scope.get(_shortened(scope))
+
+    def by_id(self, id: bytes) -> DataKey | None:
+        """Return the key of this id; None if it was dropped, or is of another keyring."""
+        return self._by_id.get(id)
+
+    def key(self, scope: Scope, *, drops: int | None = None) -> DataKey | None:
+        """Return the key of a scope, and make one if there is none. It is durable before this returns. Return
+        None if the scope's key was dropped since :attr:`drops` had this value. Raise :class:`OSError` if the
+        key cannot be written."""
+        scope = _shortened(scope)
+        found = self._by_scope.get(scope)
+        if found is None:
+            with self._lock:
+                found = self._by_scope.get(scope)
+                if found is None and not self._dropped_since(scope, drops):
+                    found = self._make(scope)
+        return None if self._dropped_since(scope, drops) else found  # after the search: it may be a later key
+
+    def _dropped_since(self, scope: Scope, drops: int | None) -> bool:
+        newer = 0 if drops is None else self.drops - drops
+        if newer > _KEPT_DROPS:
+            return True  # perhaps not, but a page that took so long to write is no loss
+        return any(wanted(scope) for wanted in list(self._last_drops)[len(self._last_drops) - newer :])
+
+    def drop(self, wanted: _Wanted) -> int:
+        """Forget the keys of all wanted scopes. Return how many there were. They cannot be recovered from the
+        keyring once this returns (but see the module). Raise :class:`OSError` if that fails; then call it
+        again. Long names of scopes are hashed: compare them by :func:`scope_name`."""
+        with self._lock:
+            dropped = [key for scope, key in self._by_scope.items() if wanted(scope)]
+            self._last_drops.append(wanted)  # also for scopes without a key: one may be about to be made
+            self.drops += 1
+            for key in dropped:  # of no use from here on, even if the file cannot be written
+                key.dropped = True
+                self._by_id.pop(key.id, None)
+            for key in dropped:
+                os.pwrite(self._lock_file.fd, bytes(_SLOT_BYTES), key.slot * _SLOT_BYTES)
+            if dropped:
+                os.fdatasync(self._lock_file.fd)
+            for key in dropped:
+                del self._by_scope[key.scope]
+                self._memory.erase(key.secret)
+                self._free_slots.append(key.slot)
+            return len(dropped)
+
+    def rotate(self, master: bytes) -> None:
+        """Replace the keyring by one with another master key and another ring key, durably, and close it.
+        Raise :class:`OSError` if that fails; then the old one or the new one is at its path, as a whole."""
+        assert self._ring_key is not None, "a locked keyring cannot be rotated"
+        ring_key = secrets.token_bytes(KEY_BYTES)
+        new = self.path.with_name(f"{self.path.name}.new")
+        with self._lock:
+            slots = [_wrapped_ring_key(master, self._id, ring_key)]
+            slots += [_wrap(ring_key, _entry(key), self._id) for key in self._by_scope.values()]
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            for slot, data in enumerate(slots):
+                _write(fd, slot, data)
+        finally:
+            os.close(fd)
+        os.replace(new, self.path)
+        _sync_directory(self.path.parent)
+        self.close()
+
+    def close(self) -> None:
+        """Erase the keys in memory, and let others open the file. Repeated calls do nothing."""
+        with self._lock:
+            for key in self._by_scope.values():
+                key.dropped = True
+            self._by_scope.clear()
+            self._by_id.clear()
+            self._memory.close()
+            self._lock_file.release()
+
+    def _read(self) -> None:
+        for slot, (nonce, wrapped) in enumerate(_slots(self._lock_file.fd), 1):
+            self._slots = slot
+            entry = self._unwrapped(nonce, wrapped)
+            if entry is None:  # free, forgotten, or its making was interrupted
+                self._free_slots.append(slot)
+                continue
+            id, secret, tenant, model = entry
+            self._add(DataKey(id, Scope(tenant, model), self._memory.keep(secret), slot))
+
+    def _unwrapped(self, nonce: bytes, wrapped: bytes) -> tuple[bytes, bytes, str, str] | None:
+        assert self._ring_key is not None
+        plain = _unwrap(bytes(self._ring_key), nonce, wrapped, self._id)
+        if plain is None:
+            return None
+        (length,) = _LENGTH.unpack_from(plain)
+        return msgspec.msgpack.decode(
+            plain[_LENGTH.size : _LENGTH.size + length], type=tuple[bytes, bytes, str, str]
+        )
+
+    def _make(self, scope: Scope) -> DataKey:
+        if self._ring_key is None:
+            raise OSError(errno.EACCES, "the disk key does not open the keyring")
+        id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(KEY_BYTES)
+        slot = self._free_slots.pop() if self._free_slots else self._slots + 1
+        made = DataKey(id, scope, self._memory.keep(secret), slot)
+        try:
+            _write(self._lock_file.fd, slot, _wrap(bytes(self._ring_key), _entry(made), self._id))
+        except OSError:
+            self._free_slots += [slot] if slot <= self._slots else []
+            raise
+        self._slots = max(self._slots, slot)
+        return self._add(made)
+
+    def _add(self, key: DataKey) -> DataKey:
+        self._by_scope[key.scope] = key
+        self._by_id[key.id] = key
+        return key
+
+
+def _release_after_fork() -> None:
+    # A child shares the lock's open file, and would keep the keyring locked after its parent's end.
+    for keyring in list(_open_keyrings):
+        keyring._lock_file.release()
+
+
+_open_keyrings: weakref.WeakSet[Keyring] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_release_after_fork)
+
+
+def _require_cryptography() -> None:
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise StoreUnavailableError(
+            f"encryption of the disk tier needs the package cryptography: {install('encryption')}"
+        ) from error
+
+
+def open_keyring(source: str, path: Path | None, directory: Path | None) -> Keyring | None:
+    """Open the keyring of the settings ``disk_key`` and ``disk_keyring`` for the store in ``directory``.
+    Return None without a key. Raises what :func:`read_master_key` and :meth:`Keyring.open` raise, and
+    :class:`UsageError` for a keyring without a key, or a key without a disk tier."""
+    if not source:
+        if path is not None:
+            raise UsageError("disk_keyring is of no use without disk_key: give both, or neither")
+        return None
+    if directory is None:
+        raise UsageError("disk_key encrypts the disk tier, and there is none: give a directory for it")
+    return Keyring.open(keyring_path(source, path), read_master_key(source), directory=directory)
+
+
+def scope_name(name: str) -> str:
+    """Return a tenant's or a model's name as keyrings store it: long ones are hashed."""
+    data = name.encode()
+    return name if len(data) <= _MOST_NAME_BYTES else f"sha256:{sha256(data).hexdigest()}"
+
+
+def _shortened(scope: Scope) -> Scope:
+    return Scope(scope_name(scope.tenant), scope_name(scope.model))
+
+
+def _entry(key: DataKey) -> bytes:
+    """Return the contents of a key's slot, before they are wrapped."""
+    entry = msgspec.msgpack.encode((key.id, bytes(key.secret), *key.scope))
+    return (_LENGTH.pack(len(entry)) + entry).ljust(_ENTRY_BYTES, b"\0")
+
+
+def _slots(fd: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield nonce and contents of each slot behind the header. A slot that is cut short has none."""
+    at = _SLOT_BYTES
+    while slot := os.pread(fd, _SLOT_BYTES, at):
+        yield slot[:_NONCE_BYTES], slot[_NONCE_BYTES:]
+        at += _SLOT_BYTES
+
+
+def _write(fd: int, slot: int, data: bytes) -> None:
+    """Write a slot, durably. Raise :class:`OSError`, with ENOSPC if only a part could be written."""
+    if os.pwrite(fd, data, slot * _SLOT_BYTES) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(fd)
+
+
+def _wrapped_ring_key(master: bytes, id: bytes, ring_key: bytes) -> bytes:
+    """Return the header's slot. Its contents are in one sector, which a disk writes whole or not at all."""
+    wrapped = _wrap(master, ring_key, _MAGIC + id)
+    header = _HEADER.pack(_MAGIC, id, wrapped[:_NONCE_BYTES], wrapped[_NONCE_BYTES:])
+    return header.ljust(_SLOT_BYTES, b"\0")
+
+
+def _wrap(key: bytes, plain: bytes, facts: bytes) -> bytes:
+    # Random nonces of 96 bits: a key wraps far fewer than the 2³² entries that NIST SP 800-38D allows for
+    # them.
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return nonce + AESGCM(key).encrypt(nonce, plain, facts)
+
+
+def _unwrap(key: bytes, nonce: bytes, wrapped: bytes, facts: bytes) -> bytes | None:
+    """Return what was wrapped; None if it was wrapped by another key, or changed."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    try:
+        return AESGCM(key).decrypt(nonce, wrapped, facts)
+    except (InvalidTag, ValueError):
+        return None
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

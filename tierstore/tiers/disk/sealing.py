@@ -1,0 +1,312 @@
+"""How an encrypted directory stores a page: its *sealed* form.
+
+A sealed page is a page of the same index and the same extents, whose bytes are opaque. So everything that
+works without keys (the check, repair, moves, another capacity) needs no second implementation::
+
+                         in memory                              in the directory
+    payload              the page, or the codec's output        AES-256-GCM of it, filled up to its room
+    record.key           chain hash over the tokens             keyed hash of that hash
+    record.tokens        the chunk's tokens                     keyed hash of the first four tokens, key id,
+                                                                salt, AES-256-GCM of the record
+    record.nbytes        of the page                            of its room
+    record.checksum      XXH3-64 of the page                    XXH3-64 of the sealed payload
+    record.codec         the codec's number                     0
+
+**Keys and nonces.** Each page has a random salt of 32 bytes, and with it a key of its own
+(:meth:`~tierstore.tiers.disk.keyring.DataKey.page_key`). It seals two texts, the payload and the record,
+under the nonces 0 and 1, each once. So no nonce repeats after a crash, or after a copy of the directory or
+the keyring was restored: there is no counter that could fall back. A move copies the sealed bytes.
+
+**What is authenticated.** The record's tag covers its key, tokens, sizes, codec, times, serial, parent and
+identity, the names in the index, the checksum, and the payload's tag. The payload's tag covers its identity,
+key and serial. Only the place is not covered, so that pages can be moved without keys: at a wrong place lie
+bytes that do not match the payload's tag. Therefore these are misses: changed records and payloads, swapped
+payloads, records under other serials, parents or identities, and the payload of an older version of a page.
+
+Someone who can write the directory can still delete pages, and bring back an earlier state of a page as a
+whole: record, link and payload of one moment. It holds the same tokens of the same tenant and model. Nothing
+in the directory can tell a restored backup from this.
+
+**What the directory tells without a key.** It tells the identities (tenant, model, layout), the number of
+pages, their sizes in steps of 1/64, their numbers of tokens, and times of saving and use. It also tells the
+shape of the prefix tree, and which children of one page begin with the same four tokens. It does not tell
+tokens, and has no hash that could be compared with the hash of a guessed prompt."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import xxhash
+from msgspec.structs import replace
+
+from tierstore.errors import UsageError
+from tierstore.keys import Identity
+from tierstore.memory import Memory
+from tierstore.tiers.disk.keyring import ID_BYTES, KEY_BYTES, NAME_BYTES, DataKey, Keyring, Scope
+from tierstore.tiers.disk.payloads import Payloads, Staging
+from tierstore.tiers.disk.records import BEGINNING, INLINE, SEALED_BYTES, PageRecord, beginnings
+from tierstore.tiers.slabs import slot_bytes
+from tierstore.units import MIB
+
+_SALT_BYTES = 32
+_TAG_BYTES = 16
+_NONCE_OF_PAYLOAD, _NONCE_OF_RECORD = bytes(12), bytes(11) + b"\1"
+_PREFIX = struct.Struct(f"<{NAME_BYTES}s{ID_BYTES}s{_SALT_BYTES}s")  # before the sealed record
+# key, payload's tag, nbytes, checksum, codec, encoded_bytes
+_RECORD = struct.Struct(f"<16s{_TAG_BYTES}sQQBQ")
+_FACTS = struct.Struct("<QQQQd")  # serial, parent, room, checksum of the sealed payload, created_s
+_SEAL = struct.Struct(f"<{ID_BYTES}s{_SALT_BYTES}s{_TAG_BYTES}sQ")
+SEAL_BYTES = _SEAL.size
+_STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are written at the same time
+_LEAST_UPDATE = 64  # bytes at a payload's end for which the cipher makes an object of its own
+
+assert _PREFIX.size + _RECORD.size + _TAG_BYTES == SEALED_BYTES
+assert NAME_BYTES == BEGINNING
+
+
+class Seal(NamedTuple):
+    """The value of :attr:`PageRecord.seal`, which opens a sealed payload."""
+
+    key_id: bytes
+    salt: bytes
+    tag: bytes
+    checksum: int  # XXH3-64 of the sealed payload
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Seal:
+        return cls(*_SEAL.unpack(data))
+
+    def pack(self) -> bytes:
+        return _SEAL.pack(*self)
+
+
+class Sealing:
+    """Seals and opens pages with the keys of ``keyring``. Thread-safe. ``identity_of`` returns the identity
+    of a digest that has a root."""
+
+    def __init__(self, keyring: Keyring, identity_of: Callable[[bytes], Identity | None]) -> None:
+        self.keyring = keyring
+        self._identity_of = identity_of
+        self._scopes: dict[bytes, Scope] = {}
+
+    # -- names ---------------------------------------------------------------------------------------
+
+    def key_name(self, identity: bytes, key: bytes) -> bytes | None:
+        """Return what stands for a page's key in the index; None if the tenant has no key."""
+        data_key = self._find(identity)
+        return data_key.name(key, b"key") if data_key is not None else None
+
+    def beginning(self, identity: bytes, parent: int, tokens: bytes) -> bytes | None:
+        """Return what stands for the beginning of a chunk below ``parent`` in the index; None if the tenant
+        has no key. Chunks with the same first four tokens have the same."""
+        data_key = self._find(identity)
+        return _beginning(data_key, parent, tokens) if data_key is not None else None
+
+    def links(
+        self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
+    ) -> tuple[bytes | None, list[bytes]]:
+        """Return the key and the beginnings under which the index may have pages right below ``parent``:
+        pages with this key or, unless only ``whole`` pages count, those that begin like ``tokens``."""
+        if whole:
+            return (self.key_name(identity, key) if key is not None else None), []
+        names = [self.beginning(identity, parent, each) for each in beginnings(tokens)]
+        return None, [name for name in names if name is not None]
+
+    # -- payloads ------------------------------------------------------------------------------------
+
+    def seal_payload(self, record: PageRecord, payload: memoryview, out: memoryview) -> Seal:
+        """Seal ``payload`` into ``out``, which has the page's room. Return the seal, without the checksum of
+        ``out``. Makes a key if the tenant has none. Raise :class:`OSError` if the key cannot be stored."""
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        data_key = self._key_for(record)
+        salt = os.urandom(_SALT_BYTES)
+        cipher = Cipher(AES(data_key.page_key(salt)), GCM(_NONCE_OF_PAYLOAD)).encryptor()
+        cipher.authenticate_additional_data(_payload_facts(record))
+        # update_into needs room for a block more than it writes, so the end goes through update.
+        whole = max(payload.nbytes - _LEAST_UPDATE, 0)
+        cipher.update_into(payload[:whole], out)
+        rest = bytes(payload[whole:]) + bytes(out.nbytes - payload.nbytes)
+        out[whole:] = cipher.update(rest) + cipher.finalize()
+        return Seal(data_key.id, salt, cipher.tag, 0)
+
+    def open_payload(self, record: PageRecord, sealed: memoryview, out: memoryview) -> bool:
+        """Open a payload of the page's room into ``out``, which has the payload's size. Return False if it is
+        not what was sealed for this record, or its key is gone; then ``out`` holds nothing of use."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        seal = Seal.unpack(record.seal)
+        data_key = self.keyring.by_id(seal.key_id)
+        if data_key is None:
+            return False
+        cipher = Cipher(AES(data_key.page_key(seal.salt)), GCM(_NONCE_OF_PAYLOAD)).decryptor()
+        cipher.authenticate_additional_data(_payload_facts(record))
+        whole = max(out.nbytes - _LEAST_UPDATE, 0)
+        cipher.update_into(sealed[:whole], out)
+        out[whole:] = cipher.update(bytes(sealed[whole:]))[: out.nbytes - whole]
+        try:
+            cipher.finalize_with_tag(seal.tag)
+        except InvalidTag:
+            return False
+        return True
+
+    # -- records -------------------------------------------------------------------------------------
+
+    def sealed(self, record: PageRecord) -> PageRecord:
+        """Return the stored form of a record whose payload was sealed."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        seal = Seal.unpack(record.seal)
+        data_key = self.keyring.by_id(seal.key_id)
+        if data_key is None:  # forgotten meanwhile: the payload cannot be opened, nor this record
+            data_key = _NOT_KEPT
+        stored = replace(
+            record,
+            key=data_key.name(record.key, b"key"),
+            nbytes=record.room,
+            checksum=seal.checksum,
+            codec=0,
+            encoded_bytes=0,
+            seal=b"",
+        )
+        prefix = _PREFIX.pack(_beginning(data_key, record.parent, record.tokens), seal.key_id, seal.salt)
+        plain = _RECORD.pack(
+            record.key, seal.tag, record.nbytes, record.checksum, record.codec, record.encoded_bytes
+        )
+        cipher = AESGCM(data_key.page_key(seal.salt))
+        stored.tokens = prefix + cipher.encrypt(
+            _NONCE_OF_RECORD, plain + record.tokens, _record_facts(stored, prefix)
+        )
+        return stored
+
+    def addition(self, record: PageRecord) -> tuple[PageRecord, memoryview | None]:
+        """Return what a commit adds for a written record: its stored form, and its sealed payload if that is
+        inline."""
+        payload = memoryview(record.seal)[SEAL_BYTES:] if record.place == INLINE else None
+        record.seal = record.seal[:SEAL_BYTES]
+        return self.sealed(record), payload
+
+    def opened(self, stored: PageRecord) -> PageRecord | None:
+        """Return the record whose stored form this is; None if it was changed, or its key is gone."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        if stored.codec or len(stored.tokens) < SEALED_BYTES:
+            return None
+        prefix = stored.tokens[: _PREFIX.size]
+        _, key_id, salt = _PREFIX.unpack(prefix)
+        data_key = self.keyring.by_id(key_id)
+        if data_key is None:
+            return None
+        try:
+            plain = AESGCM(data_key.page_key(salt)).decrypt(
+                _NONCE_OF_RECORD, stored.tokens[_PREFIX.size :], _record_facts(stored, prefix)
+            )
+        except InvalidTag:
+            return None
+        key, tag, nbytes, checksum, codec, encoded_bytes = _RECORD.unpack_from(plain)
+        return replace(
+            stored,
+            key=key,
+            tokens=plain[_RECORD.size :],
+            nbytes=nbytes,
+            checksum=checksum,
+            codec=codec,
+            encoded_bytes=encoded_bytes,
+            seal=Seal(key_id, salt, tag, stored.checksum).pack(),
+        )
+
+    def moment(self) -> bytes:
+        """Return the value of :attr:`PageRecord.seal` for a record that is made now, before it is sealed."""
+        return self.keyring.drops.to_bytes(8, "big")
+
+    # -- keys ----------------------------------------------------------------------------------------
+
+    def _key_for(self, record: PageRecord) -> DataKey:
+        """Return the key to seal a page with. A page that was forgotten since its record was made gets a
+        random key that is not kept."""
+        scope = self._scope(record.identity)
+        made = int.from_bytes(record.seal, "big") if record.seal else None
+        found = self.keyring.key(scope, drops=made) if scope is not None else None
+        return found if found is not None else _NOT_KEPT
+
+    def _find(self, identity: bytes) -> DataKey | None:
+        scope = self._scope(identity)
+        return self.keyring.find(scope) if scope is not None else None
+
+    def _scope(self, digest: bytes) -> Scope | None:
+        scope = self._scopes.get(digest)
+        if scope is None and (identity := self._identity_of(digest)) is not None:
+            scope = self._scopes[digest] = Scope(identity.tenant, identity.model)
+        return scope
+
+
+class SealedPayloads:
+    """Seals payloads on their way to the disk. Thread-safe."""
+
+    def __init__(self, sealing: Sealing, payloads: Payloads) -> None:
+        self._sealing = sealing
+        self._payloads = payloads
+        self._staging = Staging(_STAGING_BYTES)
+
+    def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
+        """Seal payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
+        seals, and the checksums of unencoded pages. An inline payload is kept behind its seal until the
+        commit: it is sealed now, so that a tenant that is forgotten meanwhile gets no new key."""
+        for record, view in pages:
+            if record.place == INLINE:
+                out = memoryview(bytearray(record.room))
+                seal = self._sealing.seal_payload(record, view, out)
+                record.seal = seal._replace(checksum=xxhash.xxh3_64_intdigest(out)).pack() + out
+        outside = [page for page in pages if page[0].place != INLINE]
+        if not outside:
+            return
+        try:
+            memory = self._staging.take(sum(slot_bytes(record.room) for record, _ in outside))
+        except UsageError as error:
+            raise OSError(errno.ENOMEM, str(error)) from error
+        try:
+            self._write(outside, memory)
+        finally:
+            self._staging.give_back([memory])
+
+    def _write(self, pages: Sequence[tuple[PageRecord, memoryview]], memory: Memory) -> None:
+        sealed: list[tuple[PageRecord, memoryview]] = []
+        seals: list[Seal] = []
+        start = 0
+        for record, view in pages:
+            if not record.codec:
+                record.checksum = xxhash.xxh3_64_intdigest(view)
+            out = memory.view(start, record.room)
+            start += slot_bytes(record.room)
+            seals.append(self._sealing.seal_payload(record, view, out))
+            sealed.append((replace(record, nbytes=record.room, codec=0), out))
+        self._payloads.write(sealed)
+        for (record, _), (written, _), seal in zip(pages, sealed, seals, strict=True):
+            record.seal = seal._replace(checksum=written.checksum).pack()
+
+
+_NOT_KEPT = DataKey(bytes(ID_BYTES), Scope("", ""), memoryview(bytes(KEY_BYTES)), 0)
+_NOT_KEPT.dropped = True  # each use gets a random key
+
+
+def _beginning(key: DataKey, parent: int, tokens: bytes) -> bytes:
+    return key.name(parent.to_bytes(8, "big") + tokens[:BEGINNING].ljust(BEGINNING, b"\0"), b"tokens")
+
+
+def _payload_facts(record: PageRecord) -> bytes:
+    return record.identity + record.key + record.serial.to_bytes(8, "big")
+
+
+def _record_facts(stored: PageRecord, prefix: bytes) -> bytes:
+    numbers = _FACTS.pack(stored.serial, stored.parent, stored.nbytes, stored.checksum, stored.created_s)
+    return numbers + stored.identity + stored.key + prefix
