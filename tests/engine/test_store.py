@@ -107,7 +107,7 @@ def test_parked_and_resumed_without_recompute(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
     # Different prompts, so that nothing is shared and both cannot grow to their end together.
-    stored = stored_engine(model, pool_pages=2 * 21 + 4)
+    stored = stored_engine(model, pool_pages=2 * 21 + 1)
     first = stored.engine.add(oracle.prompt[::-1], GREEDY)
     second = stored.engine.add(oracle.prompt, GREEDY)
     completions = finish(stored.engine)
@@ -133,7 +133,7 @@ def test_the_next_turn_reuses_the_answer(
 def test_requests_at_the_same_time_share_what_is_held(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
-    """Four sequences of 25 pages run in 64 pages, because most of their pages are the same ones."""
+    """Four sequences of 23 pages run in 64 pages, because most of their pages are the same ones."""
     engine = stored_engine(model).engine
     engine.generate([oracle.prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))
     for completion in engine.generate([oracle.prompt] * 4, GREEDY):
