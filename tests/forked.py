@@ -26,7 +26,7 @@ _REQUEST_BYTES = 1 << 20
 # Imported by programs when they run. Only newer versions of typer have adapters.
 _STORE = ("tierstore.backend", "tierstore.client.backend", "tierstore.daemon.daemon", "typer._adapters")
 _ENGINE = ("tierstore_engine.build", "tierstore_engine.server.run", "tierstore_connectors.bundled")
-_TOOLS = ("tierstore_engine.cli", "tierstore_tools.longctx.command", "matplotlib.pyplot")
+_TOOLS = ("tierstore_tools.longctx.command", "matplotlib.pyplot")
 _LATER = {
     "tierstore.cli": (*_STORE, "tierstore.tiers.disk.fsck"),
     "tierstore_tools.cli": (*_STORE, *_ENGINE, *_TOOLS, "transformers.models.llama.modeling_llama"),

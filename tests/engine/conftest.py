@@ -33,7 +33,7 @@ hypothesis.settings.register_profile("engine", deadline=None)
 hypothesis.settings.load_profile("engine")
 
 PROMPT_TOKENS = 333
-NEW_TOKENS = 24
+NEW_TOKENS = 64
 STORED_CHUNK = CHUNK  # tokens a page of a stored engine
 
 

@@ -14,7 +14,7 @@ from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.outputs import FinishReason
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import NEW_TOKENS, STORED_CHUNK, Oracle
+from .conftest import STORED_CHUNK, Oracle
 from .test_oracle import GREEDY, assert_same, finish
 
 
@@ -127,7 +127,7 @@ def test_the_next_turn_reuses_the_answer(
     [turn] = engine.generate([oracle.prompt], GREEDY)
     [following] = engine.generate([[*oracle.prompt, *turn.tokens, 5, 6, 7]], GREEDY)
     # The last token of an answer has no KV yet.
-    assert following.metrics.reused_tokens == len(oracle.prompt) + NEW_TOKENS - 1
+    assert following.metrics.reused_tokens == len(oracle.prompt) + len(turn.tokens) - 1
 
 
 def test_requests_at_the_same_time_share_what_is_held(
@@ -140,7 +140,7 @@ def test_requests_at_the_same_time_share_what_is_held(
         assert_same(completion, oracle)
         assert completion.metrics.preemptions == 0
         assert completion.metrics.reused_tokens == len(oracle.prompt) - 1
-    assert engine.stats().steps < 6 + 1 + 4 * NEW_TOKENS
+    assert engine.stats().steps < 6 + 1 + 4 * GREEDY.max_new_tokens
 
 
 def test_cancelling_during_a_load_gives_everything_back(
