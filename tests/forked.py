@@ -25,13 +25,13 @@ from importlib import import_module
 _REQUEST_BYTES = 1 << 20
 # Imported by programs when they run. Only newer versions of typer have adapters.
 _STORE = ("tierstore.backend", "tierstore.client.backend", "tierstore.daemon.daemon", "typer._adapters")
-_ENGINE = (*_STORE, "tierstore_engine.build", "tierstore_engine.server.run", "tierstore_connectors.bundled")
+_ENGINE = ("tierstore_engine.build", "tierstore_engine.server.run", "tierstore_connectors.bundled")
+_TOOLS = ("tierstore_tools.longctx.command", "matplotlib.pyplot")
 _LATER = {
     "tierstore.cli": (*_STORE, "tierstore.tiers.disk.fsck"),
-    "tierstore_engine.cli": _ENGINE,
-    "tierstore_tools.cli": (*_ENGINE, "tierstore_tools.longctx.command", "matplotlib.pyplot"),
+    "tierstore_tools.cli": (*_STORE, *_ENGINE, *_TOOLS, "transformers.models.llama.modeling_llama"),
 }
-_OF_SCRIPTS = "tierstore_tools.cli"  # has imported what examples and benchmarks need
+_WITH_TORCH = "tierstore_tools.cli"  # has imported what the engine, examples and benchmarks need
 
 
 class Forked:
@@ -55,7 +55,8 @@ class Forked:
         request = json.dumps([module, list(arguments), dict(os.environ), os.path.abspath(cwd)])
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            server = _server(_OF_SCRIPTS if module.endswith(".py") else module)
+            with_torch = module.endswith(".py") or module.startswith(("tierstore_engine", "tierstore_tools"))
+            server = _server(_WITH_TORCH if with_torch else module)
             socket.send_fds(server, [request.encode()], [theirs.fileno(), *streams])
         self.pid = int(self._line.recv(64))
         self.returncode: int | None = None

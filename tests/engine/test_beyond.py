@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_decode import config_of
+from tests.portions import diagonal
 from tierstore import native
 from tierstore.errors import UsageError
 from tierstore.testing.faulty_io import Effect, Fail, Fault, FaultyIO, FlipBit, Lose, Misdirect, Short, Stall
@@ -97,7 +98,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 steps = st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3).filter(any), min_size=1, max_size=5)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15, deadline=None)
 @given(
     shape=st.sampled_from([(4, 2, 16), (6, 1, 8), (9, 3, 64)]),
     kind=st.sampled_from(sorted(FORMATS)),
@@ -139,7 +140,7 @@ def test_the_same_bits(
 
 GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True, keep_logits=True)
 MODELS = ["llama3", "deepseek-v3", "gemma3", "qwen3-next"]
-PROMPT = list(range(3, 250)) * 3
+PROMPT = list(range(3, 250)) * 2  # larger than what stays in memory
 
 
 SETTINGS = EngineSettings(prefill_chunk=64, max_sequences=4, plan="load")
@@ -229,7 +230,7 @@ def test_a_store_below(name: str, engines_of: Callable[..., Engines], tmp_path: 
         try:
             [found] = engine.generate([PROMPT], GREEDY)
             assert same(expected, found, within=1e-4 if hit else 0)
-            assert (found.metrics.reused_tokens > 600) == hit
+            assert (found.metrics.reused_tokens > 450) == hit
         finally:
             engine.close()
 
@@ -245,8 +246,7 @@ FAULTS: dict[str, Callable[[], tuple[str, Effect]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3-next"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(*diagonal(fault=FAULTS, name=["llama3", "qwen3-next"]))
 def test_a_bad_disk_costs_time_or_its_own_request(
     name: str, fault: str, engines_of: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tierstore
+from tests.forked import Forked
 from tierstore_engine.cli import main
 
 PROMPT = "Once upon a time there was a very small model. " * 4
@@ -213,17 +215,15 @@ def test_stores_that_cannot_be_opened(
 
 
 def test_a_reader_that_leaves_early() -> None:
-    command = "from tierstore_engine.cli import main; main()"
     options = ["generate", "--model", "tiny", "--prompt", "hi", "--max-new-tokens", "2000", "--ignore-eos"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
+    (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+    process = Forked("tierstore_engine.cli", options, (0, its_out, its_err))
+    os.close(its_out)
+    os.close(its_err)
+    os.read(out, 1)
+    os.close(out)
+    with open(err) as said:
+        assert said.read() == ""
     assert process.wait(30) == 1
 
 

@@ -86,7 +86,7 @@ def random_parts(chance: random.Random) -> list[tuple[int, int, int]]:
     return parts
 
 
-@pytest.mark.parametrize("cases", portion(25, 750))
+@pytest.mark.parametrize("cases", portion(10, 750))
 @pytest.mark.parametrize("name", SHAPES)
 def test_cuts_and_neighbours_change_no_bits(name: str, cases: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a sequence have 64 tokens here instead of 2,048."""

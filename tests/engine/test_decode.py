@@ -6,7 +6,6 @@ import ctypes
 import os
 import shutil
 import signal
-import subprocess
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.compiled import compile_once
 from tests.engine.test_attention import config_of as plain_config
 from tierstore import native
 from tierstore.tiers.hbm import PagePool
@@ -35,16 +35,14 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 EACH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 
 
-@pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+@pytest.fixture(scope="session")
+def portable() -> ctypes.CDLL | None:
     """The library as processors without AVX2 run it."""
     if COMPILER is None:
         return None
-    built = tmp_path_factory.mktemp("native") / "_decode.so"
     flags = ["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-DPORTABLE", "-shared", "-fPIC"]
     source = native.DECODE_FILE.with_name("decode.c")
-    subprocess.run(["cc", *flags, "-o", str(built), str(source)], check=True)
-    library = native.load_decode(built)
+    library = native.load_decode(compile_once("_decode.so", [source], flags, compiler="cc"))
     assert library is not None
     return library
 

@@ -15,6 +15,7 @@ import pytest
 import tierstore
 from tests.engine.device import SCHEDULES, FakeDevice, missing
 from tests.engine.device.deferred import DeferredRunner
+from tests.portions import diagonal
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
@@ -127,8 +128,9 @@ def on_host(pool: PagePool, config: Any) -> Memory:
         pool.device = there
 
 
-@pytest.mark.parametrize("seed", SCHEDULES[:3])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "nemotron-h", "falcon-h1", "zamba2"])
+@pytest.mark.parametrize(
+    *diagonal(name=["gemma2", "qwen3-next", "nemotron-h", "falcon-h1", "zamba2"], seed=SCHEDULES[:3])
+)
 def test_bits_are_those_without_overlap(
     name: str,
     seed: int,
@@ -238,8 +240,7 @@ def test_a_batch_waits_for_the_pages_of_each_group() -> None:
         assert pending() == waiting
 
 
-@pytest.mark.parametrize("seed", SCHEDULES[:4])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-next"])
+@pytest.mark.parametrize(*diagonal(seed=SCHEDULES[:4], name=["gemma2", "qwen3-next"]))
 def test_half_of_the_memory_and_back_while_requests_run(
     name: str,
     seed: int,

@@ -31,7 +31,7 @@ CUTS = {
     "whole": (TOKENS,),
     "pages": (*range(CHUNK, TOKENS, CHUNK), TOKENS),
     "odd": (1, 2, 9, 38, 40, 97, 98, 161, 200, TOKENS),
-    "decoding": (101, *range(102, TOKENS + 1)),
+    "decoding": (101, *range(102, 170), TOKENS),
 }
 
 

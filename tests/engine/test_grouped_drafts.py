@@ -24,7 +24,7 @@ from tierstore_engine.settings import EngineSettings
 
 from .conftest import Oracle
 from .test_drafting import Echo, prompts
-from .test_oracle import GREEDY, assert_same, finish
+from .test_oracle import WHOLE, assert_same, finish
 
 EngineOf = Callable[..., Engine]
 REMEMBERING = (*GROUPED, *STATES)
@@ -54,14 +54,14 @@ def test_right_and_wrong_drafts_from_each_tier(
         if tier == "disk":
             grouped.close(engine)
             engine = grouped.make(model, disk="store", drafter=echo(oracle))
-        [found] = engine.generate([oracle.prompt], GREEDY)
+        [found] = engine.generate([oracle.prompt], WHOLE)
         assert_same(found, oracle)
         assert (tier in found.metrics.reused_by_tier) == bool(tier)
         assert 0 < found.metrics.accepted_tokens < found.metrics.drafted_tokens
     forget(engine)
     known = [*oracle.prompt, *oracle.tokens]
     ended = (len(known) - 6) // CHUNK * CHUNK
-    once = replace(GREEDY, max_new_tokens=2)
+    once = replace(WHOLE, max_new_tokens=2)
     for prompt, least in (([*known, 5, 6, 7], len(known) - 6), ([*known[:ended], 5, 6, 7], ended)):
         [warm] = engine.generate([prompt], once)
         [cold] = grouped.make(model, stored=False).generate([prompt], once)
@@ -76,12 +76,12 @@ def test_a_state_is_stored_at_the_end_of_each_page(
 ) -> None:
     """Six tokens a step would jump over the last one of the answer."""
     engine = engine_of(model, drafter=echo(oracle, wrong=0.0))
-    [found] = engine.generate([oracle.prompt], GREEDY)
+    [found] = engine.generate([oracle.prompt], WHOLE)
     assert found.metrics.accepted_tokens == found.metrics.drafted_tokens
     known = [*oracle.prompt, *oracle.tokens]
     ended = (len(known) - 6) // CHUNK * CHUNK
     assert (ended - len(oracle.prompt)) % 6
-    [other] = engine.generate([[*known[:ended], 5, 6, 7]], replace(GREEDY, max_new_tokens=1))
+    [other] = engine.generate([[*known[:ended], 5, 6, 7]], replace(WHOLE, max_new_tokens=1))
     assert other.metrics.reused_tokens == ended
 
 
@@ -99,7 +99,7 @@ def test_parked_and_forked_behind_an_accepted_draft(
     oracle: Oracle, model: LoadedModel, engine_of: EngineOf
 ) -> None:
     engine = engine_of(model, drafter=echo(oracle, wrong=0.1))
-    parked = engine.add(oracle.prompt, GREEDY)
+    parked = engine.add(oracle.prompt, WHOLE)
     lagging(engine, parked)
     engine._scheduler._park()
     forked = engine.fork(parked)
@@ -117,12 +117,12 @@ def test_repeated_tokens_are_no_prompt(oracle: Oracle, model: LoadedModel, engin
     """A request whose prompt was found whole drafts in its first step. It is not ordered as a prompt then."""
     drafter = echo(oracle, wrong=0.0)
     engine = engine_of(model, drafter=drafter)
-    engine.generate([oracle.prompt], GREEDY)
+    engine.generate([oracle.prompt], WHOLE)
     known = [*oracle.prompt, *oracle.tokens]
     ended = (len(known) - 6) // CHUNK * CHUNK
     prompt, answer = known[: ended + 1], tuple(known[ended + 1 :])
     drafter._answers[tuple(prompt)] = answer
-    request = engine.add(prompt, replace(GREEDY, max_new_tokens=len(answer)))
+    request = engine.add(prompt, replace(WHOLE, max_new_tokens=len(answer)))
     sequence = lagging(engine, request)
     assert sequence.computed == len(prompt)
     assert sequence not in engine._scheduler._prompts
@@ -195,7 +195,7 @@ def test_a_draft_model_whose_leader_got_no_token(
     """Its states are ahead of the tokens that are left to compute: it begins again."""
     drafter = draft_of(model, model)
     engine = engine_of(model, drafter=drafter)
-    request = engine.add(oracle.prompt, GREEDY)
+    request = engine.add(oracle.prompt, WHOLE)
     while engine.stats().drafted_tokens < 8:
         engine.step()
     leader = engine._roster.get(request)

@@ -12,7 +12,7 @@ from tierstore_engine.build import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 
 from .conftest import Oracle
-from .test_oracle import GREEDY, assert_same
+from .test_oracle import WHOLE, assert_same
 
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
@@ -31,7 +31,7 @@ def test_of_equal_prompts_one_is_computed(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
     engine = stored_engine(model, pool_pages=200).engine
-    for each in engine.generate([oracle.prompt] * 4, GREEDY):
+    for each in engine.generate([oracle.prompt] * 4, WHOLE):
         assert_same(each, oracle)
     prefilled = engine.stats().computed_tokens - 4 * (len(oracle.tokens) - 1)
     assert prefilled <= len(oracle.prompt) + 3 * 16
@@ -50,8 +50,8 @@ def test_who_waits_goes_on_when_the_one_that_computes_is_cancelled(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
     engine = stored_engine(model, pool_pages=200).engine
-    first = engine.add(oracle.prompt, GREEDY)
-    second = engine.add(oracle.prompt, GREEDY)
+    first = engine.add(oracle.prompt, WHOLE)
+    second = engine.add(oracle.prompt, WHOLE)
     engine.step()
     assert engine.computed_tokens(second) == 0
     engine.cancel(first)
@@ -66,13 +66,13 @@ def test_what_waits_is_brought_up_from_disk_before_it_is_admitted(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
     stored = stored_engine(model, disk="store", max_sequences=1)
-    stored.engine.generate([oracle.prompt], GREEDY)
+    stored.engine.generate([oracle.prompt], WHOLE)
     assert stored.store.flush(30)
     stored.store.evict("hbm")
     stored.store.evict("host")
     other = stored.engine.add([7] * 300, SamplingParams(max_new_tokens=40, ignore_eos=True))
     stored.engine.step()
-    waiting = stored.engine.add(oracle.prompt, GREEDY)
+    waiting = stored.engine.add(oracle.prompt, WHOLE)
     stored.engine.step()
     ends = time.monotonic() + 30
     while True:
@@ -93,13 +93,13 @@ def test_a_request_that_goes_while_it_waits_holds_nothing(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
     stored = stored_engine(model, disk="store", max_sequences=1)
-    stored.engine.generate([oracle.prompt], GREEDY)
+    stored.engine.generate([oracle.prompt], WHOLE)
     assert stored.store.flush(30)
     stored.store.evict("hbm")
     stored.store.evict("host")
-    stored.engine.add([7] * 300, GREEDY)
+    stored.engine.add([7] * 300, WHOLE)
     stored.engine.step()
-    waiting = stored.engine.add(oracle.prompt, GREEDY)
+    waiting = stored.engine.add(oracle.prompt, WHOLE)
     stored.engine.step()
     assert len(stored.engine._scheduler._ahead) == 1
     stored.engine.cancel(waiting)

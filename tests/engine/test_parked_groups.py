@@ -309,8 +309,7 @@ def given_way(ask: Asking) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("scene", [taken_up, given_way])
-@pytest.mark.parametrize(*diagonal(name=NAMES, seed=SCHEDULES[:4]))
+@pytest.mark.parametrize(*diagonal(name=NAMES, seed=SCHEDULES[:4], scene=[taken_up, given_way]))
 def test_sequences_that_left_a_device_go_on(name, seed, scene, models, alone):
     run = open_run(models(name), seed)
     scene(Asking(run, name, alone))

@@ -19,7 +19,7 @@ from tests.tiny_models import VOCAB, rewrite_json
 from .test_gguf import NAMES
 from .test_quantised import group_of
 
-HIDDEN, INNER, LAYERS, HEADS = 576, 1536, 12, 9
+HIDDEN, INNER, LAYERS, HEADS = 576, 1536, 6, 9
 MATRICES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (192, HIDDEN),
@@ -155,7 +155,7 @@ def write_int8_model(folder: Path) -> tuple[Path, float]:
 def test_the_weights_of_a_process_are_as_small_as_they_are_stored(
     write: Callable[[Path], tuple[Path, float]], folder: Path
 ) -> None:
-    """Within 24 MB for the engine's own. The model has 43 million numbers, which take 170 MB in float32."""
+    """Within 24 MB for the engine's own. The model has 22 million numbers, which take 86 MB in float32."""
     model, bytes_each = write(folder)
     kept, expanded = held(model, "keep"), held(model, "expand")
     assert expanded > 4 * NUMBERS

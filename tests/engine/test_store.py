@@ -14,7 +14,7 @@ from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.outputs import FinishReason
 from tierstore_engine.sampling import SamplingParams
 
-from .conftest import NEW_TOKENS, STORED_CHUNK, Oracle
+from .conftest import STORED_CHUNK, Oracle
 from .test_oracle import GREEDY, assert_same, finish
 
 
@@ -107,7 +107,7 @@ def test_parked_and_resumed_without_recompute(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
     # Different prompts, so that nothing is shared and both cannot grow to their end together.
-    stored = stored_engine(model, pool_pages=2 * 21 + 4)
+    stored = stored_engine(model, pool_pages=2 * 21 + 1)
     first = stored.engine.add(oracle.prompt[::-1], GREEDY)
     second = stored.engine.add(oracle.prompt, GREEDY)
     completions = finish(stored.engine)
@@ -127,20 +127,20 @@ def test_the_next_turn_reuses_the_answer(
     [turn] = engine.generate([oracle.prompt], GREEDY)
     [following] = engine.generate([[*oracle.prompt, *turn.tokens, 5, 6, 7]], GREEDY)
     # The last token of an answer has no KV yet.
-    assert following.metrics.reused_tokens == len(oracle.prompt) + NEW_TOKENS - 1
+    assert following.metrics.reused_tokens == len(oracle.prompt) + len(turn.tokens) - 1
 
 
 def test_requests_at_the_same_time_share_what_is_held(
     oracle: Oracle, model: LoadedModel, stored_engine: Callable[..., Stored]
 ) -> None:
-    """Four sequences of 25 pages run in 64 pages, because most of their pages are the same ones."""
+    """Four sequences of 23 pages run in 64 pages, because most of their pages are the same ones."""
     engine = stored_engine(model).engine
     engine.generate([oracle.prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))
     for completion in engine.generate([oracle.prompt] * 4, GREEDY):
         assert_same(completion, oracle)
         assert completion.metrics.preemptions == 0
         assert completion.metrics.reused_tokens == len(oracle.prompt) - 1
-    assert engine.stats().steps < 6 + 1 + 4 * NEW_TOKENS
+    assert engine.stats().steps < 6 + 1 + 4 * GREEDY.max_new_tokens
 
 
 def test_cancelling_during_a_load_gives_everything_back(

@@ -85,9 +85,10 @@ def test_no_program_has_a_table_of_its_own():
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     users = []
     for name in listed.stdout.split():
-        if name.startswith("tests/") or not (ROOT / name).exists():
+        text = (ROOT / name).read_text() if (ROOT / name).exists() else ""
+        if name.startswith("tests/") or "rich" not in text:
             continue
-        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.module == "rich.table":
                 users.append(name)
     assert users == []

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from tests.portions import chosen
 from tierstore.errors import UsageError
 from tierstore_tools import plan
 from tierstore_tools.cli import app
@@ -80,7 +81,7 @@ def test_a_prompt_delays_the_sequences_that_decode_beside_it_and_no_others():
     assert apart.itl_p99 < COSTS.step_s + 10 * COSTS.sequence_s
 
 
-@pytest.mark.parametrize("engines", [2, 4])
+@pytest.mark.parametrize("engines", chosen([2, 4], 2))
 def test_the_highest_rate_is_below_the_speed_of_prefill(engines):
     loose = replace(REQUESTS, itl_s=10.0, ttft_s=20.0)
     together, _ = highest_rate(0, engines, loose, COSTS)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests import forked
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_tools.cli import main
-from tierstore_tools.scenarios import load
+from tierstore_tools.scenarios import load, targets
 from tierstore_tools.scenarios.endpoint import NonsenseError, Reply, ScenarioRequest, connected
 from tierstore_tools.scenarios.runs import Agreement, Slo
 from tierstore_tools.scenarios.targets import KNOWN, ServerRoom, Workshop, reserved_tokens
@@ -25,14 +25,28 @@ from tierstore_tools.scenarios.targets import KNOWN, ServerRoom, Workshop, reser
 TRACE = Path(__file__).parents[1] / "data" / "mooncake" / "conversation_2000.jsonl.gz"
 
 
-def bench(*arguments):
-    return forked.run("tierstore_tools.cli", "scenarios", *arguments)
+@pytest.fixture
+def bench_here(monkeypatch, capfd):
+    """Run the command in this process. Its servers are forks of a process that has imported torch."""
+
+    def launch(command, log, threads):
+        module = "tierstore_engine.cli" if command[1] == "-c" else command[2]
+        return forked.Forked(module, command[3:], (0, log.fileno(), log.fileno()))
+
+    def run(*arguments):
+        monkeypatch.setattr(targets, "launch", launch)
+        monkeypatch.setattr("sys.argv", ["tierstore-bench", "scenarios", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capfd.readouterr()
+
+    return run
 
 
-def test_all_scenarios_against_real_servers(tmp_path):
-    """The engine over a daemon, and the loop with static batches. One run: servers are slow to start."""
+def test_all_scenarios_against_real_servers(tmp_path, bench_here):
+    """The engine over a daemon, and the loop with static batches."""
     sizes = "--tokens 256 --pool-tokens 1024 --requests 6 --answer 4 --rate 8 --seconds 1 --rounds 1"
-    code, out, err = bench(
+    code, out, err = bench_here(
         *("all", "--targets", "ours+store,vllm,transformers", "--model", "tiny-text", *sizes.split()),
         *("--slow-readers", 3, "--trace", TRACE, "--block-tokens", 16, "--request-s", 60),
         *("--host-bytes", "64MiB", "--disk-bytes", "256MiB"),
@@ -103,12 +117,9 @@ def _check_arrivals(rows):
         (["batch", "--plot", "/nowhere/a.png"], 2, "no such directory"),
     ],
 )
-def test_what_cannot_be_run_is_a_line(monkeypatch, capfd, arguments, code, said):
-    monkeypatch.setattr("sys.argv", ["tierstore-bench", "scenarios", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capfd.readouterr()
-    assert (ended.value.code, out) == (code, "")
+def test_what_cannot_be_run_is_a_line(bench_here, arguments, code, said):
+    ended, out, err = bench_here(*arguments)
+    assert (ended, out) == (code, "")
     assert said in " ".join(err.split())
 
 
@@ -200,10 +211,10 @@ def test_a_server_that_says_nothing_but_text_is_measured(nonsense):
     assert 0 < reply.ttft_s <= reply.last_at - reply.sent_at
 
 
-def test_nonsense_ends_the_run_in_a_line(nonsense):
+def test_nonsense_ends_the_run_in_a_line(nonsense, bench_here):
     handler, url = nonsense
     handler.stream = "data: hello\n\n"
-    code, _, err = bench("batch", "--url", url)
+    code, _, err = bench_here("batch", "--url", url)
     assert code == 1
     assert f"{url} does not complete a prompt" in err.splitlines()[-1]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
 from tests.engine.kernels.device import MirrorLauncher, kernel_launcher
+from tests.engine.kernels.executor import SCHEDULES
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import Problem, Shape
 from tierstore_engine.kernels.operations import EVERYTHING, AttentionKernels, Sight, SplitRule
@@ -66,6 +67,13 @@ class Executed:
         arguments = (problem.layer, problem.queries, sequences, problem.out, problem.lse)
         self.kernels.decode(*arguments, sight=problem.sight)
         return problem
+
+
+def some_schedules(count: int, name: str, names: Iterable[str]) -> list[int]:
+    """Return ``count`` schedules. Others of ``names``, with all sights, have the others."""
+    case = list(names).index(name)
+    first = case + case // len(SIGHTS)
+    return [SCHEDULES[(first + number) % len(SCHEDULES)] for number in range(count)]
 
 
 def one_token_each(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.kernels.attention import SIGHTS, SOAKED, Executed, one_token_each, sights_of
+from tests.engine.kernels.attention import SIGHTS, SOAKED, Executed, one_token_each, sights_of, some_schedules
 from tests.engine.kernels.executor import SCHEDULES
 from tests.engine.kernels.problem import Problem, Shape
-from tests.portions import diagonal
+from tests.portions import diagonal, portion
 from tierstore_engine.kernels.operations import EVERYTHING, Sight, SplitRule
 
 pytestmark = pytest.mark.usefixtures("executor")
@@ -48,10 +48,11 @@ lengths = st.lists(st.integers(1, 300) | st.sampled_from([63, 64, 65, 128, 900])
 sights = sights_of(300)
 
 
+@pytest.mark.parametrize("schedules", portion(2, 4))
 @pytest.mark.parametrize(*diagonal(name=SHAPES, sight=SIGHTS), ids=str)
-def test_edges(name: str, sight: Sight) -> None:
+def test_edges(name: str, sight: Sight, schedules: int) -> None:
     shape = SHAPES[name]
-    for seed in SCHEDULES:
+    for seed in some_schedules(schedules, name, SHAPES):
         problem = Problem(shape, one_token_each([1, 64, 65, 250, 900]), sight=sight, seed=seed)
         executed(shape).decode(problem, seed=seed).check()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.engine.kernels.executor import SCHEDULES
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import guarded_tensor
 from tests.engine.test_packed import FORMATS, SCALED, assert_same_bits, finite, random_matrix
-from tests.portions import portion
+from tests.portions import chosen, portion
 from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.packed import PackedKernels
 from tierstore_engine.quantised import PackedMatrix, QuantisedMatrix
@@ -23,6 +24,7 @@ from tierstore_engine.weight_formats import UINT4, WeightFormat
 pytestmark = pytest.mark.usefixtures("executor")
 
 DTYPES = ["float16", "bfloat16", "float32"]
+DTYPE_OF = {form: DTYPES[len(form) % 3] for form in FORMATS}
 MOST = PackedKernels.most_rows
 
 
@@ -64,8 +66,7 @@ def check_product(kernels: PackedKernels, matrix: PackedMatrix, dtype: str, toke
     assert (error <= unit * exact.abs() + 2.0**-20 * size + 2.0**-24).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "dtype"), chosen(product(FORMATS, DTYPES), *DTYPE_OF.items()))
 def test_numbers(form: str, dtype: str) -> None:
     matrix = random_matrix(FORMATS[form], 5, 512 // FORMATS[form].block, 7, zeros=True, special=True)
     check_numbers(kernels_in(dtype, matrix), guarded_matrix(matrix), dtype)
@@ -73,7 +74,7 @@ def test_numbers(form: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_products(form: str) -> None:
-    dtype = DTYPES[len(form) % 3]
+    dtype = DTYPE_OF[form]
     matrix = guarded_matrix(finite(FORMATS[form], 20, 768))
     for tokens, seed in zip((1, 3, MOST), SCHEDULES, strict=False):
         check_product(kernels_in(dtype, matrix, seed=seed), matrix, dtype, tokens)

@@ -132,14 +132,7 @@ class Started(Target):
         self._log.close()
 
     def _start_server(self) -> None:
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env=_environment(self._threads),
-            start_new_session=True,
-        )
+        self._process = launch(self._command, self._log, self._threads)
         ends = time.monotonic() + _START_S
         while not listens(self._port):
             if self._process.poll() is not None or time.monotonic() > ends:
@@ -161,6 +154,18 @@ class Started(Target):
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return " | ".join(lines[-_LOG_TAIL_LINES:]) or "no output"
+
+
+def launch(command: list[str], log: IO[bytes], threads: int) -> subprocess.Popen[bytes]:
+    """Start a server's process, the leader of a process group. It writes to ``log``."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=_environment(threads),
+        start_new_session=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

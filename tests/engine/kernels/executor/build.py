@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
 
-from tests.engine.kernels.executor.toolchain import (
-    FLAGS,
-    FUSED,
-    TRAPS,
-    cache_dir,
-    compiler,
-    compiler_version,
-    cuda_include,
-)
+from tests.compiled import BuildError, cache_dir, compile_once
+from tests.engine.kernels.executor.toolchain import FLAGS, FUSED, RACES, TRAPS, compiler, cuda_include
 from tierstore_engine.kernels import KERNEL_DIR
 
 COMPLETED = Path(__file__).parent
@@ -40,10 +30,6 @@ extern "C" int launch_{index}(const unsigned* g, const unsigned* t, unsigned byt
 """
 
 
-class BuildError(RuntimeError):
-    """A kernel that g++ does not compile, or that breaks the executor's conventions."""
-
-
 def build_library(file: Path, names: Sequence[str], *, races: bool, fused: bool = False) -> Path:
     """A library with ``launch_0``, ``launch_1`` … for ``names``, which are instances of kernels in ``file``.
 
@@ -53,7 +39,7 @@ def build_library(file: Path, names: Sequence[str], *, races: bool, fused: bool 
     _check_conventions(file)
     stub = _STUB_HEAD.format(kernel=file.name)
     stub += "".join(_STUB_LAUNCH.format(index=index, name=name) for index, name in enumerate(names))
-    flags = [*FLAGS, *(FUSED if fused else ()), *(("-fsanitize=thread",) if races else TRAPS)]
+    flags = [*FLAGS, *(FUSED if fused else ()), *(RACES if races else TRAPS)]
 
     # Without sanitizers in either case: TSan must not see fibers being switched.
     machine_flags = [*FLAGS, *(["-DEXECUTOR_TSAN"] if races else [])]
@@ -93,34 +79,10 @@ def _compile(
     folders: Sequence[Path] = (COMPLETED,),
     included: Sequence[Path] = (),
 ) -> Path:
-    """The file ``result``, in a folder named after the content of all that goes into it, wherever that
-    was."""
-    key = _digest(
-        [compiler(), compiler_version(), *flags],
-        [*sources, *included, *COMPLETED.glob("*.*h"), *COMPLETED.glob("nv/*")],
-    )
-    target = cache_dir() / key / result
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target.parent):
-        if target.exists():
-            return target
-        include = [*(f"-I{folder}" for folder in folders), f"-isystem{cuda_include()}"]
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = Path(scratch) / result
-            command = [compiler(), *flags, *include, *map(str, sources), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise BuildError(f"{' '.join(command)}\n{done.stderr[:6000]}")
-            os.replace(made, target)
-    return target
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else, in this process or another one, compiles into ``folder`` meanwhile."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    """Compile with the headers of ``folders`` and NVIDIA's."""
+    headers = [*included, *COMPLETED.glob("*.*h"), *COMPLETED.glob("nv/*")]
+    places = [*(f"-I{folder}" for folder in folders), f"-isystem{cuda_include()}"]
+    return compile_once(result, sources, flags, compiler=compiler(), included=headers, places=places)
 
 
 def _keep(name: str, content: bytes) -> Path:
@@ -131,10 +93,3 @@ def _keep(name: str, content: bytes) -> Path:
             scratch.write(content)
         os.replace(scratch.name, target)
     return target
-
-
-def _digest(texts: Sequence[str], files: Sequence[Path]) -> str:
-    digest = xxhash.xxh3_128("\0".join(texts).encode())
-    for file in sorted(files):
-        digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()

@@ -32,7 +32,8 @@ namespace machine {
 
 namespace {
 
-constexpr size_t STACK_BYTES = 64 * 1024;
+// Not a power of two, for which the ends of all stacks would share a few places of the processor's caches.
+constexpr size_t STACK_BYTES = 64 * 1024 + 5 * 64;
 constexpr unsigned TAIL_BYTES = 4096;  // behind a block's shared memory, looked at for what should not be there
 constexpr unsigned char POISON = 0xFF;
 constexpr unsigned long long STEP_LIMIT = 2'000'000'000;
@@ -230,7 +231,7 @@ void reset(Fiber& fiber, unsigned index, const unsigned (&threads)[3]) {
   fiber.thread = {index % threads[0], index / threads[0] % threads[1], index / (threads[0] * threads[1])};
   fiber.warp = &m.warps[index / 32];
   fiber.warp->lanes[fiber.lane] = &fiber;
-  fiber.warp->live |= 1u << fiber.lane;
+  fiber.warp->live = fiber.warp->lanes_there |= 1u << fiber.lane;
   fiber.what = "start";
   fiber.where = Where();
   fiber.open_copies.clear();
@@ -311,9 +312,7 @@ void barrier(Where where) {
 bool arrive(const char* what, unsigned mask, void* record, Where where) {
   Fiber* me = block->current;
   Warp& warp = *me->warp;
-  unsigned existing = 0;  // the last warp of a block may be short
-  for (unsigned lane = 0; lane < 32; lane++) existing |= warp.lanes[lane] ? 1u << lane : 0;
-  const unsigned members = mask & existing;
+  const unsigned members = mask & warp.lanes_there;
   if (!(members >> me->lane & 1))
     fail(std::string(what) + ": the calling lane is not in the mask, " + at(*me, where));
   if (members & ~warp.live)

@@ -27,8 +27,9 @@ enum class State : uint8_t { ready, at_barrier, at_collective, finished };
 struct Fiber;
 
 struct Warp {
-  unsigned live = 0;     // lanes that have not returned
-  unsigned arrived = 0;  // lanes waiting in a collective
+  unsigned lanes_there = 0;  // the last warp of a block may be short
+  unsigned live = 0;         // lanes that have not returned
+  unsigned arrived = 0;      // lanes waiting in a collective
   unsigned ready = 0;
   Fiber* lanes[32] = {};
   char order[64];  // what TSan is told about __syncwarp

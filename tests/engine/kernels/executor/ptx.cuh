@@ -87,13 +87,15 @@ inline void ldmatrix_x4_trans(unsigned (&fragments)[4], const void* row,
   ldmatrix<true>("ldmatrix.trans", fragments, row, where);
 }
 
+// Exact, as NVIDIA's function for the host, which takes longer.
 template <class T>
 float widen(unsigned bits) {
-  const uint16_t half = static_cast<uint16_t>(bits);
   if constexpr (std::is_same_v<T, __half>) {
-    return __half2float(std::bit_cast<__half>(half));
+    const float scaled = std::bit_cast<float>((bits & 0x7FFF) << 13) * 0x1p112f;
+    const unsigned not_finite = (bits & 0x7C00) == 0x7C00 ? 0x7F800000 : 0;
+    return std::bit_cast<float>(std::bit_cast<unsigned>(scaled) | not_finite | (bits & 0x8000) << 16);
   } else {
-    return std::bit_cast<float>(static_cast<unsigned>(half) << 16);
+    return std::bit_cast<float>(bits << 16);
   }
 }
 
@@ -102,24 +104,26 @@ struct MmaRecord {
   unsigned a[4], b[2];
 };
 
+typedef float Row __attribute__((vector_size(32)));  // an operator is for all eight columns
+
 template <class T>
 void multiply(MmaRecord** lanes) {
-  float a[16][16], b[16][8];
+  float a[16][16];
+  Row b[16], sums[16];
   for (int lane = 0; lane < 32; lane++)
     for (int i = 0; i < 2; i++) {
       const int group = lane / 4, column = lane % 4 * 2 + i;
       for (int part = 0; part < 4; part++)
         a[group + part % 2 * 8][column + part / 2 * 8] = widen<T>(lanes[lane]->a[part] >> (16 * i));
-      for (int part = 0; part < 2; part++)
+      for (int part = 0; part < 2; part++) {
         b[column + part * 8][group] = widen<T>(lanes[lane]->b[part] >> (16 * i));
+        sums[group + part * 8][column] = lanes[lane]->sums[part * 2 + i];
+      }
     }
+  for (int row = 0; row < 16; row++)
+    for (int k = 0; k < 16; k++) sums[row] += a[row][k] * b[k];
   for (int lane = 0; lane < 32; lane++)
-    for (int i = 0; i < 4; i++) {
-      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      float sum = lanes[lane]->sums[i];
-      for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
-      lanes[lane]->sums[i] = sum;
-    }
+    for (int i = 0; i < 4; i++) lanes[lane]->sums[i] = sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
 }
 
 template <class T>

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,6 @@ numbers."""
 FLAGS = (
     "-std=c++20",
     "-O1",
-    "-g1",
     "-fPIC",
     "-march=native",
     "-w",
@@ -25,6 +23,8 @@ FLAGS = (
 )
 FUSED = ("-ffp-contract=fast", "-fexpensive-optimizations")
 """Further flags: products are fused with sums, as CUDA's compiler does, if the processor can."""
+RACES = ("-fsanitize=thread", "-g1")
+"""Further flags: accesses are watched, and reports have lines."""
 TRAPS = (
     "-fsanitize=alignment,signed-integer-overflow",
     "-fsanitize-undefined-trap-on-error",
@@ -56,17 +56,3 @@ def missing_tools() -> str | None:
     if cuda_include() is None:
         return "no CUDA headers: pip install nvidia-cuda-runtime nvidia-cuda-crt"
     return None
-
-
-@cache
-def compiler_version() -> str:
-    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-
-
-# Read before any test gives the engine a cache of its own: what is compiled is named by its content.
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierstore" / "executor"
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels are kept between runs; anything in it may be deleted."""
-    return _CACHE
