@@ -22,6 +22,7 @@ from typing import Protocol
 
 from tierstore.errors import UsageError
 from tierstore.keys import TOKEN_BYTES, encode_tokens
+from tierstore_engine.batch import Work
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence
 
@@ -33,6 +34,9 @@ class Drafter(Protocol):
         """Return guesses of the tokens that follow each of these decoding sequences. A guess may be shorter
         than usual, or empty."""
 
+    def follow(self, work: Ints[Work]) -> None:
+        """Note that the model has computed this work. No page of it was saved yet."""
+
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended. It may never have been proposed for."""
 
@@ -40,7 +44,7 @@ class Drafter(Protocol):
         """Release everything."""
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Draft the tokens that followed an earlier occurrence of the sequence's last tokens. This suits text
     that repeats itself or quotes its prompt. It costs a search in the sequence's token bytes, and no model.
 

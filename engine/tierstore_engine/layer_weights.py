@@ -204,11 +204,25 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorWeights:
+    """What the layer that drafts tokens has besides a decoder layer: the norms of its two inputs, the matrix
+    that merges them (``[hidden_size, 2 × hidden_size]``, the embedding first), and the norm before the
+    head."""
+
+    embed_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    merge: Matrix
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors. ``head`` is ``embed`` itself if the embeddings are tied."""
+    """All tensors. ``head`` is ``embed`` itself if the embeddings are tied. The last of ``layers`` belongs to
+    the ``predictor``, if there is one."""
 
     embed: Matrix
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Matrix
+    predictor: PredictorWeights | None = None
     stream: WeightStream | None = None  # of weights that stay on disk

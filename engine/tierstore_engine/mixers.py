@@ -146,24 +146,29 @@ class LatentAttention:
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
         """Compute like :meth:`SelfAttention.compute`, with latents in the pages."""
+        self.remember(hidden, layout, positions)
         latent, weights = self._latent, self._weights
         inner = hidden
         if weights.q_down is not None and weights.q_norm is not None:
             inner = self._norm(linear(hidden, weights.q_down), weights.q_norm)
         queries = linear(inner, weights.q).view(len(hidden), self._heads, -1)
         queries, turning = torch.split(queries, [latent.nope_dim, latent.rope_dim], dim=-1)
-        both = linear(hidden, weights.kv_down)
-        latents, shared = torch.split(both, [latent.rank, latent.rope_dim], dim=-1)
-        latents = self._norm(latents, weights.kv_norm).unsqueeze(1)
         rotations = positions.rotations[self._rope]
-        shared = self._turned(shared.unsqueeze(1), rotations)
-        self._attention.write(self._layer, torch.cat((latents, shared), dim=-1), None, layout)
         to_keys, to_values = torch.split(weights.kv_up, [latent.nope_dim, latent.value_dim], dim=1)
         absorbed = _by_heads(queries, to_keys.mT)
         queries = torch.cat((absorbed, self._turned(turning, rotations)), dim=-1)
         attended = self._attention.attend(self._layer, queries, layout)[..., : latent.rank]
         values = _by_heads(attended, to_values)
         return linear(values.flatten(1), weights.o)
+
+    def remember(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> None:
+        """Write the latents of these tokens, as :meth:`compute` does."""
+        latent, weights = self._latent, self._weights
+        both = linear(hidden, weights.kv_down)
+        latents, shared = torch.split(both, [latent.rank, latent.rope_dim], dim=-1)
+        latents = self._norm(latents, weights.kv_norm).unsqueeze(1)
+        shared = self._turned(shared.unsqueeze(1), positions.rotations[self._rope])
+        self._attention.write(self._layer, torch.cat((latents, shared), dim=-1), None, layout)
 
     def _turned(self, x: torch.Tensor, rotations: Rotations) -> torch.Tensor:
         if self._rope.interleaved:

@@ -27,6 +27,7 @@ from tierstore_engine.layer_weights import (
     MixerWeights,
     MLPWeights,
     ModelWeights,
+    PredictorWeights,
     SharedBlockWeights,
     ShortConvWeights,
 )
@@ -109,9 +110,21 @@ def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
     yield Slot("model.embed_tokens.weight", weights.embed)
     parts = _block_slots if config.names.blocks else _layer_slots
     yield from parts(config, weights.layers)
+    if weights.predictor is not None:
+        yield from _predictor_slots(config, weights.predictor)
     yield from _norm_slots(config, "model.norm", weights.norm)
     if not config.tied_embeddings:
         yield Slot("lm_head.weight", weights.head)
+
+
+def _predictor_slots(config: ModelConfig, weights: PredictorWeights) -> Iterator[Slot]:
+    """Yield the slots of the layer that drafts tokens, besides those of a decoder layer. Its embeddings and
+    its head are the model's."""
+    prefix = f"model.layers.{config.layers}."
+    yield from _norm_slots(config, f"{prefix}enorm", weights.embed_norm)
+    yield from _norm_slots(config, f"{prefix}hnorm", weights.hidden_norm)
+    yield Slot(f"{prefix}eh_proj.weight", weights.merge)
+    yield from _norm_slots(config, f"{prefix}shared_head.norm", weights.norm)
 
 
 def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:

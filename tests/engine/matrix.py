@@ -36,7 +36,7 @@ attention."""
 AXES: Mapping[str, Sequence[str]] = {
     "family": tuple(FAMILIES),
     "kv": ("auto", "int8", "fp8_e4m3", "int4", "k8v4", "static"),
-    "draft": ("none", "lookup", "model", "alike"),
+    "draft": ("none", "lookup", "model", "alike", "mtp"),
     "store": ("pool", "host", "disk", "daemon", "other host"),
     "n": ("1", "3"),
     "parked": ("no", "yes"),
@@ -63,6 +63,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("draft", "lookup"): "`--draft prompt-lookup`",
     ("draft", "model"): "`--draft MODEL`",
     ("draft", "alike"): "a draft model of this kind",
+    ("draft", "mtp"): "`--draft mtp`",
     ("store", "pool"): "hits in the pool",
     ("store", "host"): "hits in host memory",
     ("store", "disk"): "hits on disk",
@@ -95,6 +96,10 @@ class Refusal:
 
 
 _QUANTISED = AXES["kv"][1:]
+_NO_PREDICTOR = (
+    "--draft mtp needs a DeepSeek V3 checkpoint with a layer that predicts further tokens, and this model "
+    "has no {}: give --draft prompt-lookup or a draft model"
+)
 
 REFUSALS = (
     Refusal(
@@ -106,6 +111,15 @@ REFUSALS = (
         ("family", ("latents",)),
         ("kv", ("k8v4",)),
         "latents are keys and values at once: give --kv-dtype one format for both",
+    ),
+    Refusal(
+        ("family", tuple(name for name in FAMILIES if name != "latents")), ("draft", ("mtp",)), _NO_PREDICTOR
+    ),
+    Refusal(("kv", ("k8v4",)), ("draft", ("mtp",)), _NO_PREDICTOR),
+    Refusal(
+        ("kv", ("static",)),
+        ("draft", ("mtp",)),
+        "--draft mtp has no static scales of KV: leave out --kv-scales, or --draft mtp",
     ),
 )
 

@@ -21,6 +21,7 @@ from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import Sequence
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Step
 
 from .conftest import Oracle
 from .test_drafting import Echo, prompts
@@ -186,6 +187,42 @@ def test_a_draft_model_of_groups(
         stats = drafter.connector.stats()
         assert stats is not None
         assert stats.counters["hit_tokens"]["hbm"] >= len(oracle.prompt) - CHUNK
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba"])
+def test_a_draft_model_computes_a_drafted_token_once(
+    model: LoadedModel,
+    engine_of: EngineOf,
+    draft_of: Callable[..., DraftModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its states go ahead, and back after the draft. Without room for copies of them, it computes its whole
+    draft again for each token, and drafts the same."""
+    answers = []
+    for room, expected in ((None, [1, 1, 1]), (1, [1, 2, 3])):
+        drafter = draft_of(noisy(model), model)
+        connector, [group] = drafter.connector, model.config.states
+        taken = connector.allocate(connector.available(group=group) - room, group=group) if room else []
+        assert taken is not None
+        rows: list[int] = []
+        steps_of(drafter, rows, monkeypatch)
+        [found] = engine_of(model, drafter=drafter, stored=False).generate([prompts(1)[0]], SAMPLED)
+        assert rows[-3:] == expected
+        answers.append((found.tokens, found.metrics.drafted_tokens, found.metrics.accepted_tokens))
+        connector.release(taken, group=group)
+    assert answers[0] == answers[1]
+    assert answers[0][2] > 0
+
+
+def steps_of(drafter: DraftModel, rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note the number of tokens of each step of the draft model in ``rows``."""
+    compute = drafter._model.compute
+
+    def noted(step: Step) -> torch.Tensor:
+        rows.append(len(step.tokens))
+        return compute(step)
+
+    monkeypatch.setattr(drafter._model, "compute", noted)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next"])
