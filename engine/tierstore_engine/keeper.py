@@ -380,7 +380,6 @@ class PageKeeper:
         sequence.partial = None
         sequence.in_step = False
         sequence.computed = sequence.repeated = sequence.foreseen = 0
-        sequence.outputs = None
         sequence.state = SequenceState.WAITING
 
     def _ends_inside(self, sequence: Sequence) -> bool:
@@ -420,9 +419,11 @@ class PageKeeper:
 
     def _resume(self, sequence: Sequence, tokens: int) -> None:
         """Let a sequence continue after ``tokens`` loaded ones. The last one is computed again if a drafter
-        needs that, and if there is room for a copy of its page."""
-        rewinds = self._rewinds and tokens and all(table.own(tokens) for table in sequence.tables)
-        sequence.restore(tokens - bool(rewinds))
+        needs its output and does not have it, and if there is room for a copy of its page."""
+        rewinds = self._rewinds and tokens > 0 and sequence.output_of(tokens - 1) is None
+        if rewinds:
+            rewinds = all(table.own(tokens) for table in sequence.tables)
+        sequence.restore(tokens - rewinds)
         sequence.foreseen = tokens
 
     def _park(self, saves: Iterable[Transfer[int]]) -> None:

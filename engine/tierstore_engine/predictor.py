@@ -134,7 +134,7 @@ class PredictorDrafter(Drafter):
             sequence, stop = item.sequence, item.start + item.tokens
             first = max(item.start, sequence.foreseen)  # a hit has the latent of its last token
             if first < stop:
-                known = sequence.outputs.of(item.start - 1) if sequence.outputs is not None else None
+                known = sequence.output_of(item.start - 1)
                 earlier = torch.zeros_like(rows[0]) if known is None else known
                 before.append(torch.cat((earlier[None], rows[:-1]))[first - item.start :])
                 spans.append(Span(tables_of(sequence), first, stop))
@@ -158,7 +158,6 @@ def _begun(sequences: Ints[Sequence]) -> Iterator[_Draft]:
     """Yield an empty draft for each sequence whose last output is known. After a fork whose pages had no room
     it is not, until the next step."""
     for sequence in sequences:
-        outputs = sequence.outputs
-        before = outputs.of(len(sequence.tokens) - 2) if outputs is not None else None
+        before = sequence.output_of(len(sequence.tokens) - 2)
         if before is not None:
             yield _Draft(sequence, before, [])

@@ -63,15 +63,11 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The model's outputs of a sequence's newest tokens, ``[tokens, hidden_size]``, from token ``first``
-    on."""
+    """The model's outputs of a sequence's newest computed tokens, ``[tokens, hidden_size]``, from token
+    ``first`` on."""
 
     first: int
     rows: torch.Tensor
-
-    def of(self, token: int) -> torch.Tensor | None:
-        """Return the output of one token, ``[hidden_size]``; None if it is not among these."""
-        return self.rows[token - self.first] if 0 <= token - self.first < len(self.rows) else None
 
 
 class StopMatcher:
@@ -263,6 +259,13 @@ class Sequence:
         if computed > len(self.prompt):
             self.prompt.extend(self.tokens[len(self.prompt) : computed])
 
+    def output_of(self, token: int) -> torch.Tensor | None:
+        """Return the model's output of a token, ``[hidden_size]``. None if it is not among the newest."""
+        outputs = self.outputs
+        if outputs is None or not 0 <= token - outputs.first < len(outputs.rows):
+            return None
+        return outputs.rows[token - outputs.first]
+
     def grow(self, stop: int) -> bool:
         """Ensure that the tokens from the first uncomputed one up to ``stop`` have pages that no other
         sequence writes to. Return False without room; pages allocated by then stay in the tables."""
@@ -279,7 +282,6 @@ class Sequence:
         twin.tables = []
         twin.save_points = dict(self.save_points)
         twin.computed = twin.repeated = twin.foreseen = 0
-        twin.outputs = None
         twin.loading = None
         twin.meeting = None
         twin.promise = None

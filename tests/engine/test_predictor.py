@@ -257,6 +257,18 @@ def test_hits_bring_what_the_layer_remembers(
     assert counts[0] == counts[1]
 
 
+def test_the_page_of_a_hits_end_is_not_the_caches(model: LoadedModel, grouped: GroupedEngines) -> None:
+    """Its last token is computed again, so each sequence has a page of its own there."""
+    engine, known = grouped.make(model), list(range(4 * CHUNK))
+    engine.generate([known], GREEDY)
+    ids = [engine.add([*known, last], GREEDY) for last in (7, 8)]
+    while any(engine.computed_tokens(number) <= len(known) for number in ids):
+        engine.step()
+    one, other = (engine._roster.get(number).tables[0].pages for number in ids)
+    assert one[:3] == other[:3]
+    assert one[3] != other[3]
+
+
 def test_identities_differ(model: LoadedModel, plain: LoadedModel) -> None:
     """Pages with and without the layer have different sizes."""
     one, other = (each.kv_spec(chunk_tokens=CHUNK) for each in (model, plain))
