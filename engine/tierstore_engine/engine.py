@@ -147,7 +147,7 @@ class Engine:
             plan=self.settings.plan,
             prefill_chunk=self.settings.prefill_chunk,
             checkpoint_tokens=self.settings.checkpoint_distance(model.config.kv_spec(chunk_tokens=chunk)),
-            rewinds=model.config.predictor,
+            rewinds=bool(model.config.predictor),
         )
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)

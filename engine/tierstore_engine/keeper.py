@@ -420,7 +420,9 @@ class PageKeeper:
     def _resume(self, sequence: Sequence, tokens: int) -> None:
         """Let a sequence continue after ``tokens`` loaded ones. The last one is computed again if a drafter
         needs its output and does not have it, and if there is room for a copy of its page."""
-        rewinds = self._rewinds and tokens > 0 and sequence.output_of(tokens - 1) is None
+        rewinds = (
+            self._rewinds and not self.stateful and tokens > 0 and sequence.output_of(tokens - 1) is None
+        )
         if rewinds:
             rewinds = all(table.own(tokens) for table in sequence.tables)
         sequence.restore(tokens - rewinds)

@@ -52,18 +52,8 @@ class SelfAttention:
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape. The keys and
         values of these tokens are then in their pages, or being written."""
-        config, weights = self._config, self._weights
-        query_heads = config.heads * (2 if config.gated_attention else 1)
-        heads = (query_heads, config.kv_heads, config.kv_heads)
-        projected = linear(hidden, weights.qkv, weights.qkv_bias)
-        projected = projected.view(len(hidden), sum(heads), config.head_dim)
-        queries, keys, values = torch.split(projected, list(heads), dim=1)
-        gates = None
-        if config.gated_attention:
-            queries, gates = queries.reshape(len(hidden), config.heads, -1).chunk(2, dim=-1)
-        if not config.qk_norm_late:
-            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
-        queries = self._write((queries, keys, values), layout, positions)
+        weights = self._weights
+        queries, gates = self._remembered(hidden, layout, positions)
         if weights.sinks is None:
             attended = self._attention.attend(self._layer, queries, layout)
         else:
@@ -76,6 +66,27 @@ class SelfAttention:
         if gates is not None:
             attended = attended * each(torch.sigmoid, gates.reshape(len(hidden), -1))
         return linear(attended, weights.o, weights.o_bias)
+
+    def remember(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> None:
+        """Write the keys and values of these tokens, as :meth:`compute` does."""
+        self._remembered(hidden, layout, positions)
+
+    def _remembered(
+        self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write keys and values. Return the rotated queries, and the gates of a model that has gates."""
+        config, weights = self._config, self._weights
+        query_heads = config.heads * (2 if config.gated_attention else 1)
+        heads = (query_heads, config.kv_heads, config.kv_heads)
+        projected = linear(hidden, weights.qkv, weights.qkv_bias)
+        projected = projected.view(len(hidden), sum(heads), config.head_dim)
+        queries, keys, values = torch.split(projected, list(heads), dim=1)
+        gates = None
+        if config.gated_attention:
+            queries, gates = queries.reshape(len(hidden), config.heads, -1).chunk(2, dim=-1)
+        if not config.qk_norm_late:
+            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
+        return self._write((queries, keys, values), layout, positions), gates
 
     def _write(
         self,

@@ -138,7 +138,7 @@ class Model:
                 self._pointwise, self._merged(given, before), self._weights.layers[index].mixer_norm
             )
             mixer = self._mixers[index]
-            assert isinstance(mixer, LatentAttention)
+            assert isinstance(mixer, LatentAttention | SelfAttention)
             mixer.remember(
                 normed, given.layouts[self.config.group_of(index)], self._positions(given, normed.dtype)
             )

@@ -8,12 +8,13 @@ final norm, and with the model's own embeddings and head::
 
 A checkpoint has one such layer. For further tokens of a draft, ``norm(h')`` takes the place of ``h``.
 
-The latents of the layer are in the model's own pages, as those of one more layer. The latent of ``h'ᵢ₊₁`` is
-at token ``i + 1``. It depends on no later token, so a page still belongs to its tokens alone. Hits from every
-tier, parked requests, forks and hand-overs bring it along. Token 0 has no output before it, so no token sees
-it in this layer. After each step, :meth:`PredictorDrafter.follow` writes the latents of the step's tokens.
-Pages do not have the output that the next token needs. So the last token of a hit is computed again
-(:class:`~tierstore_engine.keeper.PageKeeper`).
+The KV of the layer, or its latents, are in the model's own pages, as those of one more layer. What the layer
+keeps of ``h'ᵢ₊₁`` is at token ``i + 1``. It depends on no later token, so a page still belongs to its tokens
+alone. Hits from every tier, parked requests, forks and hand-overs bring it along. Token 0 has no output
+before it, so no token sees it in this layer. After each step, :meth:`PredictorDrafter.follow` writes the KV
+of the step's tokens. Pages do not have the output that the next token needs. So the last token of a hit is
+computed again (:class:`~tierstore_engine.keeper.PageKeeper`). A recurrent state cannot go back for this:
+there the layer takes zeros for the output.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Protocol
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import COMPLETED
 from tierstore_engine.attention.base import Span
 from tierstore_engine.batch import Work, tables_of
@@ -35,6 +37,7 @@ from tierstore_engine.drafting import Drafter
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Outputs, Sequence
 from tierstore_engine.step import Runner, Step
+from tierstore_engine.weight_slots import predictor_names
 from tierstore_engine.weights import open_weights
 
 
@@ -48,13 +51,18 @@ def with_predictor(config: ModelConfig, source: Path | None, device: str) -> Mod
         raise UsageError("--draft mtp is computed on the CPU only: give --device cpu, or another --draft")
     if config.kv.ranges:
         raise UsageError("--draft mtp has no static scales of KV: leave out --kv-scales, or --draft mtp")
-    name = f"model.layers.{config.layers}.eh_proj.weight"
-    if config.latent is None or (source is not None and not _has(source, name)):
-        raise UsageError(
-            f"--draft mtp needs a DeepSeek V3 checkpoint with a layer that predicts further tokens, and this "
-            f"model has no {name}: give --draft prompt-lookup or a draft model"
-        )
-    return replace(config, predictor=True, kinds=(*config.kinds, config.kinds[-1]))
+    missing = "such layer"
+    if config.latent is not None or config.delta is not None:
+        latent = config.latent is not None
+        kind = LayerKind.MLA_LATENT if latent else LayerKind.FULL_ATTENTION
+        config = replace(config, predictor="nextn" if latent else "mtp", kinds=(*config.kinds, kind))
+        missing = f"{predictor_names(config).merge}.weight"
+        if source is None or _has(source, missing):
+            return config
+    raise UsageError(
+        "--draft mtp needs a layer that predicts further tokens, as in DeepSeek V3 and Qwen3-Next, and this "
+        f"model has no {missing}: give --draft prompt-lookup or a draft model"
+    )
 
 
 def _has(source: Path, name: str) -> bool:

@@ -48,7 +48,7 @@ def allocate(
     embed = make.matrix(config.vocab_size, config.hidden_size)
     return ModelWeights(
         embed=embed,
-        layers=tuple(make.layer(index) for index in range(config.layers + config.predictor)),
+        layers=tuple(make.layer(index) for index in range(config.layers + bool(config.predictor))),
         norm=make.norm(),
         head=embed if config.tied_embeddings else make.matrix(config.vocab_size, config.hidden_size),
         predictor=make.predictor() if config.predictor else None,

@@ -97,8 +97,8 @@ class Refusal:
 
 _QUANTISED = AXES["kv"][1:]
 _NO_PREDICTOR = (
-    "--draft mtp needs a DeepSeek V3 checkpoint with a layer that predicts further tokens, and this model "
-    "has no {}: give --draft prompt-lookup or a draft model"
+    "--draft mtp needs a layer that predicts further tokens, as in DeepSeek V3 and Qwen3-Next, and this "
+    "model has no {}: give --draft prompt-lookup or a draft model"
 )
 
 REFUSALS = (
@@ -113,9 +113,10 @@ REFUSALS = (
         "latents are keys and values at once: give --kv-dtype one format for both",
     ),
     Refusal(
-        ("family", tuple(name for name in FAMILIES if name != "latents")), ("draft", ("mtp",)), _NO_PREDICTOR
+        ("family", tuple(name for name in FAMILIES if name not in ("latents", "delta"))),
+        ("draft", ("mtp",)),
+        _NO_PREDICTOR,
     ),
-    Refusal(("kv", ("k8v4",)), ("draft", ("mtp",)), _NO_PREDICTOR),
     Refusal(
         ("kv", ("static",)),
         ("draft", ("mtp",)),

@@ -130,7 +130,11 @@ def test_pages_of_another_size_are_other_pages(run: Run, tmp_path: Path, chunk: 
         (("--model", "tiny", "--prompt", "x", "--draft", "huge"), 2, "neither a folder nor a preset"),
         (("--model", "tiny", "--prompt", "x", "--draft-tokens", "3"), 2, "--draft-tokens needs --draft"),
         (("--model", "tiny", "--prompt", "x", "--overflow-bytes", "1GiB"), 2, "needs --overflow"),
-        (("--model", "tiny", "--prompt", "x", "--draft", "mtp"), 2, "needs a DeepSeek V3 checkpoint"),
+        (
+            ("--model", "tiny", "--prompt", "x", "--draft", "mtp"),
+            2,
+            "needs a layer that predicts further tokens",
+        ),
         (
             ("--model", "tiny-deepseek", "--prompt", "x", "--draft", "mtp", "--overflow", "over"),
             2,

@@ -1,10 +1,12 @@
-"""``--draft mtp``: the layer of a DeepSeek V3 checkpoint that predicts further tokens."""
+"""``--draft mtp``: the layer of a DeepSeek V3 or Qwen3-Next checkpoint that predicts further tokens."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,15 +20,15 @@ from tests.engine.test_drafting import prompts
 from tests.engine.test_oracle import finish
 from tests.tiny_models import VOCAB, reference_model, train_tokenizer
 from tierstore.errors import UsageError
-from tierstore.tiers.hbm import COMPLETED, PagePool
+from tierstore.tiers.hbm import COMPLETED
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model
+from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model, pools_of_one_sequence
+from tierstore_engine.layer_weights import ExpertsWeights
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
 
-LAYERS = 2  # of the model; the layer after them drafts
 TOKENS = 75
 # Few tokens are likely, so that some drafts are right.
 BIASED = SamplingParams(
@@ -39,87 +41,108 @@ BIASED = SamplingParams(
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
 
+NAMES = {
+    "deepseek-v3": "model.layers.3. enorm hnorm eh_proj shared_head.norm",
+    "qwen3-next": "mtp. pre_fc_norm_embedding pre_fc_norm_hidden fc norm",
+}
+"""The prefix of a predictor's tensors in a checkpoint, and its norms of an embedding and of an output, the
+matrix behind them, and its last norm."""
+BLOCKS = {"deepseek-v3": "model.layers.3.", "qwen3-next": "mtp.layers.0."}
+COPIED = 1  # the layer whose weights are also those of the predictor's block
+
+
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint, and the same weights in torch: a model of transformers, and the parts of its predictor.
-    ``predictor`` has the tensors of a checkpoint by their names behind the layer's number."""
+    """A checkpoint, and the same weights in torch: a model of transformers, and the parts of its
+    predictor."""
 
     folder: Path
     model: nn.Module
-    block: nn.Module
-    predictor: dict[str, torch.Tensor]
+    embed_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    merge: torch.Tensor
+    norm: torch.Tensor
 
     @torch.inference_mode()
     def predict(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of the predictor, before its last norm, and its logits, for each of ``tokens``
-        but the first.
+        """Return the output of the predictor and its logits, for each of ``tokens`` but the first.
 
         Section 2.2 of the technical report (arXiv:2412.19437), for a depth of 1: the RMS norms of the
         embedding of tᵢ₊₁ and of the representation hᵢ are concatenated and projected by M₁. A transformer
-        block follows, and the shared head predicts tᵢ₊₂. The order of the two in M₁ is that of the released
-        weights, which call the matrix ``eh_proj``. Like there, hᵢ is the output of the model's final norm.
+        block follows, and the shared head predicts tᵢ₊₂. As in the released weights, the embedding is the
+        first half of the concatenation, hᵢ is the output of the model's final norm, and the predictor has a
+        norm before the head.
         """
-        ids, own = torch.tensor([tokens]), self.predictor
-        hidden = self.model.model(ids).last_hidden_state[0]
-        embedded = self.model.model.embed_tokens(ids)[0]
-        merged = torch.cat(
-            (_norm(embedded[1:], own["enorm.weight"]), _norm(hidden[:-1], own["hnorm.weight"])), dim=-1
-        )
-        given = merged @ own["eh_proj.weight"].T
-        count = len(given)
-        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        decoder, ids = self.model.model, torch.tensor([tokens])
+        hidden, embedded = decoder(ids).last_hidden_state[0], decoder.embed_tokens(ids)[0]
+        parts = _norm(embedded[1:], self.embed_norm), _norm(hidden[:-1], self.hidden_norm)
+        merged = (torch.cat(parts, dim=-1) @ self.merge.T)[None]
+        count = merged.shape[1]
         places = torch.arange(count)[None]
-        rotations = self.model.model.rotary_emb(given[None], places)
-        out = self.block(given[None], attention_mask=mask, position_ids=places, position_embeddings=rotations)
-        out = out[0] if isinstance(out, tuple) else out
-        normed = _norm(out[0], own["shared_head.norm.weight"])
-        return out[0], self.model.lm_head(normed)
+        out = decoder.layers[COPIED](
+            merged,
+            attention_mask=torch.full((count, count), -torch.inf).triu(1)[None, None],
+            position_ids=places,
+            position_embeddings=decoder.rotary_emb(merged, places),
+        )
+        normed = _norm((out[0] if isinstance(out, tuple) else out)[0], self.norm)
+        return normed, self.model.lm_head(normed)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """A tiny DeepSeek V3 whose last layer became the block of a predictor."""
-    model = reference_model.__wrapped__("deepseek-v3")
-    folder = tmp_path_factory.mktemp("mtp")
-    model.save_pretrained(folder)
-    train_tokenizer().save(str(folder / "tokenizer.json"))
-    draw = torch.Generator().manual_seed(3)
-    hidden = model.config.hidden_size
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Makes a tiny checkpoint with a predictor, once."""
 
-    def near_one() -> torch.Tensor:
-        return torch.randn(hidden, generator=draw) * 0.1 + 1
+    @cache
+    def make(name: str) -> Reference:
+        model, folder = reference_model(name), tmp_path_factory.mktemp(f"mtp-{name}")
+        model.save_pretrained(folder)
+        train_tokenizer().save(str(folder / "tokenizer.json"))
+        draw, hidden = torch.Generator().manual_seed(3), model.config.hidden_size
+        norms = [torch.randn(hidden, generator=draw) * 0.1 + 1 for _ in range(3)]
+        merge = torch.randn(hidden, 2 * hidden, generator=draw) * hidden**-0.5
+        tensors = load_file(folder / "model.safetensors")
+        prefix, *parts = NAMES[name].split()
+        centre = float(name == "qwen3-next")  # its norms add 1 to their weights
+        stored = (norms[0] - centre, norms[1] - centre, merge, norms[2] - centre)
+        own = {f"{prefix}{part}.weight": each for part, each in zip(parts, stored, strict=True)}
+        block = f"model.layers.{COPIED}."
+        own |= {
+            BLOCKS[name] + key.removeprefix(block): tensor.clone()
+            for key, tensor in tensors.items()
+            if key.startswith(block)
+        }
+        if name == "deepseek-v3":  # released checkpoints have the shared tensors a second time
+            for part, shared in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+                own[f"{prefix}{part}.weight"] = tensors[f"{shared}.weight"].clone()
+        save_file(tensors | own, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+        return Reference(folder, model, norms[0], norms[1], merge, norms[2])
 
-    predictor = {
-        "enorm.weight": near_one(),
-        "hnorm.weight": near_one(),
-        "eh_proj.weight": torch.randn(hidden, 2 * hidden, generator=draw) * hidden**-0.5,
-        "shared_head.norm.weight": near_one(),
-    }
-    tensors = load_file(folder / "model.safetensors")
-    # Released checkpoints have the shared tensors a second time.
-    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
-    again = {f"{name}.weight": tensors[f"{shared}.weight"].clone() for name, shared in copies.items()}
-    tensors |= {f"model.layers.{LAYERS}.{name}": tensor for name, tensor in (predictor | again).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    block = model.model.layers[LAYERS]
-    model.model.layers = model.model.layers[:LAYERS]
-    model.config.num_hidden_layers = LAYERS
-    return Reference(folder, model, block, predictor)
+    return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def name() -> str:
+    return "deepseek-v3"
+
+
+@pytest.fixture
+def reference(name: str, references: Callable[[str], Reference]) -> Reference:
+    return references(name)
+
+
+@pytest.fixture
 def model(reference: Reference) -> LoadedModel:
     return load_model(str(reference.folder), device="cpu", predictor=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plain(reference: Reference) -> LoadedModel:
     """The same model without its predictor."""
     return load_model(str(reference.folder), device="cpu")
@@ -131,21 +154,21 @@ def steps(tokens: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
 def test_the_layer_computes_what_the_report_says(reference: Reference, options: dict[str, bool]) -> None:
     """In steps of several lengths, and each token again as the first of a draft."""
     model = load_model(str(reference.folder), device="cpu", predictor=True, **options)
     tokens = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(7)).tolist()
     hidden, logits = reference.predict(tokens)
-    pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), -(-TOKENS // CHUNK))
-    runner = make_runner(model, [pool], EngineSettings())
+    pools = pools_of_one_sequence(model, TOKENS)
+    runner = make_runner(model, pools, EngineSettings())
     assert isinstance(runner, Model)
     earlier = torch.zeros(1, model.config.hidden_size)
-    norm = reference.predictor["shared_head.norm.weight"]
 
     def step(span: range) -> Step:
-        places = Span((range(pool.num_pages),), span.start, span.stop)
-        return Step((places,), tokens[span.start : span.stop], range(len(span)), COMPLETED, CHUNK)
+        places = Span(tuple(range(pool.num_pages) for pool in pools), span.start, span.stop)
+        return Step((places,), tokens[span.start : span.stop], range(len(span)), COMPLETED, 64)
 
     for span in steps(TOKENS):
         runner.compute(step(span))
@@ -161,11 +184,18 @@ def test_the_layer_computes_what_the_report_says(reference: Reference, options: 
             skip = some.start == 0  # token 0 has no output before it
             expected = slice(some.start + skip - 1, some.stop - 1)
             assert torch.allclose(found[skip:], logits[expected], atol=1e-4)
-            assert torch.allclose(outputs[skip:], _norm(hidden[expected], norm), atol=1e-4)
+            assert torch.allclose(outputs[skip:], hidden[expected], atol=1e-4)
 
 
-@pytest.mark.parametrize("params", [GREEDY, BIASED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("name", "kv", "params"),
+    [
+        ("deepseek-v3", "auto", GREEDY),
+        ("deepseek-v3", "int8", BIASED),
+        ("qwen3-next", "auto", BIASED),
+        ("qwen3-next", "k8v4", GREEDY),
+    ],
+)
 def test_tokens_are_those_without_drafts(
     kv: str,
     params: SamplingParams,
@@ -173,7 +203,7 @@ def test_tokens_are_those_without_drafts(
     grouped: GroupedEngines,
 ) -> None:
     """Several prompts and their forks, with too little room for all."""
-    asked = [prompt * 3 for prompt in prompts(5)]
+    asked = [prompt * 3 for prompt in prompts(3)]
     made = [
         load_model(str(reference.folder), device="cpu", kv_dtype=kv, predictor=drafts)
         for drafts in (False, True)
@@ -189,7 +219,7 @@ def test_tokens_are_those_without_drafts(
     assert found[0] == found[1]
     stats = other.stats()
     assert stats.preemptions
-    assert stats.drafted_tokens > 100
+    assert stats.drafted_tokens > 60
     assert (stats.accepted_tokens > 20) == (params is BIASED)
 
 
@@ -202,7 +232,7 @@ def test_a_layer_that_knows_the_next_token_is_always_right(
     layers = []
     for layer in weights.layers:
         mlp = replace(layer.mlp, down=torch.zeros_like(layer.mlp.down))
-        if layer is not weights.layers[0]:
+        if isinstance(mlp, ExpertsWeights):
             mlp = replace(mlp, shared=replace(mlp.shared, down=torch.zeros_like(mlp.shared.down)))
         mixer = replace(layer.mixer, o=torch.zeros_like(layer.mixer.o))
         layers.append(replace(layer, mixer=mixer, mlp=mlp))
@@ -281,7 +311,7 @@ def test_identities_differ(model: LoadedModel, plain: LoadedModel) -> None:
     [
         (
             {"model": "tiny"},
-            r"needs a DeepSeek V3 checkpoint .*, and this model has no model\.layers\.2\.eh_proj",
+            r"needs a layer that predicts further tokens, .* and this model has no such layer: give --draft",
         ),
         ({"device": "cuda"}, "--draft mtp is computed on the CPU only: give --device cpu"),
     ],
@@ -294,8 +324,9 @@ def test_refusals(
         open_model(**{"model": str(reference.folder), "device": "cpu", "predictor": True, **options})
 
 
-def test_a_checkpoint_without_the_layer(checkpoints: Callable[..., Path]) -> None:
-    with pytest.raises(
-        UsageError, match=r"this model has no model\.layers\.3\.eh_proj\.weight: give --draft"
-    ):
-        open_model(str(checkpoints("deepseek-v3")), device="cpu", predictor=True)
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("deepseek-v3", "model.layers.3.eh_proj"), ("qwen3-next", "mtp.fc")]
+)
+def test_a_checkpoint_without_the_layer(name: str, tensor: str, checkpoints: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match=f"this model has no {re.escape(tensor)}.weight: give --draft"):
+        open_model(str(checkpoints(name)), device="cpu", predictor=True)
