@@ -118,6 +118,9 @@ class DraftModel(Drafter):
             self._shadows[request_id].go_back()
         return drafts
 
+    def follow(self, work: Ints[Work]) -> None:
+        """Do nothing: the draft model follows the tokens, when it proposes the next ones."""
+
     def forget(self, sequence: Sequence) -> None:
         shadow = self._shadows.pop(sequence.request_id, None)
         if shadow is not None:

@@ -44,7 +44,7 @@ class Drafter(Protocol):
         """Release everything."""
 
 
-class PromptLookupDrafter(Drafter):
+class PromptLookupDrafter:
     """Draft the tokens that followed an earlier occurrence of the sequence's last tokens. This suits text
     that repeats itself or quotes its prompt. It costs a search in the sequence's token bytes, and no model.
 
@@ -61,6 +61,9 @@ class PromptLookupDrafter(Drafter):
 
     def propose(self, sequences: Ints[Sequence]) -> Mapping[RequestId, Ints[int]]:
         return {sequence.request_id: self._draft(sequence) for sequence in sequences}
+
+    def follow(self, work: Ints[Work]) -> None:
+        """Do nothing: drafts depend on tokens only."""
 
     def forget(self, sequence: Sequence) -> None:
         self._seen.pop(sequence.request_id, None)

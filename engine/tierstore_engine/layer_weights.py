@@ -205,9 +205,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class PredictorWeights:
-    """What the layer that drafts tokens has besides a decoder layer: the norms of its two inputs, the matrix
-    that merges them (``[hidden_size, 2 × hidden_size]``, the embedding first), and the norm before the
-    head."""
+    """The weights of a predictor besides its decoder layer. ``merge`` takes the normed embedding and the
+    normed output beside each other, ``[hidden_size, 2 × hidden_size]``. ``norm`` comes before the head."""
 
     embed_norm: torch.Tensor
     hidden_norm: torch.Tensor

@@ -8,13 +8,15 @@ final norm, and with the model's own embeddings and head::
 
 A checkpoint has one such layer. For further tokens of a draft, ``norm(h')`` takes the place of ``h``.
 
-The KV of the layer, or its latents, are in the model's own pages, as those of one more layer. What the layer
-keeps of ``h'ᵢ₊₁`` is at token ``i + 1``. It depends on no later token, so a page still belongs to its tokens
-alone. Hits from every tier, parked requests, forks and hand-overs bring it along. Token 0 has no output
-before it, so no token sees it in this layer. After each step, :meth:`PredictorDrafter.follow` writes the KV
-of the step's tokens. Pages do not have the output that the next token needs. So the last token of a hit is
-computed again (:class:`~tierstore_engine.keeper.PageKeeper`). A recurrent state cannot go back for this:
-there the layer takes zeros for the output.
+The KV of the layer, or its latents, are in the model's own pages, as those of one more layer. The KV of
+``h'ᵢ₊₁`` is at token ``i + 1``. It depends on no later token, so a page still belongs to its tokens alone.
+Hits from every tier, parked requests, forks and hand-overs bring it along. Token 0 has no output before it,
+so no token sees it in this layer. After each step, :meth:`PredictorDrafter.follow` writes the KV of the
+step's tokens.
+
+Pages do not have the output that the next token needs. So the last token of a hit is computed again
+(:class:`~tierstore_engine.keeper.PageKeeper`). Recurrent states cannot go back for this, and there the layer
+takes zeros for the output. Only the KV of one token then differs, which changes drafts and no answer.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def with_predictor(config: ModelConfig, source: Path | None, device: str) -> Mod
         raise UsageError("--draft mtp is computed on the CPU only: give --device cpu, or another --draft")
     if config.kv.ranges:
         raise UsageError("--draft mtp has no static scales of KV: leave out --kv-scales, or --draft mtp")
-    missing = "such layer"
+    missing = "layer for it"
     if config.latent is not None or config.delta is not None:
         latent = config.latent is not None
         kind = LayerKind.MLA_LATENT if latent else LayerKind.FULL_ATTENTION
@@ -60,8 +62,8 @@ def with_predictor(config: ModelConfig, source: Path | None, device: str) -> Mod
         if source is None or _has(source, missing):
             return config
     raise UsageError(
-        "--draft mtp needs a layer that predicts further tokens, as in DeepSeek V3 and Qwen3-Next, and this "
-        f"model has no {missing}: give --draft prompt-lookup or a draft model"
+        f"--draft mtp is for DeepSeek V3 and Qwen3-Next, and this model has no {missing}: give another "
+        "--draft"
     )
 
 
@@ -140,7 +142,7 @@ class PredictorDrafter(Drafter):
         before: list[torch.Tensor] = []
         for item, rows in zip(work, torch.split(outputs, [item.tokens for item in work]), strict=True):
             sequence, stop = item.sequence, item.start + item.tokens
-            first = max(item.start, sequence.foreseen)  # a hit has the latent of its last token
+            first = max(item.start, sequence.foreseen)  # a hit has the KV of its last token
             if first < stop:
                 known = sequence.output_of(item.start - 1)
                 earlier = torch.zeros_like(rows[0]) if known is None else known

@@ -408,7 +408,7 @@ class StateTable(NamedTable):
 
     def keep_state(self) -> bool:
         """Copy the state as it is now, for :meth:`go_back`. Return False without room."""
-        self.before = self.group.allocate(1) or []
+        self.before = self.before or self.group.allocate(1) or []
         self.group.copy((page, self.pages[0]) for page in self.before)
         return bool(self.before)
 

@@ -96,10 +96,6 @@ class Refusal:
 
 
 _QUANTISED = AXES["kv"][1:]
-_NO_PREDICTOR = (
-    "--draft mtp needs a layer that predicts further tokens, as in DeepSeek V3 and Qwen3-Next, and this "
-    "model has no {}: give --draft prompt-lookup or a draft model"
-)
 
 REFUSALS = (
     Refusal(
@@ -115,7 +111,7 @@ REFUSALS = (
     Refusal(
         ("family", tuple(name for name in FAMILIES if name not in ("latents", "delta"))),
         ("draft", ("mtp",)),
-        _NO_PREDICTOR,
+        "--draft mtp is for DeepSeek V3 and Qwen3-Next, and this model has no {}: give another --draft",
     ),
     Refusal(
         ("kv", ("static",)),

@@ -133,7 +133,7 @@ def test_pages_of_another_size_are_other_pages(run: Run, tmp_path: Path, chunk: 
         (
             ("--model", "tiny", "--prompt", "x", "--draft", "mtp"),
             2,
-            "needs a layer that predicts further tokens",
+            "--draft mtp is for DeepSeek V3 and Qwen3-Next",
         ),
         (
             ("--model", "tiny-deepseek", "--prompt", "x", "--draft", "mtp", "--overflow", "over"),

@@ -29,7 +29,7 @@ from tierstore_engine.rope import rotate
 
 S = TypeVar("S")
 
-_LEAST_SHARE = 1e-6  # of a softmax that WithoutFirst divides by
+_LEAST_SHARE = 1e-6  # WithoutFirst divides by at least this part of a softmax
 
 NO_PAGE = -1
 """In a block table: the chunk's page was released."""
