@@ -51,7 +51,7 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
     """Return the batch of ``work`` (not empty) over pages of ``pools``, one for each layer group, flattened
     in order. Logits are computed for each of :func:`finishing`: for its newest token and each token of its
     draft."""
-    arriving = [_tables(item.sequence) for item in work if item.sequence.arriving]
+    arriving = [tables_of(item.sequence) for item in work if item.sequence.arriving]
     ends = accumulate(item.tokens for item in work)
     rows = [
         row
@@ -62,7 +62,7 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
     return Step(
         spans=tuple(
             Span(
-                _tables(item.sequence),
+                tables_of(item.sequence),
                 item.start,
                 item.start + item.tokens,
                 drafted=item.guessed + len(item.draft),
@@ -81,6 +81,6 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
     )
 
 
-def _tables(sequence: Sequence) -> tuple[Ints[int], ...]:
+def tables_of(sequence: Sequence) -> tuple[Ints[int], ...]:
     """Return a sequence's pages by layer group."""
     return tuple(table.pages for table in sequence.tables)

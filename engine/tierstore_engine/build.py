@@ -51,7 +51,8 @@ from tierstore_engine.layer_weights import ModelWeights
 from tierstore_engine.mamba1 import CpuMamba1States
 from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory, Model
-from tierstore_engine.options import EngineOptions
+from tierstore_engine.options import MTP, EngineOptions
+from tierstore_engine.predictor import PredictorDrafter, with_predictor
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.share import Share, check_ranks, read_share
@@ -155,6 +156,7 @@ def open_model(
     adapters: Sequence[str] = (),
     deterministic: bool = False,
     tensor_parallel: int = 1,
+    predictor: bool = False,
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
     ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of the tokenizer and of the
@@ -166,7 +168,8 @@ def open_model(
     ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
     ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
     (:mod:`~tierstore_engine.deterministic`). ``tensor_parallel`` is the number of processes that compute the
-    model together (:mod:`~tierstore_engine.ranks`).
+    model together (:mod:`~tierstore_engine.ranks`). ``predictor``: a layer of the checkpoint drafts tokens
+    (:mod:`~tierstore_engine.predictor`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -185,6 +188,8 @@ def open_model(
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
         where = resolve_device(device, config.dtype)
+        if predictor:
+            config = with_predictor(config, None, where)
         if deterministic:
             config = with_same_bits(config, where)
         bare = OpenModel(config, ByteTokenizer(), None, where, adapters=read_adapters(config, adapters))
@@ -198,6 +203,8 @@ def open_model(
     read = config_from_gguf(source, dtype=dtype) if gguf else read_config(source, dtype=dtype)
     config = with_scales(replace(read, kv=kv), kv_scales, source)
     where = resolve_device(device, config.dtype)
+    if predictor:
+        config = with_predictor(config, source, where)
     if deterministic:
         config = with_same_bits(config, where)
     folder = Path(tokenizer) if tokenizer is not None else source.parent if gguf else source
@@ -226,6 +233,7 @@ def _divided(opened: OpenModel, ranks: int) -> OpenModel:
     refused = {
         "a GPU: give --device cpu": opened.device != "cpu",
         "--deterministic": bool(opened.config.arithmetic),
+        "--draft mtp": bool(opened.config.predictor),
         "--weights-on-disk": opened.on_disk,
     }
     for what, given in refused.items():
@@ -256,7 +264,9 @@ def _check_gpu(opened: OpenModel) -> None:
 
 
 def open_model_of(options: EngineOptions) -> OpenModel:
-    """Return the model of a command's options. Raises the errors of :func:`open_model`."""
+    """Return the model of a command's options. Raises :class:`UsageError` for options that do not fit
+    together, and the errors of :func:`open_model`."""
+    options.check()
     return open_model(
         options.model,
         device=options.device,
@@ -265,6 +275,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         adapters=options.adapter or (),
         deterministic=options.deterministic,
         tensor_parallel=options.tensor_parallel,
+        predictor=options.draft == MTP,
         **options.reading(),
     )
 
@@ -282,6 +293,7 @@ def load_model(
     adapters: Sequence[str] = (),
     deterministic: bool = False,
     tensor_parallel: int = 1,
+    predictor: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
     """Return the model with its weights, or with random weights from ``seed`` for a preset. Raises the errors
@@ -299,6 +311,7 @@ def load_model(
             adapters=adapters,
             deterministic=deterministic,
             tensor_parallel=tensor_parallel,
+            predictor=predictor,
         )
     source = model
     if not source.on_disk:
@@ -366,6 +379,7 @@ def build_engine(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
     drafter: Drafter | None = None,
+    predicted_tokens: int = 5,
     model_name: str = "",
     role: Role = BOTH,
     share_engines: bool = False,
@@ -378,6 +392,7 @@ def build_engine(
     - ``overflow``: where pages lie that do not fit the pool. The others are in memory.
     - ``store``: the store's directory or address. None keeps pages only in the pool.
     - ``prefix_cache``: whether pages are reused at all.
+    - ``predicted_tokens``: the tokens that a model with a predictor drafts per step at most.
     - ``model_name``: the model's public name.
     - ``role``: whether the engine loads and saves pages that it shares with other engines.
     - ``share_engines``: share pages with vLLM (:mod:`tierstore_connectors.common.sharing`).
@@ -420,6 +435,9 @@ def build_engine(
     except RankLostError:
         connector.close()
         raise
+    if model.config.predictor:
+        assert isinstance(runner, Model), "refused by with_predictor"
+        drafter = PredictorDrafter(runner, chunk_tokens=chunk_tokens, tokens=predicted_tokens)
     adapters = {each.name: each.digest for each in model.adapters}
     for adapter in adapters.values():
         connector.register(adapter)

@@ -415,6 +415,10 @@ class ModelConfig:
     first_kv_head: int = 0
     """The first KV head in pages that is computed here. ``heads`` and ``kv_heads`` are then those of one
     rank, and the pages have those of all (:mod:`tierstore_engine.ranks`)."""
+    predictor: str = ""
+    """How a checkpoint names the layer that drafts tokens (:mod:`tierstore_engine.predictor`): ``nextn`` as
+    in DeepSeek V3, or ``mtp`` as in Qwen3-Next. Empty if no layer does. This layer follows the last of
+    ``layers``, and has an entry of its own in ``kinds``."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -481,7 +485,7 @@ class ModelConfig:
     def groups(self) -> tuple[LayerGroup, ...]:
         """Return the layer groups. Groups that need every token come first."""
         members: dict[tuple[LayerKind, int | None], list[int]] = {}
-        for layer in range(self.layers):
+        for layer in range(self.layers + bool(self.predictor)):
             window = self.window(layer) if self.kind(layer) in _WINDOWED else None
             members.setdefault((self.kind(layer), window), []).append(layer)
         ordered = sorted(members.items(), key=lambda item: _ORDER.index(item[0][0]))

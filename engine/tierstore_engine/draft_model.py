@@ -3,14 +3,14 @@
 The draft model follows each sequence with its own *shadow* sequence. The shadow's pages are in pools and a
 store under the draft model's identity, so a prompt's draft pages are found again like the model's. A shadow
 may run ahead of its sequence by its draft. Only tokens that the sequence has accepted are published: before
-the next draft, the shadow is cut back to them. A draft model with recurrent states keeps them at the accepted
-tokens, and computes its whole draft again for each further token of it.
+the next draft, the shadow is cut back to them. A draft model with recurrent states copies them at the
+accepted tokens, and returns to the copies after its draft.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass
 
@@ -24,15 +24,18 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
+from tierstore_engine.tables import StateTable
 from tierstore_engine.tokenizer import ByteTokenizer
 
 
 @dataclass(slots=True)
 class _Shadow:
-    """The draft model's copy of a sequence. Its first ``agreed`` tokens are the sequence's."""
+    """The draft model's copy of a sequence. Its first ``agreed`` tokens are the sequence's. While it is
+    ``ahead``, its states have seen drafted tokens, and there are copies from before."""
 
     sequence: Sequence
     agreed: int
+    ahead: bool = False
 
     def follow(self, leader: Sequence) -> int:
         """Take over the leader's tokens, and drop drafted tokens that it did not accept. Return how many
@@ -44,6 +47,22 @@ class _Shadow:
         own.tokens[same:] = tokens[same:]
         self.agreed = len(tokens)
         return min(own.computed, same, len(tokens) - 1)
+
+    @property
+    def _states(self) -> Iterator[StateTable]:
+        return (table for table in self.sequence.tables if isinstance(table, StateTable))
+
+    def go_ahead(self) -> None:
+        """Copy the states before drafted tokens. Without room, the shadow does not go ahead."""
+        self.ahead = all(table.keep_state() for table in self._states)
+
+    def go_back(self) -> None:
+        """Return to the states of the agreed tokens."""
+        for table in self._states:
+            table.go_back()
+        if self.ahead:
+            self.sequence.restore(self.agreed)
+            self.ahead = False
 
 
 class DraftModel(Drafter):
@@ -95,7 +114,12 @@ class DraftModel(Drafter):
             for leader, choice in zip(ready, choices, strict=True):
                 drafts[leader.request_id].append(choice.token)
                 self._shadows[leader.request_id].sequence.tokens.append(choice.token)
+        for request_id in drafts:
+            self._shadows[request_id].go_back()
         return drafts
+
+    def follow(self, work: Ints[Work]) -> None:
+        """Do nothing: the draft model follows the tokens, when it proposes the next ones."""
 
     def forget(self, sequence: Sequence) -> None:
         shadow = self._shadows.pop(sequence.request_id, None)
@@ -157,17 +181,19 @@ class DraftModel(Drafter):
         None if the pool has no pages for it."""
         shadow = self._shadows[leader.request_id]
         own, stop = shadow.sequence, len(shadow.sequence.tokens)
-        if not self._keeper.grow(own, stop):
+        if not own.grow(stop):
             return None
         if own.computed < shadow.agreed:
             stop = self._keeper.step_end(own, min((own.computed // self._chunk + 1) * self._chunk, stop))
-        return Work(own, own.computed, stop, guessed=max(stop - shadow.agreed, 0))
+        elif self._keeper.stateful and not shadow.ahead:
+            shadow.go_ahead()
+        return Work(own, own.computed, stop, guessed=0 if shadow.ahead else max(stop - shadow.agreed, 0))
 
     def _computed(self, item: Work) -> None:
         """Note that a shadow's work was computed. Save pages of accepted tokens."""
-        own = item.sequence
-        if not item.guessed:
+        own, shadow = item.sequence, self._shadows[item.sequence.request_id]
+        if item.stop <= shadow.agreed:
             own.restore(item.stop)
             self._keeper.save(own)
-        elif not self._keeper.stateful:
+        elif shadow.ahead or not self._keeper.stateful:
             own.computed = item.stop

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from tierstore.errors import UsageError
 from tierstore.keys import TOKEN_BYTES, encode_tokens
+from tierstore_engine.batch import Work
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence
 
@@ -32,6 +33,9 @@ class Drafter(Protocol):
     def propose(self, sequences: Ints[Sequence]) -> Mapping[RequestId, Ints[int]]:
         """Return guesses of the tokens that follow each of these decoding sequences. A guess may be shorter
         than usual, or empty."""
+
+    def follow(self, work: Ints[Work]) -> None:
+        """Note that the model has computed this work. No page of it was saved yet."""
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended. It may never have been proposed for."""
@@ -57,6 +61,9 @@ class PromptLookupDrafter:
 
     def propose(self, sequences: Ints[Sequence]) -> Mapping[RequestId, Ints[int]]:
         return {sequence.request_id: self._draft(sequence) for sequence in sequences}
+
+    def follow(self, work: Ints[Work]) -> None:
+        """Do nothing: drafts depend on tokens only."""
 
     def forget(self, sequence: Sequence) -> None:
         self._seen.pop(sequence.request_id, None)

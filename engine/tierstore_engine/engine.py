@@ -147,6 +147,7 @@ class Engine:
             plan=self.settings.plan,
             prefill_chunk=self.settings.prefill_chunk,
             checkpoint_tokens=self.settings.checkpoint_distance(model.config.kv_spec(chunk_tokens=chunk)),
+            rewinds=bool(model.config.predictor),
         )
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)
@@ -498,6 +499,8 @@ class Engine:
         self._steps += 1
         self._computed_tokens += sum(item.tokens for item in work)
         self._last_progress = time.monotonic()
+        if self._drafter is not None:
+            self._drafter.follow(work)
         for item in work:
             item.sequence.advance(item.stop)
             self._keeper.save(item.sequence)
@@ -532,7 +535,7 @@ class Engine:
             sequence = item.sequence
             room = max(min(budget, self._keeper.most_drafted(sequence)), 0)
             draft = tuple(drafts.get(sequence.request_id, ())[:room])
-            if draft and self._keeper.grow(sequence, len(sequence.tokens) + len(draft)):
+            if draft and sequence.grow(len(sequence.tokens) + len(draft)):
                 budget -= len(draft)
                 drafted.append(replace(item, draft=draft))
             else:

@@ -33,15 +33,23 @@ class PageKeeper:
     """
 
     def __init__(
-        self, connector: Connector, *, plan: str = "load", prefill_chunk: int = 0, checkpoint_tokens: int = 0
+        self,
+        connector: Connector,
+        *,
+        plan: str = "load",
+        prefill_chunk: int = 0,
+        checkpoint_tokens: int = 0,
+        rewinds: bool = False,
     ) -> None:
         """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`. ``checkpoint_tokens`` is the largest
-        distance of save points in a model with several layer groups (0: only those that requests make)."""
+        distance of save points in a model with several layer groups (0: only those that requests make).
+        ``rewinds``: the last token of a hit is computed again, because a drafter needs the model's output."""
         self.connector = connector
         self.chunk_tokens = connector.pool.spec.chunk_tokens
         self.keeps = connector.keeps  # whether other sequences can find saved pages
         self._plan = plan
         self._prefill_chunk = prefill_chunk
+        self._rewinds = rewinds
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may free pages
         self._empty = empty_tables(connector)
         self._has_named = not all(rule.chained for rule in connector.rules)
@@ -207,7 +215,7 @@ class PageKeeper:
         if not sequence.tables or not self._begin(sequence, here):
             hit.release()
             return False
-        sequence.restore(here.tokens)
+        self._resume(sequence, here.tokens)
         sequence.meeting = Meeting(self.connector, hit, plan, sequence.tables[0], chunk=self._prefill_chunk)
         if not sequence.started:
             sequence.tally.reused_by_tier = clip_tiers(hit.by_tier, here.tokens)
@@ -246,7 +254,7 @@ class PageKeeper:
             if tokens > before[tier]:
                 reused[tier] = reused.get(tier, 0) + tokens - before[tier]
         sequence.arriving = True
-        sequence.restore(meeting.tokens)
+        self._resume(sequence, meeting.tokens)
         table = sequence.tables[0]
         table.saved_at = max(table.saved_at, meeting.tokens)
 
@@ -283,7 +291,7 @@ class PageKeeper:
         if not sequence.started:
             tally.reused_by_tier = clip_tiers(loading.by_tier, loaded.tokens)
         sequence.arriving = True
-        sequence.restore(loaded.tokens)
+        self._resume(sequence, loaded.tokens)
 
     def share(self, parent: Sequence, child: Sequence) -> bool:
         """Give ``child``, which has the same tokens, the pages of the completely computed ``parent``. Only
@@ -297,13 +305,9 @@ class PageKeeper:
             child.tables.append(twin)
         child.arriving = parent.arriving
         child.restore(parent.computed)
+        child.outputs, child.foreseen = parent.outputs, parent.foreseen
         child.state = SequenceState.RUNNING
         return True
-
-    def grow(self, sequence: Sequence, stop: int) -> bool:
-        """Ensure that the tokens from the first uncomputed one up to ``stop`` have pages that no other
-        sequence writes to. Return False without room; pages allocated by then stay in the table."""
-        return all(table.grow(sequence.computed, stop) for table in sequence.tables)
 
     def most_drafted(self, sequence: Sequence) -> int:
         """Return the length of the longest draft that a sequence may have now. With recurrent states, the
@@ -375,7 +379,7 @@ class PageKeeper:
         sequence.arriving = False
         sequence.partial = None
         sequence.in_step = False
-        sequence.computed = sequence.repeated = 0
+        sequence.computed = sequence.repeated = sequence.foreseen = 0
         sequence.state = SequenceState.WAITING
 
     def _ends_inside(self, sequence: Sequence) -> bool:
@@ -412,6 +416,17 @@ class PageKeeper:
                 return False
         sequence.state = SequenceState.RUNNING
         return True
+
+    def _resume(self, sequence: Sequence, tokens: int) -> None:
+        """Let a sequence continue after ``tokens`` loaded ones. The last one is computed again if a drafter
+        needs its output and does not have it, and if there is room for a copy of its page."""
+        rewinds = (
+            self._rewinds and not self.stateful and tokens > 0 and sequence.output_of(tokens - 1) is None
+        )
+        if rewinds:
+            rewinds = all(table.own(tokens) for table in sequence.tables)
+        sequence.restore(tokens - rewinds)
+        sequence.foreseen = tokens
 
     def _park(self, saves: Iterable[Transfer[int]]) -> None:
         self._parking += [saving for saving in saves if not saving.done]

@@ -218,11 +218,24 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorWeights:
+    """The weights of a predictor besides its decoder layer. ``merge`` takes the normed embedding and the
+    normed output beside each other, ``[hidden_size, 2 × hidden_size]``. ``norm`` comes before the head."""
+
+    embed_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    merge: Matrix
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors. ``head`` is ``embed`` itself if the embeddings are tied."""
+    """All tensors. ``head`` is ``embed`` itself if the embeddings are tied. The last of ``layers`` belongs to
+    the ``predictor``, if there is one."""
 
     embed: Matrix
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Matrix
+    predictor: PredictorWeights | None = None
     stream: WeightStream | None = None  # of weights that stay on disk

@@ -52,18 +52,8 @@ class SelfAttention:
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of the layout's spans. Return the same shape. The keys and
         values of these tokens are then in their pages, or being written."""
-        config, weights = self._config, self._weights
-        query_heads = config.heads * (2 if config.gated_attention else 1)
-        heads = (query_heads, config.kv_heads, config.kv_heads)
-        projected = linear(hidden, weights.qkv, weights.qkv_bias)
-        projected = projected.view(len(hidden), sum(heads), config.head_dim)
-        queries, keys, values = torch.split(projected, list(heads), dim=1)
-        gates = None
-        if config.gated_attention:
-            queries, gates = queries.reshape(len(hidden), config.heads, -1).chunk(2, dim=-1)
-        if not config.qk_norm_late:
-            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
-        queries = self._write((queries, keys, values), layout, positions)
+        weights = self._weights
+        queries, gates = self._remembered(hidden, layout, positions)
         if weights.sinks is None:
             attended = self._attention.attend(self._layer, queries, layout)
         else:
@@ -76,6 +66,27 @@ class SelfAttention:
         if gates is not None:
             attended = attended * each(torch.sigmoid, gates.reshape(len(hidden), -1))
         return linear(attended, weights.o, weights.o_bias)
+
+    def remember(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> None:
+        """Write the keys and values of these tokens, as :meth:`compute` does."""
+        self._remembered(hidden, layout, positions)
+
+    def _remembered(
+        self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write keys and values. Return the rotated queries, and the gates of a model that has gates."""
+        config, weights = self._config, self._weights
+        query_heads = config.heads * (2 if config.gated_attention else 1)
+        heads = (query_heads, config.kv_heads, config.kv_heads)
+        projected = linear(hidden, weights.qkv, weights.qkv_bias)
+        projected = projected.view(len(hidden), sum(heads), config.head_dim)
+        queries, keys, values = torch.split(projected, list(heads), dim=1)
+        gates = None
+        if config.gated_attention:
+            queries, gates = queries.reshape(len(hidden), config.heads, -1).chunk(2, dim=-1)
+        if not config.qk_norm_late:
+            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
+        return self._write((queries, keys, values), layout, positions), gates
 
     def _write(
         self,
@@ -146,24 +157,29 @@ class LatentAttention:
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
         """Compute like :meth:`SelfAttention.compute`, with latents in the pages."""
+        self.remember(hidden, layout, positions)
         latent, weights = self._latent, self._weights
         inner = hidden
         if weights.q_down is not None and weights.q_norm is not None:
             inner = self._norm(linear(hidden, weights.q_down), weights.q_norm)
         queries = linear(inner, weights.q).view(len(hidden), self._heads, -1)
         queries, turning = torch.split(queries, [latent.nope_dim, latent.rope_dim], dim=-1)
-        both = linear(hidden, weights.kv_down)
-        latents, shared = torch.split(both, [latent.rank, latent.rope_dim], dim=-1)
-        latents = self._norm(latents, weights.kv_norm).unsqueeze(1)
         rotations = positions.rotations[self._rope]
-        shared = self._turned(shared.unsqueeze(1), rotations)
-        self._attention.write(self._layer, torch.cat((latents, shared), dim=-1), None, layout)
         to_keys, to_values = torch.split(weights.kv_up, [latent.nope_dim, latent.value_dim], dim=1)
         absorbed = _by_heads(queries, to_keys.mT)
         queries = torch.cat((absorbed, self._turned(turning, rotations)), dim=-1)
         attended = self._attention.attend(self._layer, queries, layout)[..., : latent.rank]
         values = _by_heads(attended, to_values)
         return linear(values.flatten(1), weights.o)
+
+    def remember(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> None:
+        """Write the latents of these tokens, as :meth:`compute` does."""
+        latent, weights = self._latent, self._weights
+        both = linear(hidden, weights.kv_down)
+        latents, shared = torch.split(both, [latent.rank, latent.rope_dim], dim=-1)
+        latents = self._norm(latents, weights.kv_norm).unsqueeze(1)
+        shared = self._turned(shared.unsqueeze(1), positions.rotations[self._rope])
+        self._attention.write(self._layer, torch.cat((latents, shared), dim=-1), None, layout)
 
     def _turned(self, x: torch.Tensor, rotations: Rotations) -> torch.Tensor:
         if self._rope.interleaved:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from tierstore_engine.adapters import Adapter, adapted
-from tierstore_engine.attention.base import Attention
+from tierstore_engine.attention.base import Attention, WithoutFirst
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.delta import DeltaStates, GatedDelta
 from tierstore_engine.layer_weights import (
@@ -49,7 +49,10 @@ Mixer: TypeAlias = SelfAttention | LatentAttention | SharedBlock | GatedDelta | 
 
 class Model:
     """A decoder over paged memory, with one :data:`Memory` for each layer group. Not thread-safe, because the
-    memories own buffers."""
+    memories own buffers.
+
+    With a predictor, ``outputs`` are what the head of the last step has as input, ``[tokens, hidden_size]``.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,8 @@ class Model:
         self._pointwise = _pointwise(config, memories)
         self._mlps = MLPs(config, self._pointwise)
         with self._bits():  # they take exponentials of weights
-            self._mixers = [self._mixer(layer, memories) for layer in range(config.layers)]
+            self._mixers = [self._mixer(layer, memories) for layer in range(len(weights.layers))]
+        self.outputs: torch.Tensor | None = None
         head_dim = config.latent.rope_dim if config.latent is not None else config.head_dim
         ropes = {config.rope_of(layer) for layer in range(config.layers)}
         self._ropes = {rope: Rope(rope, head_dim, device=device) for rope in ropes if rope is not None}
@@ -80,6 +84,9 @@ class Model:
         memory = memories[config.group_of(layer)]
         if isinstance(weights, Elsewhere):
             return None
+        if layer == config.layers:
+            assert isinstance(memory, Attention)
+            memory = WithoutFirst(memory)
         if isinstance(memory, Mamba2States):
             assert isinstance(weights, Mamba2Weights)
             return Mamba2(layer, config, weights, memory)
@@ -131,6 +138,39 @@ class Model:
             partial.input, partial.hidden = step, self._through(step, hidden, layers)
             return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
 
+    @torch.inference_mode()
+    def remember(self, step: Step, before: torch.Tensor) -> None:
+        """Write the KV of the predictor's layer for a step's tokens. ``before [tokens, hidden_size]`` are the
+        ``outputs`` of the token before each."""
+        index, given = self.config.layers, step.on(self.device, states=self.config.states)
+        with self._bits():
+            normed = _normed(
+                self._pointwise, self._merged(given, before), self._weights.layers[index].mixer_norm
+            )
+            mixer = self._mixers[index]
+            assert isinstance(mixer, LatentAttention | SelfAttention)
+            mixer.remember(
+                normed, given.layouts[self.config.group_of(index)], self._positions(given, normed.dtype)
+            )
+
+    @torch.inference_mode()
+    def predict(self, step: Step, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the predictor of a step's tokens like :meth:`remember`. Return its outputs, and the logits
+        of the tokens that follow."""
+        index, given = self.config.layers, step.on(self.device, states=self.config.states)
+        assert self._weights.predictor is not None
+        with self._bits():
+            hidden = self._through(given, self._merged(given, before), range(index, index + 1))
+            outputs = self._pointwise.norm(hidden, self._weights.predictor.norm)
+            return outputs, self._head(outputs)
+
+    def _merged(self, step: StepInput, before: torch.Tensor) -> torch.Tensor:
+        """Return the input of the predictor's layer."""
+        weights, norm = self._weights.predictor, self._pointwise.norm
+        assert weights is not None
+        parts = norm(self._embedded(step), weights.embed_norm), norm(before, weights.hidden_norm)
+        return linear(torch.cat(parts, dim=-1), weights.merge)
+
     def _embedded(self, step: StepInput) -> torch.Tensor:
         hidden = embedded(step.tokens, self._weights.embed)
         if self.config.embed_scale != 1.0:
@@ -141,11 +181,11 @@ class Model:
         if not layers:
             return hidden
         self._adapter_rows.of = step.adapters
-        pointwise, weights = self._pointwise, self._weights.layers
-        rotations = {
-            config: rope.rotations(step.positions, hidden.dtype) for config, rope in self._ropes.items()
-        }
-        positions = Positions(step.positions, rotations)
+        pointwise, weights, positions = (
+            self._pointwise,
+            self._weights.layers,
+            self._positions(step, hidden.dtype),
+        )
         normed = _normed(pointwise, hidden, weights[layers.start].mixer_norm)
         for index in layers:
             layer = weights[index]
@@ -176,6 +216,10 @@ class Model:
             hidden, normed = _added(pointwise, hidden, given, weights[index + 1].mixer_norm)
         return hidden
 
+    def _positions(self, step: StepInput, dtype: torch.dtype) -> Positions:
+        rotations = {config: rope.rotations(step.positions, dtype) for config, rope in self._ropes.items()}
+        return Positions(step.positions, rotations)
+
     def _begin(self, layer: int) -> None:
         """Note that the weights of a layer are read now; those of the head come after the last layer."""
         if self._weights.stream is not None:
@@ -204,9 +248,13 @@ class Model:
         return given if scale == 1.0 else given * scale
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
-        self._begin(self.config.layers)
-        last = self._pointwise.norm(hidden[step.logit_rows], self._weights.norm)
-        logits = linear(last, self._weights.head).float()
+        if self.config.predictor:
+            self.outputs = self._pointwise.norm(hidden, self._weights.norm)
+        return self._head(self._pointwise.norm(hidden[step.logit_rows], self._weights.norm))
+
+    def _head(self, normed: torch.Tensor) -> torch.Tensor:
+        self._begin(len(self._weights.layers))
+        logits = linear(normed, self._weights.head).float()
         if self._ranks is not None:
             logits = self._ranks.columns(logits, self.config.vocab_size)
         if self.config.logit_divisor != 1.0:

@@ -16,7 +16,7 @@ from tierstore_engine.build import (
 )
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
-from tierstore_engine.options import EngineOptions
+from tierstore_engine.options import MTP, EngineOptions
 from tierstore_engine.settings import EngineSettings
 
 _PROMPT_LOOKUP = "prompt-lookup"
@@ -28,7 +28,7 @@ def open_draft(options: EngineOptions, pages: int | None) -> OpenModel | None:
     Raises :class:`UsageError` if the pool has no size, and the errors of
     :func:`~tierstore_engine.build.open_model`.
     """
-    if options.draft is None or options.draft == _PROMPT_LOOKUP:
+    if options.draft in (None, _PROMPT_LOOKUP, MTP):
         return None
     if pages is None:
         raise UsageError("a draft model needs memory beside the model's pages: give --hbm-bytes")
@@ -51,13 +51,13 @@ def open_engine(
     model = load_model(opened)
     drafter: Drafter | None = None
     if options.draft == _PROMPT_LOOKUP:
-        drafter = PromptLookupDrafter(tokens=options.draft_tokens)
+        drafter = PromptLookupDrafter(tokens=options.most_drafted)
     elif draft is not None and pages is not None:
         drafter = build_draft_model(
             load_model(draft),
             model,
             pool_pages=draft_pages(draft.config, opened.config, pages, settings),
-            tokens=options.draft_tokens,
+            tokens=options.most_drafted,
             settings=settings,
             **options.keeping(),
         )
@@ -69,6 +69,7 @@ def open_engine(
             settings=settings,
             drafter=drafter,
             share_engines=options.share_engines,
+            predicted_tokens=options.most_drafted,
             **arguments,
             **options.keeping(),
         )

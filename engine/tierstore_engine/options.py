@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from tierstore_engine.sampling import SamplingParams
 
 
+MTP = "mtp"
+"""The drafter that is a layer of the checkpoint, in ``--draft``."""
+_DRAFTED = 5
+_OVERFLOW_BYTES = 16 * GIB
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """A model."""
@@ -74,8 +80,8 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ModelOptions):
-    """An engine of a model, over a store. Sizes are in bytes. ``draft`` is ``prompt-lookup``, a model, or
-    None."""
+    """An engine of a model, over a store. Sizes are in bytes. ``draft`` is ``prompt-lookup``, ``mtp``, a
+    model, or None."""
 
     store: Annotated[
         str | None,
@@ -105,7 +111,9 @@ class EngineOptions(ModelOptions):
             "file in DIR (docs/beyond-memory.md)",
         ),
     ] = None
-    overflow_bytes: Annotated[int, size_option("Size of the file in --overflow, for all pages")] = 16 * GIB
+    overflow_bytes: Annotated[
+        int | None, size_option("Size of the file in --overflow, for all pages [default: 16 GiB]")
+    ] = None
     overflow_host_bytes: Annotated[
         int | None,
         size_option(
@@ -148,8 +156,27 @@ class EngineOptions(ModelOptions):
             "--share-engines", help="Share pages with vLLM, by model instead of by engine (docs/sharing.md)"
         ),
     ] = False
-    draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None
-    draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step at most")] = 5
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Speculative decoding: prompt-lookup, mtp (a layer of the checkpoint), or a model"),
+    ] = None
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Tokens drafted per step at most [default: 5]", show_default=False)
+    ] = None
+
+    @property
+    def most_drafted(self) -> int:
+        """Return how many tokens are drafted per step at most."""
+        return _DRAFTED if self.draft_tokens is None else self.draft_tokens
+
+    def check(self) -> None:
+        """Check the combination of options. Raises :class:`UsageError`."""
+        if self.draft is None and self.draft_tokens is not None:
+            raise UsageError("--draft-tokens needs --draft: what drafts the tokens")
+        if self.overflow is None and self.overflow_bytes is not None:
+            raise UsageError("--overflow-bytes needs --overflow: the folder of the file")
+        if self.draft == MTP and (self.overflow is not None or self.overflow_host_bytes is not None):
+            raise UsageError("--draft mtp needs all pages in the pool: leave out --overflow, or --draft mtp")
 
     def settings(self) -> EngineSettings:
         return EngineSettings(prefill_chunk=self.prefill_chunk, plan=self.plan)
@@ -163,7 +190,8 @@ class EngineOptions(ModelOptions):
             raise UsageError("--overflow needs --hbm-bytes: the memory that pages may take")
         from tierstore.tiers.overflow import Overflow
 
-        overflow = Overflow(self.overflow, self.overflow_bytes, self.overflow_host_bytes or 0)
+        nbytes = _OVERFLOW_BYTES if self.overflow_bytes is None else self.overflow_bytes
+        overflow = Overflow(self.overflow, nbytes, self.overflow_host_bytes or 0)
         overflow.check(device)
         return overflow
 

@@ -490,7 +490,7 @@ class Scheduler:
             if sequence.partial is None:
                 if item.tokens > room:
                     break
-                if not self._keeper.grow(sequence, len(sequence.tokens)):
+                if not sequence.grow(len(sequence.tokens)):
                     continue
                 room -= item.tokens
             work.append(item)
@@ -515,7 +515,7 @@ class Scheduler:
         Return False if the sequence itself was the youngest, or if pages that are still being saved will soon
         be free. Older sequences are not touched, so work planned before stays valid.
         """
-        while not self._keeper.grow(sequence, len(sequence.tokens)):
+        while not sequence.grow(len(sequence.tokens)):
             if self._keeper.parking:
                 self._short = True
                 return False
@@ -562,7 +562,7 @@ class Scheduler:
             # The whole chunk or nothing: a smaller chunk would change the shapes, and thereby the last bits.
             if item.tokens > budget:
                 break
-            if not self._keeper.grow(sequence, item.stop):
+            if not sequence.grow(item.stop):
                 self._short = True
                 break  # until others release pages, which no younger sequence takes
             work.append(item)

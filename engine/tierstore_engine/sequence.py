@@ -61,6 +61,15 @@ class Loading:
         return 0 if self.transfer.done else progress.pages - progress.pages_done
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The model's outputs of a sequence's newest computed tokens, ``[tokens, hidden_size]``, from token
+    ``first`` on."""
+
+    first: int
+    rows: torch.Tensor
+
+
 class StopMatcher:
     """A matcher for one growing text. Its result does not depend on how the text is split.
 
@@ -165,6 +174,9 @@ class Sequence:
         self.save_points: dict[int, bool] = {}
         self.computed = 0
         self.repeated = 0  # accepted tokens of the last draft that are computed once more, for the states
+        # For a drafter that has a layer of its own in the pages (tierstore_engine.predictor):
+        self.outputs: Outputs | None = None  # None until a token was computed
+        self.foreseen = 0  # tokens whose pages have what that layer remembers
         self.loading: Loading | None = None
         self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
         self.arriving = False  # whether loaded pages may still be arriving
@@ -247,6 +259,18 @@ class Sequence:
         if computed > len(self.prompt):
             self.prompt.extend(self.tokens[len(self.prompt) : computed])
 
+    def output_of(self, token: int) -> torch.Tensor | None:
+        """Return the model's output of a token, ``[hidden_size]``. None if it is not among the newest."""
+        outputs = self.outputs
+        if outputs is None or not 0 <= token - outputs.first < len(outputs.rows):
+            return None
+        return outputs.rows[token - outputs.first]
+
+    def grow(self, stop: int) -> bool:
+        """Ensure that the tokens from the first uncomputed one up to ``stop`` have pages that no other
+        sequence writes to. Return False without room; pages allocated by then stay in the tables."""
+        return all(table.grow(self.computed, stop) for table in self.tables)
+
     def fork(self, request_id: RequestId, *, seed: int | None) -> Sequence:
         """Return a sequence with the same tokens that continues independently. It has no page yet."""
         twin = copy.copy(self)
@@ -257,7 +281,7 @@ class Sequence:
         twin.state = SequenceState.WAITING
         twin.tables = []
         twin.save_points = dict(self.save_points)
-        twin.computed = twin.repeated = 0
+        twin.computed = twin.repeated = twin.foreseen = 0
         twin.loading = None
         twin.meeting = None
         twin.promise = None

@@ -181,6 +181,24 @@ class GroupTable(ABC):
         self.pages += fresh
         return True
 
+    def own(self, tokens: int) -> bool:
+        """Ensure that a sequence may write to the last page of its hit of ``tokens`` tokens. (A page that a
+        hit ends inside is its own already.) Return False without room; nothing has changed then."""
+        if tokens % self.group.chunk_tokens:
+            return True
+        pages = self._with_copy(self.pages, tokens // self.group.chunk_tokens - 1)
+        self.pages = pages or self.pages
+        return pages is not None
+
+    def _with_copy(self, pages: Ints[int], place: int) -> list[int] | None:
+        """Return ``pages`` with a copy in place of one, which is released. None without room."""
+        fresh = self.group.allocate(1, near=[page for page in pages if page != NO_PAGE])
+        if fresh is None:
+            return None
+        self.group.copy([(fresh[0], pages[place])])
+        self.group.release([pages[place]])
+        return [*pages[:place], *fresh, *pages[place + 1 :]]
+
     def trim(self, tokens: int) -> None:
         """Release the pages after the first ``tokens`` tokens."""
         keep = self.group.count(tokens)
@@ -325,12 +343,10 @@ class WindowTable(NamedTable):
             return False
         assert range(held.first, held.first + len(pages)) == needed, "a hit has all pages that it needs"
         if pages and tokens % group.chunk_tokens:  # the last page will be written
-            own = group.allocate(1, near=pages)
-            if own is None:
+            copied = self._with_copy(pages, len(pages) - 1)
+            if copied is None:
                 return False
-            group.copy([(own[0], pages[-1])])
-            group.release([pages[-1]])
-            pages[-1] = own[0]
+            pages = copied
         before = needed.start if needed else tokens // group.chunk_tokens
         self.pages, self.saved_at, self.expected = [NO_PAGE] * before + pages, tokens, 0
         return True
@@ -357,12 +373,14 @@ class WindowTable(NamedTable):
 
 class StateTable(NamedTable):
     """Recurrent states, which need only the last one. ``pages`` has the live page. ``snapshot`` is empty, or
-    has a copy of the state after ``snapshot_at`` tokens."""
+    has a copy of the state after ``snapshot_at`` tokens. ``before`` is empty, or has a copy of the state to
+    go back to."""
 
     def __init__(self, group: PageGroup) -> None:
         super().__init__(group)
         self.snapshot: list[int] = []
         self.snapshot_at = 0
+        self.before: list[int] = []
 
     def peak(self, tokens: int, step: int) -> int:
         return 2
@@ -372,7 +390,7 @@ class StateTable(NamedTable):
 
     @property
     def held(self) -> int:
-        return len(self.pages) + len(self.snapshot)
+        return len(self.pages) + len(self.snapshot) + len(self.before)
 
     def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
         live = self.group.allocate(1)
@@ -387,6 +405,18 @@ class StateTable(NamedTable):
 
     def grow(self, start: int, stop: int) -> bool:
         return True
+
+    def keep_state(self) -> bool:
+        """Copy the state as it is now, for :meth:`go_back`. Return False without room."""
+        self.before = self.before or self.group.allocate(1) or []
+        self.group.copy((page, self.pages[0]) for page in self.before)
+        return bool(self.before)
+
+    def go_back(self) -> None:
+        """Return to the state that :meth:`keep_state` has copied, if any."""
+        self.group.copy((self.pages[0], page) for page in self.before)
+        self.group.release(self.before)
+        self.before = []
 
     def trim(self, tokens: int) -> None:
         """Keep the page: it has the state before the draft."""
@@ -414,8 +444,8 @@ class StateTable(NamedTable):
 
     def drop(self) -> None:
         super().drop()
-        self.group.release(self.snapshot)
-        self.snapshot, self.snapshot_at = [], 0
+        self.group.release([*self.snapshot, *self.before])
+        self.snapshot, self.snapshot_at, self.before = [], 0, []
 
     def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
         if self.snapshot and self.snapshot_at == end:

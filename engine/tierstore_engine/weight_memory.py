@@ -28,6 +28,7 @@ from tierstore_engine.layer_weights import (
     MixerWeights,
     MLPWeights,
     ModelWeights,
+    PredictorWeights,
     SharedBlockWeights,
     ShortConvWeights,
 )
@@ -47,9 +48,10 @@ def allocate(
     embed = make.matrix(config.vocab_size, config.hidden_size)
     return ModelWeights(
         embed=embed,
-        layers=tuple(make.layer(index) for index in range(config.layers)),
+        layers=tuple(make.layer(index) for index in range(config.layers + bool(config.predictor))),
         norm=make.norm(),
         head=embed if config.tied_embeddings else make.matrix(config.vocab_size, config.hidden_size),
+        predictor=make.predictor() if config.predictor else None,
     )
 
 
@@ -83,6 +85,15 @@ class Maker:
     def norm(self) -> torch.Tensor:
         hidden = self._config.hidden_size
         return self.empty(2, hidden) if self._config.norm_bias else self.empty(hidden)
+
+    def predictor(self) -> PredictorWeights:
+        hidden = self._config.hidden_size
+        return PredictorWeights(
+            embed_norm=self.norm(),
+            hidden_norm=self.norm(),
+            merge=self.matrix(hidden, 2 * hidden),
+            norm=self.norm(),
+        )
 
     def layer(self, index: int) -> LayerWeights:
         config = self._config

@@ -28,6 +28,7 @@ from tierstore_engine.layer_weights import (
     MixerWeights,
     MLPWeights,
     ModelWeights,
+    PredictorWeights,
     SharedBlockWeights,
     ShortConvWeights,
 )
@@ -110,9 +111,42 @@ def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
     yield Slot("model.embed_tokens.weight", weights.embed)
     parts = _block_slots if config.names.blocks else _layer_slots
     yield from parts(config, weights.layers)
+    if weights.predictor is not None:
+        yield from _predictor_slots(config, weights.predictor)
     yield from _norm_slots(config, "model.norm", weights.norm)
     if not config.tied_embeddings:
         yield Slot("lm_head.weight", weights.head)
+
+
+def _predictor_slots(config: ModelConfig, weights: PredictorWeights) -> Iterator[Slot]:
+    """Yield the slots of the layer that drafts tokens, besides those of a decoder layer. Its embeddings and
+    its head are the model's."""
+    names = predictor_names(config)
+    yield from _norm_slots(config, names.embed_norm, weights.embed_norm)
+    yield from _norm_slots(config, names.hidden_norm, weights.hidden_norm)
+    yield Slot(f"{names.merge}.weight", weights.merge)
+    yield from _norm_slots(config, names.norm, weights.norm)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorNames:
+    """The names of a predictor's tensors, and the prefix of those of its decoder layer."""
+
+    embed_norm: str
+    hidden_norm: str
+    merge: str
+    norm: str
+    layer: str
+
+
+def predictor_names(config: ModelConfig) -> PredictorNames:
+    """Return the names of the predictor's tensors in a checkpoint."""
+    if config.predictor == "mtp":
+        parts = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")
+        return PredictorNames(*(f"mtp.{part}" for part in parts))
+    prefix = f"model.layers.{config.layers}."
+    parts = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")
+    return PredictorNames(*(prefix + part for part in parts))
 
 
 def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
@@ -123,9 +157,11 @@ def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterato
             uses.append(number)
             yield from _use_slots(config, layer.mixer, uses)
             continue
-        part = "mamba_decoder." if index in config.fed else ""
+        prefix = f"model.layers.{number}." + ("mamba_decoder." if index in config.fed else "")
+        if index == config.layers:
+            prefix = predictor_names(config).layer
         for slot in layer_slots(config, layer):
-            yield replace(slot, name=f"model.layers.{number}.{part}{slot.name}")
+            yield replace(slot, name=prefix + slot.name)
 
 
 def _use_slots(config: ModelConfig, weights: SharedBlockWeights, uses: Sequence[int]) -> Iterator[Slot]:

@@ -12,6 +12,8 @@ from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.build import LoadedModel, make_runner
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.model import Model
+from tierstore_engine.predictor import PredictorDrafter
 from tierstore_engine.settings import EngineSettings
 
 CHUNK = 16  # tokens a page
@@ -35,7 +37,8 @@ class GroupedEngines:
         drafter: Drafter | None = None,
         **settings: Any,
     ) -> Engine:
-        """``disk`` names the directory of the engine's store, ``stored`` says whether it has one."""
+        """``disk`` names the directory of the engine's store, ``stored`` says whether it has one. A model
+        with a predictor drafts."""
         spec = model.kv_spec(chunk_tokens=CHUNK)
         parts = spec.split()
         pools = open_group_pools(parts, bytes_for(parts, [pages] * len(parts)))
@@ -55,6 +58,9 @@ class GroupedEngines:
         values = {"prefill_chunk": 64, "plan": "load", "checkpoint_tokens": CHECKPOINT, **settings}
         made = EngineSettings(**values)
         runner = make_runner(model, pools, made)
+        if model.config.predictor:
+            assert isinstance(runner, Model)
+            drafter = PredictorDrafter(runner, chunk_tokens=CHUNK)
         self._open.append(Engine(runner, model.tokenizer, connector, made, drafter=drafter))
         return self._open[-1]
 

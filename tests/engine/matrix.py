@@ -36,7 +36,7 @@ attention."""
 AXES: Mapping[str, Sequence[str]] = {
     "family": tuple(FAMILIES),
     "kv": ("auto", "int8", "fp8_e4m3", "int4", "k8v4", "static"),
-    "draft": ("none", "lookup", "model", "alike"),
+    "draft": ("none", "lookup", "model", "alike", "mtp"),
     "store": ("pool", "host", "disk", "daemon", "other host"),
     "n": ("1", "3"),
     "parked": ("no", "yes"),
@@ -64,6 +64,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("draft", "lookup"): "`--draft prompt-lookup`",
     ("draft", "model"): "`--draft MODEL`",
     ("draft", "alike"): "a draft model of this kind",
+    ("draft", "mtp"): "`--draft mtp`",
     ("store", "pool"): "hits in the pool",
     ("store", "host"): "hits in host memory",
     ("store", "disk"): "hits on disk",
@@ -118,6 +119,21 @@ REFUSALS = (
         ("deterministic", ("yes",)),
         ("ranks", ("2",)),
         "--tensor-parallel does not work with --deterministic",
+    ),
+    Refusal(
+        ("family", tuple(name for name in FAMILIES if name not in ("latents", "delta"))),
+        ("draft", ("mtp",)),
+        "--draft mtp is for DeepSeek V3 and Qwen3-Next, and this model has no {}: give another --draft",
+    ),
+    Refusal(
+        ("kv", ("static",)),
+        ("draft", ("mtp",)),
+        "--draft mtp has no static scales of KV: leave out --kv-scales, or --draft mtp",
+    ),
+    Refusal(
+        ("draft", ("mtp",)),
+        ("ranks", ("2",)),
+        "--tensor-parallel does not work with --draft mtp",
     ),
 )
 

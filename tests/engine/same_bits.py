@@ -7,6 +7,7 @@ ends, the tier that it comes from, the steps, the neighbours and preemption diff
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -45,6 +46,37 @@ class Tally:
         self.cases += other.cases
         self.happened += other.happened
         self.differing += other.differing
+
+
+class Campaign:
+    """Worlds, and what happened in them. With a ``file``, a line for each world: a later campaign with this
+    file counts it, and need not play it again."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.tally = Tally()
+        self._file = file
+        self._titles: set[str] = set()
+        for line in file.read_text().splitlines() if file is not None and file.exists() else ():
+            world = json.loads(line)
+            self._count(world["title"], Tally(world["cases"], Counter(world["happened"]), world["differing"]))
+
+    @property
+    def worlds(self) -> int:
+        return len(self._titles)
+
+    def has_played(self, title: str) -> bool:
+        return title in self._titles
+
+    def add(self, title: str, tally: Tally) -> None:
+        """Count the world ``title``."""
+        self._count(title, tally)
+        if self._file is not None:
+            with self._file.open("a") as log:
+                log.write(json.dumps({"title": title, **vars(tally)}) + "\n")
+
+    def _count(self, title: str, tally: Tally) -> None:
+        self._titles.add(title)
+        self.tally.add(tally)
 
 
 class World:

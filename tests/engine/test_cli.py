@@ -130,6 +130,18 @@ def test_pages_of_another_size_are_other_pages(run: Run, tmp_path: Path, chunk: 
         (("--model", "tiny", "--prompt", "x", "--dtype", "int4"), 2, "unknown dtype 'int4'"),
         (("--model", "tiny", "--prompt", "x", "--kv-dtype", "int3"), 2, "unknown KV dtype 'int3'"),
         (("--model", "tiny", "--prompt", "x", "--draft", "huge"), 2, "neither a folder nor a preset"),
+        (("--model", "tiny", "--prompt", "x", "--draft-tokens", "3"), 2, "--draft-tokens needs --draft"),
+        (("--model", "tiny", "--prompt", "x", "--overflow-bytes", "1GiB"), 2, "needs --overflow"),
+        (
+            ("--model", "tiny", "--prompt", "x", "--draft", "mtp"),
+            2,
+            "--draft mtp is for DeepSeek V3 and Qwen3-Next",
+        ),
+        (
+            ("--model", "tiny-deepseek", "--prompt", "x", "--draft", "mtp", "--overflow", "over"),
+            2,
+            "--draft mtp needs all pages in the pool: leave out --overflow",
+        ),
         (
             ("--model", "tiny", "--prompt", "x", "--deterministic", "--dtype", "float16"),
             2,

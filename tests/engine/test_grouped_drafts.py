@@ -21,6 +21,7 @@ from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import Sequence
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Step
 
 from .conftest import Oracle
 from .test_drafting import Echo, prompts
@@ -186,6 +187,36 @@ def test_a_draft_model_of_groups(
         stats = drafter.connector.stats()
         assert stats is not None
         assert stats.counters["hit_tokens"]["hbm"] >= len(oracle.prompt) - CHUNK
+
+
+@pytest.mark.parametrize(("name", "starved"), [("qwen3-next", False), ("mamba", True), ("mamba", False)])
+def test_a_draft_model_computes_a_drafted_token_once(
+    starved: bool,
+    model: LoadedModel,
+    engine_of: EngineOf,
+    draft_of: Callable[..., DraftModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its states go ahead, and back after the draft. Without room for copies of them, it computes its whole
+    draft again for each token."""
+    drafter, prompt = draft_of(noisy(model), model), prompts(1)[0]
+    connector, [group], compute = drafter.connector, model.config.states, drafter._model.compute
+    rows: list[int] = []
+    taken: list[int] = []
+
+    def noted(step: Step) -> torch.Tensor:
+        rows.append(len(step.tokens))
+        if starved:
+            taken.extend(connector.allocate(connector.available(group=group), group=group) or ())
+        return compute(step)
+
+    monkeypatch.setattr(drafter._model, "compute", noted)
+    [found] = engine_of(model, drafter=drafter, stored=False).generate([prompt], SAMPLED)
+    assert rows[-3:] == ([1, 2, 3] if starved else [1, 1, 1])
+    assert found.metrics.accepted_tokens > 0
+    [plain] = engine_of(model, stored=False).generate([prompt], SAMPLED)
+    assert found.tokens == plain.tokens
+    connector.release(taken, group=group)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next"])

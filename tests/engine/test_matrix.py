@@ -51,7 +51,7 @@ ANSWER = SamplingParams(
 )
 MAX_QUANTISED_DIFF = 0.05  # a number at the border of two codes may move by a step
 TIERS = {"pool": "hbm", "host": "host", "disk": "disk"}
-DRAFTS = {"none": None, "lookup": "prompt-lookup", "model": "tiny"}
+DRAFTS = {"none": None, "lookup": "prompt-lookup", "model": "tiny", "mtp": "mtp"}
 
 ROWS = all_pairs()
 NORMAL = spread(ROWS, 16)  # the other rows are for the soak

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import rotate
 
 S = TypeVar("S")
+
+_LEAST_SHARE = 1e-6  # WithoutFirst divides by at least this part of a softmax
 
 NO_PAGE = -1
 """In a block table: the chunk's page was released."""
@@ -155,6 +158,37 @@ class Attention(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return :meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``,
         for merging with attention over other keys."""
+
+
+class WithoutFirst(Attention):
+    """Attention over the pages of ``inner`` in which no token sees its sequence's token 0.
+
+    Token 0 is written as zeros. So its score is 0, and its part of the softmax is ``exp(-lse)`` and adds
+    nothing to the output. Dividing the output by the rest of the softmax leaves out this part exactly. The
+    output of token 0 itself has no meaning.
+    """
+
+    def __init__(self, inner: Attention) -> None:
+        self._inner = inner
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
+        ends = accumulate(span.tokens for span in batch.spans)
+        first = [end - span.tokens for span, end in zip(batch.spans, ends, strict=True) if not span.start]
+        if first:
+            rows = numbers_on(first, keys.device)
+            keys = keys.index_fill(0, rows, 0)
+            values = None if values is None else values.index_fill(0, rows, 0)
+        self._inner.write(layer, keys, values, batch)
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        return self.attend_with_lse(layer, queries, batch)[0]
+
+    def attend_with_lse(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attended, lse = self._inner.attend_with_lse(layer, queries, batch)
+        rest = -torch.expm1(-lse).clamp(max=-_LEAST_SHARE)
+        return (attended / rest.unsqueeze(-1)).to(attended.dtype), lse + rest.log()
 
 
 def pages_on_device(pool: PagePool) -> torch.Tensor:
