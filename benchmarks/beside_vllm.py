@@ -121,7 +121,8 @@ def serve(name: str, model: str, dtype: str, prompt: str, new_tokens: str, threa
 def _tierstore(model: str, dtype: str, threads: int, most: int, tokens: int) -> Generate:
     import torch
 
-    from tierstore_engine.build import build_engine, load_model, open_model, pages_for_tokens
+    from tierstore_engine.build import build_engine, load_model, open_model
+    from tierstore_engine.pool_sizes import pages_for_tokens
     from tierstore_engine.sampling import SamplingParams
     from tierstore_engine.settings import EngineSettings
 

@@ -34,7 +34,8 @@ from tierstore.spec import KVSpec
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore.units import GIB, MIB, format_size
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import load_model, make_runner, open_model, pages_for_tokens
+from tierstore_engine.build import load_model, make_runner, open_model
+from tierstore_engine.pool_sizes import pages_for_tokens
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
 from tierstore_tools import corpus, machine, report

@@ -33,8 +33,9 @@ from tierstore.stats import ClusterStats
 from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess
 from tierstore.units import GIB, format_size
-from tierstore_engine.build import build_engine, load_model, open_model, pages_for_tokens
+from tierstore_engine.build import build_engine, load_model, open_model
 from tierstore_engine.engine import Engine
+from tierstore_engine.pool_sizes import pages_for_tokens
 from tierstore_engine.sampling import SamplingParams
 from tierstore_tools import machine, report
 

@@ -20,16 +20,12 @@ import msgspec
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_engine.batch_file import CHAT, BatchLine, BatchResults, read_batch
-from tierstore_engine.build import (
-    OpenModel,
-    open_model_of,
-    pages_wanted,
-    resident_sequences,
-)
+from tierstore_engine.build import OpenModel, open_model_of
 from tierstore_engine.engine import Engine
 from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import BatchOptions, GenerateOptions
 from tierstore_engine.outputs import RequestId
+from tierstore_engine.pool_sizes import pages_wanted, resident_sequences
 from tierstore_engine.server.chat import ChatTemplate, load_template
 from tierstore_engine.server.defaults import SamplingDefaults
 from tierstore_engine.server.errors import ApiError, bad_request
@@ -65,7 +61,7 @@ def run(
     most = _SEQUENCES if batch.max_sequences is None else batch.max_sequences
     settings = replace(options.settings(), schedule="fcfs", max_sequences=most)
     settings.check_chunk(spec.chunk_tokens)
-    pages = pages_wanted(options, opened, spec, settings)
+    pages = pages_wanted(options, opened.device, spec, settings)
     if overflow is not None and pages is not None and batch.max_sequences is None:
         settings = replace(settings, max_sequences=max(resident_sequences(spec, pages, settings), 1))
     draft = open_draft(options, pages)

@@ -10,13 +10,13 @@ from tierstore_engine.build import (
     build_draft_model,
     build_engine,
     check_draft,
-    draft_pages,
     load_model,
     open_model,
 )
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.options import MTP, EngineOptions
+from tierstore_engine.pool_sizes import draft_pages
 from tierstore_engine.settings import EngineSettings
 
 _PROMPT_LOOKUP = "prompt-lookup"

@@ -20,8 +20,9 @@ from tests.forked import Forked
 from tierstore.errors import UsageError
 from tierstore.testing.clock import wait_until
 from tierstore_engine.batch_file import BatchLine, BatchResults, read_batch
-from tierstore_engine.build import build_engine, check_resident, load_model, open_model, resident_sequences
+from tierstore_engine.build import build_engine, load_model, open_model
 from tierstore_engine.cli import main
+from tierstore_engine.pool_sizes import check_resident, resident_sequences
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 

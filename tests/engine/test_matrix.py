@@ -26,12 +26,13 @@ from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess
 from tierstore.types import Hint, Promise
 from tierstore_connectors.bundled import StoreConnector
-from tierstore_engine.build import load_model, open_model_of, pages_wanted
+from tierstore_engine.build import load_model, open_model_of
 from tierstore_engine.calibration import measure_ranges, write_ranges
 from tierstore_engine.engine import Engine
 from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import ServeOptions
 from tierstore_engine.outputs import Completion, RequestId
+from tierstore_engine.pool_sizes import pages_wanted
 from tierstore_engine.sampling import SamplingParams
 
 from .test_meeting import FixedPlanner
@@ -106,7 +107,7 @@ class Rig:
         """Start an engine as ``tierstore-engine serve`` does."""
         opened, settings = open_model_of(options), options.settings()
         spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
-        pages = pages_wanted(options, opened, spec, settings)
+        pages = pages_wanted(options, opened.device, spec, settings)
         draft = open_draft(options, pages)
         engine = open_engine(options, opened, draft, pages=pages, settings=settings)
         self.engines.append(engine)

@@ -16,16 +16,11 @@ from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_connectors.common.handover import Role
-from tierstore_engine.build import (
-    OpenModel,
-    check_pool,
-    open_model_of,
-    pages_wanted,
-    pool_bytes,
-)
+from tierstore_engine.build import OpenModel, open_model_of
 from tierstore_engine.engine import Engine
 from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import ServeOptions
+from tierstore_engine.pool_sizes import check_pool, pages_wanted, pool_bytes
 from tierstore_engine.server.app import ApiServer
 from tierstore_engine.server.chat import ChatTemplate, load_template
 from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
@@ -103,7 +98,7 @@ async def _serve(
 def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:
     """Return the size of the pool in pages; None for a GPU's whole free memory."""
     settings = options.settings()
-    pages = pages_wanted(options, opened, spec, settings)
+    pages = pages_wanted(options, opened.device, spec, settings)
     if pages is None:
         return None
     nbytes, most = pool_bytes(spec, pages, settings), options.most_hbm_bytes
