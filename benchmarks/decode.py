@@ -25,7 +25,8 @@ from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model
+from tierstore_engine.build import load_model, make_runner, open_model
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.pool_sizes import pages_for_tokens
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner, Step

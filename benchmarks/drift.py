@@ -43,7 +43,8 @@ from tierstore.command_line import one_line_errors
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.explanation import Explanation, MissReason
 from tierstore.testing.processes import free_port
-from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.build import load_model
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.requests import ChatMessage
 from tierstore_tools import corpus, machine, report

@@ -22,8 +22,9 @@ from tierstore.errors import TierStoreError
 from tierstore.planner import Planner
 from tierstore.units import MIB
 from tierstore_connectors.bundled import StoreConnector
-from tierstore_engine.build import LoadedModel, load_model, make_runner
+from tierstore_engine.build import load_model, make_runner
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import PLANS, EngineSettings

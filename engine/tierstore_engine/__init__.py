@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierstore_engine.beams import BeamHypothesis, BeamParams
-    from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
+    from tierstore_engine.build import build_engine, load_model, open_model
     from tierstore_engine.draft_model import DraftModel
     from tierstore_engine.drafting import Drafter, PromptLookupDrafter
     from tierstore_engine.engine import Engine
     from tierstore_engine.heap import freeze_heap
+    from tierstore_engine.loaded import LoadedModel
     from tierstore_engine.outputs import Completion, EngineStats, FinishReason, RequestMetrics, StepOutput
     from tierstore_engine.sampling import SamplingParams
     from tierstore_engine.settings import EngineSettings

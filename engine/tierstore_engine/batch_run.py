@@ -20,8 +20,9 @@ import msgspec
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_engine.batch_file import CHAT, BatchLine, BatchResults, read_batch
-from tierstore_engine.build import OpenModel, open_model_of
+from tierstore_engine.build import open_model_of
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import OpenModel
 from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import BatchOptions, GenerateOptions
 from tierstore_engine.outputs import RequestId

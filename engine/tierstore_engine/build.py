@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,9 +17,8 @@ import torch
 from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
-from tierstore.keys import Identity
 from tierstore.machine import memory_bytes
-from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device_overflow import DeviceOverflowPool
 from tierstore.tiers.device_pool import DevicePool
@@ -28,13 +27,9 @@ from tierstore.tiers.overflow import Overflow
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
-from tierstore_connectors.common.sharing import refusal, shared_identity
-from tierstore_engine.adapters import Adapter, read_adapters
-from tierstore_engine.attention import make_attention
-from tierstore_engine.attention.base import pages_on_device
+from tierstore_engine.adapters import read_adapters
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
-from tierstore_engine.delta import CpuDeltaStates
 from tierstore_engine.deterministic import with_same_bits
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
@@ -44,10 +39,8 @@ from tierstore_engine.gguf_file import config_from_gguf
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
-from tierstore_engine.layer_weights import ModelWeights
-from tierstore_engine.mamba1 import CpuMamba1States
-from tierstore_engine.mamba2 import CpuMamba2States
-from tierstore_engine.model import Memory, Model
+from tierstore_engine.loaded import LoadedModel, OpenModel, make_memory
+from tierstore_engine.model import Model
 from tierstore_engine.options import MTP, EngineOptions
 from tierstore_engine.pool_sizes import (
     check_pool,
@@ -62,9 +55,8 @@ from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.share import Share, check_ranks, read_share
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.short_conv import CpuShortConvStates
 from tierstore_engine.step import Runner
-from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, has_vocabulary
+from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, has_vocabulary
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
     check_tensors,
@@ -74,75 +66,6 @@ from tierstore_engine.weights import (
     random_weights,
     weights_bytes,
 )
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
-    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
-    ``on_disk``: weights stay in their files. ``ranks`` is the number of processes that compute it."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer
-    folder: Path | None
-    device: str
-    source: Path | None = None
-    expand: bool = False
-    on_disk: bool = False
-    adapters: tuple[Adapter, ...] = ()
-    ranks: int = 1
-
-    @property
-    def gguf(self) -> Path | None:
-        """Return the GGUF file that the model is in; None for a folder or a preset."""
-        return self.source if self.source is not None and self.source.is_file() else None
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights, and
-    ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are those of
-    rank 0, and the other ranks read theirs of that model."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer
-    weights: ModelWeights
-    digest: str
-    device: str
-    adapters: tuple[Adapter, ...] = ()
-    source: Path | None = None
-    divided: OpenModel | None = None
-    seed: int = 0
-
-    def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
-        return self.config.kv_spec(chunk_tokens=chunk_tokens)
-
-    def identity(self, spec: KVSpec) -> Identity:
-        """Return the identity of this model's pages. Other weights, shapes, RoPE or KV formats have other
-        identities."""
-        config = self.config
-        return Identity.of(
-            spec,
-            model=config.digest(),
-            revision=self.digest,
-            rope=config.rope.describe(),
-            codec=config.kv.describe(),
-        )
-
-    def shared_identity(self, spec: KVSpec) -> Identity:
-        """Return the identity of pages that other engines share. Raise :class:`UsageError` if this model's
-        pages cannot be shared."""
-        config = self.config
-        if config.kv.quantised:
-            raise refusal("a KV of --kv-dtype is this engine's own")
-        if config.arithmetic:
-            raise refusal("pages of other engines do not have the bits of --deterministic")
-        if self.adapters:
-            raise refusal("pages computed with an adapter are not shared")
-        shared = shared_identity(self.source, dtype=config.dtype, chunk_tokens=spec.chunk_tokens)
-        if shared.layout != spec.describe():
-            raise refusal("this engine keeps the layers of this model in other groups")
-        return shared
 
 
 def open_model(
@@ -511,26 +434,6 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
 
         return CudaRunner(runnable, memories, on_device, settings)
     return runnable
-
-
-def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
-    """Return the memory of the layer group of ``pool``. Raises the errors of
-    :func:`~tierstore_engine.attention.make_attention`."""
-    [group] = pool.spec.groups
-    if group.kind is not LayerKind.RECURRENT_STATE:
-        return make_attention(pool, config)
-    if config.short_conv is not None:
-        return CpuShortConvStates(pool, config)  # open_model refuses GPUs
-    if config.mamba1 is not None:
-        return CpuMamba1States(pool, config)  # the same
-    if pool.device == "cpu":
-        return (CpuDeltaStates if config.mamba is None else CpuMamba2States)(pool, config)
-    from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
-    from tierstore_engine.kernels.cupy_launcher import CupyLauncher
-
-    launcher = CupyLauncher(pool.device)  # first: its error says what is missing
-    kind = CudaDeltaStates if config.mamba is None else CudaMamba2States
-    return kind(pages_on_device(pool), pool.spec, config, launcher)
 
 
 def pools_of_one_sequence(model: LoadedModel, tokens: int) -> list[PagePool]:

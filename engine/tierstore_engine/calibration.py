@@ -12,11 +12,12 @@ from tierstore.errors import UsageError
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
 from tierstore_engine.attention.pages import kv_pages
-from tierstore_engine.build import LoadedModel, OpenModel, make_runner, pools_of_one_sequence
+from tierstore_engine.build import make_runner, pools_of_one_sequence
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import Ranges
 from tierstore_engine.kv_scales import ScaleCalibration
+from tierstore_engine.loaded import LoadedModel, OpenModel
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
 

@@ -9,10 +9,11 @@ from typing import Any, TextIO
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
-from tierstore_engine.build import OpenModel, open_model_of
+from tierstore_engine.build import open_model_of
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
 from tierstore_engine.limits import check_tokens
+from tierstore_engine.loaded import OpenModel
 from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import GenerateOptions
 from tierstore_engine.outputs import Completion

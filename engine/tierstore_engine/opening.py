@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tierstore.errors import TierStoreError, UsageError
-from tierstore_engine.build import (
-    OpenModel,
-    build_draft_model,
-    build_engine,
-    check_draft,
-    load_model,
-    open_model,
-)
+from tierstore_engine.build import build_draft_model, build_engine, check_draft, load_model, open_model
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import OpenModel
 from tierstore_engine.options import MTP, EngineOptions
 from tierstore_engine.pool_sizes import draft_pages
 from tierstore_engine.settings import EngineSettings

@@ -22,9 +22,10 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine import cli
 from tierstore_engine.attention import make_attention
-from tierstore_engine.build import LoadedModel, load_model, make_runner
+from tierstore_engine.build import load_model, make_runner
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.settings import EngineSettings
 

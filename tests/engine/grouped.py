@@ -9,9 +9,10 @@ import tierstore
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import NoStore, StoreConnector
-from tierstore_engine.build import LoadedModel, make_runner
+from tierstore_engine.build import make_runner
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.predictor import PredictorDrafter
 from tierstore_engine.settings import EngineSettings

@@ -22,9 +22,10 @@ from tests.tiny_models import VOCAB
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import LoadedModel, build_engine, make_runner
+from tierstore_engine.build import build_engine, make_runner
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step

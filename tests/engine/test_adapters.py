@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_models import reference_model, rewrite_json
 from tierstore.errors import UsageError
 from tierstore_engine.adapters import read_adapter, read_adapters
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import ModelError, RequestError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

@@ -13,9 +13,9 @@ from tests.engine.stored import Stored
 from tests.portions import chosen, diagonal
 from tests.tiny_models import VOCAB, reference_model
 from tierstore_engine.beams import BeamParams, BeamSearch
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import TokenLogprob
 from tierstore_engine.sampling import SamplingParams
 

@@ -26,11 +26,12 @@ from tierstore.tiers.overflow import Overflow, OverflowFailedError, OverflowPool
 from tierstore_engine.attention import cpu, make_attention
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.beams import BeamParams
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
 from tierstore_engine.kv_format import KVFormat
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion, FinishReason, StepOutput
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

@@ -26,9 +26,10 @@ from tierstore.testing.faulty_io import Effect, Fail, Fault, FaultyIO, FlipBit, 
 from tierstore.tiers import overflow
 from tierstore.tiers.overflow import OverflowFailedError, OverflowPool
 from tierstore_engine.beams import BeamHypothesis, BeamParams
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion, FinishReason, RequestId
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.cuda_latents import CudaLatentAttention
 from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
-from tierstore_engine.build import LoadedModel, load_model, make_memory
+from tierstore_engine.build import load_model
 from tierstore_engine.config import ModelConfig, RopeConfig
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter, PromptLookupDrafter
@@ -35,6 +35,7 @@ from tierstore_engine.engine import Engine
 from tierstore_engine.errors import KernelError
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kv_format import KVFormat
+from tierstore_engine.loaded import LoadedModel, make_memory
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.outputs import EngineStats
 from tierstore_engine.presets import preset

@@ -20,9 +20,10 @@ from tierstore.errors import UsageError
 from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model
+from tierstore_engine.build import load_model, make_runner, open_model
 from tierstore_engine.deterministic import with_same_bits
 from tierstore_engine.drafting import PromptLookupDrafter
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

@@ -29,8 +29,8 @@ from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

@@ -23,8 +23,8 @@ from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore.tiers.hbm import PagePool, arrivals_of
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.batch import Work, build_step
-from tierstore_engine.build import LoadedModel, make_memory
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel, make_memory
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.pool_sizes import fitting_pages, group_pages
 from tierstore_engine.presets import preset

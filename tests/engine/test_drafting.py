@@ -19,11 +19,11 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.attention import make_attention
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.kv_format import CODES
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

@@ -18,9 +18,10 @@ from tierstore.errors import UsageError
 from tierstore.tiers.two_level import SmallPages, check
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.attention.base import NO_PAGE
-from tierstore_engine.build import LoadedModel, build_engine, load_model
+from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import SequenceState

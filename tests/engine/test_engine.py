@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tierstore.errors import UsageError
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion, FinishReason, StepOutput
 from tierstore_engine.sampling import SamplingParams
 

@@ -18,7 +18,8 @@ from tierstore.groups import GroupRule, Past
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine import build
 from tierstore_engine.attention.base import NO_PAGE, Span
-from tierstore_engine.build import LoadedModel, make_runner
+from tierstore_engine.build import make_runner
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import PartialStep, Step
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine.stored import Stored
 from tests.portions import chosen
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion, FinishReason, RequestId
 from tierstore_engine.sampling import SamplingParams
 

@@ -27,10 +27,11 @@ from tierstore_engine.attention.gathered import (
     LibraryRanges,
     choose,
 )
-from tierstore_engine.build import LoadedModel, _fitting_pages, build_engine, resolve_device
+from tierstore_engine.build import _fitting_pages, build_engine, resolve_device
 from tierstore_engine.choices import kept_choice
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.gather import KernelGather, crossover
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.presets import preset
 from tierstore_engine.settings import EngineSettings
 

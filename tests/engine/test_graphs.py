@@ -22,12 +22,12 @@ from tierstore_connectors.bundled import NoStore
 from tierstore_engine import graphs as graphs_module
 from tierstore_engine.attention.base import Span
 from tierstore_engine.attention.cuda import CudaAttention
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.graphs import DecodeGraphs, Recorder, bucket_sizes
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.launcher import Argument, Kernel
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams

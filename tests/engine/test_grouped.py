@@ -18,10 +18,11 @@ from tests.tiny_models import GROUPED, STATES, VOCAB, reference_model
 from tierstore.errors import UsageError
 from tierstore.tiers.overflow import Overflow
 from tierstore_engine.beams import BeamParams
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import ModelError, RequestError
 from tierstore_engine.kv_format import KVFormat
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import SequenceState
 

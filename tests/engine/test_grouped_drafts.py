@@ -14,9 +14,10 @@ from tests.engine.grouped import CHUNK, GroupedEngines, forget
 from tests.portions import chosen
 from tests.tiny_models import GROUPED, STATES
 from tierstore.errors import UsageError
-from tierstore_engine.build import LoadedModel, build_draft_model, check_draft
+from tierstore_engine.build import build_draft_model, check_draft
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.pool_sizes import draft_pages
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams

@@ -23,11 +23,12 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention import cpu, make_attention
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.pages import kv_pages
-from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
+from tierstore_engine.build import build_engine, load_model, open_model
 from tierstore_engine.calibration import measure_ranges, write_ranges
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import CODES, KVFormat, quantise
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 
 from .test_attention import CHUNK, config_of, plain

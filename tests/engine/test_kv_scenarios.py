@@ -21,7 +21,7 @@ from tierstore_engine import mixers, mlp
 from tierstore_engine import model as model_module
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cpu import CpuAttention
-from tierstore_engine.build import LoadedModel
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 

@@ -18,9 +18,10 @@ from tierstore.spec import LayerKind
 from tierstore.tiers.group_pools import fits
 from tierstore_connectors.bundled import open_connector
 from tierstore_engine.beams import BeamParams
-from tierstore_engine.build import LoadedModel, load_model, make_runner
+from tierstore_engine.build import load_model, make_runner
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

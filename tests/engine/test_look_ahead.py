@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.stored import Stored
-from tierstore_engine.build import LoadedModel
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 
 from .conftest import Oracle

@@ -12,7 +12,7 @@ from tests.portions import chosen
 from tierstore.planner import Plan, Planner
 from tierstore.store import hit
 from tierstore.transfer import Transfer
-from tierstore_engine.build import LoadedModel
+from tierstore_engine.loaded import LoadedModel
 
 from .conftest import STORED_CHUNK, Oracle
 from .test_oracle import GREEDY, assert_same

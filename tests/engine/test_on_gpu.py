@@ -17,11 +17,12 @@ from tierstore.memory import Memory
 from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.device_pool import DevicePool
 from tierstore_connectors.bundled import StoreConnector
-from tierstore_engine.build import LoadedModel, build_engine, load_model
+from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.device import CudaRunner, on_stream
 from tierstore_engine.engine import Engine
 from tierstore_engine.gather import KernelGather
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.weight_slots import slots

@@ -12,8 +12,8 @@ import torch
 
 from tests.portions import diagonal
 from tests.tiny_models import ARCHITECTURES, reference_model
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion, FinishReason, RequestId
 from tierstore_engine.sampling import SamplingParams
 

@@ -22,8 +22,9 @@ from tierstore.errors import UsageError
 from tierstore.store.destinations import IntoHbm
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.attention.base import NO_PAGE
-from tierstore_engine.build import LoadedModel, load_model, make_memory
+from tierstore_engine.build import load_model
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel, make_memory
 from tierstore_engine.model import Model
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams

@@ -22,8 +22,9 @@ from tests.tiny_models import VOCAB, reference_model, train_tokenizer
 from tierstore.errors import UsageError
 from tierstore.tiers.hbm import COMPLETED
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model, pools_of_one_sequence
+from tierstore_engine.build import load_model, make_runner, open_model, pools_of_one_sequence
 from tierstore_engine.layer_weights import ExpertsWeights
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

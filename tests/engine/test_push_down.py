@@ -30,12 +30,13 @@ from tierstore_engine.attention import lift as lift_module
 from tierstore_engine.attention import push_down as push_down_module
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.push_down import PushDownAttention
-from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.build import load_model
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 from tierstore_engine.kv_format import KVFormat
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

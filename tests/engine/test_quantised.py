@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import VOCAB, rewrite_json
-from tierstore_engine.build import LoadedModel, load_model, open_model
+from tierstore_engine.build import load_model, open_model
 from tierstore_engine.errors import ModelError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.quantised import QuantisedMatrix
 
 from .test_families import CHUNK, Pages, Sequence_, close, compute

@@ -10,7 +10,8 @@ import pytest
 
 from tests.engine.stored import Stored
 from tests.portions import chosen
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import FinishReason
 from tierstore_engine.sampling import SamplingParams
 

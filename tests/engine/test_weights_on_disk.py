@@ -16,8 +16,9 @@ from tests.engine.test_quantised import CASES, quantise_folder
 from tierstore import native
 from tierstore.errors import UsageError
 from tierstore.testing.clock import wait_until
-from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
+from tierstore_engine.build import build_engine, load_model, open_model
 from tierstore_engine.errors import ModelError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.weights_on_disk import MappedFile, WeightStream

@@ -11,7 +11,8 @@ import pytest
 from starlette.types import ASGIApp
 
 from tests.engine.server.live import Live, LiveApp
-from tierstore_engine.build import LoadedModel, build_engine, load_model
+from tierstore_engine.build import build_engine, load_model
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.server.chat import PLAIN, ChatTemplate
 from tierstore_proxy.app import Proxy
 from tierstore_proxy.settings import ProxySettings

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tierstore_engine.build import OpenModel
+from tierstore_engine.loaded import OpenModel
 from tierstore_engine.ranks.share import Share
 from tierstore_engine.step import Step
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RankSetup:
     """The first message. ``groups`` are the layouts of the layer groups' pages. ``fd`` is the descriptor of
     the pools' memory, which the process inherits. It has ``large_pages`` large pages. ``digest`` is that of
     the weights that rank 0 has."""
@@ -29,26 +29,26 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class RankPing:
     """A question whether the process is alive. It is answered also during a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pong:
-    """The answer to :class:`Ping`."""
+class RankPong:
+    """The answer to :class:`RankPing`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class RankReady:
     """The rank has its weights and waits for steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RankFailed:
     """The rank ends, because of an error."""
 
     why: str
 
 
-ToRank: TypeAlias = Setup | Step | Ping
-FromRank: TypeAlias = Pong | Ready | Failed
+ToRank: TypeAlias = RankSetup | Step | RankPing
+FromRank: TypeAlias = RankPong | RankReady | RankFailed

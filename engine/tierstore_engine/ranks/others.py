@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from tierstore.tiers.hbm import HostRegion, PagePool
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.errors import RankLostError
-from tierstore_engine.ranks.messages import Failed, FromRank, Ping, Ready, Setup, ToRank
+from tierstore_engine.loaded import LoadedModel
+from tierstore_engine.ranks.messages import FromRank, RankFailed, RankPing, RankReady, RankSetup, ToRank
 from tierstore_engine.ranks.share import Share
 from tierstore_engine.tokenizer import ByteTokenizer
 
@@ -57,7 +57,7 @@ class Others:
         assert region.memory.fd is not None, "the pools are not shared"
         for rank in range(1, count):
             self._start(
-                Setup(
+                RankSetup(
                     opened=replace(model.divided, tokenizer=ByteTokenizer(), folder=None),
                     share=Share(rank, count),
                     seed=model.seed,
@@ -73,7 +73,7 @@ class Others:
         self._watcher = threading.Thread(target=self._watch, name="tierstore-ranks", daemon=True)
         self._watcher.start()
 
-    def _start(self, setup: Setup) -> None:
+    def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "tierstore_engine.ranks.worker", str(theirs.fileno()))
         fds = (theirs.fileno(), setup.fd)
@@ -151,7 +151,7 @@ class Others:
             # Not while another thread sends, because that may wait for a rank that hangs.
             if now - pinged > _PING_S and self._sending.acquire(blocking=False):
                 try:
-                    self._send(Ping())
+                    self._send(RankPing())
                 finally:
                     self._sending.release()
                 pinged = now
@@ -166,9 +166,9 @@ class Others:
                 how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
                 self._lose(f"{self._name(connection)} {how}")
             return False
-        if isinstance(message, Failed):
+        if isinstance(message, RankFailed):
             self._lose(f"{self._name(connection)} failed: {message.why}")
-        return isinstance(message, Ready)
+        return isinstance(message, RankReady)
 
     def _name(self, connection: Connection[ToRank, FromRank]) -> str:
         return f"rank {self._connections[connection] + 1} of {len(self.processes) + 1}"

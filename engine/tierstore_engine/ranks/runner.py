@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.build import LoadedModel, make_memory
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.loaded import LoadedModel, make_memory
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.collective import Collective, Traffic
 from tierstore_engine.ranks.others import Others

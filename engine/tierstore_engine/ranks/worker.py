@@ -19,10 +19,18 @@ import torch
 from tierstore.errors import TierStoreError
 from tierstore.spec import KVSpec
 from tierstore.tiers.group_pools import attach_group_pools
-from tierstore_engine.build import make_memory
+from tierstore_engine.loaded import make_memory
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.collective import Collective
-from tierstore_engine.ranks.messages import Failed, FromRank, Ping, Pong, Ready, Setup, ToRank
+from tierstore_engine.ranks.messages import (
+    FromRank,
+    RankFailed,
+    RankPing,
+    RankPong,
+    RankReady,
+    RankSetup,
+    ToRank,
+)
 from tierstore_engine.ranks.share import config_of, read_share
 from tierstore_engine.step import Step
 
@@ -47,8 +55,8 @@ class Wire:
         try:
             while True:
                 message = self._connection.recv()
-                if isinstance(message, Ping):
-                    self.send(Pong())
+                if isinstance(message, RankPing):
+                    self.send(RankPong())
                 else:
                     self._received.put(message)
         except (EOFError, OSError):
@@ -60,7 +68,7 @@ def main() -> None:
     wire = Wire(Connection(int(sys.argv[1])))
     try:
         setup = wire.next()
-        assert isinstance(setup, Setup)
+        assert isinstance(setup, RankSetup)
         model = _model(setup, wire)
         while True:
             step = wire.next()
@@ -68,11 +76,11 @@ def main() -> None:
             model.compute(step)
     except BaseException as error:
         why = str(error) if isinstance(error, TierStoreError) else f"{type(error).__name__}: {error}"
-        wire.send(Failed(why))
+        wire.send(RankFailed(why))
         raise
 
 
-def _model(setup: Setup, wire: Wire) -> Model:
+def _model(setup: RankSetup, wire: Wire) -> Model:
     torch.set_num_threads(setup.threads)
     config = setup.opened.config
     weights, digest = read_share(config, setup.opened.source, setup.share, seed=setup.seed)
@@ -82,7 +90,7 @@ def _model(setup: Setup, wire: Wire) -> Model:
     pools = attach_group_pools(specs, setup.fd, setup.large_bytes, setup.large_pages)
     own = config_of(config, setup.share)
     memories = [make_memory(pool, own) for pool in pools]
-    wire.send(Ready())
+    wire.send(RankReady())
     ranks = Collective(setup.share, setup.meeting)
     return Model(own, weights, memories, device="cpu", ranks=ranks)
 

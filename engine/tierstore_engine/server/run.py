@@ -16,8 +16,9 @@ from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_connectors.common.handover import Role
-from tierstore_engine.build import OpenModel, open_model_of
+from tierstore_engine.build import open_model_of
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import OpenModel
 from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import ServeOptions
 from tierstore_engine.pool_sizes import check_pool, pages_wanted, pool_bytes

@@ -20,15 +20,9 @@ from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, STATES, VARIAN
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import (
-    LoadedModel,
-    OpenModel,
-    load_model,
-    make_memory,
-    open_model,
-    pools_of_one_sequence,
-)
+from tierstore_engine.build import load_model, open_model, pools_of_one_sequence
 from tierstore_engine.layer_weights import AttentionWeights, MLPWeights
+from tierstore_engine.loaded import LoadedModel, OpenModel, make_memory
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.share import Share, config_of, read_share
 from tierstore_engine.step import Step

@@ -15,7 +15,8 @@ pytest.importorskip("uvicorn")
 from tests.engine.adapters import write_adapter
 from tests.tiny_models import reference_model
 from tierstore_engine.adapters import read_adapters
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
+from tierstore_engine.loaded import LoadedModel
 
 from .live import Live
 

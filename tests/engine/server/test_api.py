@@ -24,10 +24,11 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 
 from tests.engine.stored import Stored
 from tierstore.testing.clock import wait_until
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import ModelError
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.defaults import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
 from tierstore_engine.settings import EngineSettings

@@ -16,8 +16,8 @@ import openai
 
 from tests.engine.stored import Stored
 from tierstore.explanation import Explanation
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.server.diagnostics import KeptPrompt, KeptPrompts
 from tierstore_engine.server.requests import ChatMessage
 

@@ -15,9 +15,9 @@ pytest.importorskip("uvicorn")
 from tests.browser import wait_live
 from tests.engine.stored import Stored
 from tierstore.dashboard.feed import MOST_VIEWERS
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.drafting import PromptLookupDrafter
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, RequestMetrics
 from tierstore_engine.server.dashboard import Lately
 

@@ -19,8 +19,9 @@ from tests.portions import diagonal
 from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess
 from tierstore_connectors.common.handover import Role
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.settings import EngineSettings
 from tierstore_tools.vllm.daemon import ServeProcess
 

@@ -23,8 +23,8 @@ from starlette.types import Message
 
 from tierstore.errors import UsageError
 from tierstore.testing.clock import wait_until
-from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import WaitReason
 from tierstore_engine.server.errors import ApiError
 from tierstore_engine.server.http import Exchange, MeteredRoute

@@ -25,7 +25,8 @@ from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore.tiers.overflow import OverflowPool
 from tierstore.units import format_size
 from tierstore_engine.attention.base import Span
-from tierstore_engine.build import LoadedModel, load_model, make_runner, open_model
+from tierstore_engine.build import load_model, make_runner, open_model
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner, Step
 from tierstore_tools import machine, processes, report

@@ -14,8 +14,9 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.units import MIB
-from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.build import load_model
 from tierstore_engine.engine import Engine
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_tools import corpus, limits
 from tierstore_tools.limits import MachineLimits

@@ -13,9 +13,10 @@ import xxhash
 
 from tierstore.memory import Memory
 from tierstore_connectors.bundled import StoreConnector
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.heap import freeze_heap
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.outputs import Completion, RequestMetrics
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

@@ -1,0 +1,111 @@
+"""Models before and after their weights are read, and what their layers remember in pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.keys import Identity
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
+from tierstore.tiers.hbm import PagePool
+from tierstore_connectors.common.sharing import refusal, shared_identity
+from tierstore_engine.adapters import Adapter
+from tierstore_engine.attention import make_attention
+from tierstore_engine.attention.base import pages_on_device
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.delta import CpuDeltaStates
+from tierstore_engine.layer_weights import ModelWeights
+from tierstore_engine.mamba1 import CpuMamba1States
+from tierstore_engine.mamba2 import CpuMamba2States
+from tierstore_engine.model import Memory
+from tierstore_engine.short_conv import CpuShortConvStates
+from tierstore_engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
+    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
+    ``on_disk``: weights stay in their files. ``ranks`` is the number of processes that compute it."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    folder: Path | None
+    device: str
+    source: Path | None = None
+    expand: bool = False
+    on_disk: bool = False
+    adapters: tuple[Adapter, ...] = ()
+    ranks: int = 1
+
+    @property
+    def gguf(self) -> Path | None:
+        """Return the GGUF file that the model is in; None for a folder or a preset."""
+        return self.source if self.source is not None and self.source.is_file() else None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights, and
+    ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are those of
+    rank 0, and the other ranks read theirs of that model."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    weights: ModelWeights
+    digest: str
+    device: str
+    adapters: tuple[Adapter, ...] = ()
+    source: Path | None = None
+    divided: OpenModel | None = None
+    seed: int = 0
+
+    def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
+        return self.config.kv_spec(chunk_tokens=chunk_tokens)
+
+    def identity(self, spec: KVSpec) -> Identity:
+        """Return the identity of this model's pages. Other weights, shapes, RoPE or KV formats have other
+        identities."""
+        config = self.config
+        return Identity.of(
+            spec,
+            model=config.digest(),
+            revision=self.digest,
+            rope=config.rope.describe(),
+            codec=config.kv.describe(),
+        )
+
+    def shared_identity(self, spec: KVSpec) -> Identity:
+        """Return the identity of pages that other engines share. Raise :class:`UsageError` if this model's
+        pages cannot be shared."""
+        config = self.config
+        if config.kv.quantised:
+            raise refusal("a KV of --kv-dtype is this engine's own")
+        if config.arithmetic:
+            raise refusal("pages of other engines do not have the bits of --deterministic")
+        if self.adapters:
+            raise refusal("pages computed with an adapter are not shared")
+        shared = shared_identity(self.source, dtype=config.dtype, chunk_tokens=spec.chunk_tokens)
+        if shared.layout != spec.describe():
+            raise refusal("this engine keeps the layers of this model in other groups")
+        return shared
+
+
+def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
+    """Return the memory of the layer group of ``pool``. Raises the errors of
+    :func:`~tierstore_engine.attention.make_attention`."""
+    [group] = pool.spec.groups
+    if group.kind is not LayerKind.RECURRENT_STATE:
+        return make_attention(pool, config)
+    if config.short_conv is not None:
+        return CpuShortConvStates(pool, config)  # open_model refuses GPUs
+    if config.mamba1 is not None:
+        return CpuMamba1States(pool, config)  # the same
+    if pool.device == "cpu":
+        return (CpuDeltaStates if config.mamba is None else CpuMamba2States)(pool, config)
+    from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
+    from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+
+    launcher = CupyLauncher(pool.device)  # first: its error says what is missing
+    kind = CudaDeltaStates if config.mamba is None else CudaMamba2States
+    return kind(pages_on_device(pool), pool.spec, config, launcher)
