@@ -18,9 +18,9 @@ _KEY = "FILE|command:CMD"
 def new(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the new key", show_default=False)],
 ) -> None:
-    """Make a master key for --disk-key in FILE, which only you can read.
+    """Make a master key for --disk-key in FILE.
 
-    Keep a copy elsewhere. Without it, the pages on disk are misses for ever.
+    Only you can read FILE. Keep a copy elsewhere. Without the key, the pages on disk are misses for ever.
     """
     from tierstore.tiers.disk.keyring import make_master_key
 
@@ -47,7 +47,7 @@ def rotate(
         ),
     ] = None,
 ) -> None:
-    """Replace the keyring by one that a new master key opens. No page changes.
+    """Replace the master key. No page changes.
 
     No process may use the store at the same time. Start it with the new key, and with --disk-keyring if the
     keyring is not beside the new key. Then destroy the old key and all copies of the old keyring."""

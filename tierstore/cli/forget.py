@@ -60,7 +60,7 @@ def command(
     *,
     where: ConnectOptions,
 ) -> None:
-    """Erase everything of a tenant, a model or a session from a daemon's memory and disk.
+    """Erase a tenant, a model or a session, in memory and on disk.
 
     With --disk-key, the keys are gone when this returns, and so is every way to read the pages on disk, or in
     a copy of the directory. Without it, the pages are not found any more, and are overwritten in the
