@@ -136,7 +136,7 @@ class LoadedModel:
         if config.kv.quantised:
             raise refusal("a KV of --kv-dtype is this engine's own")
         if config.arithmetic:
-            raise refusal("pages of other engines do not have the bits of --deterministic")
+            raise refusal("--deterministic needs pages that this engine has computed itself")
         if self.adapters:
             raise refusal("pages computed with an adapter are not shared")
         shared = shared_identity(self.source, dtype=config.dtype, chunk_tokens=spec.chunk_tokens)
@@ -170,8 +170,8 @@ def open_model(
     ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
     ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
     (:mod:`~tierstore_engine.deterministic`). ``tensor_parallel`` is the number of processes that compute the
-    model together (:mod:`~tierstore_engine.ranks`). ``predictor``: a layer of the checkpoint drafts tokens
-    (:mod:`~tierstore_engine.predictor`).
+    model together (:mod:`~tierstore_engine.ranks`). With ``predictor``, a layer of the checkpoint drafts
+    tokens (:mod:`~tierstore_engine.predictor`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
