@@ -101,8 +101,8 @@ class OpenModel:
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights, and
-    ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are those of
-    rank 0, and the other ranks read theirs of that model."""
+    ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are rank 0's
+    share, and the other ranks read their shares of the model ``divided``."""
 
     config: ModelConfig
     tokenizer: Tokenizer

@@ -187,7 +187,7 @@ def objects_of(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
 
 def prompt_of(pages: o.PromptPages, first: int, count: int) -> tuple[Prompt, int]:
     """Return a prompt that ends with these chunks, and the position of the first of them in it. The prompt of
-    a chain begins with its earlier chunks. A prompt of named chunks has only these."""
+    a chain begins with its earlier chunks. A prompt of named chunks has no earlier chunks."""
     start, make = 0, Prompt.with_keys
     if pages.named:
         start, make = first, partial(Prompt.with_names, pages_before=pages.depth + first)

@@ -11,7 +11,7 @@ To forget a tenant or a model takes four steps:
    holder. Then the thread removes the pages from the disk, in small batches. Without encryption, it first
    overwrites their payloads in the extents, and discards index pages that are free afterwards.
 
-The call returns after the third step. A running save may end after it, and counts as a later save. A page may
+The call returns after the third step. A running save may end after it, and is then not forgotten. A page may
 be placed on disk before the keys are dropped and sealed after that. It gets a random key that is not kept
 (``DiskTier.moment``).
 

@@ -264,7 +264,7 @@ class Keyring:
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
         self.drops = 0  # grows with each drop
-        self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # what the last drops wanted
+        self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # ``wanted`` of the last drops
         self._free_slots: list[int] = []
         self._slots = 0  # the header's included
         if ring_key is not None:
@@ -470,7 +470,7 @@ def open_keyring(source: str, path: Path | None, directory: Path | None) -> Keyr
     tier."""
     if not source:
         if path is not None:
-            raise UsageError("disk_keyring is of no use without disk_key: give both, or neither")
+            raise UsageError("disk_keyring needs disk_key: give both, or neither")
         return None
     if directory is None:
         raise UsageError("disk_key encrypts the disk tier, and there is none: give a directory for it")

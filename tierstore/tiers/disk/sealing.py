@@ -261,8 +261,8 @@ class SealedPayloads:
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
         """Seal payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
-        seals, and the checksums of unencoded pages. An inline payload stays behind its seal until the commit.
-        It is sealed now, so that a tenant that is forgotten before the commit gets no new key."""
+        seals, and the checksums of unencoded pages. An inline payload stays in ``record.seal`` until the
+        commit. It is sealed now, so that a tenant that is forgotten before the commit gets no new key."""
         for record, view in pages:
             if record.place == INLINE:
                 out = memoryview(bytearray(record.room))
