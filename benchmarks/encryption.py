@@ -3,10 +3,10 @@
     python benchmarks/encryption.py --store /mnt/nvme --page-bytes 1MiB --pages 512
 
 Each round writes a batch of pages to both tiers and reads it back with cold caches of the process, one tier
-after the other, in alternating order. Medians of the rounds are shown, and the ratio of each pair of
-neighbours, which a busy machine disturbs less than the medians. The pages are random bytes. ``forget`` is the
-time until a tenant's key is dropped and its root deleted, durably; it does not depend on the number of pages.
-"""
+after the other, in alternating order. It prints the medians of the rounds, and the ratio of each pair of
+neighbours. A busy machine disturbs the ratios less than the medians. The pages are random bytes. ``forget``
+is the time until a tenant's key is dropped and its root deleted, durably. It does not depend on the number of
+pages."""
 
 from __future__ import annotations
 

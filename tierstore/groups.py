@@ -10,7 +10,7 @@ needs different tokens for this:
 * ``Past.CHUNK`` needs the tokens before L in L's own attention chunk of ``tokens``; none if L begins a chunk.
 * ``Past.STATE`` needs the snapshot that was taken at exactly L, behind token L - 1.
 
-``Past.INPUT`` is for embeddings, whose "tokens" are the rows of one input. A hit is the whole input, or
+``Past.INPUT`` is for embeddings. Their "tokens" are the rows of one input. A hit is the whole input, or
 nothing.
 
 A hit is the longest L that all groups support (:func:`longest_hit`). From each group, it loads exactly what L

@@ -242,9 +242,9 @@ class Prompt:
     @classmethod
     def of_input(cls, identity: Identity, content: bytes, rows: int, *, chunk_tokens: int) -> Prompt:
         """Return the pages of an input's embedding, which has ``rows`` rows. ``content`` is a SHA-256 over
-        everything of the input that changes the embedding. The identity covers the encoder's weights and the
-        processor's configuration. The length is rows in whole pages of
-        ``chunk_tokens`` rows. Raise :class:`UsageError` for another content or number of rows.
+        all parts of the input that change the embedding. The identity covers the encoder's weights and the
+        processor's configuration. The prompt's length is ``rows``, rounded up to whole pages of
+        ``chunk_tokens`` rows. Raise :class:`UsageError` for other types, and for less than one row.
 
         >>> import tierstore
         >>> spec = KVSpec.embedding(width=64, dtype="float32")
@@ -293,7 +293,9 @@ class Prompt:
         """Append ``tokens``. Raise :class:`UsageError` for ids outside 0 … 2³²-1, and for an input, which
         does not grow."""
         if self.root != self.identity.digest:
-            raise UsageError("the embedding of an input does not grow: ask for one with all of its rows")
+            raise UsageError(
+                "the embedding of an input does not grow: give all of its rows to Store.embedding"
+            )
         self._data += encode_tokens(tokens)
         self._extend_keys(self.keys, self.identity.chain)
 

@@ -125,8 +125,8 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSize:
-    """The size of what an encoder makes of an image or a sound: ``row_bytes`` for each of its rows. ``rows``
-    is None if it depends on the input."""
+    """The size of an encoder's output for an image or a sound: ``row_bytes`` for each row. ``rows`` is None
+    if it depends on the input."""
 
     row_bytes: int
     rows: int | None

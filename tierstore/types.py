@@ -145,19 +145,19 @@ _Name: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 
 @dataclass(frozen=True, slots=True)
 class Forgettable:
-    """A tenant, a model, a model of a tenant, or a session of a tenant, to be forgotten.
+    """The pages to forget: those of a tenant, a model, a model of a tenant, or a session of a tenant.
 
-    ``tenant`` is that of the identities, or the name of a client's key (of a daemon). ``model`` is an
-    identity's model, or a model's name for people. A ``session`` stands for the pages that no other session
-    has used.
+    ``tenant`` is the tenant of an identity, or the name of a client's key in a daemon. ``model`` is an
+    identity's model, or a model's name for people. A ``session`` has the pages that no other session has
+    used.
 
-    The pages leave the pools of the store that is asked, and the host tier, at once. When the call returns,
-    no lookup finds them on disk either, even after a crash. In an encrypted store, the keys of the tenant or
-    model are gone then, so that no copy of the directory can be read with the present keyring. Without
-    encryption, their bytes are overwritten in the background; docs/encryption.md says what remains. Pages in
-    other engines' pools stay there. A save that is running may end afterwards.
+    The pages leave the pools of this store and the host tier at once. When the call returns, no lookup finds
+    them on disk either, even after a crash. (After a crash, a session's pages may be found again.) In an
+    encrypted store, the keys of the tenant or model are gone then, so the present keyring opens no copy of
+    the directory. Without encryption, the bytes are overwritten in the background. docs/encryption.md has the
+    limits. Pages in other engines' pools stay there. A running save may end afterwards.
 
-    Raise :class:`UsageError` for another combination, and for anything but text.
+    Raise :class:`UsageError` for another combination, and for names that are not text.
 
     >>> Forgettable(tenant="acme").covers("acme", "my-model")
     True
@@ -178,8 +178,8 @@ class Forgettable:
             raise UsageError("say what to forget: a tenant, a model or a session")
 
     def covers(self, tenant: str, *models: str) -> bool:
-        """Return whether pages of this tenant, and of a model with these names, are to be forgotten. A
-        client's tenant covers those that the client distinguishes."""
+        """Return whether to forget pages of this tenant and of a model with these names. A client's tenant
+        covers the tenants that the client itself distinguishes."""
         right = self.tenant is None or self.tenant in (tenant, outer_tenant(tenant))
         return right and (self.model is None or self.model in models)
 
@@ -187,13 +187,13 @@ class Forgettable:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetReceipt:
     """The result of :meth:`Store.forget <tierstore.Store.forget>`. ``tenant``, ``model`` and ``session`` are
-    as given (None: not given). The pages are not found any more, in any tier of this store. With
-    ``encrypted``, the ``keys`` of a tenant or model are gone from the keyring."""
+    as given (None: not given). No lookup finds the pages in any tier of this store. With ``encrypted``, the
+    ``keys`` of a tenant or model are gone from the keyring."""
 
     tenant: _Name | None
     model: _Name | None
     session: _Name | None
-    encrypted: bool  # whether the disk tier is
+    encrypted: bool  # whether the disk tier is encrypted
     identities: int  # identities of the tenant or model that had pages, or a client; 0 for a session
     hbm_pages: int = 0  # pages in the store's own pools
     host_pages: int  # pages in host memory

@@ -93,8 +93,8 @@ def open_model(
     ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
     ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
     (:mod:`~tierstore_engine.deterministic`). ``tensor_parallel`` is the number of processes that compute the
-    model together (:mod:`~tierstore_engine.ranks`). ``predictor``: a layer of the checkpoint drafts tokens
-    (:mod:`~tierstore_engine.predictor`).
+    model together (:mod:`~tierstore_engine.ranks`). With ``predictor``, a layer of the checkpoint drafts
+    tokens (:mod:`~tierstore_engine.predictor`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.

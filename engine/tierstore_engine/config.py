@@ -413,8 +413,8 @@ class ModelConfig:
     shared: SharedBlocksConfig | None = None
     """The blocks that attention belongs to, if layers share them."""
     first_kv_head: int = 0
-    """The first KV head in pages that is computed here. ``heads`` and ``kv_heads`` are then those of one
-    rank, and the pages have those of all (:mod:`tierstore_engine.ranks`)."""
+    """The first KV head in pages that this process computes. With several ranks, ``heads`` and ``kv_heads``
+    count the heads of one rank, and pages have the heads of all (:mod:`tierstore_engine.ranks`)."""
     predictor: str = ""
     """How a checkpoint names the layer that drafts tokens (:mod:`tierstore_engine.predictor`): ``nextn`` as
     in DeepSeek V3, or ``mtp`` as in Qwen3-Next. Empty if no layer does. This layer follows the last of

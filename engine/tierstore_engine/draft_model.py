@@ -31,7 +31,7 @@ from tierstore_engine.tokenizer import ByteTokenizer
 @dataclass(slots=True)
 class _Shadow:
     """The draft model's copy of a sequence. Its first ``agreed`` tokens are the sequence's. While it is
-    ``ahead``, its states have seen drafted tokens, and there are copies from before."""
+    ``ahead``, its states include drafted tokens, and copies hold the states before these tokens."""
 
     sequence: Sequence
     agreed: int
@@ -119,7 +119,7 @@ class DraftModel(Drafter):
         return drafts
 
     def follow(self, work: Ints[Work]) -> None:
-        """Do nothing: the draft model follows the tokens, when it proposes the next ones."""
+        """Do nothing: the draft model computes these tokens when it proposes the next ones."""
 
     def forget(self, sequence: Sequence) -> None:
         shadow = self._shadows.pop(sequence.request_id, None)

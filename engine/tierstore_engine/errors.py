@@ -19,7 +19,7 @@ class RequestError(UsageError):
 
 
 class RankLostError(TierStoreError):
-    """A process that computes a part of the model died or hangs. The engine cannot continue."""
+    """A process of ``--tensor-parallel`` has died or hangs. The engine cannot continue."""
 
 
 class DeadlineError(TierStoreError):

@@ -47,8 +47,8 @@ class OpenModel:
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights, and
-    ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are those of
-    rank 0, and the other ranks read theirs of that model."""
+    ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are rank 0's
+    share, and the other ranks read their shares of the model ``divided``."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -82,7 +82,7 @@ class LoadedModel:
         if config.kv.quantised:
             raise refusal("a KV of --kv-dtype is this engine's own")
         if config.arithmetic:
-            raise refusal("pages of other engines do not have the bits of --deterministic")
+            raise refusal("--deterministic needs pages that this engine has computed itself")
         if self.adapters:
             raise refusal("pages computed with an adapter are not shared")
         shared = shared_identity(self.source, dtype=config.dtype, chunk_tokens=spec.chunk_tokens)

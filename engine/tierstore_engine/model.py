@@ -51,7 +51,7 @@ class Model:
     """A decoder over paged memory, with one :data:`Memory` for each layer group. Not thread-safe, because the
     memories own buffers.
 
-    With a predictor, ``outputs`` are what the head of the last step has as input, ``[tokens, hidden_size]``.
+    With a predictor, ``outputs`` are the inputs of the head in the last step, ``[tokens, hidden_size]``.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Model:
         adapters: Sequence[Adapter] = (),
         ranks: Ranks | None = None,
     ) -> None:
-        """With ``ranks``, ``config`` and ``weights`` are those of one rank; all ranks compute each step."""
+        """With ``ranks``, ``config`` and ``weights`` are the share of one rank. All ranks compute each
+        step."""
         self.config = config
         self._ranks = ranks
         self.device = device

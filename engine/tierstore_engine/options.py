@@ -138,7 +138,8 @@ class EngineOptions(ModelOptions):
         ),
     ] = False
     tensor_parallel: Annotated[
-        int, typer.Option(help="On CPUs: processes that compute the model together (docs/serving.md)")
+        int,
+        typer.Option(help="On a CPU: number of processes that compute the model together (docs/serving.md)"),
     ] = 1
     adapter: Annotated[
         list[str] | None,
@@ -166,15 +167,15 @@ class EngineOptions(ModelOptions):
 
     @property
     def most_drafted(self) -> int:
-        """Return how many tokens are drafted per step at most."""
+        """Return the most tokens that are drafted per step."""
         return _DRAFTED if self.draft_tokens is None else self.draft_tokens
 
     def check(self) -> None:
         """Check the combination of options. Raises :class:`UsageError`."""
         if self.draft is None and self.draft_tokens is not None:
-            raise UsageError("--draft-tokens needs --draft: what drafts the tokens")
+            raise UsageError("--draft-tokens needs --draft: give prompt-lookup, mtp or a model")
         if self.overflow is None and self.overflow_bytes is not None:
-            raise UsageError("--overflow-bytes needs --overflow: the folder of the file")
+            raise UsageError("--overflow-bytes needs --overflow: give the folder for the file")
         if self.draft == MTP and (self.overflow is not None or self.overflow_host_bytes is not None):
             raise UsageError("--draft mtp needs all pages in the pool: leave out --overflow, or --draft mtp")
 

@@ -1,7 +1,7 @@
 """The sizes of an engine's page pools, before they are made.
 
-A size is a number of pages of the first layer group. :func:`group_pages` says how many pages the pools of the
-other groups then have.
+A size is a number of pages of the first layer group. :func:`group_pages` returns the pages of the other
+groups' pools.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with eve
 
 
 def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]:
-    """Return the pages of each layer group's pool, if the first pool has ``pages``. Window pools hold what
-    the concurrent sequences need, plus a quarter of all tokens. State pools hold two states per sequence, and
-    as many again for hits. ``pages`` are states, if the model has nothing else."""
+    """Return the pages of each layer group's pool, if the first pool has ``pages``. A window pool holds
+    the windows of the concurrent sequences, plus a quarter of all tokens. A state pool has two states
+    per sequence, and two more for hits. ``pages`` are states if the model has nothing else."""
     tokens = pages * spec.chunk_tokens
     counts = [pages]
     for part in spec.split()[1:]:
@@ -41,7 +41,8 @@ def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]
 
 
 def pool_pages_for(spec: KVSpec, tokens: int, *, sequences: int) -> int:
-    """Return the pages of the first layer group's pool for ``tokens`` tokens in ``sequences`` sequences."""
+    """Return the pages of the first layer group's pool that hold ``tokens`` tokens in ``sequences``
+    sequences."""
     [group] = spec.split()[0].groups
     if group.kind is LayerKind.RECURRENT_STATE:
         return _STATE_PAGES * sequences
@@ -67,21 +68,21 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None
 
 
 def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
-    """Raise :class:`UsageError` if the pages that one step may write do not fit ``pages`` pages of memory, or
-    if the pages that it reads at a time do not fit the staging memory."""
+    """Raise :class:`UsageError` if one step may write more pages than the ``pages`` in memory, or read more
+    pages at a time than the staging memory holds."""
     sequences = settings.max_sequences
     if sequences > LEAST_STAGED:
         raise UsageError(f"with an overflow file, max_sequences is at most {LEAST_STAGED}, got {sequences}")
     if sequences > resident_sequences(spec, pages, settings):
         most = _prompt_pages(spec, settings) + 2 * sequences
         raise UsageError(
-            f"a step may write {most} pages, and {pages} fit the pool's memory: give it more "
-            f"({format_size(most * spec.split()[0].page_bytes)}), or lower max_sequences or prefill_chunk"
+            f"a step may write {most} pages, but the pool's memory holds {pages}: give it "
+            f"{format_size(most * spec.split()[0].page_bytes)}, or lower max_sequences or prefill_chunk"
         )
 
 
 def resident_sequences(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
-    """Return of how many sequences one step may write, if ``pages`` pages are in memory. May be negative."""
+    """Return for how many sequences one step may write, if ``pages`` pages are in memory. May be negative."""
     return min((pages - _prompt_pages(spec, settings)) // 2, LEAST_STAGED)
 
 
@@ -90,14 +91,16 @@ def _prompt_pages(spec: KVSpec, settings: EngineSettings) -> int:
 
 
 def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int:
-    """Return :func:`pages_within` the part of the device's free memory that a pool may take."""
+    """Return the pages of the first layer group's pool that fit the device's free memory (or the part of it
+    that pools may take). See :func:`pages_within`."""
     first = spec.split()[0]
     return pages_within(spec, pages_that_fit(first, device) * first.page_bytes, settings)
 
 
 def pages_wanted(options: EngineOptions, device: str, spec: KVSpec, settings: EngineSettings) -> int | None:
-    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` holds, on a CPU by default
-    for 65,536 tokens. None for a GPU's whole free memory. Raises the errors of :func:`check_pool`."""
+    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` holds. Without this option,
+    return the pages for 65,536 tokens on a CPU, and None (all free memory) on a GPU. Raises the errors of
+    :func:`check_pool`."""
     if options.hbm_bytes is None and device != "cpu":
         return None
     pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)
@@ -108,8 +111,8 @@ def pages_wanted(options: EngineOptions, device: str, spec: KVSpec, settings: En
 
 
 def pages_within(spec: KVSpec, nbytes: int, settings: EngineSettings) -> int:
-    """Return the pages of the first layer group's pool, such that the pools of all groups
-    (:func:`group_pages`) take at most ``nbytes``. Return 0 without room for one."""
+    """Return the most pages of the first layer group's pool with which the pools of all groups
+    (:func:`group_pages`) take at most ``nbytes``. Return 0 if not even one page fits."""
     most = nbytes // spec.split()[0].page_bytes
     return max(bisect_right(range(most + 1), nbytes, key=lambda n: pool_bytes(spec, n, settings)) - 1, 0)
 
@@ -120,7 +123,7 @@ def pool_bytes(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
 
 
 def draft_pages(draft: ModelConfig, model: ModelConfig, pages: int, settings: EngineSettings) -> int:
-    """Return the pages of a draft model's pool: for as many tokens as ``pages`` pages of ``model``. A model
-    that has only states sets no number of tokens; then the draft model has room for many."""
+    """Return the pages of a draft model's pool: it holds as many tokens as ``pages`` pages of ``model``. If
+    ``model`` has only states, the pool holds 65,536 tokens."""
     tokens = pages * DEFAULT_CHUNK_TOKENS if model.attends else _DEFAULT_POOL_TOKENS
     return pool_pages_for(draft.kv_spec(), tokens, sequences=settings.max_sequences)

@@ -1,23 +1,23 @@
-"""Multi-token prediction: a layer of the checkpoint drafts tokens from what the model has computed.
+"""Multi-token prediction: a layer of the checkpoint drafts tokens from the model's outputs.
 
 The layer takes the model's output for a token and the embedding of the token after it, and predicts the token
-after that (DeepSeek-V3, arXiv:2412.19437, section 2.2). With ``hᵢ`` the output for token ``tᵢ``, after the
-final norm, and with the model's own embeddings and head::
+after that (DeepSeek-V3, arXiv:2412.19437, section 2.2). ``hᵢ`` is the output for token ``tᵢ``, after the
+final norm. Embeddings and head are the model's own::
 
     h'ᵢ₊₁ = layer(merge · [norm(embedding(tᵢ₊₁)); norm(hᵢ)])        logits of tᵢ₊₂ = head(norm(h'ᵢ₊₁))
 
 A checkpoint has one such layer. For further tokens of a draft, ``norm(h')`` takes the place of ``h``.
 
-The KV of the layer, or its latents, are in the model's own pages, as those of one more layer. The KV of
-``h'ᵢ₊₁`` is at token ``i + 1``. It depends on no later token, so a page still belongs to its tokens alone.
-Hits from every tier, parked requests, forks and hand-overs bring it along. Token 0 has no output before it,
-so no token sees it in this layer. After each step, :meth:`PredictorDrafter.follow` writes the KV of the
+The model's pages hold the layer's KV (or latents) as that of one more layer. The KV of ``h'ᵢ₊₁`` is at token
+``i + 1``. It depends on no later token, so a page still depends on its own tokens and earlier ones only. Hits
+from every tier, parked requests, forks and hand-overs include this KV. Token 0 has no output before it, so no
+token attends to it in this layer. After each step, :meth:`PredictorDrafter.follow` writes the KV of the
 step's tokens.
 
 Pages do not have the output that the next token needs. So the last token of a hit is computed again
-(:class:`~tierstore_engine.keeper.PageKeeper`). Recurrent states cannot go back for this, and there the layer
-takes zeros for the output. Only the KV of one token then differs, which changes drafts and no answer.
-"""
+(:class:`~tierstore_engine.keeper.PageKeeper`). A recurrent state cannot be undone for this. There, the layer
+takes zeros for the output. Then the KV of one token differs in this layer, which changes drafts but no
+answer."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from tierstore_engine.weights import open_weights
 
 
 def with_predictor(config: ModelConfig, source: Path | None, device: str) -> ModelConfig:
-    """Return the model with the layer of its checkpoint that drafts tokens. ``source`` is the checkpoint's
-    folder or file; None for a preset, whose weights are random.
+    """Return the configuration with the layer that drafts tokens. ``source`` is the checkpoint's folder or
+    file; None for a preset, whose weights are random.
 
     Raises :class:`UsageError` for a model without such a layer, and for options that do not fit.
     """
@@ -124,7 +124,7 @@ class PredictorDrafter(Drafter):
             spans = [Span(tables_of(draft.sequence), draft.place, draft.place + 1) for draft in growing]
             step = self._step(spans, [draft.newest for draft in growing])
             outputs, logits = self._model.predict(step, torch.stack([draft.before for draft in growing]))
-            # The model will use the same random numbers, so that both tend to choose alike.
+            # The model will use the same random numbers, so both often choose the same token.
             draws = [draft.sequence.draws(draft.tokens)[-1] for draft in growing]
             choices = self._model.sample(logits, draws, range(len(draws)))
             for draft, output, choice in zip(growing, outputs, choices, strict=True):
@@ -133,8 +133,7 @@ class PredictorDrafter(Drafter):
         return {draft.sequence.request_id: draft.tokens for draft in drafts}
 
     def follow(self, work: Ints[Work]) -> None:
-        """Write what the layer remembers of the tokens of ``work``, and keep the outputs that the next tokens
-        need."""
+        """Write the layer's KV for the tokens of ``work``, and keep the outputs that the next tokens need."""
         outputs = self._model.outputs
         assert outputs is not None, "the model has a predictor"
         spans: list[Span] = []
@@ -155,18 +154,18 @@ class PredictorDrafter(Drafter):
             self._model.remember(self._step(spans, tokens), torch.cat(before))
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing: all that is remembered of a sequence is its own."""
+        """Do nothing: the drafter keeps its facts in the sequence itself."""
 
     def close(self) -> None:
-        """Do nothing: the pages are the engine's."""
+        """Do nothing: the pages belong to the engine."""
 
     def _step(self, spans: Ints[Span], tokens: Ints[int]) -> Step:
         return Step(tuple(spans), tokens, (), COMPLETED, self._chunk_tokens)
 
 
 def _begun(sequences: Ints[Sequence]) -> Iterator[_Draft]:
-    """Yield an empty draft for each sequence whose last output is known. After a fork whose pages had no room
-    it is not, until the next step."""
+    """Yield an empty draft for each sequence whose last output is known. It is unknown for one step after a
+    fork whose pages had no room."""
     for sequence in sequences:
         before = sequence.output_of(len(sequence.tokens) - 2)
         if before is not None:

@@ -176,7 +176,7 @@ class Sequence:
         self.repeated = 0  # accepted tokens of the last draft that are computed once more, for the states
         # For a drafter that has a layer of its own in the pages (tierstore_engine.predictor):
         self.outputs: Outputs | None = None  # None until a token was computed
-        self.foreseen = 0  # tokens whose pages have what that layer remembers
+        self.foreseen = 0  # leading tokens whose KV of that layer is in the pages
         self.loading: Loading | None = None
         self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
         self.arriving = False  # whether loaded pages may still be arriving

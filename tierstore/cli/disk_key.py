@@ -20,7 +20,8 @@ def new(
 ) -> None:
     """Make a master key for --disk-key in FILE.
 
-    Only you can read FILE. Keep a copy elsewhere. Without the key, the pages on disk are misses for ever.
+    Only you can read FILE. Keep a copy of the key elsewhere. Without the key, the pages on disk are misses
+    for ever.
     """
     from tierstore.tiers.disk.keyring import make_master_key
 
@@ -31,11 +32,16 @@ def new(
 @app.command()
 def rotate(
     old: Annotated[
-        str, typer.Argument(metavar=_KEY, help="The present master key, as in --disk-key", show_default=False)
+        str,
+        typer.Argument(
+            metavar=_KEY, help="The present master key, as given to --disk-key", show_default=False
+        ),
     ],
     newer: Annotated[
         str,
-        typer.Argument(metavar=_KEY, help="The new one, from `tierstore disk-key new`", show_default=False),
+        typer.Argument(
+            metavar=_KEY, help="The new master key, from `tierstore disk-key new`", show_default=False
+        ),
     ],
     keyring: Annotated[
         Path | None,
@@ -49,8 +55,10 @@ def rotate(
 ) -> None:
     """Replace the master key. No page changes.
 
-    No process may use the store at the same time. Start it with the new key, and with --disk-keyring if the
-    keyring is not beside the new key. Then destroy the old key and all copies of the old keyring."""
+    The data keys stay the same, in a keyring that the new key opens.
+
+    Stop the store before, and start it with the new key afterwards. Give it --disk-keyring if the keyring is
+    not beside the new key. Then destroy the old key and all copies of the old keyring."""
     from tierstore.errors import UsageError
     from tierstore.tiers.disk.keyring import Keyring, keyring_path, read_master_key
 

@@ -28,14 +28,17 @@ def command(
         typer.Option(
             "--tenant",
             metavar="NAME",
-            help="Forget this tenant: the name of a client's key, or that of an identity",
+            help="Forget this tenant: the name of a client's key, or the tenant of an identity",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="NAME", help="Forget this model, of --tenant or of all", show_default=False
+            "--model",
+            metavar="NAME",
+            help="Forget this model, of --tenant or of all tenants",
+            show_default=False,
         ),
     ] = None,
     session: Annotated[
@@ -43,7 +46,7 @@ def command(
         typer.Option(
             "--session",
             metavar="NAME",
-            help="Forget the pages that only this session has used",
+            help="Forget the pages that only this session (of --tenant) has used",
             show_default=False,
         ),
     ] = None,
@@ -52,20 +55,20 @@ def command(
         typer.Option(
             "--sign",
             metavar="FILE",
-            help="Sign the receipt with this .pem key of `tierstore pack keygen`",
+            help="Print a receipt, signed with this .pem key of `tierstore pack keygen`",
             show_default=False,
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write the receipt as one JSON document")] = False,
     *,
     where: ConnectOptions,
 ) -> None:
     """Erase a tenant, a model or a session, in memory and on disk.
 
-    With --disk-key, the keys are gone when this returns, and so is every way to read the pages on disk, or in
-    a copy of the directory. Without it, the pages are not found any more, and are overwritten in the
-    background. Pages in the HBM of engines stay until these forget them. docs/encryption.md says what cannot
-    be promised."""
+    When this returns, no lookup finds the pages. With --disk-key, the keys of a tenant or model are gone, and
+    neither the disk nor a copy of the directory can be read. Otherwise the pages are overwritten in the
+    background. Pages in the HBM of an engine stay until the engine forgets them. docs/encryption.md has the
+    limits."""
     from tierstore.packs.signing import Signer
     from tierstore.wire import messages
 
@@ -90,7 +93,7 @@ def to_json(receipt: ForgetReceipt, signer: Signer) -> dict[str, object]:
 
 
 def receipt_digest(document: dict[str, object]) -> bytes:
-    """Return what a signature of a receipt is over."""
+    """Return the SHA-256 that a receipt's signature covers."""
     from hashlib import sha256
 
     return sha256(msgspec.json.encode(dict(sorted(document.items())))).digest()

@@ -1,5 +1,5 @@
-"""``tierstore prefetch``: load a prompt's pages from disk into the host tier before they are needed, or fill
-the tiers of a new host from an object store."""
+"""``tierstore prefetch``: load a prompt's pages from disk into the host tier before a request needs them, or
+fill the tiers of a new host from an object store."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ def command(
         typer.Option(
             "--from",
             metavar="URL",
-            help="Instead of FILE: fetch the most used pages from an object store, s3://BUCKET/PREFIX",
+            help="Fetch the most used pages of an object store, s3://BUCKET/PREFIX, instead of FILE",
             show_default=False,
         ),
     ] = None,
-    top: Annotated[int | None, size_option("With --from: fetch at most this much")] = None,
+    top: Annotated[
+        int | None, size_option("With --from: fetch at most this many bytes [default: no limit]")
+    ] = None,
     secret: Annotated[
         Path | None,
         typer.Option(
             "--cluster-secret",
             metavar="FILE",
-            help="With --from: the secret that the pages were published with",
+            help="With --from: the secret with which the pages were published",
             show_default=False,
         ),
     ] = None,
@@ -63,8 +65,8 @@ def command(
     The pages stay there until the policy evicts them. Pages that miss the deadline are still loaded in the
     background.
 
-    With --from, the tiers of a new host are filled from an object store instead. The pages that were used
-    most come first, as many as the tiers have room for.
+    With --from, fill the tiers of a new host from an object store instead. The most used pages come first. It
+    ends when the tiers are full.
     """
     if (file is None) == (bucket is None):
         raise UsageError("give FILE with a prompt, or --from s3://BUCKET/PREFIX")
@@ -108,7 +110,7 @@ def _warm_up(url: str, top: int, secret: Path | None, where: ConnectOptions) -> 
 
     S3Address.parse(url)  # before a daemon is asked
     key = read_secret(secret)
-    where.operator().close()  # a daemon must answer before anything is read
+    where.operator().close()  # raises if no daemon answers, before the bucket is read
     bundles = BundleStore(SharedStoreOptions(url), watch=False)
     stores = DaemonStores(where.connect or default_listen(), where.keys, where.server_key)
     with Console(file=sys.stderr).status("reading the bucket") as status:

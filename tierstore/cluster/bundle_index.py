@@ -1,11 +1,12 @@
-"""Which pages lie in the bundles of an object store, as far as known. Pure: listings and heads come in.
+"""An index of the pages in the bundles of an object store. Pure: the caller reads listings and heads.
 
-An index has at most 2 million pages, and then takes 90 MB. Pages of older bundles are not found.
-These bundles still count against the store's limits. There may be 131,072 bundles, which take 75 MB more.
+An index has at most 2 million pages, which take 90 MB. If there are more, pages of the oldest bundles are not
+found. These bundles still count against the store's limits. There may be 131,072 bundles, which take 75 MB
+more.
 
-Time is the server's: the newest time in a listing, plus what this process has measured since. So a wrong
-clock of this host changes nothing. Until the server has written something new, its time may seem too early.
-Then bundles live longer, never shorter.
+Time is the server's: the newest time in a listing, plus the seconds that this process has counted since. So
+a wrong clock of this host has no effect. Until the server writes a new object, the computed time may be too
+early. Then bundles live longer, never shorter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class BundlePlace(NamedTuple):
 
 @dataclass(slots=True)
 class StoredBundle:
-    """An object in the store: ``bundle`` is None until its head is read, or if it cannot be read."""
+    """An object in the store. ``bundle`` is None until the head is read, or if the head cannot be read."""
 
     name: str
     nbytes: int
@@ -60,13 +61,13 @@ class _Table(NamedTuple):
 
 
 class BundleIndex:
-    """Which bundles exist, and which pages they have. The caller serialises all changes. :meth:`find` may be
-    called at any time from any thread: it uses a table that is replaced as a whole."""
+    """The known bundles, and the pages in each. The caller serialises all changes. Any thread may call
+    :meth:`find` at any time, because the table that it reads is replaced as a whole."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stored: dict[str, StoredBundle] = {}
-        self._newest = (0.0, 0.0)  # the server's time, and this process's time when it was seen
+        self._newest = (0.0, 0.0)  # the server's newest time, and this process's clock at that moment
         self._table = _Table(np.empty(0, np.uint64), np.empty(0, np.uint64), ())
         self.nbytes = 0
 
@@ -79,7 +80,7 @@ class BundleIndex:
 
     @property
     def excess(self) -> int:
-        """How many bundles there are beyond the limit that an index keeps in mind."""
+        """The number of bundles beyond the limit of an index."""
         return max(len(self._stored) - MOST_BUNDLES, 0)
 
     @property
@@ -91,8 +92,9 @@ class BundleIndex:
     # -- changes -------------------------------------------------------------------------------------
 
     def listed(self, entries: Iterable[tuple[str, int, float]], began: float) -> list[StoredBundle]:
-        """Take a listing (name, size, time of writing), which ``began`` at this time of the clock. Return the
-        bundles whose heads are to be read, the newest first. Names of no bundle are ignored."""
+        """Update the index from a listing (name, size, time of writing) that ``began`` at this time of the
+        clock. Return the bundles whose heads must be read, the newest first. Ignore objects that are not
+        bundles."""
         seen = set()
         for name, nbytes, written_at in entries:
             if not is_bundle(name):
@@ -118,13 +120,14 @@ class BundleIndex:
         return sorted(unread, key=lambda each: each.written_at, reverse=True)
 
     def read(self, name: str, bundle: Bundle | None) -> None:
-        """Note the head of a bundle, or that it is unreadable. Call :meth:`rebuild` after the last one."""
+        """Note the head of a bundle, or None if it is unreadable. After the last one, call
+        :meth:`rebuild`."""
         stored = self._stored.get(name)
         if stored is not None:
             stored.bundle, stored.unreadable = bundle, bundle is None
 
     def discard(self, bundle: Bundle) -> None:
-        """Forget the pages of a bundle until it is written again. It still counts."""
+        """Forget the pages of a bundle until it is written again. The bundle still counts."""
         stored = self._stored.get(bundle.name)
         if stored is not None and stored.bundle is bundle:
             self.read(bundle.name, None)
@@ -170,7 +173,7 @@ class BundleIndex:
     # -- questions -----------------------------------------------------------------------------------
 
     def find(self, names: Sequence[str]) -> list[BundlePlace | None]:
-        """Return the place of each page, None for those that no known bundle has."""
+        """Return the place of each page; None for a page that is in no known bundle."""
         table = self._table
         digests = [name_digest(name) for name in names]
         if not len(table.keys) or not digests:
@@ -186,21 +189,22 @@ class BundleIndex:
         return found
 
     def parent(self, bundle: Bundle) -> Bundle | None:
-        """Return a bundle with the page before this bundle; None if there is none, or none is needed."""
+        """Return a bundle that has the page before this bundle. Return None if there is no such page, or if
+        no known bundle has it."""
         if not bundle.has_parent:
             return None
         place = self.find([bundle.parent.hex()])[0]
         return place.bundle if place is not None else None
 
     def expired(self, lifetime_s: float) -> list[str]:
-        """Return the bundles that were written longer ago."""
+        """Return the bundles that were written more than ``lifetime_s`` seconds ago."""
         ends = self.now - lifetime_s
         return [each.name for each in self._stored.values() if each.written_at < ends]
 
     def victims(self, nbytes: int, count: int, uses: Mapping[str, float]) -> list[str]:
-        """Return bundles of at least ``nbytes`` bytes, and at least ``count`` of them: the least used first,
-        and the oldest of these. A bundle is chosen after those that continue it, because no hit could
-        reach these without it."""
+        """Return at least ``count`` bundles of at least ``nbytes`` bytes in total: the least used first, and
+        the oldest of these. Bundles that continue a bundle are chosen before it, because no hit could reach
+        them without it."""
         children: dict[str, list[str]] = {}
         for each in self._stored.values():
             parent = self.parent(each.bundle) if each.bundle is not None else None
@@ -241,7 +245,7 @@ def is_bundle(name: str) -> bool:
 
 
 def _descendants_first(name: str, children: Mapping[str, list[str]], but: Mapping[str, None]) -> list[str]:
-    """Return a bundle and those that continue it, except ``but``, each behind its descendants."""
+    """Return a bundle and its descendants, except ``but``. Each bundle follows its descendants."""
     found: dict[str, None] = {}
     waiting = [name]
     while waiting:
@@ -259,11 +263,11 @@ def _keys(names: bytes) -> npt.NDArray[np.uint64]:
 
 
 def encode_uses(uses: Mapping[str, int]) -> bytes:
-    """Return the most used bundles and their uses, for other hosts."""
+    """Encode the most used bundles and their uses, for other hosts."""
     most = sorted(uses.items(), key=lambda each: each[1], reverse=True)[:1024]
     return msgspec.msgpack.encode(dict(most))
 
 
 def decode_uses(data: bytes) -> dict[str, int]:
-    """Return what :func:`encode_uses` has encoded. Raises :class:`msgspec.MsgspecError` otherwise."""
+    """Decode the bytes of :func:`encode_uses`. Raise :class:`msgspec.MsgspecError` for other bytes."""
     return {name: uses for name, uses in msgspec.msgpack.decode(data, type=Uses).items() if uses > 0}

@@ -1,19 +1,19 @@
-"""A shared store in a bucket of an object store: pages of one prompt together in a bundle (``bundles.py``).
+"""A shared store in a bucket of an object store. A bundle has pages of one prompt (``bundles.py``).
 
 ::
 
-    PREFIX/bundles/NAME    pages; the index of each agent (``bundle_index.py``) says which
-    PREFIX/uses/ID         how often prompts of one host used its bundles, for warm-up and deletion
+    PREFIX/bundles/NAME    pages; the index of each agent (``bundle_index.py``) lists them
+    PREFIX/uses/ID         how often prompts of one host used each bundle, for warm-up and deletion
 
-A lookup asks the index in memory and never the server. The index follows the bucket by listing it every
-``refresh_s`` seconds, and reads the head of each new bundle.
+A lookup asks the index in memory and never the server. A thread lists the bucket every ``refresh_s`` seconds,
+and reads the head of each new bundle.
 
-The server's errors are misses. After one, nothing is asked for a second, and longer if it fails again, up to
-half a minute. The reason is the health line.
+The server's errors are misses. After an error, the store sends no request for 1 s. If the next one fails too,
+the pause doubles, up to 30 s. The reason is the health line.
 
 **Limits.** Before a bundle is written, others are deleted until it fits ``most_bytes``: the least used first.
-Each host counts what others have written only from its next listing on. So hosts together may exceed the
-limit by what they write within ``refresh_s`` seconds. Objects with other names are not counted or deleted.
+A host learns of other hosts' bundles at its next listing. So hosts together may exceed the limit by the bytes
+that they write within ``refresh_s`` seconds. Objects with other names are neither counted nor deleted.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from tierstore.cluster.shared_store import (
 _BUNDLES = "bundles"
 _USES = "uses"
 _HEAD_READ_BYTES = 16 << 10  # head and names of 800 pages, in one request
-_RANGE_BYTES = 2 << 20  # of one request; several are made at a time
+_RANGE_BYTES = 2 << 20  # of one request; the readers send several at a time
 _READERS = 8
-_READ_S = 3.0  # of one request; a fetch waits 2 s, and an agent is killed 5 s later
-_PATIENT_READ_S = 60.0  # without a request that waits
+_READ_S = 3.0  # of one request; a fetch waits 2 s, and a hanging agent is killed 5 s later
+_PATIENT_READ_S = 60.0  # of one request, if no engine waits for it
 _AGAIN_S = (1.0, 30.0)
 _SLACK = 20  # a deletion makes room for a twentieth of the limit
 _MOST_USES = 4096  # bundles whose uses are counted here
@@ -67,7 +67,7 @@ _MOST_LISTED_FILES = 10_000
 _USES_BYTES = 256 << 10
 _USE_HALVES_S = 86400.0  # a use counts half after a day …
 _USE_ENDS_S = 14 * 86400.0  # … and not at all after two weeks
-_USES_S = 60.0  # until uses are read again
+_USES_S = 60.0  # between two readings of the other hosts' uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class BundleStore(SharedStore):
     """The bundles below a prefix in a bucket. The constructor reads the heads of all bundles. It raises
     :class:`UsageError` if the store can never be used.
 
-    With ``watch``, for agents, a thread keeps the index up to date, also if the server does not answer at
-    first. Otherwise requests may take long, and the constructor raises :class:`SharedStoreError` if the
+    With ``watch``, for agents, a thread keeps the index up to date. The server need not answer at the start.
+    Without ``watch``, a request may take 60 s, and the constructor raises :class:`SharedStoreError` if the
     server does not answer."""
 
     def __init__(self, options: SharedStoreOptions, *, watch: bool = True) -> None:
@@ -96,13 +96,13 @@ class BundleStore(SharedStore):
         self.bucket = Bucket(S3Address.parse(options.url), _READ_S if watch else _PATIENT_READ_S)
         self.index = BundleIndex()
         self._options = options
-        self._lock = threading.Lock()  # guards all changes of the index, and what follows
+        self._lock = threading.Lock()  # guards changes of the index, and the fields below
         self._again_at = 0.0
         self._pause_s = _AGAIN_S[0]
         self._uses: Counter[str] = Counter()  # since the start, by bundle
         self._written_uses = 0
         self._uses_name = f"{_USES}/{secrets.token_hex(8)}"
-        self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # until when, and the uses of other hosts
+        self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # when to read again; uses of other hosts
         self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
         self._listed = False  # without a listing, the limits are unknown
         try:
@@ -146,7 +146,7 @@ class BundleStore(SharedStore):
         return [True] * len(names)
 
     def remove(self, name: str) -> None:
-        """Remove the bundle with this page."""
+        """Remove the bundle that has this page."""
         place = self.index.find([name])[0]
         if place is not None:
             self._discard(place.bundle)
@@ -168,7 +168,8 @@ class BundleStore(SharedStore):
         return bundle.origin(bytes(data))
 
     def uses(self) -> Mapping[str, float]:
-        """Return how often each bundle was used, by all hosts, as far as they have written it down."""
+        """Return how often each bundle was used: by this host, and by others as far as they have written
+        it."""
         now = time.monotonic()
         if self._others[0] <= now:
             self._others = now + _USES_S, self._read_uses()
@@ -187,7 +188,7 @@ class BundleStore(SharedStore):
     def _failed(self, error: BucketError) -> None:
         with self._lock:
             now = time.monotonic()
-            if now >= self._again_at:  # several threads may have met the same error
+            if now >= self._again_at:  # several threads may get the same error
                 self._again_at = now + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _AGAIN_S[1])
             told, self.trouble = self.trouble, str(error)
@@ -203,7 +204,7 @@ class BundleStore(SharedStore):
     # -- reading -------------------------------------------------------------------------------------
 
     def _read(self, part: _BundleRange, into: Sequence[Memory]) -> bool:
-        """Read pages to memory. Return whether all have arrived."""
+        """Read pages into memory. Return whether all of them have arrived."""
         bundle = part.bundle
         try:
             data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.offset(part.at), part.nbytes)
@@ -249,10 +250,10 @@ class BundleStore(SharedStore):
                 self._answered()
 
     def _refresh(self) -> None:
-        """Follow the bucket. Raise :class:`BucketError` if it does not answer."""
+        """Update the index from a listing. Raise :class:`BucketError` if the bucket does not answer."""
         began = time.monotonic()
         named = ((_last(each), each.nbytes, each.written_at) for each in self.bucket.list(_BUNDLES))
-        # Of more bundles, some are deleted with the next one that is written, and the rest is listed then.
+        # With more bundles, the next write deletes some, and the next listing shows the rest.
         listing = list(islice((each for each in named if is_bundle(each[0])), 2 * MOST_BUNDLES))
         with self._lock:
             unread = self.index.listed(listing, began)
@@ -269,8 +270,8 @@ class BundleStore(SharedStore):
             self._options.tell(o.Counted({"read_heads": len(unread)}))
 
     def _read_head(self, stored: StoredBundle) -> Bundle | None:
-        """Read the head and names of a bundle. Return None for one that is none of this version, damaged, or
-        deleted meanwhile."""
+        """Read the head and names of a bundle. Return None if it is damaged, not of this version, or deleted
+        since the listing."""
         path = f"{_BUNDLES}/{stored.name}"
         try:
             data = bytes(self.bucket.read(path, 0, _HEAD_READ_BYTES))
@@ -290,8 +291,8 @@ class BundleStore(SharedStore):
     # -- limits --------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int) -> bool:
-        """Delete bundles until another one fits. Return False if it never does. Raise :class:`BucketError` if
-        nothing can be deleted."""
+        """Delete bundles until a new one of ``nbytes`` fits. Return False if it is larger than the limit.
+        Raise :class:`BucketError` if the bucket does not answer."""
         most = self._options.most_bytes
         if nbytes > most:
             return False
@@ -312,7 +313,7 @@ class BundleStore(SharedStore):
     # -- uses ----------------------------------------------------------------------------------------
 
     def _write_uses(self) -> None:
-        """Write down the uses of this host, if there are new ones."""
+        """Write the uses of this host to the bucket, if there are new ones."""
         with self._lock:
             total = self._uses.total()
             data = encode_uses(self._uses)
@@ -321,8 +322,8 @@ class BundleStore(SharedStore):
             self._written_uses = total
 
     def _read_uses(self) -> Mapping[str, float]:
-        """Read the uses that other hosts have written down, and delete those that no longer count. A file
-        that cannot be read does not count."""
+        """Read the uses that other hosts have written, and delete files that no longer count. A file that
+        cannot be read does not count."""
         listed = islice(self.bucket.list(_USES), _MOST_LISTED_FILES)
         files = sorted(listed, key=lambda each: each.written_at, reverse=True)
         for each in files:
@@ -353,7 +354,7 @@ def _last(each: Listed) -> str:
 
 
 def _ranges(places: Sequence[BundlePlace | None], into: Sequence[Memory]) -> Iterator[_BundleRange]:
-    """Yield the ranges to read: consecutive pages of a bundle together, about 2 MiB each."""
+    """Yield the ranges to read: consecutive pages of a bundle, about 2 MiB each."""
     current: _BundleRange | None = None
     for number, place in enumerate(places):
         fits = place is not None and place.bundle.object_bytes == into[number][1]

@@ -3,13 +3,14 @@
     head ‖ name of each page (20 bytes) ‖ origin (msgpack) ‖ pages, each behind its header (``objects.py``)
 
 The head has the sizes of the other parts and the SHA-256 of the origin, and ends with its own XXH3-64.
-All pages of a bundle have the same size, so the place of each follows from the head. Agents read the heads
-and names of all bundles, and then pages by ranges. A reader trusts none of it: a page's header decides, which
-the reader can make itself (``objects.py``).
+All pages of a bundle have the same size, so the head gives the place of each page. Agents read the heads and
+names of all bundles, and then ranges of pages. A reader does not trust these bytes: it computes the header
+that a page must have, and compares it with the page's header (``objects.py``).
 
-The **origin** has the tokens of the prompt up to the bundle's end, and its identity. With it, a host that has
-never seen the prompt can fetch the pages (``warm_up.py``). It costs 4 bytes per token of the prompt. A bundle
-whose origin does not lead to its names is not fetched.
+The **origin** has the identity of the prompt, and its tokens up to the bundle's end. With the origin, a host
+that has never seen the prompt can fetch the pages (``warm_up.py``). It takes 4 bytes per token of the prompt.
+The host computes the pages' names from the origin. If they differ from the bundle's names, it does not fetch
+the bundle.
 
 A bundle is named by a SHA-256 over its page names and their size. So hosts that write the same pages write
 the same object, and an interrupted or repeated write changes nothing.
@@ -40,13 +41,13 @@ _NO_PARENT = bytes(NAME_BYTES)
 
 
 class BundleError(TierStoreError):
-    """An object is no bundle of this version, or is damaged."""
+    """An object that is damaged, or is not a bundle of this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The head and names of a bundle. ``parent`` is the name of the page before the first one, zeros if there
-    is none. ``names`` has 20 bytes for each page."""
+    """The head and names of a bundle. ``parent`` is the name of the page before the first page, or zeros.
+    ``names`` has 20 bytes for each page."""
 
     name: str
     object_bytes: int
@@ -90,8 +91,8 @@ class Bundle:
 
 
 def make_bundle(names: Sequence[str], object_bytes: int, origin: Origin) -> tuple[Bundle, bytes]:
-    """Return the bundle of these pages, and its bytes before the first page. ``object_bytes`` is the size of
-    a page with its header."""
+    """Return the bundle of these pages, and the bytes that precede its first page. ``object_bytes`` is the
+    size of a page with its header."""
     joined = b"".join(map(name_digest, names))
     written = msgspec.msgpack.encode(origin)
     parent = name_digest(origin.parent) if origin.parent else _NO_PARENT
@@ -102,8 +103,8 @@ def make_bundle(names: Sequence[str], object_bytes: int, origin: Origin) -> tupl
 
 
 def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
-    """Return the bundle ``name``, an object of ``nbytes`` bytes that begins with ``data``. Return how many
-    bytes are needed if there are too few. Raise :class:`BundleError` if it is no bundle."""
+    """Parse the bundle ``name``, an object of ``nbytes`` bytes that begins with ``data``. If ``data`` is too
+    short, return how many bytes are needed. Raise :class:`BundleError` if the object is not a bundle."""
     if len(data) < HEAD_BYTES:
         raise BundleError(f"bundle {name} is cut off")
     magic, pages, origin_bytes, object_bytes, parent, digest = _HEAD.unpack_from(data)

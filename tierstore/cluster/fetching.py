@@ -1,4 +1,4 @@
-"""Fetching pages from the shared store into a daemon: read to staging memory, compare, save."""
+"""Fetching pages from the shared store into a daemon: read into staging memory, compare, save."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tierstore.store.buffers import PageSource, copied_frames
 LOOKUP_S = 2.0
 _SAVE_S = 5.0
 _MOST_STORES = 8
-_MOST_IDENTITIES = 512  # for one connection to the daemon, which keeps them all
+_MOST_IDENTITIES = 512  # of one connection: the daemon keeps all identities of a connection
 
 
 class Fetcher:
-    """Fetches pages from the shared store into the daemon that ``stores`` are connected to. ``staging`` is
-    the memory that they pass through. Thread-safe."""
+    """Fetches pages from the shared store into the daemon of ``stores``, through the memory ``staging``.
+    Thread-safe."""
 
     def __init__(
         self, shared: SharedStore, staging: StagingMemory, stores: DaemonStores, secret: bytes
@@ -93,8 +93,8 @@ class Fetcher:
 
 
 class DaemonStores:
-    """Connections to the daemon at ``url``, one for each layout. ``keys`` and ``server_key`` are the files
-    for one at ``tcp://``."""
+    """Connections to the daemon at ``url``, one for each layout. For a daemon at ``tcp://``, ``keys`` and
+    ``server_key`` are the files with its keys."""
 
     def __init__(self, url: str, keys: Path | None = None, server_key: Path | None = None) -> None:
         self._url = url
@@ -103,12 +103,12 @@ class DaemonStores:
         self._stores: OrderedDict[str, tuple[Store, set[bytes]]] = OrderedDict()
 
     def of(self, pages: o.PromptPages) -> Store:
-        """Return the store for these pages. Raise :class:`TierStoreError` if there is none, and for pages
-        whose size is not that of their layout."""
+        """Return the store for these pages. Raise :class:`TierStoreError` if the daemon does not answer, and
+        for pages whose size differs from their layout's."""
         identity = Identity(**pages.identity)
         spec = KVSpec.parse(identity.layout)
         if spec.page_bytes != pages.page_bytes:
-            raise TierStoreError(f"pages of {pages.page_bytes} bytes do not have their layout's size")
+            raise TierStoreError(f"pages of {pages.page_bytes} bytes do not have the size of their layout")
         with self._lock:
             store, identities = self._stores.get(identity.layout, (None, set()))
             if store is not None and len(identities) >= _MOST_IDENTITIES:
@@ -159,7 +159,7 @@ class _Staged(PageSource):
         return len(self._places)
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        """Copy pages. A page that has changed since :meth:`right` is not stored."""
+        """Copy pages. The result is None for a page that has changed since :meth:`right`."""
         copies = [(address, self._places[position][0] + HEADER_BYTES) for position, address in pages]
         copied = copying.copy_and_hash(copies, page_bytes)
         expected = [self._checksums[position] for position, _ in pages]
@@ -187,7 +187,7 @@ def objects_of(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
 
 def prompt_of(pages: o.PromptPages, first: int, count: int) -> tuple[Prompt, int]:
     """Return a prompt that ends with these chunks, and the position of the first of them in it. The prompt of
-    a chain begins with its earlier chunks. A prompt of named chunks has only these."""
+    a chain begins with its earlier chunks. A prompt of named chunks has no earlier chunks."""
     start, make = 0, Prompt.with_keys
     if pages.named:
         start, make = first, partial(Prompt.with_names, pages_before=pages.depth + first)

@@ -31,8 +31,8 @@ class PromptPages(msgspec.Struct, array_like=True):
 
 
 class Origin(msgspec.Struct, array_like=True):
-    """Where consecutive objects come from: they are the last ``count`` chunks of ``pages``. ``parent`` is the
-    name of the object of the chunk before them, empty for a first chunk and for named chunks."""
+    """The prompt of consecutive objects: they are the last ``count`` chunks of ``pages``. ``parent`` is the
+    name of the object before them; empty for a first chunk and for named chunks."""
 
     pages: PromptPages
     count: int

@@ -1,11 +1,11 @@
-"""A prefix in a bucket, through obstore: list, read ranges, write, delete, with errors in one line.
+"""A prefix in a bucket, through obstore: list, read ranges, write, delete. Errors have one line.
 
-Credentials come from where other programs of this host find theirs: the environment (``AWS_ACCESS_KEY_ID``),
-the profile in ``~/.aws/credentials``, a web identity, or the role of the container or instance. They are
-never part of a message: an error is described by its kind and S3's code for it, not by obstore's text.
+Credentials come from the usual places: the environment (``AWS_ACCESS_KEY_ID``), the profile in
+``~/.aws/credentials``, a web identity, or the role of the container or instance. No message contains them: it
+has an error's kind and S3's code, not obstore's text.
 
-Only agents and commands import this module. obstore's calls release the interpreter lock, so threads can
-make several at a time.
+Only agents and commands import this module. obstore's calls release the GIL, so several threads can call it
+at the same time.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _ADVICE = {
 
 
 class BucketError(SharedStoreError):
-    """The bucket does not answer, or refuses."""
+    """The bucket does not answer, or refuses a request."""
 
 
 class NoObjectError(BucketError):
-    """There is no such object, or it cannot be read: it is too short, or archived."""
+    """There is no such object, or it cannot be read because it is too short or archived."""
 
 
 class Listed(NamedTuple):
-    """An object of a listing: its path below the prefix, its size, and the server's time of its writing in
-    seconds since 1970."""
+    """An object of a listing: its path below the prefix, its size, and the time at which it was written, in
+    the server's seconds since 1970."""
 
     path: str
     nbytes: int
@@ -58,11 +58,10 @@ class Listed(NamedTuple):
 
 
 class Bucket:
-    """The objects below a prefix. A request that reads takes at most ``read_s`` seconds, and is repeated
-    once. Thread-safe.
+    """The objects below a prefix. A read takes at most ``read_s`` seconds, and is repeated once. Thread-safe.
 
-    The constructor raises :class:`UsageError` without obstore. Every method raises :class:`BucketError` if
-    the server does not answer or refuses."""
+    The constructor raises :class:`UsageError` if obstore is not installed. Every method raises
+    :class:`BucketError` if the server does not answer or refuses."""
 
     def __init__(self, address: S3Address, read_s: float = 10.0) -> None:
         try:
@@ -80,7 +79,9 @@ class Bucket:
         given = {"endpoint": address.endpoint, "region": address.region}
         config: Any = {name: value for name, value in given.items() if value}
         config["virtual_hosted_style_request"] = not address.path_style
-        if address.endpoint and "AWS_ENDPOINT_URL_S3" in os.environ:  # would come before ``endpoint``
+        if (
+            address.endpoint and "AWS_ENDPOINT_URL_S3" in os.environ
+        ):  # would have precedence over ``endpoint``
             config["aws_endpoint_url_s3"] = address.endpoint
 
         def opened(request_s: float, retries: int) -> Any:
@@ -125,11 +126,11 @@ class Bucket:
     def write(self, path: str, data: bytes) -> None:
         """Write an object as a whole or not at all."""
         with self._reporting():
-            # Never in parts: those of an interrupted upload would stay, and count.
+            # Never in parts: the parts of an interrupted upload would stay, and cost room.
             self._api.put(self._writing, path, data, use_multipart=False)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects, as far as they exist."""
+        """Delete objects. Ignore those that do not exist."""
         with self._reporting():
             self._api.delete(self._writing, list(paths))
 
@@ -148,7 +149,7 @@ class Bucket:
             raise BucketError(self._described(text)) from None
 
     def _described(self, text: str) -> str:
-        """Return an error in one line. Only known parts of its ``text`` are in it."""
+        """Describe an error in one line, which has only known parts of its ``text``."""
         where = f"bucket {self.address.bucket}"
         if any(part in text for part in _INSTANCE):
             return (
@@ -168,8 +169,8 @@ class Bucket:
 
 
 def _profile(environment: Mapping[str, str]) -> Any:
-    """Return a provider of the credentials in a profile, which obstore does not read itself. None if the
-    environment has credentials or a web identity, which come first, or if there is no such profile."""
+    """Return a provider of the credentials in a profile: obstore does not read profiles. Return None if there
+    is no profile, or if the environment has credentials or a web identity, which have precedence."""
     if environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return None
     name = environment.get("AWS_PROFILE", "default")

@@ -30,8 +30,8 @@ class S3Address:
 
     @classmethod
     def parse(cls, url: str) -> S3Address:
-        """Parse an address. Raise :class:`UsageError` if it is malformed, or has credentials. The message
-        repeats none of its values.
+        """Parse an address. Raise :class:`UsageError` if it is malformed or has credentials. The message
+        repeats no part of the address that may be secret.
 
         >>> S3Address.parse("s3://models/kv?endpoint=http://10.0.0.1:8333").prefix
         'kv'
@@ -65,7 +65,8 @@ class S3Address:
 
 
 def _option_name(name: str) -> str:
-    """Return the name of an option for a message: what is no plain word may be a secret."""
+    """Return the name of an option for a message. Leave out a name that is not a plain word: it may be a
+    secret."""
     return repr(name) if re.fullmatch(r"[a-z_]{1,20}|#", name) else "of that name"
 
 

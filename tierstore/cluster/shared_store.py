@@ -31,7 +31,7 @@ class SharedStore(Protocol):
     """The transport of bytes, such as ``tcp`` or ``rdma``, for people."""
 
     trouble: str = ""
-    """Why the store does not work at present, for people; empty if it works. Changes are also told."""
+    """Why the store does not work at present, for people; empty if it works. The store reports changes."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return which names exist. Raise :class:`SharedStoreError` if the store does not answer."""
@@ -43,8 +43,8 @@ class SharedStore(Protocol):
 
     def put(self, names: Sequence[str], of: Sequence[Memory], origin: Origin) -> list[bool]:
         """Store objects. Return which of them exist now; there was no room for the others. An existing name
-        keeps its bytes. ``origin`` says which pages they are. Raise :class:`SharedStoreError` for any other
-        failure: then the memory may still be read."""
+        keeps its bytes. ``origin`` names the prompt of the pages. Raise :class:`SharedStoreError` for any
+        other failure: then the memory may still be read."""
 
     def remove(self, name: str) -> None:
         """Remove an object, best effort. Does not raise."""
@@ -54,14 +54,14 @@ class SharedStore(Protocol):
 
 
 def _ignore(message: ToDaemon) -> None:
-    """Tell nobody."""
+    """Drop the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStoreOptions:
     """Options of a shared store. ``host`` is this host's address for other hosts (empty: detected).
     ``most_bytes`` and ``lifetime_s`` are limits of an object store; a store without them changes nothing
-    there on its own. ``tell`` takes messages about the store's health, from any thread."""
+    there on its own. The store calls ``tell`` with messages about its health, from any thread."""
 
     url: str
     protocol: str = "tcp"

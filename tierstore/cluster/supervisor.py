@@ -136,7 +136,7 @@ class Cluster:
             await agent.stop()
 
     def _log(self, trouble: str) -> None:
-        """Log a trouble once, even if both agents have it and it comes and goes."""
+        """Log a trouble once, even if both agents report it, or report it again."""
         if trouble and trouble != self._logged:
             self._logged = trouble
             _log.warning("cluster: %s", trouble)

@@ -1,9 +1,8 @@
 """Filling the daemon of a new host from an object store: the most used bundles first.
 
-Each bundle says which prompt its pages are of (``bundles.py``). A bundle whose prompt does not lead to its
-pages is left out, and so are pages of tenants, which no host publishes. The pages then come as in any fetch:
-read, compared, saved (``fetching.py``).
-"""
+Each bundle has the prompt of its pages (``bundles.py``). A bundle is left out if its page names do not follow
+from the prompt, or if it has pages of a tenant, which no host publishes. All other pages are fetched as
+usual: read, compared, saved (``fetching.py``)."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ _FLUSH_BYTES = 64 * MIB  # between flushes, if the size of the host tier is unkn
 
 @dataclass(slots=True)
 class WarmUp:
-    """The progress of a warm-up in pages and bytes. ``held_pages`` were in the daemon before,
-    ``left_out_pages`` did not come or are not trusted, and ``beyond_pages`` would exceed the limits."""
+    """The progress of a warm-up in pages and bytes. ``held_pages`` were in the daemon before.
+    ``left_out_pages`` did not arrive or are not trusted. ``beyond_pages`` would exceed the limits."""
 
     fetched_pages: int = 0
     fetched_bytes: int = 0
@@ -62,13 +61,14 @@ class Warmer:
         self._secret = secret
         self._progress = progress
         self._fetcher = Fetcher(bundles, StagingMemory(_STAGING_BYTES), stores, secret)
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._left: int | None = None  # bytes that the daemon's tiers have room for; None until it is asked
         self._unflushed = 0
         self.done = WarmUp()
 
     def run(self, top_bytes: int) -> WarmUp:
-        """Fetch bundles of at most ``top_bytes`` bytes, and no more than the daemon has room for."""
+        """Fetch bundles of at most ``top_bytes`` bytes in total, and at most as many as the daemon has room
+        for."""
         came: dict[str, Future[_End]] = {}
         left = top_bytes
         with ThreadPoolExecutor(_AT_A_TIME, "tierstore-warm-up") as pool:
@@ -85,7 +85,7 @@ class Warmer:
         return self.done
 
     def _fetch(self, bundle: Bundle, before: Future[_End] | None) -> _End:
-        """Fetch a bundle when the one before it has come."""
+        """Fetch a bundle after its parent, whose result is ``before``."""
         counts: Counter[str] = Counter()
         held = beyond = came = 0
         try:
@@ -119,7 +119,7 @@ class Warmer:
                 self._progress(self.done)
 
     def _checked(self, bundle: Bundle) -> o.Origin:
-        """Return the origin of a bundle. Raise :class:`TierStoreError` if it cannot be trusted."""
+        """Read the origin of a bundle. Raise :class:`TierStoreError` if it cannot be trusted."""
         origin = self._bundles.origin(bundle)
         pages = origin.pages
         chunks, rest = divmod(len(pages.keys), KEY_BYTES)
@@ -131,12 +131,12 @@ class Warmer:
         except TypeError:  # an identity of another version
             raise BundleError(f"the origin of bundle {bundle.name} is of another version") from None
         if b"".join([name_digest(each.name) for each in objects]) != bundle.names:
-            raise BundleError(f"the origin of bundle {bundle.name} is of other pages")
+            raise BundleError(f"the origin of bundle {bundle.name} belongs to other pages")
         return origin
 
     def _take_room(self, store: Store, nbytes: int) -> bool:
-        """Take room in the daemon's tiers. Wait for its disk now and then: pages that come faster than it
-        writes would not be kept. Return False if there is no room."""
+        """Take room in the daemon's tiers. Return False if there is none. Sometimes wait for the daemon's
+        disk: pages that arrive faster than it writes would be lost."""
         with self._lock:
             tiers = store.stats().tiers
             host, disk = tiers.get("host"), tiers.get("disk")  # a client with a tenant gets no tiers
@@ -156,7 +156,7 @@ class Warmer:
 
 
 def _held(store: Store, origin: o.Origin, first: int) -> int:
-    """Return how many of the leading pages of an origin the daemon has."""
+    """Return how many leading pages of an origin the daemon holds."""
     prompt, start = prompt_of(origin.pages, first, origin.count)
     with store.lookup(prompt, counted=False) as hit:
         held = hit.whole_chunks

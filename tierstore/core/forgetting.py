@@ -1,25 +1,25 @@
 """Forget tenants, models and sessions, in host memory and on disk.
 
-A forget first acts on what can be served, then on what can be read from the disk, and cleans up at last:
+To forget a tenant or a model takes four steps:
 
-1. **Memory.** Copies of the pages are marked as damaged, so that nothing finds them any more.
+1. **Memory.** Copies of the pages are marked as damaged, so that no lookup finds them.
 2. **Keys.** In an encrypted store, the tenant's or model's data keys are dropped from the keyring, durably.
 3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup reaches a
-   page without its root, and the next opening removes such pages. This is why a forget takes the same time
-   for one page and for a terabyte on disk.
-4. **Pages.** A thread drops the marked copies. Those in use, by a load or by a write that is under way, leave
-   with their last holder. Then the thread removes the pages from the disk, by and by. Without encryption,
-   their payloads in the extents are overwritten before, and index pages that are free afterwards are
-   discarded.
+   page without its root, and the next opening removes such pages. So a forget takes the same time for one
+   page and for a terabyte on disk.
+4. **Pages.** A thread drops the marked copies. A copy that a load or a write uses leaves with its last
+   holder. Then the thread removes the pages from the disk, in small batches. Without encryption, it first
+   overwrites their payloads in the extents, and discards index pages that are free afterwards.
 
-The call returns after the third step. A save that is running may end after it: it is a save like any later
-one. A page that was placed on disk before the keys were dropped, and is sealed after that, gets a random key
-that is not kept (``DiskTier.moment``).
+The call returns after the third step. A running save may end after it, and is then not forgotten. A page may
+be placed on disk before the keys are dropped and sealed after that. It gets a random key that is not kept
+(``DiskTier.moment``).
 
-A session's pages are those that no other session has used (:mod:`tierstore.index.sessions`). They share their
-tenant's key, so they are overwritten also in an encrypted store. Sessions are known in memory only, for as
-long as the process runs. For a session that must be forgotten later, or with its key, give its identity a
-``tenant`` of its own."""
+A **session** has the pages that no other session has used (:mod:`tierstore.index.sessions`). The second and
+third step do not apply, because these pages share the key and the root of their tenant. They are overwritten
+in an encrypted store, too. A crash before the fourth step ends can bring them back. The store knows a session
+only while the process runs. To forget a session later, or with its key, give its identity a ``tenant`` of its
+own."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Forgetting:
         self._cleaners: list[threading.Thread] = []
 
     def forget(self, what: Forgettable) -> ForgetReceipt:
-        """Forget everything that ``what`` covers. Blocks, at most for some tenths of a second and one commit
+        """Forget all pages that ``what`` covers. Blocks for at most some tenths of a second and one commit
         to the disk. Raise :class:`UsageError` for a session's invalid name, and
-        :class:`StoreUnavailableError` if the disk or the keyring cannot be written; what was forgotten in
-        memory is gone then, so try again."""
+        :class:`StoreUnavailableError` if the disk or the keyring cannot be written. Then the pages have left
+        memory, but not the disk: forget again."""
         began, at_s = time.monotonic(), time.time()
         with self._state.lock:
             self._state.require_open()
@@ -128,12 +128,12 @@ class Forgetting:
         keys, find = 0, None
         try:
             if disk is not None:
-                # After the pages were marked: one that is placed on disk now would get a key that lasts.
+                # Drop keys after the pages were marked: a page placed on disk later would get a lasting key.
                 if disk.keyring is not None:
                     keys = disk.keyring.drop(lambda scope: scope in scopes or what.covers(*scope))
                 before = self._forget_roots(disk, digests)
                 find = partial(self._of, disk, digests, before)
-                again = self._in_tree(digests, before)  # a lookup may have found pages on disk meanwhile
+                again = self._in_tree(digests, before)  # lookups may have added pages from disk meanwhile
                 self._mark(again, erased=not encrypted)
                 pages += again
         finally:
@@ -141,8 +141,8 @@ class Forgetting:
         return {"identities": len(digests), "host_pages": marked, "keys": keys}
 
     def _forget_roots(self, disk: DiskTier, digests: set[bytes]) -> int:
-        """Delete the roots of these identities. Return a serial that is higher than those of all their pages,
-        and lower than those of pages that are saved later."""
+        """Delete the roots of these identities. Return a serial above those of all their pages, and below
+        those of later pages."""
         state = self._state
         with state.lock:
             before = disk.serials.new()
@@ -153,8 +153,8 @@ class Forgetting:
         return before
 
     def _in_tree(self, digests: set[bytes], before: int | None = None) -> list[Page]:
-        """Return the pages of these identities in the tree, parents first. ``before``: only those on disk
-        with a lower serial."""
+        """Return the pages of these identities in the tree, parents first. With ``before``, return only pages
+        on disk with a lower serial."""
         with self._state.lock:
             return [
                 page
@@ -193,8 +193,8 @@ class Forgetting:
     # -- pages in memory -----------------------------------------------------------------------------
 
     def _mark(self, pages: Sequence[Page], *, erased: bool) -> int:
-        """Stop to serve these pages. Return the number of copies in host memory. ``erased``: their bytes on
-        disk are overwritten when they leave."""
+        """Stop serving these pages. Return the number of their copies in host memory. With ``erased``, their
+        bytes on disk are overwritten when they leave."""
         index, residency = self._state.index, self._state.residency
         in_host = 0
         for start in range(0, len(pages), _MARKED_AT_ONCE):
@@ -205,7 +205,7 @@ class Forgetting:
                         index.set_damaged(page, Tier.HOST)
                         in_host += 1
                     if disk is not None:
-                        disk.damaged = True  # one that is being written is dropped when that ends
+                        disk.damaged = True  # a copy that is being written is dropped when the write ends
                         disk.ready = False
                         if erased:
                             residency.erased.add(page.serial)
@@ -214,8 +214,8 @@ class Forgetting:
         return in_host
 
     def _drop(self, pages: Sequence[Page]) -> None:
-        """Drop the marked copies of these pages, each given after its parent. Copies in use leave with their
-        last holder."""
+        """Drop the marked copies of these pages. Each page follows its parent in ``pages``. Copies in use
+        leave with their last holder."""
         for end in range(len(pages), 0, -_AT_ONCE):
             if self._closing:
                 return
@@ -238,7 +238,7 @@ class Forgetting:
     def _clean_up(
         self, pages: Sequence[Page], find: Callable[[], Sequence[int]] | None, *, erased: bool
     ) -> None:
-        """Remove pages from memory and disk in the background. ``find`` returns the serials of those on disk,
+        """Remove pages from memory and disk in the background. ``find`` returns the serials of pages on disk,
         ascending."""
 
         def work() -> None:
@@ -260,8 +260,8 @@ class Forgetting:
         thread.start()
 
     def _remove(self, serials: Sequence[int], *, erased: bool) -> int:
-        """Remove these pages, children before their parents: a parent's serial is lower. Return how many were
-        removed, once that is durable."""
+        """Remove these pages, children before their parents, whose serials are lower. Return the number of
+        removed pages when the removals are durable."""
         state = self._state
         removed = 0
         for end in range(len(serials), 0, -_AT_ONCE):

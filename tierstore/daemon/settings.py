@@ -166,7 +166,7 @@ class Settings:
         codec.NONE, _text, "NAME", f"Compression of pages on disk: {', '.join(codec.NAMES)}"
     )
     disk_key: str = _setting(
-        "", _text, "FILE|command:CMD", "Encrypt the disk tier with this key: a file, or what CMD prints"
+        "", _text, "FILE|command:CMD", "Encrypt the disk tier with this key: a file, or the output of CMD"
     )
     disk_keyring: Path | None = _setting(
         None, _path, "FILE", "Keyring with the tenants' keys, outside of DIR (default: the key's FILE.ring)"
@@ -249,10 +249,13 @@ class Settings:
         0, _size, "SIZE", "Limit of published bytes per second (0: unlimited)"
     )
     cluster_bytes: int = _setting(
-        0, _size, "SIZE", "Limit of the bytes in the object store (0: 100 GiB); the least used leave first"
+        0,
+        _size,
+        "SIZE",
+        "Limit of the bytes in the object store (0: 100 GiB); the least used pages leave first",
     )
     cluster_days: float = _setting(
-        0.0, _number, "DAYS", "Delete what was written to the object store longer ago (0: never)"
+        0.0, _number, "DAYS", "Delete pages from the object store DAYS after they were written (0: never)"
     )
     cluster_staging: int = _setting(
         128 * MIB, _size, "SIZE", "Size of the buffers for pages to and from other hosts"
@@ -297,8 +300,8 @@ class Settings:
             )
         if self.disk_key and self.cluster:
             raise UsageError(
-                "disk_key encrypts pages on this host's disk only, but cluster publishes them to other hosts "
-                "as they are: leave one of the two out"
+                "disk_key encrypts pages on this host's disk only, and cluster publishes them to other hosts "
+                "without encryption: leave one of the two out"
             )
         for model in self.events_replay.keys() - self.events.keys():
             what = f"of {model}" if model else "of all models"

@@ -413,8 +413,8 @@ class HbmTier:
         return copy is not None and copy.damaged and not copy.leases and not copy.children
 
     def forget(self, what: Forgettable) -> int:
-        """Stop to serve the pages of all pools that ``what`` covers. Each is dropped when nothing holds it
-        any more. Return their number. Takes the lock."""
+        """Stop serving the pages of all pools that ``what`` covers. Return their number. Each page is dropped
+        when its last holder releases it. Takes the lock."""
         with self.lock:
             if what.session is not None:
                 pages = self.sessions.forget("", what.session)

@@ -46,9 +46,8 @@ _LOOKUPS_AT_ONCE = 32  # open requests; more gain nothing, and each may wait for
 def _forget(
     store: Store, *, tenant: str | None = None, model: str | None = None, session: str | None = None
 ) -> ForgetReceipt | None:
-    """Forget everything of a tenant, of a model, or of a model of a tenant; or the pages that only this
-    session has used. :class:`~tierstore.types.Forgettable` says what that means, and what it does not
-    promise.
+    """Forget all pages of a tenant, of a model, or of a model of a tenant; or the pages that only this
+    session has used. :class:`~tierstore.types.Forgettable` has the guarantees and their limits.
 
     Return the receipt; None if the daemon does not answer: then forget again. Raise :class:`UsageError` for
     another combination, and :class:`~tierstore.errors.StoreUnavailableError` if the disk or the keyring
@@ -179,7 +178,7 @@ class Store:
         return self._finder.prompt(tokens)
 
     def embedding(self, content: bytes, rows: int) -> Prompt:
-        """Return the pages of an input's embedding, for all verbs in the place of a prompt: see
+        """Return the pages of an input's embedding. All verbs take it in the place of a prompt: see
         :meth:`Prompt.of_input`. Raise :class:`UsageError` in a store of KV."""
         return self._finder.embedding(content, rows)
 

@@ -472,8 +472,8 @@ class Evicted(Message):
 
 
 class Forget(Message):
-    """Forget everything of a tenant, of a model (its name), or of both; or a session of a tenant. Nil: not
-    given. A client with a tenant forgets only its own, and its ``tenant`` is one that it distinguishes."""
+    """Forget all pages of a tenant, of a model (its name), or of both; or a session of a tenant. Nil: not
+    given. A client with a tenant forgets only its own pages; ``tenant`` is then one that it distinguishes."""
 
     id: int
     tenant: Text | None = None
@@ -482,7 +482,8 @@ class Forget(Message):
 
 
 class Forgotten(Message):
-    """The answer to :class:`Forget`, when nothing of it can be found or, in an encrypted store, decrypted."""
+    """The answer to :class:`Forget`. From now on, no lookup finds the pages. In an encrypted store, the keys
+    of the tenant or model are gone."""
 
     id: int
     receipt: ForgetReceipt

@@ -1,15 +1,15 @@
-"""Pages that engines share: the parts that they are kept in, and copies between them and an engine's blocks.
+"""Pages that engines share: their parts, and copies between them and an engine's blocks.
 
 A shared page has the layout of :class:`~tierstore.spec.KVSpec`, which is the bundled engine's own:
 ``[layer][K|V][kv_head][token][head_dim]``. Other engines keep blocks in other orders, some with keys
-transposed. :class:`BlockConverter` copies between both, a matrix ``[token, head_dim]`` at a time.
+transposed. :class:`BlockConverter` copies between pages and blocks, one matrix ``[token, head_dim]`` at a
+time.
 
-**Parts.** An engine with tensor parallelism has some of the heads, and a pipeline stage some of the layers.
-Two engines cannot write one page together. So each saves a page of its own part, and :class:`PagePart` names
-it in the page's identity. An engine assembles what it needs from the parts of any other size
-(:func:`sources`): it reads some heads and layers of a larger part, or several smaller parts. If there are
-more ranks than KV heads, several ranks have the same heads and so the same part. MLA has one latent for all
-heads: each rank has the same part.
+**Parts.** A rank of tensor parallelism has some of the heads, and a pipeline stage some of the layers. Two
+ranks cannot write one page together. So each saves a page of its own part, and :class:`PagePart` names the
+part in the page's identity. To load parts of another size (:func:`sources`), a rank reads some heads and
+layers of a larger part, or several smaller parts. If there are more ranks than KV heads, several ranks have
+the same heads and so the same part. MLA has one latent for all heads, so all ranks have the same part.
 
 >>> part_of_rank(1, 4, kv_heads=8, layers=(0, 1))
 PagePart(index=1, count=4, layers=(0, 1), stage=0, stages=1)
@@ -36,13 +36,13 @@ from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 
 Pages = Sequence[tuple[Sequence[int], int]]
-"""The blocks of each chunk, in the engine's numbers, and the address of its page."""
+"""For each chunk, the engine's numbers of its blocks, and the address of its page."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """Part ``index`` of ``count`` equal parts of a layer group's KV heads, in these of the model's
-    ``layers``: those of pipeline stage ``stage`` of ``stages``."""
+    """Part ``index`` of ``count`` equal parts of a layer group's KV heads. ``layers`` are the group's layers
+    in pipeline stage ``stage`` of ``stages``."""
 
     index: int
     count: int
@@ -51,13 +51,13 @@ class PagePart:
     stages: int = 1
 
     def heads(self, kv_heads: int) -> range:
-        """Return its heads of a group with ``kv_heads``."""
+        """Return the part's heads in a group with ``kv_heads``."""
         each = kv_heads // self.count
         return range(self.index * each, (self.index + 1) * each)
 
     def identity(self, whole: Identity) -> Identity:
-        """Return the identity of its pages. ``whole`` is that of pages with all heads and layers of the
-        group, and the result for the part that has them all."""
+        """Return the identity of the part's pages. ``whole`` is the identity of pages with all heads and
+        layers of the group. The part with all of them has the identity ``whole``."""
         spec = KVSpec.parse(whole.layout)
         [group] = spec.groups
         heads = len(self.heads(group.kv_heads))
@@ -68,8 +68,8 @@ class PagePart:
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """The pages of ``part`` as a source of another part: their heads ``page_heads`` are its heads
-    ``own_heads``, both counted from 0 within their part."""
+    """The pages of ``part`` as a source for another part. Heads ``page_heads`` of the pages become heads
+    ``own_heads`` of the other part. Both are counted from 0 within their part."""
 
     part: PagePart
     page_heads: range
@@ -79,8 +79,8 @@ class PartSource:
 def part_of_rank(
     rank: int, ranks: int, *, kv_heads: int, layers: Sequence[int], stage: int = 0, stages: int = 1
 ) -> PagePart:
-    """Return the part of a rank of tensor parallelism in a pipeline stage with these ``layers``. Raise
-    :class:`UsageError` if heads and ranks do not divide one another."""
+    """Return the part of one rank, in a pipeline stage with these ``layers``. Raise :class:`UsageError` if
+    neither of heads and ranks divides the other."""
     if max(ranks, kv_heads) % min(ranks, kv_heads):
         raise UsageError(f"share_engines: {kv_heads} KV heads cannot be divided among {ranks} ranks")
     count = min(ranks, kv_heads)
@@ -90,8 +90,8 @@ def part_of_rank(
 def parts_of(
     ranks: int, stages: int, model_layers: int, *, kv_heads: int, layers: Sequence[int]
 ) -> list[PagePart]:
-    """Return the parts that engines with this parallelism save: one for each set of heads and layers. Stages
-    have the layers that vLLM gives them by default. ``layers`` are those of the layer group."""
+    """Return the parts that an engine of this parallelism saves: one for each set of heads and layers. The
+    stages have vLLM's default layers. ``layers`` are the layers of the layer group."""
     found: list[PagePart] = []
     for stage, of_stage in enumerate(stage_layers(model_layers, stages)):
         own = [layer for layer in layers if layer in of_stage]
@@ -103,8 +103,8 @@ def parts_of(
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the model's layers in each pipeline stage. If they do not divide evenly, the stages before the
-    last one have one more each, from the back, as in vLLM's ``get_pp_indices`` (distributed/utils.py, 0.32).
+    """Return the model's layers in each pipeline stage. If the layers do not divide evenly, stages have one
+    more, from the last but one to the front, as in vLLM's ``get_pp_indices`` (distributed/utils.py, 0.32).
 
     >>> stage_layers(10, 4)
     [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
@@ -118,8 +118,8 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def sources(own: PagePart, parts: Iterable[PagePart], *, kv_heads: int) -> list[PartSource]:
-    """Return which of ``parts`` hold heads and layers of ``own``. Raise :class:`UsageError` unless they hold
-    all."""
+    """Return those of ``parts`` that hold heads and layers of ``own``. Raise :class:`UsageError` if some are
+    missing."""
     heads, found, covered = own.heads(kv_heads), [], 0
     for part in parts:
         theirs = part.heads(kv_heads)
@@ -139,8 +139,8 @@ def _within(some: range, whole: range) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The keys or values of one layer in an engine's memory: item ``i`` of a head's vector of a token is at
-    ``address + block_number * block + head * head_number + …``. Strides are in bytes."""
+    """The keys or values of one layer in an engine's memory. ``address`` is that of the first number. The
+    other fields are the distances in bytes between two blocks, heads, tokens, and items of a vector."""
 
     address: int
     block: int
@@ -153,10 +153,9 @@ class Vectors:
 class EngineBlocks:
     """The memory of an engine's blocks, by layer of the model: K and V, or one latent.
 
-    A block has ``block_tokens`` tokens. ``pieces`` is 1, or the number of consecutive blocks in memory for
-    each block that the engine numbers. ``tables`` has the layers of each block table, if an engine has other
-    blocks for some of the layers: then the blocks of a chunk are those of each table in turn.
-    """
+    A block has ``block_tokens`` tokens. One block number of the engine stands for ``pieces`` consecutive
+    blocks in memory. If an engine has several block tables, ``tables`` has the layers of each table. The
+    blocks of a chunk are then those of the first table, followed by those of the second, and so on."""
 
     layers: Mapping[int, Sequence[Vectors]]
     block_tokens: int
@@ -165,8 +164,8 @@ class EngineBlocks:
     tables: Sequence[Sequence[int]] = ()
 
     def planes(self, layers: Iterable[int]) -> Iterator[tuple[int, int, int, Vectors]]:
-        """Yield K and V of those of ``layers`` that it has: each with its block table, layer and plane (0 for
-        K, 1 for V)."""
+        """Yield K and V of each of ``layers`` in this memory, with its block table, layer and plane (0 for K,
+        1 for V)."""
         table_of = {layer: at for at, own in enumerate(self.tables) for layer in own}
         for layer in sorted(set(layers) & self.layers.keys()):
             for plane, vectors in enumerate(self.layers[layer]):
@@ -176,9 +175,9 @@ class EngineBlocks:
 class BlockConverter:
     """Copies between blocks and the pages of one part.
 
-    ``layout`` is the layout of the pages. ``source`` says which heads of a page are which heads of the
-    blocks. Layers that only one of both has are left alone. ``skipped`` is the number of a block that is
-    never written.
+    ``layout`` is the layout of the pages. ``source`` maps heads of a page to heads of the blocks. Layers that
+    are only in the page, or only in the blocks, stay unchanged. ``skipped`` is the number of a block that is
+    never copied.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class BlockConverter:
             copying.copy_matrices(np.stack([there, here], axis=1), turned)
 
     def _pairs(self, pages: Pages) -> Iterable[tuple[Matrix, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
-        """Yield the addresses of matrices in blocks and in pages."""
+        """Yield each matrix shape with the addresses of its matrices, in blocks and in pages."""
         if not pages:
             return
         chunks = np.array([chunk for chunk, _ in pages], np.int64)

@@ -1,30 +1,28 @@
 """The identity of pages that engines share (``share_engines``): the model and its arithmetic, not the engine.
 
-Engines keep the same numbers for a token of a model that they all compute: keys after their norm and RoPE,
-values as projected, both in the model's dtype. They differ by rounding only. So the identity of a shared page
-names the model. Every engine makes it with :func:`shared_identity`, from the same files:
+All engines store the same numbers for a token of a model: keys after their norm and RoPE, and values as
+projected, both in the model's dtype. The numbers differ by rounding only. So the identity of a shared page
+names the model. Every engine makes it with :func:`shared_identity`, from:
 
 - the fields of ``config.json``, except those in :data:`HARMLESS`,
 - all bytes of the weights' files,
 - the dtype that the engine computes in, the layout of a page with its chunk size, and the tenant
   (``namespace``),
-- :data:`FORM`, which counts up when the numbers in a page or their order change.
+- :data:`FORM`, whose number increases when the numbers in a page or their order change.
 
-**A field that is in neither list refuses sharing**, and so does a model that was not measured
-(:data:`MEASURED`): another implementation may read a new field differently. An engine refuses, too, if it
-computes the model in another way than its files say (quantised KV, overrides, adapters): its own
-``require_plain`` lists these.
+**An unknown field refuses sharing**, because two engines may read it differently. So does a model that was
+not measured (:data:`MEASURED`). An engine also refuses if its options change the model's arithmetic
+(quantised KV, overrides, adapters). Each engine has a list of these options.
 
 **Keys.** Pages are found by keys over token ids (:mod:`tierstore.keys`), as the bundled engine finds them. If
 a layer group has a window, its pages are found by name. vLLM's scheduler knows the token ids of a request, so
-it computes the same keys. Its own block hashes would be no use: they begin with vLLM's own constant, and the
-bundled engine would need vLLM's way to encode them. SGLang's storage interface gives
-hashes of pages without their tokens, and is refused until its connector learns the tokens. To name all pages
-by SGLang's hashes was rejected: a hit could then end at whole pages only, and every engine would lose the
-chain that says which pages belong together.
+it computes the same keys. Block hashes of vLLM are not used: they begin with vLLM's own constant, and the
+bundled engine would have to encode tokens as vLLM does. SGLang's storage interface passes hashes of pages
+without their tokens, so SGLang cannot share. Naming all pages by SGLang's hashes was rejected: a hit could
+then end at whole pages only, and every engine would lose the chain from a page to its parent.
 
-Off by default, because hits are not bit-equal to what the engine itself would have computed. docs/sharing.md
-has the measured differences.
+Sharing is off by default, because a hit is not bit-equal to pages that the engine itself would compute.
+docs/sharing.md has the measured differences.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ from tierstore_connectors.common.contents import contents, default_cache, model_
 from tierstore_connectors.common.facts import WEIGHTS, digest, plain, words
 
 FORM = "1: keys after norm and RoPE, values as projected, unscaled"
-"""The numbers in a shared page. It counts up with every change of what they mean or how they are placed."""
+"""The numbers in a shared page. Increase the first digit if their meaning or their order changes."""
 
 MEASURED = frozenset({"llama", "qwen2", "qwen3", "gemma3_text"})
-"""The values of ``model_type`` whose KV is the same within 1e-3 (float32) in all engines that share it."""
+"""The values of ``model_type`` for which the KV of all engines was measured equal within 1e-3 (float32)."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE whose rotation depends on the position only, and not on an engine's longest prompt."""
+"""Kinds of RoPE whose rotation depends on the position only, not on an engine's longest prompt."""
 
 _COUNTED = words("""
     architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
@@ -62,8 +60,8 @@ HARMLESS = words("""
     _name_or_path _model_name_or_path transformers_version bos_token_id eos_token_id pad_token_id unk_token_id
     use_cache initializer_range torch_dtype dtype attention_dropout pretraining_tp
 """)
-"""Fields of ``config.json`` that do not change KV. (The engine's own dtype counts in place of the file's, and
-no engine uses ``pretraining_tp``.)"""
+"""Fields of ``config.json`` that do not change KV. The identity has the engine's dtype instead of the file's.
+No engine uses ``pretraining_tp``."""
 
 
 def shared_identity(
@@ -71,10 +69,9 @@ def shared_identity(
 ) -> Identity:
     """Return the identity of a model's shared pages, with all heads and layers.
 
-    ``folder`` has the model's ``config.json`` and weights; None if it has none. ``dtype`` is the engine's,
-    for example ``bfloat16``. ``sampled`` reads only samples of large files. Raise :class:`UsageError` if the
-    model's pages cannot be shared.
-    """
+    ``folder`` has the model's ``config.json`` and weights; None if the model has no folder. ``dtype`` is the
+    engine's, for example ``bfloat16``. ``sampled`` reads only samples of large files. Raise
+    :class:`UsageError` if the model's pages cannot be shared."""
     if folder is None or not folder.is_dir():
         raise refusal("the model needs a local folder with config.json and weights")
     if dtype not in DTYPES:
@@ -102,11 +99,12 @@ def shared_identity(
 
 def refusal(reason: str) -> UsageError:
     """Return the error for an engine that cannot share its pages."""
-    return UsageError(f"share_engines: {reason}; leave share_engines out for a cache of this engine's own")
+    return UsageError(f"share_engines: {reason}; leave share_engines out to use a cache of this engine alone")
 
 
 def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``config.json`` if all of its fields are known and the model was measured."""
+    """Return ``config.json``. Raise :class:`UsageError` for an unknown field, and for a model that was not
+    measured."""
     kind = config.get("model_type")
     if kind not in MEASURED:
         known = ", ".join(sorted(MEASURED))

@@ -20,13 +20,13 @@ S = TypeVar("S", bound="EncoderSettings")
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """The settings of an engine's connector for embeddings, which the one for KV has, too.
+    """The settings of an engine's connector for embeddings. The connector for KV has them, too.
 
     - ``store``: the daemon's address. ``keys``, ``server_key``: key files for ``tcp://``.
     - ``namespace``: separates engines that nothing else separates, and names the version of weights that have
       neither local files nor a commit.
     - ``model_name``: the model's name in the daemon's KV events. Empty means vLLM's served name.
-    - ``lookup_s``, ``load_s``: the longest that a request waits for the daemon's answer, and for its bytes.
+    - ``lookup_s``, ``load_s``: longest waits of a request, for the daemon's answer and for the bytes.
     - ``threads``: copying threads per process.
     - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
     """
@@ -69,7 +69,8 @@ class VllmSettings(EncoderSettings):
     """The settings of an engine's connector for KV: those of :class:`EncoderSettings`, and these.
 
     - ``chunk_tokens``: tokens per page. 0 means the fewest blocks with 64 tokens.
-    - ``prefetch_s``: the longest that a request waits for pages from disk. ``load_s``: for its blocks.
+    - ``prefetch_s``: the longest that a request waits for pages from disk. ``load_s``: the longest time of a
+      load into its blocks.
     - ``fence_s``: the longest that a step waits for saves that read blocks which the step writes. Slower
       saves are dropped.
     - ``ahead``: how many waiting requests are looked up before vLLM asks for them.
@@ -78,8 +79,8 @@ class VllmSettings(EncoderSettings):
     - ``explain``: count missed tokens by reason, and log the reasons of each request.
     - ``share_engines``: share pages with the bundled engine and with vLLM of any parallelism
       (:mod:`tierstore_connectors.common.sharing`).
-    - ``share_sizes``: with ``share_engines``, the parallelism of the engines whose pages are looked for
-      besides its own: a list of TPxPP, separated by commas. Each costs a question for each prompt.
+    - ``share_sizes``: with ``share_engines``, sizes of parallelism to look for besides the engine's own: a
+      list of TPxPP, separated by commas. Each costs one more lookup for each prompt.
     """
 
     where: ClassVar[str] = "kv_connector_extra_config"

@@ -1,17 +1,17 @@
-"""Both halves of the connector for embeddings: what the encoder made of images and other media.
+"""Both halves of the connector for embeddings: the encoder's outputs for images and other media.
 
 An embedding is found by the processor's output
-(:class:`~tierstore_connectors.vllm.identity.MediaContents`), never by vLLM's name for it, which a client may
-have given. Model, weights, versions and configuration are in the identity, as for KV.
+(:class:`~tierstore_connectors.vllm.identity.MediaContents`). vLLM's name for the input is not used, because a
+client may choose it. The identity has the model, weights, versions and configuration, as for KV.
 
-* **The scheduler's half** looks an embedding up when vLLM asks whether a request can start. It loads the
-  bytes at once, on a thread of its own. The request waits meanwhile, at most ``lookup_s`` and ``load_s``. A
-  promised embedding cannot be taken back: a worker without it would end the engine. So only embeddings whose
-  bytes are in this process are promised. The next step's message carries them to the workers.
-* **The worker's half** puts them into vLLM's encoder cache, and saves what the encoder has computed. All
-  tensor parallel ranks have the same embeddings, and the first one saves.
+* **The scheduler's half** looks up an embedding when vLLM asks whether a request can start. A thread loads
+  the bytes at once. The request waits for them, at most ``lookup_s`` plus ``load_s``. A promised embedding
+  cannot be taken back: a worker without it would end the engine. So the half promises only embeddings whose
+  bytes are in its process. The next step's message carries the bytes to the workers.
+* **The worker's half** puts the embeddings into vLLM's encoder cache. It also saves the encoder's outputs.
+  All tensor parallel ranks have the same embeddings, and the first rank saves them.
 
-An engine that only encodes (``ec_producer``) loads nothing: what the store has is not encoded again.
+An engine that only encodes (``ec_producer``) loads no bytes. It does not encode inputs that the store has.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tierstore_connectors.vllm.identity import MediaContents
 from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.orders import RENEW_S, under_epoch
 
-_MOST_HELD_BYTES = 256 << 20  # of embeddings that are loaded, or were, and that no step has taken yet
-_IDLE_WAIT_S = 0.002  # an engine that only waits for embeddings spins: this leaves the processor to the loads
+_MOST_HELD_BYTES = 256 << 20  # of embeddings that are being loaded, or that no step has taken yet
+_IDLE_WAIT_S = 0.002  # in a step without tokens: a step that does not wait takes the CPU from the loads
 _NO_MEDIA = "prompt_embeds"  # a modality that no encoder computes
 _CLOSE_S = 2.0
 
@@ -57,7 +57,7 @@ class EmbeddingKey:
 
     @property
     def prompt(self) -> Prompt:
-        """Its pages, for a store's verbs."""
+        """The embedding's pages, as a prompt for a store's verbs."""
         return Prompt.of_input(self.identity, self.content, self.rows, chunk_tokens=self.spec.chunk_tokens)
 
     @property
@@ -73,8 +73,8 @@ class EmbeddingKey:
 
 @dataclass(slots=True)
 class EncoderWork:
-    """The orders of one step, by vLLM's name of the input: embeddings to put into the encoder cache, and
-    those to save when the encoder has computed them."""
+    """The orders of one step, by vLLM's name of the input. ``loads`` are put into the encoder cache.
+    ``saves`` are saved when the encoder has computed them."""
 
     loads: dict[str, torch.Tensor] = field(default_factory=dict)
     saves: dict[str, EmbeddingKey] = field(default_factory=dict)
@@ -86,8 +86,8 @@ def pages_of(embedding: torch.Tensor, key: EmbeddingKey) -> torch.Tensor:
     found = tuple(embedding.shape), embedding.dtype
     if found != (key.shape, key.dtype):
         raise UnsupportedError(
-            f"the encoder made {found[1]} of shape {found[0]}, not {key.dtype} of shape {key.shape}: such "
-            "embeddings are not stored"
+            f"the encoder returned {found[1]} of shape {found[0]}, not {key.dtype} of shape {key.shape}: "
+            "these embeddings are not stored"
         )
     data = embedding.detach().contiguous().view(torch.uint8).reshape(-1).cpu()
     spec = key.spec
@@ -115,7 +115,7 @@ class EmbeddingStores:
         self._stores: dict[Identity, GuardedStore] = {}
 
     def of(self, identity: Identity) -> GuardedStore:
-        """Return the store for these embeddings, and open it if necessary. Raise
+        """Return the store for these embeddings. Open it at the first call. Raise
         :class:`~tierstore.errors.UsageError` for an invalid address."""
         with self._lock:
             if identity not in self._stores:
@@ -148,7 +148,7 @@ class EmbeddingStores:
         )
 
     def wait_saved(self, timeout_s: float) -> None:
-        """Wait at most ``timeout_s`` seconds until what was saved can be found."""
+        """Wait at most ``timeout_s`` seconds until lookups can find the saved embeddings."""
         for store in list(self._stores.values()):
             store.wait_saved(timeout_s)
 
@@ -160,14 +160,15 @@ class EmbeddingStores:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The answer for an embedding that the store has. ``embedding`` is None if it was not loaded."""
+    """The answer for an embedding that the store has. ``embedding`` is None in an engine that loads
+    nothing."""
 
     embedding: torch.Tensor | None
 
 
 @dataclass(slots=True)
 class _Input:
-    """An input that was looked up. ``promised``: vLLM was told that the store has it."""
+    """An input that was looked up. ``promised`` is set when vLLM was told that the store has it."""
 
     key: EmbeddingKey
     ends: float
@@ -176,7 +177,7 @@ class _Input:
     promised: bool = False
 
     def miss(self) -> None:
-        """Replace the answer by a miss. The input is not looked up again for requests that wait."""
+        """Replace the answer by a miss. Waiting requests do not look the input up again."""
         self.answer = Future()
         self.answer.set_result(None)
 
@@ -185,7 +186,7 @@ class EncoderScheduler:
     """The scheduler's half; see the module. It is called from the scheduler's thread.
 
     ``identity_of`` returns the identity of a modality's embeddings. ``adapters`` says whether LoRA adapters
-    change embeddings: requests with one then go without the store. Requests and features are vLLM's.
+    change embeddings. Then requests with an adapter do not use the store. Requests and features are vLLM's.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class EncoderScheduler:
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="tierstore-embeddings")
         self._keys: dict[str, dict[int, EmbeddingKey | None]] = {}  # by request and place in it
         self._inputs: dict[str, _Input] = {}  # by vLLM's name, until a step takes them
-        self._cached: set[str] = set()  # names of what vLLM's own encoder cache has
+        self._cached: set[str] = set()  # names of the inputs in vLLM's own encoder cache
         self._work = EncoderWork()
 
     def connect(self, modalities: Iterable[str]) -> None:
@@ -230,8 +231,8 @@ class EncoderScheduler:
     # -- vLLM's questions ----------------------------------------------------------------------------
 
     def ready(self, request: Any, computed: int) -> bool:
-        """Return whether a request can start: no input behind its first ``computed`` tokens is under way.
-        Look up those that are neither in vLLM's cache nor known."""
+        """Return whether a request can start: no lookup of an input behind its first ``computed`` tokens is
+        under way. Look up the inputs that are neither in vLLM's cache nor known."""
         ready = True
         for at, feature in enumerate(request.mm_features):
             place, name = feature.mm_position, feature.identifier
@@ -255,7 +256,7 @@ class EncoderScheduler:
         return known.promised
 
     def allocated(self, request: Any, at: int) -> None:
-        """Order the load of an input's embedding if it was promised, otherwise its save when it is
+        """Order the load of an input's embedding if it was promised. Otherwise order its save, after it is
         computed."""
         name = request.mm_features[at].identifier
         self._cached.add(name)
@@ -272,7 +273,7 @@ class EncoderScheduler:
             self._work.saves[name] = key
 
     def work(self, scheduler_output: Any) -> EncoderWork:
-        """Return the orders of a step. If the step computes nothing, wait shortly for an answer."""
+        """Return the orders of a step. If the step computes no tokens, first wait shortly for an answer."""
         self._cached.difference_update(scheduler_output.free_encoder_mm_hashes)
         if self._inputs and not scheduler_output.total_num_scheduled_tokens:
             wait([known.answer for known in self._inputs.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
@@ -288,7 +289,7 @@ class EncoderScheduler:
                 del self._inputs[name]
 
     def forget_everything(self, epoch: str) -> None:
-        """Stop finding what was saved before: the weights may have changed."""
+        """Stop finding embeddings that were saved before, because the weights may have changed."""
         self._epoch = epoch
         self._keys.clear()
         self._inputs.clear()
@@ -297,7 +298,7 @@ class EncoderScheduler:
     # -- inside --------------------------------------------------------------------------------------
 
     def _key(self, request: Any, at: int) -> EmbeddingKey | None:
-        """Return the key of an input of a request, None if it goes without the store."""
+        """Return the key of an input of a request; None if the store is not used for it."""
         known = self._keys.setdefault(request.request_id, {})
         if at not in known:
             known[at] = self._new_key(request, at)
@@ -316,7 +317,7 @@ class EncoderScheduler:
         return EmbeddingKey(identity, content, request.get_num_encoder_embeds(at))
 
     def _look_up(self, name: str, key: EmbeddingKey) -> _Input | None:
-        """Start to look an input up. Return None if there is no room for its embedding."""
+        """Start the lookup of an input. Return None if there is no room for its embedding."""
         nbytes = key.rows * key.shape[1] * key.dtype.itemsize if self._loads else 0
         held = sum(known.nbytes for known in self._inputs.values())
         if held and held + nbytes > _MOST_HELD_BYTES:
@@ -327,7 +328,7 @@ class EncoderScheduler:
         return known
 
     def _find(self, key: EmbeddingKey) -> _Held | None:
-        """Find an embedding, here or on other hosts, and load it. On the thread for lookups."""
+        """Find an embedding, here or on other hosts, and load it. Runs on the thread for lookups."""
         store, prompt = self._stores.of(key.identity), key.prompt
         hit = store.find(prompt)
         if hit is not None and not hit.tokens and hit.remote_tokens:
@@ -343,7 +344,7 @@ class EncoderScheduler:
         return _Held(embedding_of(pages, key)) if tokens == len(prompt) else None
 
     def _waits(self, known: _Input) -> bool:
-        """Return whether an input is still under way. An answer that is late is not waited for any more."""
+        """Return whether a lookup is still under way. A lookup that missed its deadline becomes a miss."""
         if known.answer.done():
             return False
         if self._clock() < known.ends:
@@ -353,7 +354,7 @@ class EncoderScheduler:
         return False
 
     def _found(self, known: _Input) -> _Held | None:
-        """Return the answer for an input, which has arrived."""
+        """Return the answer for an input, after it has arrived."""
         error = known.answer.exception()
         if error is not None:
             self._errors.caught("looking up an embedding", error)
@@ -362,7 +363,7 @@ class EncoderScheduler:
 
 
 class EncoderWorker:
-    """The worker's half; see the module. ``saves``: this worker saves what is computed."""
+    """The worker's half; see the module. ``saves`` says whether this worker saves computed embeddings."""
 
     def __init__(
         self, settings: EncoderSettings, errors: ErrorLog, counters: ConnectorCounters, *, saves: bool
@@ -378,7 +379,7 @@ class EncoderWorker:
                 encoder_cache[name] = embedding.to(device)
 
     def save(self, work: EncoderWork, encoder_cache: Mapping[str, torch.Tensor], name: str) -> None:
-        """Start to save an embedding that the encoder has computed, if that was ordered."""
+        """Start to save an embedding that the encoder has computed, if a save was ordered."""
         key = work.saves.get(name)
         if key is None or not self._saves:
             return
@@ -389,7 +390,7 @@ class EncoderWorker:
             self._errors.warn("saving an embedding", str(error))
 
     def wait_saved(self, timeout_s: float) -> None:
-        """Wait at most ``timeout_s`` seconds until what was saved can be found by other engines."""
+        """Wait at most ``timeout_s`` seconds until other engines can find the saved embeddings."""
         self._stores.wait_saved(timeout_s)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The connector for embeddings that vLLM loads. It delegates to its two halves (``embeddings.py``) and
-contains errors: an embedding that fails is computed.
+"""The connector for embeddings, as vLLM loads it. It calls its two halves (``embeddings.py``) and catches
+their errors. After an error, vLLM encodes the input itself.
 
 vLLM creates one object in its scheduler's process and one in each worker, as for the KV connector. The
-scheduler's half knows the identity of embeddings; the workers receive it with the orders.
+scheduler's half knows the identity of embeddings. The workers receive it with the orders.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from tierstore_connectors.vllm.watch import ChangeWatcher, watch_engines
 # Counters of both halves, exported as ``vllm:tierstore_encoder_found`` and so on.
 _COUNTERS = {
     "lookups": "Inputs looked up, such as images",
-    "found": "Inputs whose embeddings were not computed, because the store has them",
+    "found": "Inputs found in the store, and not encoded",
     "loaded_bytes": "Bytes of embeddings loaded",
     "late_lookups": "Lookups of embeddings that missed the deadline",
-    "failed_loads": "Embeddings that were found and could not be loaded, and were computed",
+    "failed_loads": "Embeddings that were found, could not be loaded, and were computed",
     "saved_tokens": "Rows of embeddings saved, in whole pages",
     "not_saved_tokens": "Rows of embeddings that could not be stored",
     "errors": "Errors caught by the connector",
@@ -80,11 +80,11 @@ class EncoderReport(ECConnectorWorkerMetadata):
 
 
 def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Answer as an empty cache does."""
+    """Return None, as an empty cache does."""
 
 
 class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
-    """Embeddings in a tierstore daemon. See the module ``embeddings``."""
+    """The connector for embeddings in a tierstore daemon. See the module ``embeddings``."""
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -174,8 +174,8 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
 
     @guarded(lambda self, finished_req_ids: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Wait for the saves of a step in an engine that only encodes: the next engine asks for them at
-        once. No other engine waits."""
+        """In an engine that only encodes, wait for the saves of a step, because the next engine asks for them
+        at once. Other engines do not wait."""
         work = self._work()
         if not self.is_consumer and work is not None and work.saves and self._worker is not None:
             self._worker.wait_saved(self._settings.load_s)
@@ -193,7 +193,7 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
     # -- the scheduler's half ----------------------------------------------------------------------------
 
     def _trusted(self) -> EncoderScheduler | None:
-        """Return the scheduler's half after it has forgotten embeddings that may belong to other weights."""
+        """Return the scheduler's half. First make it forget embeddings that may belong to other weights."""
         if self._changed and self._scheduler is not None:
             self._scheduler.forget_everything(uuid.uuid4().hex)
         self._changed = False
@@ -237,8 +237,9 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
 
 
 def _identities(config: Any, settings: EncoderSettings) -> Callable[[str], Identity]:
-    """Return the function that returns the identity of a modality's embeddings. Its width is what vLLM has
-    measured, which only engines that produce embeddings do, or that of the language model's inputs."""
+    """Return a function that returns the identity of a modality's embeddings. Their width is the one that
+    vLLM has measured. Engines that do not encode measure none, and use the width of the language model's
+    inputs."""
     sampled = settings.hash_weights == "sample"
     weights = weights_revision(config, settings.namespace, sampled=sampled)
     model = model_digest(config, vllm.__version__, [], _device_name(), settings.namespace, os.environ)
@@ -254,7 +255,8 @@ def _identities(config: Any, settings: EncoderSettings) -> Callable[[str], Ident
 
 
 def _is_first_rank() -> bool:
-    """Return whether this worker is the first of its tensor parallel group: all have the same embeddings."""
+    """Return whether this worker is the first of its tensor parallel group, whose workers have the same
+    embeddings."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return bool(get_tp_group().rank_in_group == 0)

@@ -132,7 +132,7 @@ def _name(thing: Any) -> str:
 
 def _described_fields(config: Any) -> dict[str, Any] | None:
     if getattr(config, "ec_connector", None) == "TierStoreECConnector":
-        return None  # as without one: its embeddings are those that the encoder would make
+        return None  # as without a connector: the embeddings equal the encoder's own
     names = {name for cls in type(config).__mro__ for name in HARMLESS.get(cls.__name__, ())}
     found = {
         each.name: described(getattr(config, each.name, None))

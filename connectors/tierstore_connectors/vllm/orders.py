@@ -81,7 +81,7 @@ class PromptUpdate:
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """An order to fill these blocks. It needs the prompt's first ``chunks`` chunks in the store. ``size`` is
-    0 for the worker's own pages, or says which of ``Shard.others`` has them, from 1 on."""
+    0 for the worker's own pages; ``n`` stands for item ``n - 1`` of ``Shard.others``."""
 
     request: str
     chunks: int

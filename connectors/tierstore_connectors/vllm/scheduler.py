@@ -174,7 +174,7 @@ def _require_tokens(request: Any) -> None:
     }
     if given := [name for name, value in more.items() if value is not None]:
         raise UnsupportedError(
-            f"share_engines: requests with {' or '.join(given)} go without the cache, because pages that "
+            f"share_engines: requests with {' or '.join(given)} bypass the cache, because pages that "
             "engines share are found by tokens only"
         )
 

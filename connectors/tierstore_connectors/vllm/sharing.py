@@ -1,15 +1,15 @@
-"""vLLM's half of pages that engines share: where keys and values lie in its blocks, and who may share them.
+"""Shared pages in vLLM: the places of keys and values in its blocks, and the refusals.
 
 vLLM registers one tensor per layer, ``[blocks, kv_heads, tokens, 2 × head_dim]``, with any strides
-(``layout.py``). The attention backend decides the order within a block of a head. These backends are known by
-name, and any other refuses sharing:
+(``layout.py``). The attention backend decides the order within one head of a block. These backends are known
+by name. Any other backend refuses sharing:
 
 - ``CPU_ATTN`` with its portable kernels: K as ``[head_dim, tokens]``, then V as ``[tokens, head_dim]``
-  (csrc/cpu/cpu_attn_vec.hpp, 0.32). Its kernels for AMX and NEON pack further, and are refused.
+  (csrc/cpu/cpu_attn_vec.hpp, 0.32). Its kernels for AMX and NEON use other orders, and are refused.
 - ``FLASH_ATTN`` and ``TRITON_ATTN``: each token has its K, then its V.
 
-vLLM may cut a block into smaller ones for a kernel. Then the tensor counts these, and ``pieces`` of them
-make a block.
+vLLM may divide a block into smaller blocks for a kernel. The tensor then has the smaller blocks, ``pieces``
+for each block.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupShard, Rank
 from tierstore_connectors.vllm.worker import LoadSource, WorkerGroup
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_TRANSPOSED = frozenset({"vec", "vec16"})  # kernels of CPU_ATTN that keep K transposed and pack nothing
-_FORMATS = ("auto", "safetensors", "hf")  # of weights: all bytes of their files count
+_TRANSPOSED = frozenset({"vec", "vec16"})  # kernels of CPU_ATTN with K transposed, and no other change
+_FORMATS = ("auto", "safetensors", "hf")  # formats of weights that the digest of the files covers
 _BY_TOKEN = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 
 
@@ -65,8 +65,8 @@ def model_identity(config: Any, settings: VllmSettings, chunk_tokens: int) -> Id
 
 
 def _require_plain(config: Any) -> None:
-    """Raise :class:`~tierstore.errors.UsageError` if this engine computes the model in another way than its
-    files say."""
+    """Raise :class:`~tierstore.errors.UsageError` if vLLM's options change the model that its files
+    describe."""
     model, cache = config.model_config, config.cache_config
     given = {
         "--quantization": model.quantization,
@@ -81,7 +81,7 @@ def _require_plain(config: Any) -> None:
         "a pooling model": None if model.runner_type == "generate" else model.runner_type,
     }
     if changes := [name for name, value in given.items() if value is not None]:
-        raise refusal(f"{', '.join(changes)} may change KV, so pages are this engine's own")
+        raise refusal(f"{', '.join(changes)} may change KV")
 
 
 class SharedBlocks(BlockConverter):
@@ -97,7 +97,7 @@ class SharedBlocks(BlockConverter):
 BlocksOf: TypeAlias = (
     "Callable[[str, EngineBlocks, PartSource, Mapping[int, torch.Tensor]], GroupBlockCopies]"
 )
-"""Makes the copies between blocks of these tensors (by layer) and pages of a layout."""
+"""A function that makes the copies between blocks of tensors (by layer) and pages of a layout."""
 
 
 def host_blocks(
@@ -135,7 +135,7 @@ class SharedModel:
         [kept] = spec.groups
         for name, tensor in tensors.items():
             if str(tensor.dtype) != f"torch.{spec.dtype}":
-                raise refusal(f"KV of {name} is in {tensor.dtype}, and the model in {spec.dtype}")
+                raise refusal(f"KV of {name} is in {tensor.dtype}, but the model is in {spec.dtype}")
         by_layer = {numbers[name]: tensor for name, tensor in tensors.items()}
         blocks = engine_blocks(
             by_layer,
@@ -176,7 +176,7 @@ class SharedModel:
                 mine = kept.layers if self._rank.pipelines == 1 else layers
                 if set(mine) == set(layers):
                     return identity
-        raise refusal(f"vLLM keeps the layers {sorted(layers)} in a group of their own")
+        raise refusal(f"vLLM has a KV cache group of the layers {sorted(layers)}, and shared pages do not")
 
     def _part(self, kv_heads: int, layers: Sequence[int]) -> PagePart:
         rank = self._rank
@@ -211,9 +211,10 @@ def engine_blocks(
     head_dim: int,
     tables: Sequence[Sequence[int]] = (),
 ) -> EngineBlocks:
-    """Return where K and V lie in tensors ``[blocks, heads, tokens, 2 × head_dim]``, by layer. ``backends``:
-    for example ``FLASH_ATTN`` or ``CPU_ATTN(vec)``. ``tables`` has the layers of each block table, if there
-    are several. Raises :class:`~tierstore.errors.UsageError` for a backend or a shape that is not known."""
+    """Return the places of K and V in tensors ``[blocks, heads, tokens, 2 × head_dim]``, by layer.
+    ``backends``: for example ``FLASH_ATTN`` or ``CPU_ATTN(vec)``. ``tables`` has the layers of each block
+    table, if there are several. Raises :class:`~tierstore.errors.UsageError` for a backend or a shape that is
+    not known."""
     layers: dict[int, Sequence[Vectors]] = {}
     shapes = set()
     for layer, tensor in tensors.items():
@@ -230,7 +231,7 @@ def engine_blocks(
 
 
 def _vectors(tensor: torch.Tensor, backend: str, head_dim: int) -> tuple[Vectors, Vectors]:
-    """Return where K and V of one layer lie."""
+    """Return the places of K and V of one layer."""
     item, tokens = tensor.element_size(), tensor.shape[2]
     block, head, token, last = (stride * item for stride in tensor.stride())
     address, width = tensor.data_ptr(), head_dim * item

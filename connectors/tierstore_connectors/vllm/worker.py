@@ -63,7 +63,7 @@ class WorkerGroup:
     layout: PageLayout
     blocks: GroupBlockCopies
     others: tuple[tuple[LoadSource, ...], ...] = ()
-    """Pages of engines of other sizes that its blocks can be loaded from, as in ``Shard.others``."""
+    """Pages of engines of other sizes, from which this worker can load its blocks, as in ``Shard.others``."""
 
     def sources(self, size: int) -> Sequence[LoadSource]:
         """Return the pages to load together, for the ``size`` of a :class:`LoadOrder`."""
@@ -122,8 +122,8 @@ class _KnownPrompt:
 def _shared_pages(
     pages: GroupShard, identity: Identity, tokens: bytes, chunks: range, model: Identity, chunk_tokens: int
 ) -> tuple[Prompt, int]:
-    """Return what :meth:`_KnownPrompt.pages` does for pages that engines share: their keys and names are made
-    from the tokens."""
+    """Return the pages as :meth:`_KnownPrompt.pages` does, with keys and names made from tokens, for pages
+    that engines share."""
     if not kept_by_name(pages.rule):
         encoded = np.frombuffer(tokens, TOKEN_DTYPE)
         return Prompt(identity, encoded, chunk_tokens=chunk_tokens), chunks.start

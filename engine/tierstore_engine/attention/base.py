@@ -164,8 +164,8 @@ class WithoutFirst(Attention):
     """Attention over the pages of ``inner`` in which no token sees its sequence's token 0.
 
     Token 0 is written as zeros. So its score is 0, and its part of the softmax is ``exp(-lse)`` and adds
-    nothing to the output. Dividing the output by the rest of the softmax leaves out this part exactly. The
-    output of token 0 itself has no meaning.
+    nothing to the output. Dividing the output by the rest of the softmax leaves out this part exactly. Do not
+    use the output of token 0 itself.
     """
 
     def __init__(self, inner: Attention) -> None:

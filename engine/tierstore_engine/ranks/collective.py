@@ -1,4 +1,4 @@
-"""Sums over all ranks, and the parts of the logits brought to rank 0, by gloo on this host's loopback."""
+"""Sums over all ranks, and logits gathered at rank 0, by gloo over this host's loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_S = 3600.0
 
 @dataclass(slots=True)
 class Traffic:
-    """The tensors that this rank handed to collectives. ``summed_bytes`` are those of all sums."""
+    """The number and bytes of the tensors that this rank passed to sums and to gathers."""
 
     sums: int = 0
     summed_bytes: int = 0
@@ -26,8 +26,8 @@ class Traffic:
     gathered_bytes: int = 0
 
     def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that this rank sends if sums go round in a ring: ``2 (n - 1) / n`` of each tensor
-        (Patarasuk and Yuan 2009). Rank 0 receives what is gathered, and the other ranks send it.
+        """Return the bytes that this rank sends if sums use a ring: ``2 (n - 1) / n`` of each tensor
+        (Patarasuk and Yuan 2009). Gathers do not count, because rank 0 only receives them.
 
         >>> Traffic(sums=1, summed_bytes=1000).sent_bytes(4)
         1500.0
@@ -43,15 +43,16 @@ class Ranks(Protocol):
         """Return the sum of all ranks' ``x``, with the same bits in each. ``x`` may be overwritten."""
 
     def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        """Return at rank 0 the parts of all ranks side by side: ``total`` columns. Other ranks get ``part``
-        back."""
+        """At rank 0, return the parts of all ranks side by side: ``total`` columns. At other ranks, return
+        ``part``."""
 
 
 class Collective:
     """:class:`Ranks` of one process, by gloo."""
 
     def __init__(self, share: Share, meeting: str) -> None:
-        """``meeting`` is a file, at first missing, at which all ranks meet. Blocks until all have come."""
+        """Connect all ranks through the file ``meeting``, which does not exist yet. Block until all are
+        connected."""
         self.share = share
         self.traffic = Traffic()
         gloo = _distributed.ProcessGroupGloo

@@ -1,4 +1,4 @@
-"""Messages between rank 0 and another rank, pickled, over a socket that only the two have."""
+"""Messages between rank 0 and another rank, pickled, over a private socket pair."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tierstore_engine.step import Step
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The first message. ``groups`` are the layouts of the layer groups' pages. ``fd`` is the descriptor of
-    the pools' memory, which the process inherits. It has ``large_pages`` large pages. ``digest`` is that of
-    the weights that rank 0 has."""
+    """The first message. ``groups`` are the layouts of the layer groups' pages. ``fd`` is the inherited
+    descriptor of the pools' memory, which has ``large_pages`` large pages. ``digest`` is the digest of rank
+    0's weights."""
 
     opened: OpenModel
     share: Share
@@ -30,7 +30,7 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True)
 class RankPing:
-    """A question whether the process is alive. It is answered also during a step."""
+    """A question whether the process is alive. The process answers during a step, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """The rank ends, because of an error."""
+    """The rank ends because of an error."""
 
     why: str
 

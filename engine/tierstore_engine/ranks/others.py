@@ -1,7 +1,7 @@
 """The processes of the other ranks, as rank 0 sees them.
 
-A rank may die or hang while rank 0 waits for it in a sum. A thread pings all ranks. If one has ended or does
-not answer, the thread notes why and kills all of them. Then the sum ends with an error, and the step with
+A rank may die or hang while rank 0 waits for it in a sum. So a thread pings all ranks. If a rank has ended or
+does not answer, the thread notes the reason and kills all ranks. Then the sum fails, and the step raises
 :class:`~tierstore_engine.errors.RankLostError`. Pages of that step are never saved, because the engine saves
 pages after the step has returned.
 """
@@ -30,24 +30,24 @@ from tierstore_engine.tokenizer import ByteTokenizer
 
 _PING_S = 1.0
 _SILENT_S = 8.0
-"""A rank that has not answered for this long hangs. It answers also during a step."""
+"""A rank that does not answer for this long counts as hanging. Ranks answer during a step, too."""
 _START_S = 600.0
-_REASON_S = 2.0  # how long a failed step waits for the reason
+_REASON_S = 2.0  # a failed step waits at most this long for the watcher's reason
 
 
 class Others:
-    """All ranks but rank 0, each with its process. Started when this is made."""
+    """All ranks but rank 0, and their processes. The constructor starts them."""
 
     def __init__(self, model: LoadedModel, pools: Sequence[PagePool], meeting: str) -> None:
-        """``meeting`` is the file at which the collectives of all ranks meet."""
+        """``meeting`` is the file through which the collectives of all ranks connect."""
         assert model.divided is not None
         count = model.divided.ranks
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: dict[Connection[ToRank, FromRank], int] = {}  # the index of the process
         self._sending = threading.Lock()
-        self._lost: str | None = None  # why; set once
-        self._found = threading.Event()  # that a rank is lost
-        self._started = threading.Event()  # or lost
+        self._lost: str | None = None  # the reason; set once, when a rank is lost
+        self._found = threading.Event()  # set when a rank is lost
+        self._started = threading.Event()  # set when all ranks are ready, or one is lost
         self._closing = False
         self._former_threads = torch.get_num_threads()
         threads = max((os.cpu_count() or 1) // count, 1)
@@ -85,7 +85,7 @@ class Others:
         connection.send(setup)
 
     def send(self, message: ToRank) -> None:
-        """Send a message to each rank, but not to one that has ended: the watcher finds it."""
+        """Send a message to each rank. Ignore a rank that has ended: the watcher finds it."""
         with self._sending:
             self._send(message)
 
@@ -107,8 +107,9 @@ class Others:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Return a context for what all ranks do together. An error of this rank in it is one of a lost rank,
-        or causes the loss of all: they are no longer at the same point. Raises :class:`RankLostError`."""
+        """Return a context for work that all ranks do together. An error of rank 0 in this context follows
+        from a lost rank, or ends all ranks, because they are no longer at the same point. Raises
+        :class:`RankLostError`."""
         self.check()
         try:
             yield
@@ -148,7 +149,7 @@ class Others:
             for connection in heard.keys() - starting:
                 if now - heard[connection] > _SILENT_S:
                     self._lose(f"{self._name(connection)} has not answered for {_SILENT_S:g} s")
-            # Not while another thread sends, because that may wait for a rank that hangs.
+            # Do not wait for a thread that sends: it may wait for a rank that hangs.
             if now - pinged > _PING_S and self._sending.acquire(blocking=False):
                 try:
                     self._send(RankPing())
@@ -157,7 +158,7 @@ class Others:
                 pinged = now
 
     def _receive(self, connection: Connection[ToRank, FromRank]) -> bool:
-        """Receive a message, or the end of a rank. Return whether the rank has its weights."""
+        """Receive a message, or notice the end of a rank. Return whether the rank is ready."""
         try:
             message = connection.recv()
         except (EOFError, OSError):

@@ -30,8 +30,8 @@ class RankedRunner:
 
     @classmethod
     def start(cls, model: LoadedModel, pools: Sequence[PagePool]) -> RankedRunner:
-        """Start a process for each further rank of a divided model, and block until all have their weights.
-        The memory of ``pools`` is shared. Raises :class:`RankLostError` if a rank ends before."""
+        """Start a process for each other rank of a divided model. Block until all ranks have their weights.
+        The memory of ``pools`` is shared. Raises :class:`RankLostError` if a rank ends before that."""
         assert model.divided is not None
         share = Share(0, model.divided.ranks)
         with tempfile.TemporaryDirectory(prefix="tierstore-ranks-") as folder:
@@ -55,7 +55,7 @@ class RankedRunner:
 
     @property
     def traffic(self) -> Traffic:
-        """The tensors that rank 0 handed to collectives."""
+        """The tensors that rank 0 passed to collectives."""
         return self._ranks.traffic
 
     def compute(self, step: Step) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The share of a model that each rank computes, and its part of the weights."""
+"""The share of a model that each rank computes, and the weights of that share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Share:
         return self.rank == 0
 
     def cut(self, total: int) -> range:
-        """Return this rank's part of ``total`` things. The parts of all ranks differ by one at most.
+        """Return this rank's part of ``total`` items. The sizes of two parts differ by at most one.
 
         >>> [Share(rank, 3).cut(8) for rank in range(3)]
         [range(0, 2), range(2, 5), range(5, 8)]
@@ -47,7 +47,7 @@ class Share:
 
     def heads(self, heads: int, kv_heads: int) -> tuple[range, range]:
         """Return this rank's query heads and KV heads. If there are fewer KV heads than ranks, several ranks
-        have the same one.
+        have the same KV head.
 
         >>> [Share(rank, 2).heads(9, 3) for rank in range(2)]
         [(range(0, 3), range(0, 1)), (range(3, 9), range(1, 3))]
@@ -72,8 +72,8 @@ def divides_attention(config: ModelConfig) -> bool:
 
 
 def check_ranks(config: ModelConfig, count: int) -> None:
-    """Raise :class:`UsageError` if there is nothing to divide, or if one of ``count`` ranks would get nothing
-    of a divided part."""
+    """Raise :class:`UsageError` if the model has nothing to divide, or if a divided part is too small for
+    ``count`` ranks."""
     if not config.attends or config.shared is not None:
         what = "blocks that layers share" if config.shared is not None else "recurrent states"
         raise UsageError(f"--tensor-parallel divides attention and MLPs: this model has only {what}")
@@ -89,7 +89,7 @@ def check_ranks(config: ModelConfig, count: int) -> None:
     for name, number in parts.items():
         if number < count:
             raise UsageError(
-                f"--tensor-parallel {count}: the model has {number} {name}, so give at most that"
+                f"--tensor-parallel {count}: the model has only {number} {name}, so give at most {number}"
             )
     if divides_attention(config) and config.latent is None:
         least = min(len(Share(rank, count).heads(config.heads, config.kv_heads)[0]) for rank in range(count))
@@ -101,7 +101,7 @@ def check_ranks(config: ModelConfig, count: int) -> None:
 
 
 def config_of(config: ModelConfig, share: Share) -> ModelConfig:
-    """Return the configuration that a rank computes with: it counts the rank's heads only."""
+    """Return the configuration of a rank: its heads are the rank's heads only."""
     if not divides_attention(config):
         return config
     if config.latent is not None:
@@ -114,9 +114,9 @@ def config_of(config: ModelConfig, share: Share) -> ModelConfig:
 def read_share(
     config: ModelConfig, source: Path | None, share: Share, *, seed: int
 ) -> tuple[ModelWeights, str]:
-    """Return a rank's part of the weights of a checkpoint, or of random ones from ``seed``, and the digest of
-    all weights (as of :func:`~tierstore_engine.weights.digest_weights`). This needs memory for the part, one
-    layer, the embeddings and the head.
+    """Return a rank's part of a checkpoint's weights, or of random weights from ``seed``. Also return the
+    digest of all weights, as :func:`~tierstore_engine.weights.digest_weights` does. All weights are read, and
+    memory is needed for the part, one whole layer, the embeddings and the head.
 
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
@@ -124,7 +124,7 @@ def read_share(
     layers = _Layers(config, make, share)
     embed, norm = make.matrix(config.vocab_size, config.hidden_size), make.norm()
     head = embed if config.tied_embeddings else make.matrix(config.vocab_size, config.hidden_size)
-    # Its slots are filled in order, so that one layer at a time is whole.
+    # The slots are filled in order, so only one layer at a time is whole.
     whole = ModelWeights(embed, cast("tuple[LayerWeights, ...]", layers), norm, head)
     digest = WeightsDigest()
     for slot in fill(config, whole, source, seed=seed):
@@ -134,7 +134,7 @@ def read_share(
 
 
 class _Layers:
-    """The layers of a model, made one by one. ``kept`` has a rank's part of those before the newest."""
+    """The layers of a model, made one by one. ``kept`` has a rank's part of each layer before the newest."""
 
     def __init__(self, config: ModelConfig, make: Maker, share: Share) -> None:
         self.kept: list[LayerWeights] = []
@@ -150,7 +150,7 @@ class _Layers:
 
 
 def part_of(config: ModelConfig, layer: LayerWeights, share: Share) -> LayerWeights:
-    """Return a rank's part of a layer: copies of what is divided, and the rest as it is."""
+    """Return a rank's part of a layer. Divided tensors are copied; the others are the layer's own."""
     mixer = _mixer(config, layer.mixer, share)
     if isinstance(layer.mlp, ExpertsWeights):
         return replace(layer, mixer=mixer, mlp=_experts(config, layer.mlp, share))

@@ -1,8 +1,8 @@
 """The process of a rank other than 0: ``python -m tierstore_engine.ranks.worker FD``.
 
-One thread receives: it answers pings at once, and ends the process when rank 0 has gone. The main thread
-computes the steps. An error ends the process with a message to rank 0, because the other ranks then wait for
-it in a sum.
+One thread receives messages. It answers pings at once, and ends the process when rank 0 has ended. The main
+thread computes the steps. After an error, the process reports it to rank 0 and ends, because the other ranks
+wait for this rank in a sum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierstore_engine.step import Step
 
 
 class Wire:
-    """The connection to rank 0. Messages other than pings come out of :meth:`next`."""
+    """The connection to rank 0. :meth:`next` returns all messages except pings."""
 
     def __init__(self, connection: Connection[FromRank, ToRank]) -> None:
         self._connection = connection
@@ -60,11 +60,13 @@ class Wire:
                 else:
                     self._received.put(message)
         except (EOFError, OSError):
-            os._exit(0)  # rank 0 has gone: the main thread may be in a sum, which would never end
+            os._exit(0)  # rank 0 has ended: a sum in the main thread would never end
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 ends in order
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to all processes; rank 0 ends the others
     wire = Wire(Connection(int(sys.argv[1])))
     try:
         setup = wire.next()
@@ -85,7 +87,9 @@ def _model(setup: RankSetup, wire: Wire) -> Model:
     config = setup.opened.config
     weights, digest = read_share(config, setup.opened.source, setup.share, seed=setup.seed)
     if digest != setup.digest:
-        raise TierStoreError("its weights differ from those of rank 0: the checkpoint was changed meanwhile")
+        raise TierStoreError(
+            "its weights differ from those of rank 0: the checkpoint changed while the engine started"
+        )
     specs = [KVSpec.parse(group) for group in setup.groups]
     pools = attach_group_pools(specs, setup.fd, setup.large_bytes, setup.large_pages)
     own = config_of(config, setup.share)

@@ -264,7 +264,7 @@ def test_requests_that_more_than_tokens_decide_go_without_the_cache(engine, capl
     first.save("saved", TOKENS, BLOCKS)
     assert first.matched(Request("salted again", TOKENS, cache_salt="tenant")) == 0
     assert first.matched(Request("plain", TOKENS)) == 4 * CHUNK
-    assert "requests with a cache_salt go without the cache" in caplog.text
+    assert "requests with a cache_salt bypass the cache" in caplog.text
     first.errors.counts.clear()
 
 
@@ -290,7 +290,7 @@ def test_kv_in_another_dtype_is_refused(engine):
     shared = SharedModel(engine.model, LAYERS, Rank(0, 1, 0, 1), [])
     halves = {name: tensor.half() for name, tensor in worker.tensors.items()}
     layout = worker.half._groups[0].layout
-    with pytest.raises(UsageError, match=r"is in torch\.float16, and the model in float32"):
+    with pytest.raises(UsageError, match=r"is in torch\.float16, but the model is in float32"):
         shared.worker_group(group, layout, halves, dict.fromkeys(NAMES, "FLASH_ATTN"))
 
 

@@ -72,7 +72,7 @@ def test_an_operator_forgets_a_tenant_and_gets_a_signed_receipt(daemon, tmp_path
         (["forget", "--tenant", "a", "--sign", "nothing.pem"], "cannot read a private key in nothing.pem"),
         (["serve", "--disk-key", "nothing"], "encrypts the disk tier, and there is none"),
         (["serve", "--disk", "d", "--disk-key", "nothing"], "cannot read the disk key in nothing"),
-        (["serve", "--disk", "d", "--disk-keyring", "ring"], "of no use without disk_key"),
+        (["serve", "--disk", "d", "--disk-keyring", "ring"], "disk_keyring needs disk_key"),
         (["serve", "--disk", "d", "--disk-key", "k", "--cluster", "etcd://h:1"], "leave one of the two out"),
         (["disk-key", "rotate", "nothing", "new"], "there is no keyring nothing.ring: give --keyring"),
     ],

@@ -19,7 +19,8 @@ _CONNECT_S = 2.0
 
 
 def checks(url: str) -> Iterator[Check]:
-    """Check what an address needs. Raise :class:`~tierstore.errors.UsageError` for a malformed one."""
+    """Check the requirements of an address. Raise :class:`~tierstore.errors.UsageError` if it is
+    malformed."""
     check_url(url)
     yield from _object_store(url) if is_object_store(url) else _mooncake(url)
 
@@ -36,7 +37,7 @@ def _object_store(url: str) -> Iterator[Check]:
     try:
         first = next(bucket.list("bundles"), None)
     except SharedStoreError as error:
-        yield fail("object store", str(error), "correct this. The daemon works without it")
+        yield fail("object store", str(error), "correct the cause. The daemon also works without the bucket")
     else:
         what = "answers" if first is not None else "answers; it has no pages below this prefix yet"
         yield ok("object store", f"bucket {bucket.address.bucket} {what}")

@@ -1,31 +1,32 @@
 """The keys of an encrypted disk tier, in one file outside of the store's directory.
 
 **Three levels.** The *master key* is the operator's: 32 bytes in a file, or printed by a command. It opens
-the *keyring*, a file that holds a random ring key, wrapped by the master key, and a *data key* for each
-tenant and model, wrapped by the ring key. A data key never leaves this process in any other form. All
-wrapping is AES-256-GCM, and a wrapped data key names its tenant and model, so that two entries cannot be
-exchanged.
+the *keyring*, a file outside of the store's directory. The keyring holds a random ring key, wrapped by the
+master key, and a *data key* for each tenant and model, wrapped by the ring key. A data key leaves this
+process in wrapped form only. All wrapping is AES-256-GCM. A wrapped data key contains the names of its tenant
+and model, so that two entries cannot be exchanged.
 
-**Why the keyring is not in the store's directory.** A tenant is forgotten by overwriting its entries. A copy
-of the directory that was made before has the tenant's pages, but no key. If the wrapped keys were in the
-directory, the copy would have them too, and the master key opens all of them. So :meth:`Keyring.open` refuses
-a path inside of the directory. For the same reason, a *backup of the keyring* made before a forget still
-opens the tenant's pages in a backup of the directory. Keep fewer backups of the keyring than of the
-directory, or none: a lost keyring costs a cache, and no data.
+**Why the keyring is not in the store's directory.** A forget overwrites the tenant's entries. An earlier copy
+of the directory has the tenant's pages, but no key. If the directory held the wrapped keys, the copy would
+hold them too, and the master key would open them. So :meth:`Keyring.open` refuses a path inside of the
+directory. A *backup of the keyring* from before the forget still opens the tenant's pages in a backup of the
+directory. Keep fewer backups of the keyring than of the directory, or none: a lost keyring costs a cache, and
+no data.
 
-**How a data key is forgotten.** Each entry has a slot of its own. Its bytes are overwritten in place and
-synced before :meth:`Keyring.drop` returns. A crash in between leaves an entry that is whole, or one that does
-not open. In place, because a new file beside the old one would leave the old entries in free blocks. On SSDs,
-and on file systems that copy on write, the old block may survive until the device or the file system reuses
-it. There, only the destruction of the master key is final: rotate to a new one, and destroy the old one.
+**How a data key is forgotten.** Each entry has a slot of its own. :meth:`Keyring.drop` overwrites the slot in
+place and syncs it before it returns. A crash in between leaves an entry that is whole, or one that does not
+open. A new file beside the old one would leave the old entries in free blocks, so the file is not replaced.
+On SSDs, and on file systems that copy on write, the old block may survive until the device or the file system
+reuses it. There, only the destruction of the master key is final: rotate to a new one, and destroy the old
+one.
 
-**Rotation.** The ring key is replaced together with the master key, and wraps the data keys again, in a new
-file with the name of the old one. No page changes. Remains of the old file open only with the
-old master key.
+**Rotation.** The ring key is replaced together with the master key. The new ring key wraps the data keys in a
+new file, which takes the name of the old one. No page changes. Remains of the old file open only with the old
+master key.
 
 **Memory.** Data keys are in memory that is locked (never swapped) and left out of core dumps. Python copies a
-key for each use, and OpenSSL expands it: these copies are short-lived, but nothing erases them, and they may
-be in a dump. No key is in a ``repr``, a log line or an exception.
+key for each use, and OpenSSL expands it. These copies are short-lived, but nothing erases them, and a dump
+may contain them. No key is in a ``repr``, a log line or an exception.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _MOST_NAME_BYTES = 400  # most bytes of a name in an entry; longer names are has
 
 
 class Scope(NamedTuple):
-    """The pages that a data key is for."""
+    """A tenant and a model: the pages that one data key encrypts."""
 
     tenant: str  # as in the identities of its pages
     model: str
@@ -135,11 +136,11 @@ class SecretMemory:
 
 
 def read_master_key(source: str) -> bytes:
-    """Return the master key in the file ``source``, or that ``command:COMMAND`` prints: 64 hexadecimal
-    digits.
+    """Return the master key. ``source`` is a file, or ``command:COMMAND`` for a command that prints it. Both
+    have 64 hexadecimal digits.
 
-    The command runs without a shell, and may take 30 s. Raise :class:`UsageError` for a file that does not
-    exist or that other users can read, for a command that fails, and for anything but such a key.
+    The command runs without a shell, for at most 30 s. Raise :class:`UsageError` for a file that does not
+    exist or that other users can access, for a command that fails, and for a malformed key.
     """
     if source.startswith(_COMMAND):
         text = _printed(source.removeprefix(_COMMAND))
@@ -176,7 +177,7 @@ def _printed(command: str) -> bytes:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
-        # Neither the output nor the command's arguments, which may be secret.
+        # The message has neither the output nor the command's arguments: both may be secret.
         raise UsageError(
             f"the command for the disk key failed ({type(error).__name__}): run it by hand"
         ) from None
@@ -184,7 +185,7 @@ def _printed(command: str) -> bytes:
 
 
 def make_master_key(path: Path) -> None:
-    """Write a new master key to ``path``, which only its owner can read. Raise :class:`UsageError` if the
+    """Write a new master key to ``path``. Only the file's owner can read it. Raise :class:`UsageError` if the
     file exists or cannot be written."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -199,7 +200,7 @@ def make_master_key(path: Path) -> None:
 
 
 def keyring_path(source: str, given: Path | None) -> Path:
-    """Return the keyring's path: as ``given``, or beside the master key's file. Raise :class:`UsageError` if
+    """Return the keyring's path: ``given``, or a file beside the master key's. Raise :class:`UsageError` if
     the key comes from a command and no path is given."""
     if given is not None:
         return given
@@ -218,8 +219,8 @@ _KEPT_DROPS = 1024
 class DataKey:
     """The key of one tenant's pages of one model. Thread-safe.
 
-    After it was dropped, each use gets a random key instead: a page that is sealed while its tenant is
-    forgotten can never be opened."""
+    After the key was dropped, each use gets a random key instead. So a page that is sealed while its tenant
+    is forgotten can never be opened."""
 
     __slots__ = ("dropped", "id", "scope", "secret", "slot")
 
@@ -263,7 +264,7 @@ class Keyring:
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
         self.drops = 0  # grows with each drop
-        self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # what the last drops wanted
+        self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # ``wanted`` of the last drops
         self._free_slots: list[int] = []
         self._slots = 0  # the header's included
         if ring_key is not None:
@@ -274,7 +275,7 @@ class Keyring:
     def open(cls, path: Path, master: bytes, *, directory: Path | None = None) -> Keyring:
         """Open the keyring at ``path``; create it if it does not exist. ``directory`` is the store's.
 
-        If ``master`` is not the key that made it, the keyring opens, and is :attr:`locked`. Raise
+        With another master key than the one that made it, the keyring opens and is :attr:`locked`. Raise
         :class:`UsageError` for a path inside of ``directory``, and :class:`StoreUnavailableError` for a file
         that is no keyring, is in use, or cannot be written.
         """
@@ -330,13 +331,13 @@ class Keyring:
         return self._by_scope.get(_shortened(scope))
 
     def by_id(self, id: bytes) -> DataKey | None:
-        """Return the key of this id; None if it was dropped, or is of another keyring."""
+        """Return the key with this id; None if it was dropped, or belongs to another keyring."""
         return self._by_id.get(id)
 
     def key(self, scope: Scope, *, drops: int | None = None) -> DataKey | None:
-        """Return the key of a scope, and make one if there is none. It is durable before this returns. Return
-        None if the scope's key was dropped since :attr:`drops` had this value. Raise :class:`OSError` if the
-        key cannot be written."""
+        """Return the key of a scope. Make one if there is none, durably. Return None if the scope's key was
+        dropped after :attr:`drops` had the value ``drops``. Raise :class:`OSError` if the key cannot be
+        written."""
         scope = _shortened(scope)
         found = self._by_scope.get(scope)
         if found is None:
@@ -349,13 +350,14 @@ class Keyring:
     def _dropped_since(self, scope: Scope, drops: int | None) -> bool:
         newer = 0 if drops is None else self.drops - drops
         if newer > _KEPT_DROPS:
-            return True  # perhaps not, but a page that took so long to write is no loss
+            return True  # perhaps not; but then the page took very long to write, and it is no loss
         return any(wanted(scope) for wanted in list(self._last_drops)[len(self._last_drops) - newer :])
 
     def drop(self, wanted: _Wanted) -> int:
-        """Forget the keys of all wanted scopes. Return how many there were. They cannot be recovered from the
-        keyring once this returns (but see the module). Raise :class:`OSError` if that fails; then call it
-        again. Long names of scopes are hashed: compare them by :func:`scope_name`."""
+        """Forget the keys of all wanted scopes, and return their number. When this returns, they cannot be
+        recovered from the keyring; the module's docstring has the limits. Raise :class:`OSError` if the file
+        cannot be written; then call it again. ``wanted`` gets long names hashed, as :func:`scope_name`
+        returns them."""
         with self._lock:
             dropped = [key for scope, key in self._by_scope.items() if wanted(scope)]
             self._last_drops.append(wanted)  # also for scopes without a key: one may be about to be made
@@ -375,7 +377,7 @@ class Keyring:
 
     def rotate(self, master: bytes) -> None:
         """Replace the keyring by one with another master key and another ring key, durably, and close it.
-        Raise :class:`OSError` if that fails; then the old one or the new one is at its path, as a whole."""
+        Raise :class:`OSError` if that fails; then its path has the whole old keyring or the whole new one."""
         assert self._ring_key is not None, "a locked keyring cannot be rotated"
         ring_key = secrets.token_bytes(KEY_BYTES)
         new = self.path.with_name(f"{self.path.name}.new")
@@ -462,12 +464,13 @@ def _require_cryptography() -> None:
 
 
 def open_keyring(source: str, path: Path | None, directory: Path | None) -> Keyring | None:
-    """Open the keyring of the settings ``disk_key`` and ``disk_keyring`` for the store in ``directory``.
-    Return None without a key. Raises what :func:`read_master_key` and :meth:`Keyring.open` raise, and
-    :class:`UsageError` for a keyring without a key, or a key without a disk tier."""
+    """Open the keyring for the store in ``directory``. ``source`` and ``path`` are the settings ``disk_key``
+    and ``disk_keyring``. Return None without a key. Raise the errors of :func:`read_master_key` and
+    :meth:`Keyring.open`, and :class:`UsageError` for a keyring without a key, or a key without a disk
+    tier."""
     if not source:
         if path is not None:
-            raise UsageError("disk_keyring is of no use without disk_key: give both, or neither")
+            raise UsageError("disk_keyring needs disk_key: give both, or neither")
         return None
     if directory is None:
         raise UsageError("disk_key encrypts the disk tier, and there is none: give a directory for it")
@@ -506,7 +509,7 @@ def _write(fd: int, slot: int, data: bytes) -> None:
 
 
 def _wrapped_ring_key(master: bytes, id: bytes, ring_key: bytes) -> bytes:
-    """Return the header's slot. Its contents are in one sector, which a disk writes whole or not at all."""
+    """Return the header's slot. Its contents fit one sector, which a disk writes as a whole or not at all."""
     wrapped = _wrap(master, ring_key, _MAGIC + id)
     header = _HEADER.pack(_MAGIC, id, wrapped[:_NONCE_BYTES], wrapped[_NONCE_BYTES:])
     return header.ljust(_SLOT_BYTES, b"\0")
@@ -522,7 +525,7 @@ def _wrap(key: bytes, plain: bytes, facts: bytes) -> bytes:
 
 
 def _unwrap(key: bytes, nonce: bytes, wrapped: bytes, facts: bytes) -> bytes | None:
-    """Return what was wrapped; None if it was wrapped by another key, or changed."""
+    """Return the plain bytes; None if another key wrapped them, or if they were changed."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

@@ -87,12 +87,12 @@ def room_for(encoded_bytes: int, nbytes: int) -> int:
     return max(round_up(encoded_bytes, step), _LEAST_STEPS * step)
 
 
-SEALED_BYTES = 129  # that a sealed record has in its tokens' place besides the tokens (sealing.py)
+SEALED_BYTES = 129  # a sealed record has these bytes beside its tokens (sealing.py)
 
 
 def token_count(nbytes: int, *, sealed: bool) -> int:
-    """Return the number of tokens that a stored record with ``nbytes`` in their place has. ``sealed``: the
-    directory is encrypted."""
+    """Return the number of tokens of a stored record that has ``nbytes`` in their place. ``sealed`` says
+    whether the directory is encrypted."""
     return max(nbytes - SEALED_BYTES * sealed, 0) // TOKEN_BYTES
 
 
@@ -127,7 +127,7 @@ class Removal(NamedTuple):
     cause: int = 0
     """Why it leaves, for the memory of departures; 0 if that is noted already."""
     erased: bool = False
-    """Whether its payload is overwritten, because it was forgotten and no key was dropped with it."""
+    """Whether the payload must be overwritten: the page was forgotten, but its key was not dropped."""
 
 
 def encode(record: PageRecord) -> bytes:
@@ -250,8 +250,8 @@ def child_prefix(parent: int, tokens: bytes) -> bytes:
 
 
 def beginnings(tokens: bytes) -> list[bytes]:
-    """Return the beginnings under which a page may be entered that begins like ``tokens``: their first four
-    tokens, and fewer of them, for pages that have no more."""
+    """Return the beginnings under which the index may list a page that begins like ``tokens``: the first four
+    tokens, and fewer for shorter pages."""
     return [tokens[:nbytes] for nbytes in range(min(len(tokens), BEGINNING), 0, -4)]
 
 

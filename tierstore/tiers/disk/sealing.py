@@ -1,7 +1,7 @@
 """How an encrypted directory stores a page: its *sealed* form.
 
-A sealed page is a page of the same index and the same extents, whose bytes are opaque. So everything that
-works without keys (the check, repair, moves, another capacity) needs no second implementation::
+A sealed page lies in the same index and the same extents as a plain one. Only its bytes are opaque. So the
+operations that need no key (the check, repair, moves, another capacity) are the same for both forms::
 
                          in memory                              in the directory
     payload              the page, or the codec's output        AES-256-GCM of it, filled up to its room
@@ -12,25 +12,25 @@ works without keys (the check, repair, moves, another capacity) needs no second 
     record.checksum      XXH3-64 of the page                    XXH3-64 of the sealed payload
     record.codec         the codec's number                     0
 
-**Keys and nonces.** Each page has a random salt of 32 bytes, and with it a key of its own
-(:meth:`~tierstore.tiers.disk.keyring.DataKey.page_key`). It seals two texts, the payload and the record,
-under the nonces 0 and 1, each once. So no nonce repeats after a crash, or after a copy of the directory or
-the keyring was restored: there is no counter that could fall back. A move copies the sealed bytes.
+**Keys and nonces.** Each page has a random salt of 32 bytes. The salt gives the page a key of its own
+(:meth:`~tierstore.tiers.disk.keyring.DataKey.page_key`). This key seals two texts, each once: the payload
+with nonce 0, and the record with nonce 1. There is no counter that could fall back. So no nonce repeats after
+a crash, or after a copy of the directory or the keyring was restored. A move copies the sealed bytes.
 
 **What is authenticated.** The record's tag covers its key, tokens, sizes, codec, times, serial, parent and
-identity, the names in the index, the checksum, and the payload's tag. The payload's tag covers its identity,
-key and serial. Only the place is not covered, so that pages can be moved without keys: at a wrong place lie
-bytes that do not match the payload's tag. Therefore these are misses: changed records and payloads, swapped
+identity, the names in the index, the checksum, and the payload's tag. The payload's tag covers the page's
+identity, key and serial. The place is not covered, so that pages can be moved without keys. The bytes at a
+wrong place do not match the payload's tag. Therefore these are misses: changed records and payloads, swapped
 payloads, records under other serials, parents or identities, and the payload of an older version of a page.
 
-Someone who can write the directory can still delete pages, and bring back an earlier state of a page as a
-whole: record, link and payload of one moment. It holds the same tokens of the same tenant and model. Nothing
-in the directory can tell a restored backup from this.
+A program that can write the directory can still delete pages. It can also restore an earlier state of a whole
+page: record, link and payload of one moment. That state holds the same tokens of the same tenant and model.
+The store cannot tell such a page from a restored backup.
 
-**What the directory tells without a key.** It tells the identities (tenant, model, layout), the number of
-pages, their sizes in steps of 1/64, their numbers of tokens, and times of saving and use. It also tells the
-shape of the prefix tree, and which children of one page begin with the same four tokens. It does not tell
-tokens, and has no hash that could be compared with the hash of a guessed prompt."""
+**A reader without a key** sees the identities (tenant, model, layout), the number of pages, their sizes in
+steps of 1/64, their numbers of tokens, and times of saving and use. The reader also sees the shape of the
+prefix tree, and which children of one page begin with the same four tokens. The reader sees no tokens, and no
+hash that could be compared with the hash of a guessed prompt."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _FACTS = struct.Struct("<QQQQd")  # serial, parent, room, checksum of the sealed
 _SEAL = struct.Struct(f"<{ID_BYTES}s{_SALT_BYTES}s{_TAG_BYTES}sQ")
 SEAL_BYTES = _SEAL.size
 _STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are written at the same time
-_LEAST_UPDATE = 64  # bytes at a payload's end for which the cipher makes an object of its own
+_LEAST_UPDATE = 64  # bytes at a payload's end: the cipher returns these as an object, see seal_payload
 
 assert _PREFIX.size + _RECORD.size + _TAG_BYTES == SEALED_BYTES
 assert NAME_BYTES == BEGINNING
@@ -86,7 +86,7 @@ class Seal(NamedTuple):
 
 class Sealing:
     """Seals and opens pages with the keys of ``keyring``. Thread-safe. ``identity_of`` returns the identity
-    of a digest that has a root."""
+    with a digest; None if the index has no root for it."""
 
     def __init__(self, keyring: Keyring, identity_of: Callable[[bytes], Identity | None]) -> None:
         self.keyring = keyring
@@ -96,21 +96,21 @@ class Sealing:
     # -- names ---------------------------------------------------------------------------------------
 
     def key_name(self, identity: bytes, key: bytes) -> bytes | None:
-        """Return what stands for a page's key in the index; None if the tenant has no key."""
+        """Return the name that replaces a page's key in the index; None if the tenant has no key."""
         data_key = self._find(identity)
         return data_key.name(key, b"key") if data_key is not None else None
 
     def beginning(self, identity: bytes, parent: int, tokens: bytes) -> bytes | None:
-        """Return what stands for the beginning of a chunk below ``parent`` in the index; None if the tenant
-        has no key. Chunks with the same first four tokens have the same."""
+        """Return the name that replaces the beginning of a chunk below ``parent`` in the index; None if the
+        tenant has no key. Chunks with the same first four tokens have the same name."""
         data_key = self._find(identity)
         return _beginning(data_key, parent, tokens) if data_key is not None else None
 
     def links(
         self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
     ) -> tuple[bytes | None, list[bytes]]:
-        """Return the key and the beginnings under which the index may have pages right below ``parent``:
-        pages with this key or, unless only ``whole`` pages count, those that begin like ``tokens``."""
+        """Return the names under which the index may have pages right below ``parent``: the key's name if
+        only ``whole`` pages count, otherwise those of the beginnings of ``tokens``."""
         if whole:
             return (self.key_name(identity, key) if key is not None else None), []
         names = [self.beginning(identity, parent, each) for each in beginnings(tokens)]
@@ -119,8 +119,9 @@ class Sealing:
     # -- payloads ------------------------------------------------------------------------------------
 
     def seal_payload(self, record: PageRecord, payload: memoryview, out: memoryview) -> Seal:
-        """Seal ``payload`` into ``out``, which has the page's room. Return the seal, without the checksum of
-        ``out``. Makes a key if the tenant has none. Raise :class:`OSError` if the key cannot be stored."""
+        """Seal ``payload`` into ``out``, which has the size of the page's room. Return the seal, without the
+        checksum of ``out``. Make a key if the tenant has none. Raise :class:`OSError` if the key cannot be
+        stored."""
         from cryptography.hazmat.primitives.ciphers import Cipher
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
         from cryptography.hazmat.primitives.ciphers.modes import GCM
@@ -137,8 +138,8 @@ class Sealing:
         return Seal(data_key.id, salt, cipher.tag, 0)
 
     def open_payload(self, record: PageRecord, sealed: memoryview, out: memoryview) -> bool:
-        """Open a payload of the page's room into ``out``, which has the payload's size. Return False if it is
-        not what was sealed for this record, or its key is gone; then ``out`` holds nothing of use."""
+        """Open a sealed payload into ``out``, which has the size of the plain payload. Return False if these
+        bytes were not sealed for this record, or if the key is gone. Then do not use ``out``."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -162,7 +163,7 @@ class Sealing:
     # -- records -------------------------------------------------------------------------------------
 
     def sealed(self, record: PageRecord) -> PageRecord:
-        """Return the stored form of a record whose payload was sealed."""
+        """Return the form in which the index stores a record whose payload was sealed."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         seal = Seal.unpack(record.seal)
@@ -189,14 +190,14 @@ class Sealing:
         return stored
 
     def addition(self, record: PageRecord) -> tuple[PageRecord, memoryview | None]:
-        """Return what a commit adds for a written record: its stored form, and its sealed payload if that is
+        """Return a written record as a commit adds it: its stored form, and its sealed payload if that is
         inline."""
         payload = memoryview(record.seal)[SEAL_BYTES:] if record.place == INLINE else None
         record.seal = record.seal[:SEAL_BYTES]
         return self.sealed(record), payload
 
     def opened(self, stored: PageRecord) -> PageRecord | None:
-        """Return the record whose stored form this is; None if it was changed, or its key is gone."""
+        """Open a stored record. Return None if it was changed, or if its key is gone."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -232,8 +233,8 @@ class Sealing:
     # -- keys ----------------------------------------------------------------------------------------
 
     def _key_for(self, record: PageRecord) -> DataKey:
-        """Return the key to seal a page with. A page that was forgotten since its record was made gets a
-        random key that is not kept."""
+        """Return the key that seals a page. If the page's tenant or model was forgotten after its record was
+        made, the key is random and is not kept."""
         scope = self._scope(record.identity)
         made = int.from_bytes(record.seal, "big") if record.seal else None
         found = self.keyring.key(scope, drops=made) if scope is not None else None
@@ -260,8 +261,8 @@ class SealedPayloads:
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
         """Seal payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
-        seals, and the checksums of unencoded pages. An inline payload is kept behind its seal until the
-        commit: it is sealed now, so that a tenant that is forgotten meanwhile gets no new key."""
+        seals, and the checksums of unencoded pages. An inline payload stays in ``record.seal`` until the
+        commit. It is sealed now, so that a tenant that is forgotten before the commit gets no new key."""
         for record, view in pages:
             if record.place == INLINE:
                 out = memoryview(bytearray(record.room))

@@ -456,7 +456,7 @@ class DiskTier:
         return {serial: opened for serial, left in change.left.items() if (opened := self._opened(left))}
 
     def forget_roots(self, serials: Sequence[int]) -> None:
-        """Delete roots that :attr:`serials` has forgotten: no lookup finds the pages below them from now on,
+        """Delete roots that :attr:`serials` has forgotten. From now on, no lookup finds the pages below them,
         even after a restart. The pages stay until they are removed. Raise :class:`OSError` if the disk
         fails."""
         with self._commit_lock:
