@@ -259,8 +259,6 @@ class BundleStore(SharedStore):
             unread = self.index.listed(listing, began)
             self._listed = True
             expired = self.index.expired(self._options.lifetime_s) if self._options.lifetime_s else []
-        if expired:
-            self._delete(expired, "expired_objects")
         for each, bundle in zip(unread, self._readers.map(self._read_head, unread), strict=True):
             with self._lock:
                 self.index.read(each.name, bundle)
@@ -268,6 +266,8 @@ class BundleStore(SharedStore):
             with self._lock:
                 self.index.rebuild()
             self._options.tell(o.Counted({"read_heads": len(unread)}))
+        if expired:  # last, because a host may lack the right to delete
+            self._delete(expired, "expired_objects")
 
     def _read_head(self, stored: StoredBundle) -> Bundle | None:
         """Read the head and names of a bundle. Return None if it is damaged, not of this version, or deleted
