@@ -171,6 +171,7 @@ class _LongContextExperiment:
         self._limits = measured
         self._phases = phases
         self._first_hit: LongContextAnswer | None = None  # the reference for all other hits of the prompt
+        self.sent_bytes_per_token: float | None = None
 
     def run(self, prompt: Sequence[int]) -> tuple[list[LongContextRow], float]:
         with ExitStack() as stack:
