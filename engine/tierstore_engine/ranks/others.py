@@ -9,6 +9,7 @@ pages after the step has returned.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -77,7 +78,12 @@ class Others:
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "tierstore_engine.ranks.worker", str(theirs.fileno()))
         fds = (theirs.fileno(), setup.fd)
-        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        # A terminal sends SIGINT to all. Rank 0 ends the others in order.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
         theirs.close()
         connection: Connection[ToRank, FromRank] = Connection(ours.detach())
         self._connections[connection] = len(self.processes)

@@ -8,10 +8,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +175,22 @@ def test_an_error_at_rank_0_ends_all(
         answer(engine, a_prompt(5))
     engine.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_interrupt_of_a_terminal_reaches_rank_0_only(
+    engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before a rank's program can ignore it."""
+    start = subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    engine = engine_with(2)
+    assert answer(engine, a_prompt(6)).tokens
 
 
 def test_other_weights_are_refused(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
