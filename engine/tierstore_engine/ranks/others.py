@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -50,6 +51,7 @@ class Others:
         self._found = threading.Event()  # that a rank is lost
         self._started = threading.Event()  # or lost
         self._closing = False
+        _all.add(self)
         self._former_threads = torch.get_num_threads()
         threads = max((os.cpu_count() or 1) // count, 1)
         torch.set_num_threads(min(self._former_threads, threads))
@@ -188,3 +190,14 @@ class Others:
     def _kill(self) -> None:
         for process in self.processes:
             process.kill()
+
+
+def _let_go_after_fork() -> None:
+    # A child shares the sockets. The ranks would outlive rank 0 for as long as the child lives.
+    for others in list(_all):
+        for connection in others._connections:
+            connection.close()
+
+
+_all: weakref.WeakSet[Others] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_let_go_after_fork)

@@ -228,6 +228,17 @@ def test_ranks_end_with_the_engine_that_is_killed() -> None:
         server.close()
 
 
+def test_a_fork_of_rank_0_does_not_keep_the_others(engine_with: Callable[..., Engine]) -> None:
+    engine = engine_with(2)
+    assert isinstance(engine.model, RankedRunner)
+    [socket] = [connection.fileno() for connection in engine.model._others._connections]
+    child = os.fork()
+    if child == 0:
+        os._exit(Path(f"/proc/self/fd/{socket}").exists())
+    assert os.waitpid(child, 0)[1] == 0
+    assert answer(engine, a_prompt(7)).tokens
+
+
 def test_a_server_that_loses_a_rank_ends_with_one_line() -> None:
     server = Process("--tensor-parallel", "2")
     try:
