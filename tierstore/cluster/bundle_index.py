@@ -1,7 +1,8 @@
 """Which pages lie in the bundles of an object store, as far as known. Pure: listings and heads come in.
 
-An index has at most 2 million pages, and then takes 90 MB. Pages of older bundles are not found.
-These bundles still count against the store's limits. There may be 131,072 bundles, which take 75 MB more.
+An index has at most 2 million pages, and then takes 90 MB. Pages of older bundles are not found until they
+are written again. These bundles still count against the store's limits. There may be 131,072 bundles, which
+take 75 MB more.
 
 Time is the server's: the newest time in a listing, plus what this process has measured since. So a wrong
 clock of this host changes nothing. Until the server has written something new, its time may seem too early.
@@ -68,6 +69,7 @@ class BundleIndex:
         self._stored: dict[str, StoredBundle] = {}
         self._newest = (0.0, 0.0)  # the server's time, and this process's time when it was seen
         self._table = _Table(np.empty(0, np.uint64), np.empty(0, np.uint64), ())
+        self._read_pages = 0  # of bundles whose names are in memory
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -120,6 +122,11 @@ class BundleIndex:
     def read(self, name: str, bundle: Bundle | None) -> None:
         """Note the head of a bundle, or that it is unreadable. Call :meth:`rebuild` after the last one."""
         stored = self._stored.get(name)
+        if bundle is not None:
+            self._read_pages += bundle.pages
+            if self._read_pages > 2 * _MOST_PAGES:  # more than the table takes, also of newer ones
+                self._read_pages -= bundle.pages
+                bundle = None
         if stored is not None:
             stored.bundle, stored.unreadable = bundle, bundle is None
 
@@ -158,6 +165,9 @@ class BundleIndex:
             if each.bundle is not None and pages + each.bundle.pages <= _MOST_PAGES:
                 bundles.append(each.bundle)
                 pages += each.bundle.pages
+            elif each.bundle is not None:  # its names would take memory
+                each.bundle, each.unreadable = None, True
+        self._read_pages = pages
         keys = _keys(b"".join([each.names for each in bundles]))
         counts = np.array([each.pages for each in bundles], np.int64)
         numbers = np.repeat(np.arange(len(bundles), dtype=np.uint64), counts)
