@@ -106,6 +106,9 @@ def test_what_is_copied_is_what_was_there(
     rows=32, columns=64, item=4, to_turned=False, of_turned=True, padding=(0, 0), count=3, seed=1
 )  # K of vLLM on a CPU
 @example(rows=32, columns=64, item=2, to_turned=True, of_turned=False, padding=(0, 1), count=3, seed=2)
+@example(
+    rows=500, columns=8, item=2, to_turned=False, of_turned=False, padding=(1, 2), count=140, seed=3
+)  # rows that are shorter than a line of the cache, past the caches
 def test_matrices_are_the_same_in_both_places(
     way: str,
     rows: int,

@@ -1,8 +1,8 @@
 """An index of the pages in the bundles of an object store. Pure: the caller reads listings and heads.
 
-An index has at most 2 million pages, which take 90 MB. If there are more, pages of the oldest bundles are not
-found. These bundles still count against the store's limits. There may be 131,072 bundles, which take 75 MB
-more.
+An index has at most 2 million pages, which take 90 MB. If there are more, pages of older bundles are not found
+until they are written again. These bundles still count against the store's limits. There may be 131,072
+bundles, which take 75 MB more.
 
 Time is the server's: the newest time in a listing, plus the seconds that this process has counted since. So
 a wrong clock of this host has no effect. Until the server writes a new object, the computed time may be too
@@ -69,6 +69,7 @@ class BundleIndex:
         self._stored: dict[str, StoredBundle] = {}
         self._newest = (0.0, 0.0)  # the server's newest time, and this process's clock at that moment
         self._table = _Table(np.empty(0, np.uint64), np.empty(0, np.uint64), ())
+        self._read_pages = 0  # of bundles whose names are in memory
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -123,6 +124,11 @@ class BundleIndex:
         """Note the head of a bundle, or None if it is unreadable. After the last one, call
         :meth:`rebuild`."""
         stored = self._stored.get(name)
+        if bundle is not None:
+            self._read_pages += bundle.pages
+            if self._read_pages > 2 * _MOST_PAGES:  # more than the table takes, also of newer ones
+                self._read_pages -= bundle.pages
+                bundle = None
         if stored is not None:
             stored.bundle, stored.unreadable = bundle, bundle is None
 
@@ -161,6 +167,9 @@ class BundleIndex:
             if each.bundle is not None and pages + each.bundle.pages <= _MOST_PAGES:
                 bundles.append(each.bundle)
                 pages += each.bundle.pages
+            elif each.bundle is not None:  # its names would take memory
+                each.bundle, each.unreadable = None, True
+        self._read_pages = pages
         keys = _keys(b"".join([each.names for each in bundles]))
         counts = np.array([each.pages for each in bundles], np.int64)
         numbers = np.repeat(np.arange(len(bundles), dtype=np.uint64), counts)

@@ -31,6 +31,7 @@ _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"\b[45]\d\d (?:[A-Z][A-Za-z]+ ?){1,4}")
 _UNREADABLE = ("<Code>InvalidRange</Code>", "<Code>InvalidObjectState</Code>")
 _INSTANCE = ("/latest/api/token", "/latest/meta-data", "169.254.170.")
+_ODD_NAME = ("EmptySegment", "BadSegment", "InvalidPath")  # of one object; no listing goes past it
 _ADVICE = {
     "RequestTimeTooSkewed": "set this host's clock",
     "NoSuchBucket": "create the bucket, or correct its name",
@@ -151,6 +152,8 @@ class Bucket:
     def _described(self, text: str) -> str:
         """Describe an error in one line, which has only known parts of its ``text``."""
         where = f"bucket {self.address.bucket}"
+        if any(part in text for part in _ODD_NAME):
+            return f"{where} has an object whose name this program cannot read, such as a//b: remove it"
         if any(part in text for part in _INSTANCE):
             return (
                 f"{where}: this host has no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "

@@ -28,6 +28,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from tierstore.core.departures import Cause
@@ -119,6 +120,11 @@ class Forgetting:
             for digest, identity in known.items()
             if what.covers(identity.tenant, identity.model, names.get(digest, identity.model))
         }
+        short = replace(  # as keyrings store names
+            what,
+            tenant=None if what.tenant is None else scope_name(what.tenant),
+            model=None if what.model is None else scope_name(what.model),
+        )
         scopes = {Scope(scope_name(known[each].tenant), scope_name(known[each].model)) for each in digests}
         encrypted = disk is not None and disk.keyring is not None
         with state.lock:
@@ -130,7 +136,7 @@ class Forgetting:
             if disk is not None:
                 # Drop keys after the pages were marked: a page placed on disk later would get a lasting key.
                 if disk.keyring is not None:
-                    keys = disk.keyring.drop(lambda scope: scope in scopes or what.covers(*scope))
+                    keys = disk.keyring.drop(lambda scope: scope in scopes or short.covers(*scope))
                 before = self._forget_roots(disk, digests)
                 find = partial(self._of, disk, digests, before)
                 again = self._in_tree(digests, before)  # lookups may have added pages from disk meanwhile

@@ -228,9 +228,10 @@ class HostLoad(Generic[R]):
         read = state.disk.read(wanted)
         took_s = state.clock() - began
         outcomes = list(zip(reads, read.outcomes, strict=True))
-        good = [move for move, outcome in outcomes if outcome is PageRead.GOOD]
-        bad = [move for move, outcome in outcomes if outcome is not PageRead.GOOD]
         with state.lock:
+            # A page may have been forgotten while it was read.
+            good = [move for move, outcome in outcomes if outcome is PageRead.GOOD and _on_disk(move.page)]
+            bad = [move for move in reads if move not in good]
             state.fills.loading.difference_update([move.page for move in reads])
             state.fills.complete([move.page for move in good], release=False)
             state.fills.give_up(move.page for move in bad)
@@ -287,6 +288,11 @@ def _may_fill(page: Page) -> bool:
     """Whether the host tier has neither the page nor a slot being filled with it."""
     copy = page.copies[Tier.HOST]
     return copy is None or copy.damaged
+
+
+def _on_disk(page: Page) -> bool:
+    copy = page.copies[Tier.DISK]
+    return copy is not None and copy.ready
 
 
 def _in_host(page: Page) -> bool:

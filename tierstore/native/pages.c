@@ -42,6 +42,8 @@ static void stream_line(char *to, const char *of) {
 /* Past the caches; fence() makes it visible to others in order. */
 static void stream(char *to, const char *of, size_t nbytes) {
     size_t head = -(uintptr_t)to & 63;
+    if (head > nbytes)
+        head = nbytes;
     memcpy(to, of, head);
     to += head, of += head, nbytes -= head;
     for (; nbytes >= 4 * QUARTER; to += 4 * QUARTER, of += 4 * QUARTER, nbytes -= 4 * QUARTER)

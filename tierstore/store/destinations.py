@@ -102,8 +102,10 @@ class IntoHbm(PartLoad):
         self._pages_of: list[Page] = []  # the whole pages
         self._kept: list[Page] = []  # those held for the caller, so that none leaves the tree
         self._moved = 0
+        self._forgets = 0  # hbm.forgets when this load began
 
     def _take_local(self) -> list[HbmCopy]:
+        self._forgets = self.hbm.forgets
         hbm, request = self.hbm, self.part.request
         root = page = hbm.root(request, self._group)
         for position, key in enumerate(request.keys[: self.pages]):
@@ -158,10 +160,15 @@ class IntoHbm(PartLoad):
             self._hbm_pages[position] = hbm_page
             self._arrived[position] = True
             self._moved += 1
-            whole = position < len(self._pages_of)
-            if whole and not self.hbm.publish(self._pages_of[position], hbm_page):
-                self._pool.free([hbm_page])
-                self._share(position)  # another load published this page meanwhile
+            # A page that was perhaps forgotten meanwhile stays private.
+            if position < len(self._pages_of) and self.hbm.forgets == self._forgets:
+                self._publish(position, hbm_page)
+
+    def _publish(self, position: int, hbm_page: int) -> None:
+        """Publish a page that has arrived. If another load has published it meanwhile, share that one. It
+        stays private while something still holds a copy that was lost or forgotten."""
+        if not self.hbm.publish(self._pages_of[position], hbm_page) and self._share(position):
+            self._pool.free([hbm_page])
 
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
         return self._pool.start_writing(list(zip(targets, addresses, strict=True)))

@@ -66,6 +66,7 @@ class HbmTier:
         self.leases = Leases(self.index, clock, self._drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
         self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
+        self.forgets = 0  # calls of forget()
         self.identities: dict[bytes, Identity] = {}  # of pages that may be here, by digest
         self.pending_saves = 0  # pages
         self.closed = False
@@ -235,7 +236,7 @@ class HbmTier:
     def _publish_or_read(self, page: Page, source: HbmPages, position: int) -> bool:
         if not self.publish(page, source.hbm_pages[position]):
             copy = page.copies[Tier.HBM]
-            if copy is None:
+            if copy is None or not copy.ready:  # lost or forgotten, but still held
                 return False
             source.hbm_pages[position] = copy.place
         self.index.lease(page, Tier.HBM)
@@ -416,6 +417,7 @@ class HbmTier:
         """Stop serving the pages of all pools that ``what`` covers. Return their number. Each page is dropped
         when its last holder releases it. Takes the lock."""
         with self.lock:
+            self.forgets += 1
             if what.session is not None:
                 pages = self.sessions.forget("", what.session)
             else:
@@ -442,7 +444,7 @@ class HbmTier:
             if page is None:
                 pool.free([hbm_page])
             else:
-                self.index.release_copy(page, Tier.HBM)
+                self.leases.release_copy(page, Tier.HBM)
         self._leaving.leave()
         self.shrink()
 

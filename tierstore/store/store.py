@@ -60,6 +60,8 @@ def _forget(
     store._finder.prompts.clear()
     in_hbm = store._hbm.forget(what)
     receipt = store.backend.forget(tenant=tenant, model=model, session=session)
+    store._finder.prompts.clear()
+    in_hbm += store._hbm.forget(what)  # what loads have brought meanwhile
     return None if receipt is None else replace(receipt, hbm_pages=in_hbm)
 
 

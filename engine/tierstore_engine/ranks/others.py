@@ -9,11 +9,13 @@ pages after the step has returned.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -49,6 +51,7 @@ class Others:
         self._found = threading.Event()  # set when a rank is lost
         self._started = threading.Event()  # set when all ranks are ready, or one is lost
         self._closing = False
+        _all.add(self)
         self._former_threads = torch.get_num_threads()
         threads = max((os.cpu_count() or 1) // count, 1)
         torch.set_num_threads(min(self._former_threads, threads))
@@ -77,7 +80,12 @@ class Others:
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "tierstore_engine.ranks.worker", str(theirs.fileno()))
         fds = (theirs.fileno(), setup.fd)
-        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        # A terminal sends SIGINT to all. Rank 0 ends the others in order.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
         theirs.close()
         connection: Connection[ToRank, FromRank] = Connection(ours.detach())
         self._connections[connection] = len(self.processes)
@@ -183,3 +191,14 @@ class Others:
     def _kill(self) -> None:
         for process in self.processes:
             process.kill()
+
+
+def _let_go_after_fork() -> None:
+    # A child shares the sockets. The ranks would outlive rank 0 for as long as the child lives.
+    for others in list(_all):
+        for connection in others._connections:
+            connection.close()
+
+
+_all: weakref.WeakSet[Others] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_let_go_after_fork)

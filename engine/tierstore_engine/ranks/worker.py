@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -64,9 +63,6 @@ class Wire:
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to all processes; rank 0 ends the others
     wire = Wire(Connection(int(sys.argv[1])))
     try:
         setup = wire.next()

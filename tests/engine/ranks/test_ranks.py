@@ -8,10 +8,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +177,22 @@ def test_an_error_at_rank_0_ends_all(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_an_interrupt_of_a_terminal_reaches_rank_0_only(
+    engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before a rank's program can ignore it."""
+    start = subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    engine = engine_with(2)
+    assert answer(engine, a_prompt(6)).tokens
+
+
 def test_other_weights_are_refused(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
     """The checkpoint is replaced between the reading of two ranks."""
     folder = tmp_path / "model"
@@ -208,6 +226,17 @@ def test_ranks_end_with_the_engine_that_is_killed() -> None:
         wait_until(lambda: not running(child))
     finally:
         server.close()
+
+
+def test_a_fork_of_rank_0_does_not_keep_the_others(engine_with: Callable[..., Engine]) -> None:
+    engine = engine_with(2)
+    assert isinstance(engine.model, RankedRunner)
+    [socket] = [connection.fileno() for connection in engine.model._others._connections]
+    child = os.fork()
+    if child == 0:
+        os._exit(Path(f"/proc/self/fd/{socket}").exists())
+    assert os.waitpid(child, 0)[1] == 0
+    assert answer(engine, a_prompt(7)).tokens
 
 
 def test_a_server_that_loses_a_rank_ends_with_one_line() -> None:

@@ -7,6 +7,7 @@ import ctypes
 import random
 import threading
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -274,6 +275,34 @@ def test_wrong_buckets_and_credentials_are_one_line(seaweed, monkeypatch, tmp_pa
     assert "has no profile 'home'" in said(f"s3://{BUCKET}{end}")
     monkeypatch.setenv("AWS_PROFILE", "work")
     assert Agent().open(f"s3://{BUCKET}/profile{end}").put(1) == [True] * 4
+
+
+class OddListing(BaseHTTPRequestHandler):
+    """Lists an object that the client of S3 does not accept."""
+
+    def do_GET(self):
+        listing = (
+            "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>kv/bundles/a//b</Key><Size>1</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"
+        )
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(listing)))
+        self.end_headers()
+        self.wfile.write(listing.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_object_of_an_odd_name_is_one_line(monkeypatch):
+    """It ends each listing."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    with HTTPServer(("127.0.0.1", 0), OddListing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(SharedStoreError, match="an object whose name this program cannot read"):
+            Agent().open(f"s3://{BUCKET}/kv?endpoint=http://127.0.0.1:{server.server_port}")
+        server.shutdown()
 
 
 @pytest.mark.soak  # a server takes 10 s to come back

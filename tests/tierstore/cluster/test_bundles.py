@@ -141,6 +141,7 @@ def test_an_index_stays_within_its_limits(monkeypatch):
     index = filled(*made)
     assert index.pages == 8
     assert index.find(names(4, 0, 1)) != [None], "the newest are found"
+    assert index.by_use({}) == [made[4], made[3]], "the names of others take no memory"
     assert index.excess == 2
     assert set(index.victims(0, index.excess, {})) == {made[0].name, made[1].name}
     assert len(decode_uses(encode_uses({f"{at:040x}": at for at in range(1, 5000)}))) == 1024

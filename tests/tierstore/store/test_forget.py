@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tierstore
@@ -295,6 +296,128 @@ def test_a_forget_while_the_tenants_pages_are_written(place, monkeypatch, step):
         assert held(store, "acme") == 0
 
 
+@pytest.mark.parametrize("step", ["before", "after"])
+def test_a_forget_while_the_tenants_pages_are_read(place, monkeypatch, step):
+    """Neither the load that reads them nor a later lookup gets them."""
+    reached, go_on = threading.Event(), threading.Event()
+    with place.open() as store:
+        fill(store)
+        store.evict("host")
+        disk = store.backend.core.disk
+        read = disk.read
+
+        def paused(*args, **kwargs):
+            result = read(*args, **kwargs) if step == "after" else None
+            reached.set()
+            assert go_on.wait(WAIT_S)
+            return result or read(*args, **kwargs)
+
+        hit = store.lookup(prompt_of("acme"))
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "read", paused)
+            loading = store.load(hit, [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)])
+            assert reached.wait(WAIT_S)
+            store.forget(tenant="acme")
+            go_on.set()
+            assert loading.wait(WAIT_S).tokens == 0
+        hit.release()
+        assert held(store, "acme") == 0
+        assert held(store, "globex") == 280
+        store.check()
+
+
+# -- pages of an engine's pool -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pooled():
+    with tierstore.open(None, SPEC, host_bytes=2 * MIB, pools=tierstore.PagePool(SPEC, 32)) as store:
+        yield store
+
+
+def test_a_load_that_ends_during_a_forget_leaves_nothing_in_the_pool(pooled, monkeypatch):
+    save(pooled, "acme").wait(WAIT_S)
+    forget = pooled.backend.forget
+
+    def loads_meanwhile(**what):
+        loaded = pooled.load(pooled.lookup(prompt_of("acme"))).wait(WAIT_S)
+        assert loaded.tokens == 70
+        pooled.release_hbm(loaded.pages)
+        return forget(**what)
+
+    monkeypatch.setattr(pooled.backend, "forget", loads_meanwhile)
+    assert pooled.forget(tenant="acme").hbm_pages == 4
+    assert pooled.lookup(prompt_of("acme")).tokens == 0
+    pooled.check()
+
+
+def test_a_load_that_ends_after_a_forget_leaves_nothing_in_the_pool(pooled, monkeypatch):
+    save(pooled, "acme").wait(WAIT_S)
+    [pool] = pooled.pools
+    write = pool.start_writing
+    reached, go_on = threading.Event(), threading.Event()
+
+    def paused(copies):
+        reached.set()
+        assert go_on.wait(WAIT_S)
+        return write(copies)
+
+    monkeypatch.setattr(pool, "start_writing", paused)
+    loading = pooled.load(pooled.lookup(prompt_of("acme")))
+    assert reached.wait(WAIT_S)
+    pooled.forget(tenant="acme")
+    go_on.set()
+    loaded = loading.wait(WAIT_S)
+    expected = pages_of(tokens_of("acme"))[: len(loaded.pages)]
+    assert [pool.array[page].tobytes() for page in loaded.pages] == expected  # they are the caller's
+    pooled.release_hbm(loaded.pages)
+    assert pooled.lookup(prompt_of("acme")).tokens == 0
+    assert pool.free_pages == 32
+    pooled.check()
+
+
+def test_forgotten_pages_that_are_held_are_not_handed_out_again(pooled):
+    """The prompt is saved anew and loaded while an engine still uses the forgotten pages."""
+    save(pooled, "acme").wait(WAIT_S)
+    first = pooled.load(pooled.lookup(prompt_of("acme"))).wait(WAIT_S)
+    pooled.forget(tenant="acme")
+    save(pooled, "acme").wait(WAIT_S)
+    second = pooled.load(pooled.lookup(prompt_of("acme"))).wait(WAIT_S)
+    assert second.tokens == 70
+    [pool] = pooled.pools
+    others = pooled.allocate_hbm(pool.free_pages)
+    assert len({*first.pages, *second.pages, *others}) == 32
+    for pages in (others, first.pages, second.pages):
+        pooled.release_hbm(pages)
+    assert pool.free_pages == 32
+    pooled.check()
+
+
+def test_pages_whose_content_is_lost_are_not_saved_while_they_are_held(pooled):
+    """An engine that computes the prompt again has the right bytes in other pages."""
+    [pool] = pooled.pools
+
+    def compute():
+        pages = pooled.allocate_hbm(4)
+        for page, data in zip(pages, pages_of(tokens_of("acme")), strict=False):
+            pool.array[page] = np.frombuffer(data, np.uint8)
+        pooled.save_hbm(prompt_of("acme"), pages).wait(WAIT_S)
+        return pages
+
+    lost = compute()
+    pooled.evict("host")
+    pooled.lose_hbm(lost)
+    for page in lost:
+        pool.array[page] = 0
+    pooled.release_hbm(compute())
+    assert held(pooled, "acme") == 0
+    pooled.release_hbm(lost)
+    pooled.release_hbm(compute())
+    assert held(pooled, "acme") == 64
+    assert pool.free_pages == 28
+    pooled.check()
+
+
 def test_a_long_prompt_leaves_with_the_lease_on_its_end(tmp_path):
     """More pages than Python may have calls within each other."""
     pages = 1200
@@ -466,6 +589,47 @@ def test_a_clients_tenant_covers_those_that_it_distinguishes():
     for wrong in ({}, {"session": "a", "model": "b"}, {"tenant": 5}, {"session": ""}):
         with pytest.raises(UsageError):
             Forgettable(**wrong)
+
+
+def test_a_tenant_of_a_long_name_is_forgotten_in_copies_too(encrypted):
+    """Also when nothing but the keyring knows it."""
+    identity = Identity.of(SPEC, model=MODEL, tenant="long" * 200)
+    prompt = Prompt(identity, tokens_of("acme"), chunk_tokens=CHUNK)
+    with encrypted.open() as store:
+        store.save(prompt, pages_of(tokens_of("acme"))).wait(WAIT_S)
+        assert store.flush(WAIT_S)
+    copy = encrypted.disk.rename(encrypted.root / "copy")
+    with encrypted.open() as store:
+        assert store.forget(tenant=identity.tenant).keys == 1
+    with encrypted.open(copy) as store:
+        assert store.lookup(prompt).tokens == 0
+
+
+def test_a_forget_with_a_wrong_key_is_refused(encrypted):
+    """The keyring would keep the tenant's key."""
+    with encrypted.open() as store:
+        fill(store)
+    key = encrypted.root / "key"
+    key.rename(encrypted.root / "right key")
+    make_master_key(key)
+    with encrypted.open() as store, pytest.raises(StoreUnavailableError, match="does not open the keyring"):
+        store.forget(tenant="acme")
+    (encrypted.root / "right key").rename(key)
+    with encrypted.open() as store:
+        assert store.forget(tenant="acme").keys == 1
+
+
+def test_a_forget_in_a_keyring_that_was_replaced_is_reported(encrypted):
+    ring = encrypted.root / "key.ring"
+    with encrypted.open() as store:
+        fill(store)
+        shutil.copy(ring, encrypted.root / "another")
+        (encrypted.root / "another").rename(ring)
+        with pytest.raises(StoreUnavailableError, match="was replaced by another file"):
+            store.forget(tenant="acme")
+        assert held(store, "acme") == 0
+    with encrypted.open() as store:
+        assert store.forget(tenant="acme").keys == 1
 
 
 def test_a_keyring_that_cannot_be_written_is_reported(encrypted, monkeypatch):

@@ -149,9 +149,10 @@ def read_master_key(source: str) -> bytes:
         try:
             open_to_others = path.stat().st_mode & 0o077
             text = path.read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+            why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(
-                f"cannot read the disk key in {source}: {error.strerror}; `tierstore disk-key new` makes one"
+                f"cannot read the disk key in {source}: {why}; `tierstore disk-key new` makes one"
             ) from error
         if open_to_others:
             raise UsageError(f"{source} can be read by others: chmod 600 {source}")
@@ -193,10 +194,14 @@ def make_master_key(path: Path) -> None:
         raise UsageError(f"{path} is there already: choose another name, or remove it") from error
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    with os.fdopen(fd, "w") as file:
-        file.write(f"{secrets.token_bytes(KEY_BYTES).hex()}\n")
-        file.flush()
-        os.fsync(fd)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(f"{secrets.token_bytes(KEY_BYTES).hex()}\n")
+            file.flush()
+            os.fsync(fd)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def keyring_path(source: str, given: Path | None) -> Path:
@@ -313,6 +318,7 @@ class Keyring:
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise StoreUnavailableError(f"{lock.path} is no keyring of tierstore: give another file")
         _, id, nonce, wrapped = _HEADER.unpack_from(header)
+        _erase_rotated(lock.path, id)
         return cls(lock, id, _unwrap(master, nonce, wrapped, _MAGIC + id))
 
     def __repr__(self) -> str:
@@ -358,6 +364,7 @@ class Keyring:
         recovered from the keyring; the module's docstring has the limits. Raise :class:`OSError` if the file
         cannot be written; then call it again. ``wanted`` gets long names hashed, as :func:`scope_name`
         returns them."""
+        self._require_unlocked()
         with self._lock:
             dropped = [key for scope, key in self._by_scope.items() if wanted(scope)]
             self._last_drops.append(wanted)  # also for scopes without a key: one may be about to be made
@@ -373,6 +380,8 @@ class Keyring:
                 del self._by_scope[key.scope]
                 self._memory.erase(key.secret)
                 self._free_slots.append(key.slot)
+            if self.path.exists() and not self._lock_file.current():
+                raise OSError(errno.ESTALE, f"{self.path} was replaced by another file")
             return len(dropped)
 
     def rotate(self, master: bytes) -> None:
@@ -380,17 +389,21 @@ class Keyring:
         Raise :class:`OSError` if that fails; then its path has the whole old keyring or the whole new one."""
         assert self._ring_key is not None, "a locked keyring cannot be rotated"
         ring_key = secrets.token_bytes(KEY_BYTES)
-        new = self.path.with_name(f"{self.path.name}.new")
+        new = _rotated(self.path)
         with self._lock:
             slots = [_wrapped_ring_key(master, self._id, ring_key)]
             slots += [_wrap(ring_key, _entry(key), self._id) for key in self._by_scope.values()]
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            for slot, data in enumerate(slots):
-                _write(fd, slot, data)
-        finally:
-            os.close(fd)
-        os.replace(new, self.path)
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                for slot, data in enumerate(slots):
+                    _write(fd, slot, data)
+            finally:
+                os.close(fd)
+            os.replace(new, self.path)
+        except OSError:
+            _erase_rotated(self.path, self._id)
+            raise
         _sync_directory(self.path.parent)
         self.close()
 
@@ -425,18 +438,23 @@ class Keyring:
         )
 
     def _make(self, scope: Scope) -> DataKey:
-        if self._ring_key is None:
-            raise OSError(errno.EACCES, "the disk key does not open the keyring")
+        ring_key = self._require_unlocked()
         id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(KEY_BYTES)
         slot = self._free_slots.pop() if self._free_slots else self._slots + 1
         made = DataKey(id, scope, self._memory.keep(secret), slot)
         try:
-            _write(self._lock_file.fd, slot, _wrap(bytes(self._ring_key), _entry(made), self._id))
+            _write(self._lock_file.fd, slot, _wrap(ring_key, _entry(made), self._id))
         except OSError:
+            self._memory.erase(made.secret)
             self._free_slots += [slot] if slot <= self._slots else []
             raise
         self._slots = max(self._slots, slot)
         return self._add(made)
+
+    def _require_unlocked(self) -> bytes:
+        if self._ring_key is None:
+            raise OSError(errno.EACCES, "the disk key does not open the keyring")
+        return bytes(self._ring_key)
 
     def _add(self, key: DataKey) -> DataKey:
         self._by_scope[key.scope] = key
@@ -506,6 +524,31 @@ def _write(fd: int, slot: int, data: bytes) -> None:
     if os.pwrite(fd, data, slot * _SLOT_BYTES) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
+
+
+def _rotated(path: Path) -> Path:
+    """Return where a rotation writes the new keyring."""
+    return path.with_name(f"{path.name}.new")
+
+
+def _erase_rotated(path: Path, id: bytes) -> None:
+    """Overwrite and remove what an interrupted rotation has left. It has the keys of tenants that may be
+    forgotten later. Leave a file that is no such keyring."""
+    left = _rotated(path)
+    try:
+        fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, IsADirectoryError):
+        return
+    try:
+        header = os.pread(fd, _SLOT_BYTES, 0)
+        if header.strip(b"\0") and not header.startswith(_MAGIC + id):
+            return
+        os.pwrite(fd, bytes(os.fstat(fd).st_size), 0)
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+    os.unlink(left)
+    _sync_directory(path.parent)
 
 
 def _wrapped_ring_key(master: bytes, id: bytes, ring_key: bytes) -> bytes:

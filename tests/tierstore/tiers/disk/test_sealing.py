@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -366,6 +367,48 @@ def test_another_master_key_opens_the_keyring_after_a_rotation(tmp_path):
     mixed.close()
 
 
+def test_an_interrupted_rotation_leaves_no_keys(tmp_path, monkeypatch):
+    """They would open with the new master key after their tenant was forgotten."""
+    path, left = tmp_path / "ring", tmp_path / "ring.new"
+    keyring = Keyring.open(path, MASTER_KEY)
+    keyring.key(Scope("a", "b"))
+    written = []
+
+    def fails(*paths):
+        written.append(left.read_bytes())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails)
+        with pytest.raises(OSError, match="No space"):
+            keyring.rotate(bytes(32))
+    assert not left.exists()
+    keyring.close()
+    left.write_bytes(written[0])  # as after a crash
+    with left.open("rb") as before:
+        Keyring.open(path, MASTER_KEY).close()
+        assert not before.read().strip(b"\0"), "the blocks still have the keys"
+    assert not left.exists()
+    left.write_text("another file")
+    Keyring.open(path, MASTER_KEY).close()
+    assert left.read_text() == "another file"
+
+
+def test_keys_that_cannot_be_written_take_no_memory(tmp_path, monkeypatch):
+    keyring = Keyring.open(tmp_path / "ring", MASTER_KEY)
+
+    def fails(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        for number in range(300):
+            with pytest.raises(OSError, match="No space"):
+                keyring.key(Scope(f"tenant {number}", ""))
+    assert repr(keyring._memory) == "SecretMemory(1 blocks)"
+    keyring.close()
+
+
 @settings(max_examples=30, deadline=None)
 @given(tenant=st.text(max_size=600), model=st.text(max_size=600))
 def test_scopes_of_any_name_are_kept(tmp_path_factory, tenant, model):
@@ -435,8 +478,20 @@ def test_keys_are_read_from_a_file_or_a_command(tmp_path):
     assert "secret" not in str(error.value)
     with pytest.raises(UsageError, match="command for the disk key failed"):
         read_master_key("command:false")
-    with pytest.raises(UsageError, match="cannot read the disk key"):
-        read_master_key(str(tmp_path / "missing"))
+    for name in ("missing", "zero\0byte"):
+        with pytest.raises(UsageError, match="cannot read the disk key"):
+            read_master_key(str(tmp_path / name))
+
+
+def test_a_key_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
+    def fails(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(UsageError, match=r"cannot write .*: No space"):
+            make_master_key(tmp_path / "key")
+    make_master_key(tmp_path / "key")
 
 
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
