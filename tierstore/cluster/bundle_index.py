@@ -1,7 +1,7 @@
 """An index of the pages in the bundles of an object store. Pure: the caller reads listings and heads.
 
-An index has at most 2 million pages, which take 90 MB. If there are more, pages of older bundles are not found
-until they are written again. These bundles still count against the store's limits. There may be 131,072
+An index has at most 2 million pages, which take 90 MB. If there are more, pages of older bundles are not
+found until they are written again. These bundles still count against the store's limits. There may be 131,072
 bundles, which take 75 MB more.
 
 Time is the server's: the newest time in a listing, plus the seconds that this process has counted since. So
