@@ -174,7 +174,7 @@ def test_ranks_share_all_heads(heads: int, kv_heads: int, count: int) -> None:
 REFUSED = {
     "--deterministic": {"deterministic": True},
     "--adapter": {"adapters": ["a=/nowhere"]},
-    "at most that": {"tensor_parallel": 5},
+    "so give at most 4": {"tensor_parallel": 5},
     "at least 1": {"tensor_parallel": 0},
     "only recurrent states": {"model": "tiny-mamba2"},
 }

@@ -508,7 +508,7 @@ def test_a_keyring_in_the_directory_is_refused(tmp_path):
         open_keyring(source, tmp_path / "store" / "ring", tmp_path / "store")
     with pytest.raises(UsageError, match="give disk_keyring"):
         open_keyring(f"command:cat {source}", None, tmp_path / "store")
-    with pytest.raises(UsageError, match="no use without disk_key"):
+    with pytest.raises(UsageError, match="disk_keyring needs disk_key"):
         open_keyring("", tmp_path / "ring", tmp_path / "store")
     with pytest.raises(UsageError, match="there is none"):
         open_keyring(source, None, None)
