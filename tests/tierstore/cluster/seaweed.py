@@ -7,6 +7,7 @@ import json
 import shutil
 import socketserver
 import subprocess
+import sys
 import threading
 import time
 from http.client import HTTPConnection
@@ -20,6 +21,12 @@ BUCKET = "pages"
 KEY, SECRET = "testkey", "not-a-secret-of-anybody"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
 _PORTS = ("master", "volume", "filer", "s3")
+
+
+def weed() -> str | None:
+    """Return the server's program: that of this Python's environment, or the one on the path."""
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed")
 
 
 class SeaweedServer:
@@ -39,7 +46,7 @@ class SeaweedServer:
 
     def start(self) -> None:
         assert self.process is None
-        command = [shutil.which("weed") or "weed", "-logtostderr=true", "server", f"-dir={self.directory}"]
+        command = [weed() or "weed", "-logtostderr=true", "server", f"-dir={self.directory}"]
         command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-s3", "-s3.iam=false"]
         command += [f"-s3.config={self.directory}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += ["-master.volumeSizeLimitMB=64", "-volume.max=64", "-volume.minFreeSpace=1"]
