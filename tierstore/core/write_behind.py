@@ -352,8 +352,10 @@ class WriteBehind:
         for start in range(0, len(durable), _AT_ONCE):
             some = durable[start : start + _AT_ONCE]
             with state.lock:
-                forgotten = [page for page in some if state.index.copy(page, Tier.DISK).damaged]
-                kept = [page for page in some if not state.index.copy(page, Tier.DISK).damaged]
+                forgotten: list[Page] = []
+                kept: list[Page] = []
+                for page in some:
+                    (forgotten if state.index.copy(page, Tier.DISK).damaged else kept).append(page)
                 state.index.complete(kept, Tier.DISK, release=True)
                 state.leases.release_all(forgotten, Tier.DISK)  # which drops them
                 for page in some:

@@ -26,6 +26,7 @@ class ErrorLog:
 
     def __init__(self, logger: logging.Logger) -> None:
         self.counts: Counter[str] = Counter()
+        self._reported = 0
         self._logger = logger
         self._logged: set[tuple[str, str]] = set()
 
@@ -43,6 +44,11 @@ class ErrorLog:
         if (where, message) not in self._logged:
             self._logged.add((where, message))
             self._logger.warning("tierstore: %s", message)
+
+    def unreported(self) -> int:
+        """Return how many errors and problems were counted since the last call."""
+        before, self._reported = self._reported, self.counts.total()
+        return self._reported - before
 
 
 def guarded(otherwise: Callable[..., Any]) -> Callable[[F], F]:

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
+import tierstore
+from tierstore import KVSpec, Store
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
+from tierstore.keys import Identity
 from tierstore.types import HANDOVER_S, MOST_HANDOVER_S, Promise
 from tierstore_connectors.common.options import checked_options
 
@@ -51,6 +54,23 @@ class EncoderSettings:
         settings = cls(**checked_options(cls.where, cls, extra))
         settings.check()
         return settings
+
+    def connect(self, identity: Identity, spec: KVSpec, *, threads: int | None = None, **more: Any) -> Store:
+        """Return a client of the daemon for pages of ``identity``. It connects in the background. ``threads``
+        replaces the settings' number, and ``more`` goes to :func:`tierstore.connect`, whose errors this
+        raises."""
+        return tierstore.connect(
+            self.store,
+            spec,
+            identity=identity,
+            lookup_s=self.lookup_s,
+            mover_threads=self.threads if threads is None else threads,
+            keys=self.keys,
+            server_key=self.server_key,
+            model_name=self.model_name,
+            wait_s=0,
+            **more,
+        )
 
     def named(self: S, config: Any) -> S:
         """Return these settings with a model name: theirs, or the served name of vLLM's ``config``."""

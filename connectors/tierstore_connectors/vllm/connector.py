@@ -166,7 +166,6 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         self._changed = False  # whether the weights may have changed since the last forget_everything
         self._orphans: set[str] = set()  # loads that neither half could take
         self._invalid: set[int] = set()
-        self._errors_counted = 0
         self._open()
 
     # -- both halves ---------------------------------------------------------------------------------
@@ -238,10 +237,8 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> TierStoreStats | None:
-        errors = self.errors.counts.total()
-        if errors > self._errors_counted:
-            self.counters.add("errors", errors - self._errors_counted)
-            self._errors_counted = errors
+        if errors := self.errors.unreported():
+            self.counters.add("errors", errors)
         counts = self.counters.take()
         return TierStoreStats(counts) if counts else None
 

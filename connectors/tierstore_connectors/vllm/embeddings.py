@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-import tierstore
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
@@ -127,17 +126,7 @@ class EmbeddingStores:
 
     def _open(self, identity: Identity) -> GuardedStore:
         settings = self._settings
-        store = tierstore.connect(
-            settings.store,
-            KVSpec.parse(identity.layout),
-            identity=identity,
-            lookup_s=settings.lookup_s,
-            mover_threads=settings.threads,
-            keys=settings.keys,
-            server_key=settings.server_key,
-            model_name=settings.model_name,
-            wait_s=0,
-        )
+        store = settings.connect(identity, KVSpec.parse(identity.layout))
         store.wait_connected(RENEW_S)
         return GuardedStore(
             store,

@@ -94,7 +94,6 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
         self._scheduler: EncoderScheduler | None = None
         self._worker: EncoderWorker | None = None
         self._changed = False  # whether the weights may have changed since the last forget_everything
-        self._errors_counted = 0
         self._open()
 
     # -- both halves ---------------------------------------------------------------------------------
@@ -136,10 +135,8 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
                 half.close()
 
     def _counts(self) -> dict[str, float]:
-        errors = self.errors.counts.total()
-        if errors > self._errors_counted:
-            self.counters.add("errors", errors - self._errors_counted)
-            self._errors_counted = errors
+        if errors := self.errors.unreported():
+            self.counters.add("errors", errors)
         return self.counters.take()
 
     @guarded(_nothing)

@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-import tierstore
 from tierstore import Hit, Store, Transfer, TransferState, lookup_all
 from tierstore.errors import StoreClosedError
 from tierstore.explanation import Explanation
@@ -248,7 +247,7 @@ class VllmLookups:
         self.store = self._sizes[0].store
 
     def _size(self, pages: Sequence[GroupShard], epoch: str) -> LookupSize:
-        settings, model = self._settings, self._shards[0].model
+        model = self._shards[0].model
         if model is not None:
             model = under_epoch(model, epoch)
             pages = list({each.identity: each for each in pages}.values())  # ranks may have the same heads
@@ -258,19 +257,8 @@ class VllmLookups:
             for number, each in enumerate(pages)
         ]
         prompts = identities[0] if model is None else model  # the identity of every prompt
-        store = tierstore.connect(
-            settings.store,
-            KVSpec.parse(prompts.layout),
-            identity=identities[0],
-            lookup_s=settings.lookup_s,
-            mover_threads=1,
-            keys=settings.keys,
-            server_key=settings.server_key,
-            model_name=settings.model_name,
-            groups=groups,
-            wait_s=0,
-            log=_log,
-        )
+        spec = KVSpec.parse(prompts.layout)
+        store = self._settings.connect(identities[0], spec, threads=1, groups=groups, log=_log)
         store.planner = self.planner
         return LookupSize(store, identities, model)
 

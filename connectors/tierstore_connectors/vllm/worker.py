@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-import tierstore
 from tierstore import Store
 from tierstore.groups import Past
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt
@@ -150,19 +149,8 @@ class WorkerStores:
         layout = pages.identity.layout
         store = self._stores.get(layout)
         if store is None:
-            settings = self._settings
-            store = self._stores[layout] = tierstore.connect(
-                settings.store,
-                KVSpec.parse(layout),
-                identity=pages.identity,
-                lookup_s=settings.lookup_s,
-                mover_threads=settings.threads,
-                keys=settings.keys,
-                server_key=settings.server_key,
-                reach=self._reach,
-                model_name=settings.model_name,
-                wait_s=0,
-            )
+            store = self._settings.connect(pages.identity, KVSpec.parse(layout), reach=self._reach)
+            self._stores[layout] = store
         return store
 
     def wait_connected(self, timeout: float) -> bool:
@@ -182,8 +170,7 @@ class WorkerHalf:
 
     ``groups`` are, by number, the KV cache groups that have layers on this worker, out of ``model_groups``: a
     pipeline stage may have none of a group's layers. ``model`` is the whole model's identity if engines share
-    its pages. Raises :class:`~tierstore.errors.UsageError` for an
-    invalid address.
+    its pages. Raises :class:`~tierstore.errors.UsageError` for an invalid address.
     """
 
     def __init__(

@@ -53,6 +53,7 @@ import msgspec
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.extras import install
 from tierstore.locks import PathLock
+from tierstore.tiers.disk.io import FileIO
 
 _log = logging.getLogger(__name__)
 
@@ -313,7 +314,7 @@ class Keyring:
         if not header.strip(b"\0"):  # new, or its first opening was interrupted
             ring_key, id = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(_RING_ID_BYTES)
             _write(lock.fd, 0, _wrapped_ring_key(master, id, ring_key))
-            _sync_directory(lock.path.parent)
+            FileIO().sync_directory(lock.path.parent)
             return cls(lock, id, ring_key)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise StoreUnavailableError(f"{lock.path} is no keyring of tierstore: give another file")
@@ -404,7 +405,7 @@ class Keyring:
         except OSError:
             _erase_rotated(self.path, self._id)
             raise
-        _sync_directory(self.path.parent)
+        FileIO().sync_directory(self.path.parent)
         self.close()
 
     def close(self) -> None:
@@ -548,7 +549,7 @@ def _erase_rotated(path: Path, id: bytes) -> None:
     finally:
         os.close(fd)
     os.unlink(left)
-    _sync_directory(path.parent)
+    FileIO().sync_directory(path.parent)
 
 
 def _wrapped_ring_key(master: bytes, id: bytes, ring_key: bytes) -> bytes:
@@ -576,11 +577,3 @@ def _unwrap(key: bytes, nonce: bytes, wrapped: bytes, facts: bytes) -> bytes | N
         return AESGCM(key).decrypt(nonce, wrapped, facts)
     except (InvalidTag, ValueError):
         return None
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -38,7 +38,7 @@ import errno
 import os
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 from msgspec.structs import replace
@@ -51,6 +51,10 @@ from tierstore.tiers.disk.payloads import Payloads, Staging
 from tierstore.tiers.disk.records import BEGINNING, INLINE, SEALED_BYTES, PageRecord, beginnings
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import MIB
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 _SALT_BYTES = 32
 _TAG_BYTES = 16
@@ -122,13 +126,9 @@ class Sealing:
         """Seal ``payload`` into ``out``, which has the size of the page's room. Return the seal, without the
         checksum of ``out``. Make a key if the tenant has none. Raise :class:`OSError` if the key cannot be
         stored."""
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.algorithms import AES
-        from cryptography.hazmat.primitives.ciphers.modes import GCM
-
         data_key = self._key_for(record)
         salt = os.urandom(_SALT_BYTES)
-        cipher = Cipher(AES(data_key.page_key(salt)), GCM(_NONCE_OF_PAYLOAD)).encryptor()
+        cipher = _payload_cipher(data_key, salt).encryptor()
         cipher.authenticate_additional_data(_payload_facts(record))
         # update_into needs room for a block more than it writes, so the end goes through update.
         whole = max(payload.nbytes - _LEAST_UPDATE, 0)
@@ -141,15 +141,12 @@ class Sealing:
         """Open a sealed payload into ``out``, which has the size of the plain payload. Return False if these
         bytes were not sealed for this record, or if the key is gone. Then do not use ``out``."""
         from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.algorithms import AES
-        from cryptography.hazmat.primitives.ciphers.modes import GCM
 
         seal = Seal.unpack(record.seal)
         data_key = self.keyring.by_id(seal.key_id)
         if data_key is None:
             return False
-        cipher = Cipher(AES(data_key.page_key(seal.salt)), GCM(_NONCE_OF_PAYLOAD)).decryptor()
+        cipher = _payload_cipher(data_key, seal.salt).decryptor()
         cipher.authenticate_additional_data(_payload_facts(record))
         whole = max(out.nbytes - _LEAST_UPDATE, 0)
         cipher.update_into(sealed[:whole], out)
@@ -302,6 +299,14 @@ _NOT_KEPT.dropped = True  # each use gets a random key
 
 def _beginning(key: DataKey, parent: int, tokens: bytes) -> bytes:
     return key.name(parent.to_bytes(8, "big") + tokens[:BEGINNING].ljust(BEGINNING, b"\0"), b"tokens")
+
+
+def _payload_cipher(key: DataKey, salt: bytes) -> Cipher[GCM]:
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+    return Cipher(AES(key.page_key(salt)), GCM(_NONCE_OF_PAYLOAD))
 
 
 def _payload_facts(record: PageRecord) -> bytes:
