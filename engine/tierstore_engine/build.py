@@ -39,6 +39,7 @@ from tierstore_engine.gguf_file import config_from_gguf
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
+from tierstore_engine.layer_weights import ModelWeights
 from tierstore_engine.loaded import LoadedModel, OpenModel, make_memory
 from tierstore_engine.model import Model
 from tierstore_engine.options import MTP, EngineOptions
@@ -241,18 +242,24 @@ def load_model(
     source = model
     if not source.on_disk:
         _check_memory(source)
+    weights, digest = _read_weights(source, seed)
+    return LoadedModel(
+        source.config,
+        source.tokenizer,
+        weights,
+        digest,
+        source.device,
+        source.adapters,
+        source.source,
+        divided=source if source.ranks > 1 else None,
+        seed=seed,
+    )
+
+
+def _read_weights(source: OpenModel, seed: int) -> tuple[ModelWeights, str]:
+    """Return the weights of this process, and the digest of all weights."""
     if source.ranks > 1:
-        weights, digest = read_share(source.config, source.source, Share(0, source.ranks), seed=seed)
-        return LoadedModel(
-            source.config,
-            source.tokenizer,
-            weights,
-            digest,
-            source.device,
-            source=source.source,
-            divided=source,
-            seed=seed,
-        )
+        return read_share(source.config, source.source, Share(0, source.ranks), seed=seed)
     if source.source is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
@@ -265,16 +272,7 @@ def load_model(
             on_disk=source.on_disk,
             kernels=kernels,
         )
-    digest = digest_weights(source.config, weights)
-    return LoadedModel(
-        source.config,
-        source.tokenizer,
-        weights,
-        digest,
-        source.device,
-        source.adapters,
-        source.source,
-    )
+    return weights, digest_weights(source.config, weights)
 
 
 def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:

@@ -182,11 +182,8 @@ class Model:
         if not layers:
             return hidden
         self._adapter_rows.of = step.adapters
-        pointwise, weights, positions = (
-            self._pointwise,
-            self._weights.layers,
-            self._positions(step, hidden.dtype),
-        )
+        pointwise, weights = self._pointwise, self._weights.layers
+        positions = self._positions(step, hidden.dtype)
         normed = _normed(pointwise, hidden, weights[layers.start].mixer_norm)
         for index in layers:
             layer = weights[index]

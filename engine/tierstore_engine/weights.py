@@ -38,16 +38,25 @@ def fill(config: ModelConfig, weights: ModelWeights, source: Path | None, *, see
     """Fill slot after slot of ``weights`` on the CPU from a checkpoint, or from ``seed`` without one, and
     yield it. Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape."""
     if source is None:
-        generator = torch.Generator("cpu")
-        for slot in slots(config, weights):
-            _seed(slot, config, generator, seed)
-            yield slot
+        yield from _seeded(config, weights, seed, "cpu")
         return
     with open_weights(source) as checkpoint:
-        stored = _stored_names(config, checkpoint)
-        for slot in slots(config, weights):
-            slot.fill(checkpoint, stored(slot.name))
-            yield slot
+        yield from _read(config, weights, checkpoint)
+
+
+def _read(config: ModelConfig, weights: ModelWeights, checkpoint: StoredWeights) -> Iterator[Slot]:
+    stored = _stored_names(config, checkpoint)
+    for slot in slots(config, weights):
+        slot.fill(checkpoint, stored(slot.name))
+        yield slot
+
+
+def _seeded(config: ModelConfig, weights: ModelWeights, seed: int, device: str) -> Iterator[Slot]:
+    generator = torch.Generator(device)
+    for slot in slots(config, weights):
+        generator.manual_seed(xxhash.xxh3_64_intdigest(slot.name.encode(), seed) >> 1)
+        _seed(slot, config, generator)
+        yield slot
 
 
 def load_weights(
@@ -66,11 +75,10 @@ def load_weights(
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
     with open_weights(source, mapped=on_disk) as checkpoint:
-        stored = _stored_names(config, checkpoint)
         keep = on_disk or (checkpoint.quantised is not None and not expand)
         weights = allocate(config, device, keep=keep, kernels=kernels)
-        for slot in slots(config, weights):
-            slot.fill(checkpoint, stored(slot.name))
+        for _ in _read(config, weights, checkpoint):
+            pass
         if not on_disk:
             return weights
         parts = [list(_codes(layer_slots(config, layer))) for layer in weights.layers]
@@ -137,9 +145,8 @@ _BACKBONE = {
 def random_weights(config: ModelConfig, *, seed: int, device: str) -> ModelWeights:
     """Return seeded random weights, made in place, tensor by tensor."""
     weights = allocate(config, device)
-    generator = torch.Generator(device)
-    for slot in slots(config, weights):
-        _seed(slot, config, generator, seed)
+    for _ in _seeded(config, weights, seed, device):
+        pass
     return weights
 
 
@@ -208,9 +215,8 @@ _STATE_DECAY = 0.02
 count."""
 
 
-def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator, seed: int) -> None:
+def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator) -> None:
     """Fill a slot so that the greedy continuation depends on the whole context, as in a trained model."""
-    generator.manual_seed(xxhash.xxh3_64_intdigest(slot.name.encode(), seed) >> 1)
     kind, tensor = ".".join(slot.name.split(".")[-2:]), slot.tensor
     assert isinstance(tensor, torch.Tensor)
     if kind.endswith("norm.weight"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,25 +13,6 @@ _distributed: Any = torch.distributed  # its types leave out process groups that
 _MEETING_S = 60.0
 _LONGEST_S = 3600.0
 """How long gloo waits for a rank. A rank that does not answer is found much earlier, by its heartbeat."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """The number and bytes of the tensors that this rank passed to sums and to gathers."""
-
-    sums: int = 0
-    summed_bytes: int = 0
-    gathers: int = 0
-    gathered_bytes: int = 0
-
-    def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that this rank sends if sums use a ring: ``2 (n - 1) / n`` of each tensor
-        (Patarasuk and Yuan 2009). Gathers do not count, because rank 0 only receives them.
-
-        >>> Traffic(sums=1, summed_bytes=1000).sent_bytes(4)
-        1500.0
-        """
-        return self.summed_bytes * 2 * (ranks - 1) / ranks
 
 
 class Ranks(Protocol):
@@ -48,13 +28,13 @@ class Ranks(Protocol):
 
 
 class Collective:
-    """:class:`Ranks` of one process, by gloo."""
+    """:class:`Ranks` of one process, by gloo. ``summed_bytes`` are those of the tensors passed to sums."""
 
     def __init__(self, share: Share, meeting: str) -> None:
         """Connect all ranks through the file ``meeting``, which does not exist yet. Block until all are
         connected."""
         self.share = share
-        self.traffic = Traffic()
+        self.summed_bytes = 0
         gloo = _distributed.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=_LONGEST_S)
@@ -64,10 +44,15 @@ class Collective:
         self._group = gloo(store, share.rank, share.count, options)
         self._group.allreduce([torch.zeros(1)]).wait()  # after this no rank needs the file
 
+    @property
+    def sent_bytes(self) -> float:
+        """Return the bytes that this rank sends if sums use a ring: ``2 (n - 1) / n`` of each tensor
+        (Patarasuk and Yuan 2009). Gathers do not count, because rank 0 only receives them."""
+        return self.summed_bytes * 2 * (self.share.count - 1) / self.share.count
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        self.traffic.sums += 1
-        self.traffic.summed_bytes += x.nbytes
+        self.summed_bytes += x.nbytes
         self._group.allreduce([x]).wait()
         return x
 
@@ -78,8 +63,6 @@ class Collective:
         widest = max(widths)
         mine = torch.zeros(len(part), widest, dtype=part.dtype)
         mine[:, : part.shape[1]] = part
-        self.traffic.gathers += 1
-        self.traffic.gathered_bytes += mine.nbytes
         if not self.share.first:
             self._group.gather([], [mine], _root()).wait()
             return part

@@ -12,7 +12,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.loaded import LoadedModel, make_memory
 from tierstore_engine.model import Model
-from tierstore_engine.ranks.collective import Collective, Traffic
+from tierstore_engine.ranks.collective import Collective
 from tierstore_engine.ranks.others import Others
 from tierstore_engine.ranks.share import Share, config_of
 from tierstore_engine.sampling import Choice, Draw
@@ -50,13 +50,14 @@ class RankedRunner:
         return cls(model.config, part, others, ranks)
 
     @property
-    def count(self) -> int:
-        return self._ranks.share.count
+    def summed_bytes(self) -> int:
+        """The bytes of the tensors that rank 0 passed to sums."""
+        return self._ranks.summed_bytes
 
     @property
-    def traffic(self) -> Traffic:
-        """The tensors that rank 0 passed to collectives."""
-        return self._ranks.traffic
+    def sent_bytes(self) -> float:
+        """See :attr:`Collective.sent_bytes <tierstore_engine.ranks.collective.Collective.sent_bytes>`."""
+        return self._ranks.sent_bytes
 
     def compute(self, step: Step) -> torch.Tensor:
         with self._others.watched():

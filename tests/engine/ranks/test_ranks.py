@@ -155,8 +155,8 @@ def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]
     runner, config = engine.model, engine.model.config
     assert isinstance(runner, RankedRunner)
     rows = completion.metrics.prompt_tokens + completion.metrics.generated_tokens - 1
-    assert runner.traffic.summed_bytes == rows * 2 * config.layers * config.hidden_size * 4
-    assert runner.traffic.sent_bytes(2) == runner.traffic.summed_bytes
+    assert runner.summed_bytes == rows * 2 * config.layers * config.hidden_size * 4
+    assert runner.sent_bytes == runner.summed_bytes
 
 
 def test_an_error_at_rank_0_ends_all(

@@ -147,7 +147,7 @@ def _measured_bytes(model: LoadedModel, sizes: Sizes, settings: LongContext) -> 
 def _sent_bytes(engine: Engine) -> float | None:
     """Return the bytes that a rank has sent; None for an engine with one rank."""
     runner = engine.model
-    return runner.traffic.sent_bytes(runner.count) if isinstance(runner, RankedRunner) else None
+    return runner.sent_bytes if isinstance(runner, RankedRunner) else None
 
 
 @contextmanager
