@@ -447,8 +447,16 @@ class TierTests(StoreFixtures):
 
     def test_leased_pages_stay_and_nobody_waits_for_them(self, open_store: OpenStore, layout: Layout) -> None:
         store = open_store(layout, identity=new_identity(layout.spec), host_chunks=4, disk=False)
-        layout.save(store, range(64))
+
+        def saved() -> bool:
+            layout.save(store, range(64))
+            with store.lookup(range(64)) as found:
+                return found.tokens == 64
+
+        # A daemon notices with a delay that an earlier client, whose leases fill the memory, has gone.
+        wait_until(saved)
         hit = store.lookup(range(64))
+        assert hit.tokens == 64
         layout.save(store, range(1000, 1064))
         # Saved pages may have been evicted since, for pages of another group.
         with store.lookup(range(1000, 1064)) as other:
