@@ -29,12 +29,13 @@ from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.counters import ConnectorCounters
+from tierstore_connectors.common.facts import under_epoch
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.common.stores import GuardedStore
 from tierstore_connectors.vllm.config import EncoderSettings
 from tierstore_connectors.vllm.identity import MediaContents
 from tierstore_connectors.vllm.layout import UnsupportedError
-from tierstore_connectors.vllm.orders import RENEW_S, under_epoch
+from tierstore_connectors.vllm.orders import RENEW_S
 
 _MOST_HELD_BYTES = 256 << 20  # of embeddings that are being loaded, or that no step has taken yet
 _IDLE_WAIT_S = 0.002  # in a step without tokens: a step that does not wait takes the CPU from the loads
