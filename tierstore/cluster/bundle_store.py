@@ -326,7 +326,7 @@ class BundleStore(SharedStore):
         :class:`BucketError` if the bucket does not answer.
 
         A merged bundle is written before the others are deleted, and what to delete follows from listings
-        alone. So a crash at any point loses nothing, and the next call goes on. The others stay until all
+        alone. So a crash at any point loses no page, and a later call continues. The others stay until all
         hosts have listed the merged bundle. Hosts that merge the same bundles write the same object."""
         wait_s = _SUPERSEDED_S + 2 * self.bucket.address.refresh_s
         with self._lock:

@@ -97,8 +97,8 @@ def make_bundle(names: Sequence[str], object_bytes: int, origin: Origin) -> tupl
 
 
 def merged_bundle(parts: Sequence[Bundle], last: Origin) -> tuple[Bundle, bytes]:
-    """Return one bundle of the pages of ``parts``, each of which continues the one before it, and the bytes
-    that precede its first page. ``last`` is the origin of the last part."""
+    """Return one bundle of the pages of ``parts``, and the bytes that precede its first page. Each part
+    continues the part before it. ``last`` is the origin of the last part."""
     names = b"".join(each.names for each in parts)
     parent = object_name(parts[0].parent) if parts[0].has_parent else ""
     count = sum(each.pages for each in parts)

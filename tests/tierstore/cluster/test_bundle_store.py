@@ -283,13 +283,23 @@ def test_wrong_buckets_and_credentials_are_one_line(seaweed, monkeypatch, tmp_pa
 
 
 class OddListing(BaseHTTPRequestHandler):
-    """Lists an object that the client of S3 does not accept."""
+    """Lists a bundle, and an object that the client of S3 does not accept. A listing of one folder has that
+    object's folder only."""
+
+    odd = "a//b"
 
     def do_GET(self):
-        listing = (
-            "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>kv/bundles/a//b</Key><Size>1</Size>"
-            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"
-        )
+        if "list-type" not in self.path:
+            self.send_error(404)  # the bundle has left since
+            return
+        bundle = f"{'0' * 40}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        entries = [f"<Contents><Key>kv/bundles/{bundle}</Contents>"]
+        if "delimiter" in self.path:
+            folder = self.odd[: self.odd.index("/") + 1]
+            entries.append(f"<CommonPrefixes><Prefix>kv/bundles/{folder}</Prefix></CommonPrefixes>")
+        else:
+            entries.append(entries[0].replace("0" * 40, self.odd))
+        listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>"
         self.send_response(200)
         self.send_header("Content-Length", str(len(listing)))
         self.end_headers()
@@ -299,14 +309,20 @@ class OddListing(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_object_of_an_odd_name_is_one_line(monkeypatch):
-    """It ends each listing."""
+@pytest.mark.parametrize("odd", ["a//b", "/b"])
+def test_an_object_of_an_odd_name_is_skipped_or_one_line(monkeypatch, odd):
+    """It ends each listing, except one of its parent folder. There, the object ``/b`` ends it, too."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setattr(OddListing, "odd", odd)
     with HTTPServer(("127.0.0.1", 0), OddListing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(SharedStoreError, match="an object whose name this program cannot read"):
-            Agent().open(f"s3://{BUCKET}/kv?endpoint=http://127.0.0.1:{server.server_port}")
+        url = f"s3://{BUCKET}/kv?endpoint=http://127.0.0.1:{server.server_port}"
+        if odd == "a//b":
+            assert len(Agent().open(url).store.index) == 1
+        else:
+            with pytest.raises(SharedStoreError, match="an object whose name this program cannot read"):
+                Agent().open(url)
         server.shutdown()
 
 
