@@ -318,7 +318,7 @@ def build_engine(
     - ``predicted_tokens``: the tokens that a model with a predictor drafts per step at most.
     - ``model_name``: the model's public name.
     - ``role``: whether the engine loads and saves pages that it shares with other engines.
-    - ``share_engines``: share pages with vLLM (:mod:`tierstore_connectors.common.sharing`).
+    - ``share_engines``: share pages with other engines (:mod:`tierstore_connectors.common.sharing`).
 
     Raises :class:`UsageError` for impossible sizes and :class:`~tierstore.errors.StoreUnavailableError` for a
     store that cannot be opened.

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.portions import chosen
 from tests.serving import make_daemon
 from tests.sharing import (
     CHUNK,
@@ -70,11 +71,24 @@ def folder(tmp_path_factory):
     return lambda kind: models.model(kind, cache)
 
 
-@pytest.mark.parametrize(("kind", "whole"), [(models.LLAMA, LONG), (models.GEMMA, SHORT)])
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    chosen(
+        [
+            (models.LLAMA, LONG),
+            (models.LLAMA3, SHORT),
+            (models.QWEN2, SHORT),
+            (models.QWEN3, SHORT),
+            (models.GEMMA, SHORT),
+        ],
+        (models.LLAMA, LONG),
+        (models.GEMMA, SHORT),
+    ),
+)
 def test_both_directions(folder, daemon, kind, whole):
     """Gemma's pages come from SGLang only: it needs the whole past of a window, which others do not keep."""
     folder, theirs, ours = folder(kind), prompt(whole + 4, seed=1), prompt(whole + 4, seed=2)
-    groups = 1 if kind == models.LLAMA else 2
+    groups = 2 if kind == models.GEMMA else 1
     with bundled(folder, share=False) as alone, sglang(folder, daemon) as engine:
         expected, pages = answer(alone, theirs), own_pages(alone, theirs[:whole])
         assert engine.ask(Ask(theirs)).external_hit_tokens == 0

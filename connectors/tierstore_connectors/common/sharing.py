@@ -17,9 +17,10 @@ not measured (:data:`MEASURED`). An engine also refuses if its options change th
 **Keys.** Pages are found by keys over token ids (:mod:`tierstore.keys`), as the bundled engine finds them. If
 a layer group has a window, its pages are found by name. vLLM's scheduler knows the token ids of a request, so
 it computes the same keys. Block hashes of vLLM are not used: they begin with vLLM's own constant, and the
-bundled engine would have to encode tokens as vLLM does. SGLang's storage interface passes hashes of pages
-without their tokens, so SGLang cannot share. Naming all pages by SGLang's hashes was rejected: a hit could
-then end at whole pages only, and every engine would lose the chain from a page to its parent.
+bundled engine would have to encode tokens as vLLM does. SGLang passes hashes of pages without their tokens,
+so its backend finds the tokens of each hash in the same process (:mod:`tierstore_connectors.sglang.sharing`).
+Naming all pages by SGLang's hashes was rejected: a hit could then end at whole pages only, and every engine
+would lose the chain from a page to its parent.
 
 Sharing is off by default, because a hit is not bit-equal to pages that the engine itself would compute.
 docs/sharing.md has the measured differences.
