@@ -100,6 +100,11 @@ def test_both_directions(folder, daemon, kind, whole):
             answer(other, ours)
         if groups == 1:
             hit, cold = from_store(engine, ours, whole)
+            longer = [*ours[:whole], *prompt(4 * CHUNK + 1, seed=3)]
+            assert engine.ask(Ask(longer)).answers[0].cached_tokens == whole
+            wait_stored(daemon, (2 * whole + 4 * CHUNK) // CHUNK)
+            assert engine.reset()
+            assert engine.ask(Ask(longer)).external_hit_tokens == whole + 4 * CHUNK
         else:
             assert engine.ask(Ask(ours)).external_hit_tokens == 0
             assert engine.reset()

@@ -137,8 +137,9 @@ class TierStoreHiCache(HiCacheStorage):
         """Return the pages of a pool: one, or one for each layer group if engines share them."""
         if not self._settings.share_engines:
             return (HostPool(name, pool, torch.arange(pool.page_size)),)
-        if name in self._pools:
-            return self._pools[name]
+        known = self._pools.get(name, ())
+        if known and known[0].pool is pool:
+            return known
         tokens = PageTokens(int(pool.page_size))
         found = shared_pool(
             name,
@@ -405,7 +406,7 @@ class TierStoreHiCache(HiCacheStorage):
             self._say_unknown()
             return 0
         prompt, first = asked
-        source = PagePlaces(place.pages, indices, len(keys), self.errors.caught, first=first)
+        source = PagePlaces(place.pages, indices, len(keys), self.errors.caught)
         transfer = place.store.save_from(prompt, source, len(keys), first=first)
         with contextlib.suppress(TimeoutError):
             transfer.wait(max(ends - began, 0.0))

@@ -106,9 +106,9 @@ class PoolPages(Protocol):
 class PagePlaces:
     """The source or target of a save or load: ``pages`` pages of a host pool at ``indices``.
 
-    Page ``at`` of the save or load is the pool's page ``places[at]``, or ``at - first`` if ``places`` is
-    None. SGLang is asked for addresses when the first page is copied: this takes a millisecond for a hundred
-    pages of many runs, and a save of pages that are already stored needs none.
+    Page ``at`` of the save or load is the pool's page ``places[at]``, or ``at`` if ``places`` is None. SGLang
+    is asked for addresses when the first page is copied: this takes a millisecond for a hundred pages of many
+    runs, and a save of pages that are already stored needs none.
     """
 
     def __init__(
@@ -118,14 +118,12 @@ class PagePlaces:
         pages: int,
         problem: Problem,
         places: Mapping[int, int] | None = None,
-        *,
-        first: int = 0,
     ) -> None:
         self._pool = pool
         self._indices = indices
         self._pages = pages
         self._problem = problem
-        self._places_of = places if places is not None else {first + at: at for at in range(pages)}
+        self._places_of = places if places is not None else range(pages)
         self.failed = False
 
     @cached_property

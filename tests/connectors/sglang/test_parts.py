@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 import tierstore
 from tierstore import Identity, KVSpec
 from tierstore.errors import UsageError
+from tierstore.spec import LayerKind
 from tierstore_connectors.common.shared_pages import BlockConverter, PagePart, PartSource
 from tierstore_connectors.sglang.identity import pages_named
 from tierstore_connectors.sglang.pools import HostPool, PagePlaces
 from tierstore_connectors.sglang.queries import Queries, Query
-from tierstore_connectors.sglang.sharing import PageTokens, pool_blocks, require_plain
+from tierstore_connectors.sglang.sharing import PageTokens, SharedPages, pool_blocks, require_plain
 from tierstore_connectors.sglang.weights import WeightsWatch, epoch_of
 
 IDENTITY = Identity.of(KVSpec.opaque(4096, chunk_tokens=8, hashed=True), model="m")
@@ -301,6 +303,49 @@ def test_every_layout_of_a_host_pool_is_read_and_written(layout, order):
     pool.layout = "page_unified"
     with pytest.raises(UsageError, match="hicache-mem-layout must be one of"):
         pool_blocks(pool, [0, 1])
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_prompt_is_saved_and_loaded_in_parts(window):
+    """As the connector does it: a second operation continues the first one, and a load skips pages."""
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=8)
+    if window is not None:
+        spec = replace(spec, groups=(replace(spec.groups[0], kind=LayerKind.SLIDING_WINDOW, window=window),))
+    model = Identity.of(spec, model="m")
+    [identity] = model.groups
+    memory = np.random.default_rng(0).random([2, 6, 1, 8, 1, 32], np.float32)
+    before = memory.copy()
+    pool = SimpleNamespace(
+        layout="page_first_direct", head_group_num=1, page_size=8, page_num=6, kv_buffer=Tensor(memory)
+    )
+    every = PartSource(PagePart(0, 1, (0,)), range(1), range(1))
+    converter = BlockConverter(identity.layout, pool_blocks(pool, [0]), every)
+    known, tokens = PageTokens(8), list(range(50))
+    pages = SharedPages("kv", pool, model, identity, window is not None, converter, known)
+    names = page_names(tokens, 8)
+    slots = np.arange(48)
+    part = KVSpec.parse(identity.layout)
+    with tierstore.open(None, part, identity=identity, host_bytes=1 << 20) as store:
+        for first, count in ((0, 2), (2, 3), (5, 1)):
+            known.record(names[first - 1] if first else None, tokens[8 * first : 8 * (first + count)])
+            prompt, start = pages.prompt(identity, names[first : first + count], 0)
+            source = PagePlaces(pages, slots[8 * first : 8 * (first + count)], count, problem)
+            assert store.save_from(prompt, source, count, first=start).wait(30) == 8 * count
+        memory[...] = 0
+        prompt, start = pages.prompt(identity, names[1:], 0)
+        asked = Query(store, identity, names[1:], store.lookup(prompt), start)
+        run = asked.held(1, 3)  # pages 2, 3 and 4 of the prompt
+        assert len(run) == 3
+        places = {at: asked.positions[at] - 1 for at in run}
+        target = PagePlaces(pages, slots[16:40], 3, problem, places)
+        loaded = store.load_to(asked.hit, target, first=run.start, count=3, keep=True).wait(30)
+        assert loaded.tokens == 8 * run.stop
+        assert np.array_equal(memory[:, 2:5], before[:, 2:5])
+        assert not memory[:, [0, 1, 5]].any()
+        asked.hit.release()
+        assert pages.prompt(identity, page_names(tokens[1:], 8), 0) is None
+    with pytest.raises(ValueError, match="pages of the kv pool"):
+        pages.runs(np.arange(48, 56), 1)
 
 
 class Tensor:
