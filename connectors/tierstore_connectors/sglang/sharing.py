@@ -228,7 +228,7 @@ class SharedPages:
         """Return the numbers of the pool's pages at ``indices``. Raises :class:`ValueError` for indices of
         another number of pages or of none: a wrong number must not become a wrong address."""
         slots = np.asarray(indices, np.int64)[:: self.chunk_tokens]
-        numbers = (slots // self.chunk_tokens).tolist()
+        numbers: list[int] = (slots // self.chunk_tokens).tolist()
         if len(numbers) != pages or any(not 0 <= each < self.pool.page_num for each in numbers):
             raise ValueError(f"{len(numbers)} indices are not those of {pages} pages of the {self.name} pool")
         return numbers
