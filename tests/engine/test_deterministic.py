@@ -16,6 +16,7 @@ import torch
 from tests.engine.kernels.device import kernel_launcher
 from tests.engine.kernels.executor import missing_tools
 from tests.engine.stored import Stored
+from tests.engine.test_quantised import CASES, quantise_folder
 from tests.portions import chosen, portion
 from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, STATES, VARIANTS, VOCAB
 from tierstore import native
@@ -291,6 +292,19 @@ def test_what_a_gpu_cannot_compute_is_refused(model: str, words: str) -> None:
     config = preset(model, dtype="float32" if "float32" in words else "bfloat16")
     with pytest.raises(UsageError, match=f"--deterministic {words}"):
         check_gpu(config)
+
+
+def test_quantised_weights_on_a_gpu_are_refused(
+    checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantise_folder(CASES["gptq"], checkpoints("llama3"), tmp_path / "model")
+    monkeypatch.setattr("tierstore_engine.build.resolve_device", lambda device, dtype: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    options = {"deterministic": True, "dtype": "bfloat16"}
+    with pytest.raises(UsageError, match=r"^--deterministic takes no weights in .* on a GPU: add --expand"):
+        open_model(str(tmp_path / "model"), **options)
+    opened = open_model(str(tmp_path / "model"), expand_weights=True, **options)
+    assert "sm_90" in opened.config.arithmetic
 
 
 def test_it_needs_the_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
