@@ -86,7 +86,7 @@ def require_plain(arguments: Mapping[str, Any], *, at_start: bool) -> None:
     describe, or if the storage was attached to a running server."""
     changes = [
         f"--{name.replace('_', '-')}"
-        for name, allowed in _ONLY.items()
+        for name, allowed in sorted(_ONLY.items())
         if arguments.get(name, allowed[0]) not in allowed
     ]
     if changes:

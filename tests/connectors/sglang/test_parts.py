@@ -371,7 +371,7 @@ def test_arguments_that_change_the_model_are_refused():
     plain = {"kv_cache_dtype": "auto", "quantization": None, "enable_lora": False, "pp_size": 1}
     keys = '{"hicache_storage_pass_prefix_keys": true}'
     require_plain({**plain, "hicache_storage_backend_extra_config": keys}, at_start=True)
-    with pytest.raises(UsageError, match="share_engines: --quantization, --enable-lora may change KV"):
+    with pytest.raises(UsageError, match="share_engines: --enable-lora, --quantization may change KV"):
         require_plain({**plain, "enable_lora": True, "quantization": "fp8"}, at_start=True)
     with pytest.raises(UsageError, match="hicache_storage_pass_prefix_keys"):
         require_plain({**plain, "hicache_storage_backend_extra_config": "{}"}, at_start=True)
