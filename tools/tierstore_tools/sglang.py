@@ -16,7 +16,7 @@ from typing import Any
 
 from tierstore_tools.vllm.asks import SHOWN_LOGPROBS, Answers, Ask, Batch, EngineJob, VllmAnswer
 from tierstore_tools.vllm.child import main
-from tierstore_tools.vllm.engine import ANSWER_S, EngineProcess
+from tierstore_tools.vllm.engine import ANSWER_S, RunningEngine
 
 _OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -60,7 +60,7 @@ def storage_options(url: str, **extra: Any) -> dict[str, Any]:
     return {**_STORAGE, "hicache_storage_backend_extra_config": json.dumps(settings)}
 
 
-class SglangEngine(EngineProcess):
+class SglangEngine(RunningEngine):
     """A running SGLang on a CPU. ``options`` are arguments of ``sglang.Engine``, instead of the defaults
     above. ``stand_ins`` is a folder with modules for what SGLang has for GPUs only. Raises
     :class:`~tierstore_tools.vllm.engine.EngineDiedError`."""
@@ -96,7 +96,7 @@ class SglangEngine(EngineProcess):
         return self._hear(bool, ANSWER_S)
 
 
-class _ChildEngine:
+class _ChildSglang:
     """SGLang, asked one request at a time. Its first token is timed."""
 
     def __init__(self, job: EngineJob) -> None:
@@ -151,4 +151,4 @@ class _ChildEngine:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), _ChildEngine)
+    main(int(sys.argv[1]), int(sys.argv[2]), _ChildSglang)

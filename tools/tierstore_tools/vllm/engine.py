@@ -23,7 +23,7 @@ from tierstore.errors import TierStoreError
 from tierstore_tools.vllm.asks import Answers, Ask, EngineJob, VllmAnswer
 
 T = TypeVar("T")
-E = TypeVar("E", bound="EngineProcess")
+E = TypeVar("E", bound="RunningEngine")
 
 START_S = 600.0
 ANSWER_S = 600.0
@@ -76,7 +76,7 @@ def workers(options: Mapping[str, Any]) -> int:
     return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
-class EngineProcess:
+class RunningEngine:
     """A running engine in a process of its own, for one thread. Every method waits for the engine's answer.
 
     ``child`` is the module that speaks as :mod:`tierstore_tools.vllm.child` does, and ``python`` the
@@ -191,7 +191,7 @@ class EngineProcess:
         return EngineDiedError(f"the engine {how}; the end of its log:\n{tail}")
 
 
-class VllmEngine(EngineProcess):
+class VllmEngine(RunningEngine):
     """A running vLLM.
 
     ``connector`` is vLLM's ``kv_transfer_config`` (None: no connector). ``options`` are arguments of
