@@ -46,7 +46,7 @@ from tierstore_connectors.common.shared_pages import (
 from tierstore_connectors.common.sharing import refusal, shared_chunks, shared_identity
 from tierstore_connectors.sglang.config import PREFIX_KEYS, SAMPLE, SglangSettings
 
-_MOST_PAGES = 1 << 18  # 120 MB with pages of 64 tokens
+_MOST_PAGES = 1 << 18  # 140 MB with pages of 64 tokens
 
 # Arguments of the server that must have one of these values, or be absent. Others could change KV, or are not
 # tested.
