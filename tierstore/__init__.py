@@ -185,6 +185,24 @@ def open(
     )
 
 
+def open_beside(store: Store, spec: KVSpec, *, identity: Identity, model_name: str = "") -> Store:
+    """Open a store of other pages in the tiers of an embedded ``store``, for example of embeddings
+    (:meth:`KVSpec.embedding`). Both share the capacities and the policy of ``store``, which must be closed
+    last. Raise :class:`UsageError` for a store at a daemon: connect a second time instead.
+
+    >>> with open(None, KVSpec.opaque(64), host_bytes=1 << 20) as store:
+    ...     spec = KVSpec.embedding(width=64, dtype="float32")
+    ...     open_beside(store, spec, identity=Identity.of(spec, model="m")).close()
+    """
+    from tierstore.core.backend import LocalBackend
+    from tierstore.store.store import Store
+
+    if not isinstance(store.backend, LocalBackend):
+        raise UsageError("a store at a daemon has no tiers of its own: connect a second store to the daemon")
+    backend = LocalBackend(store.backend.core, model_name=model_name)
+    return Store(backend, spec, identity=identity, lookup_s=_LOOK_S)
+
+
 def connect(
     url: str,
     spec: KVSpec,

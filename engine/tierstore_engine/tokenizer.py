@@ -69,6 +69,10 @@ class Tokenizer(ABC):
         """Return the bytes that a token adds within a text. A special token has none. A token that is part of
         a character has its own bytes."""
 
+    def written(self, token: int) -> str | None:
+        """Return how a special token is written in a text; None if it is not."""
+        return None
+
     def token_text(self, token: int) -> str:
         """Return the text that a token adds within a text. Parts of characters become replacement
         characters."""
@@ -121,6 +125,9 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._fast.decode(list(tokens)))
+
+    def written(self, token: int) -> str | None:
+        return self._fast.id_to_token(token) if token in self._special else None
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._fast.id_to_token(token)

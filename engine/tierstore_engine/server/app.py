@@ -16,6 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -116,8 +117,16 @@ class ApiServer:
         self._positions = engine.limits.longest
         self._created = int(time.time())
         self._planner = RequestPlanner(
-            self._config, self._tokenizer, template, defaults, settings, positions=self._positions
+            self._config,
+            self._tokenizer,
+            template,
+            defaults,
+            settings,
+            positions=self._positions,
+            vision=engine.vision,
         )
+        # Images take long, and the threads of asyncio are few: text does not wait behind them.
+        self._pictures = ThreadPoolExecutor(1, thread_name_prefix="tierstore-images")
         self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")
         self._page = EngineDashboard(
             settings.model_name, version(), self.engine, self._store.stats, self.admission
@@ -161,6 +170,7 @@ class ApiServer:
     def close(self) -> None:
         """End the engine's thread and return the engine to the caller."""
         self._feed.stop()
+        self._pictures.shutdown(cancel_futures=True)
         self.engine.close()
 
     # -- small endpoints -----------------------------------------------------------------------------
@@ -311,7 +321,11 @@ class ApiServer:
             self._check_model(request.model)
             session = _session(exchange.request, request)
             async with self._watched(exchange) as watch:
-                plan = await asyncio.to_thread(plan_of, request, session)
+                if isinstance(request, ChatRequest) and request.images:
+                    loop = asyncio.get_running_loop()
+                    plan = await loop.run_in_executor(self._pictures, plan_of, request, session)
+                else:
+                    plan = await asyncio.to_thread(plan_of, request, session)
                 answer = answers(
                     request.model,
                     self._tokenizer,

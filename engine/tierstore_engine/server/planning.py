@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tierstore.errors import TierStoreError, UsageError
@@ -12,6 +13,7 @@ from tierstore.types import Promise
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.engine import Engine, EngineStalledError
 from tierstore_engine.errors import DeadlineError
+from tierstore_engine.images import PromptImage
 from tierstore_engine.limits import check_tokens
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
@@ -19,17 +21,20 @@ from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.defaults import SamplingDefaults
 from tierstore_engine.server.diagnostics import KeptPrompt
 from tierstore_engine.server.errors import ApiError, bad_request
+from tierstore_engine.server.pictures import check_count, read_image
 from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     TokenizeRequest,
     checked_hint,
+    image_urls,
 )
 from tierstore_engine.server.responses import Json, usage
 from tierstore_engine.server.settings import ServerSettings
 from tierstore_engine.stepping import EngineClosedError
 from tierstore_engine.tokenizer import Tokenizer
+from tierstore_engine.vision import ProcessedImage, Vision
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ class PlannedRequest:
     promise: Promise | None
     kept: KeptPrompt | None  # for later comparisons; None for several prompts
     echoes: list[str] = field(default_factory=list)  # the text of each prompt, if choices begin with it
+    images: tuple[PromptImage, ...] = ()  # of the only prompt
 
     @property
     def tokens(self) -> int:
@@ -76,6 +82,7 @@ class PlannedRequest:
             ttft_slo_s=self.ttft_slo_s,
             promise=self.promise,
             adapter=self.request.model if self.request.model in engine.adapters else None,
+            images=self.images,
         )
         others = range(1, self.samples)
         return [
@@ -145,7 +152,10 @@ class RequestPlanner:
         settings: ServerSettings,
         *,
         positions: int,
+        vision: Vision | None = None,
     ) -> None:
+        """``vision`` has the images of the model; None if it takes none."""
+        self._vision = vision
         self._config = config
         self._tokenizer = tokenizer
         self._template = template
@@ -173,12 +183,16 @@ class RequestPlanner:
 
     def chat(self, request: ChatRequest, session: str | None) -> PlannedRequest:
         self._check_choices(request.choices)
-        prompts = [self._chat_tokens(request)]
+        processed = self._processed(request.images)
+        prompts = [self._chat_tokens(request, processed)]
         room = self._room(prompts)
         asked = request.max_completion_tokens or request.max_tokens
         tokens = min(room, self._settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(self._defaults, max_new_tokens=tokens, logprobs=logprobs)
+        if processed:
+            images = self._embedded(prompts[0], processed)
+            return replace(self._planned(request, session, prompts, params, None, []), images=images)
         kept = KeptPrompt.of_chat(prompts[0], request.messages, request.chat_template_kwargs)
         return self._planned(request, session, prompts, params, kept, [])
 
@@ -198,14 +212,33 @@ class RequestPlanner:
         )
 
     def tokens_of(self, request: TokenizeRequest) -> list[int]:
-        return (
-            self._tokenizer.encode(request.prompt)
-            if request.prompt is not None
-            else self._chat_tokens(request)
-        )
+        if request.prompt is not None:
+            return self._tokenizer.encode(request.prompt)
+        return self._chat_tokens(request, self._processed(image_urls(request.messages or [])))
 
-    def _chat_tokens(self, request: ChatRequest | TokenizeRequest) -> list[int]:
-        return self._tokenizer.encode(self.chat_text(request), begin=False)
+    def _chat_tokens(
+        self, request: ChatRequest | TokenizeRequest, images: Sequence[ProcessedImage]
+    ) -> list[int]:
+        text = self.chat_text(request)
+        if images and self._vision is not None:
+            text = self._vision.expanded(text, images)
+        return self._tokenizer.encode(text, begin=False)
+
+    def _processed(self, urls: Sequence[str]) -> list[ProcessedImage]:
+        """Return a request's images as the model's processor makes them. Raises :class:`ApiError` for images
+        that are not read, and the errors of :class:`~tierstore_engine.vision.Vision`."""
+        if not urls:
+            return []
+        if self._vision is None:
+            raise bad_request("this model takes no images here: send text only", param="messages")
+        self._vision.check()
+        check_count(urls)
+        return [self._vision.process(read_image(url)) for url in urls]
+
+    def _embedded(self, tokens: list[int], images: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
+        assert self._vision is not None, "refused before"
+        starts = self._vision.places(tokens, images)
+        return tuple(map(self._vision.embed, images, starts))
 
     def chat_text(self, request: ChatRequest | TokenizeRequest, count: int | None = None) -> str:
         """Return the text of a chat; with ``count`` that of its first messages, without the beginning of an
