@@ -332,8 +332,8 @@ def open_connector(
     if store is not None and "://" in store:
         url = store
 
-        def connect(spec: KVSpec, identity: Identity, pools: Sequence[PagePool] = ()) -> Store:
-            return tierstore.connect(
+        def connect(spec: KVSpec, identity: Identity, pools: Sequence[PagePool] | None = None) -> Store:
+            store = tierstore.connect(
                 url,
                 spec,
                 identity=identity,
@@ -343,10 +343,10 @@ def open_connector(
                 saves=role.saves,
                 wait_s=0,
             )
+            store.wait_connected(_CONNECT_S)  # without a daemon the engine starts with misses
+            return store
 
-        connected = connect(spec, identity, pools)
-        connected.wait_connected(_CONNECT_S)  # without a daemon the engine starts with misses
-        return StoreConnector(connected, daemon=True, beside=connect)
+        return StoreConnector(connect(spec, identity, pools), daemon=True, beside=connect)
     opened = tierstore.open(
         store,
         spec,
