@@ -117,9 +117,14 @@ def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
     free."""
     if not tokens:
         raise RequestError("the prompt is empty: it needs at least one token")
-    if len(tokens) >= limit:
-        raise RequestError(
-            f"the prompt has {len(tokens)} tokens, but the model allows {limit} including the answer"
-        )
+    check_length(len(tokens), limit)
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise RequestError(f"token ids must be between 0 and {vocab_size - 1} for this model")
+
+
+def check_length(tokens: int, limit: int) -> None:
+    """Raise :class:`RequestError` for a prompt of so many tokens that no position is left."""
+    if tokens >= limit:
+        raise RequestError(
+            f"the prompt has {tokens} tokens, but the model allows {limit} including the answer"
+        )

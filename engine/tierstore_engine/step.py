@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -49,6 +49,10 @@ class StepImages:
     rows: Sequence[int]
     embeddings: torch.Tensor | None
     positions: torch.Tensor | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other ranks get bytes. torch would send handles of files, which these processes do not share.
+        return _unpacked, (tuple(self.rows), _packed(self.embeddings), _packed(self.positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,21 @@ class Step:
 
 
 _NO_IMAGES = StepImages((), None, None)
+_Packed: TypeAlias = tuple[bytes, torch.dtype, torch.Size] | None
+
+
+def _packed(tensor: torch.Tensor | None) -> _Packed:
+    if tensor is None:
+        return None
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes(), tensor.dtype, tensor.shape
+
+
+def _unpacked(rows: Sequence[int], *packed: _Packed) -> StepImages:
+    embeddings, positions = (
+        None if each is None else torch.frombuffer(bytearray(each[0]), dtype=each[1]).view(each[2])
+        for each in packed
+    )
+    return StepImages(rows, embeddings, positions)
 
 
 @dataclass(slots=True)

@@ -252,37 +252,38 @@ class Vision:
                 raise RequestError(f"the model's processor refuses an image: {str(error)[:200]}") from None
         return ProcessedImage(inputs, rows, grid, _digest(inputs))
 
-    def expanded(self, text: str, images: Sequence[ProcessedImage]) -> str:
-        """Return a rendered chat with the tokens of each image in the places that the template has left for
-        them. Raises :class:`RequestError` unless there is one for each image."""
+    def check_text(self, text: str, images: int) -> None:
+        """Raise :class:`RequestError` unless a rendered chat has a place for each of its images."""
         marker, placeholder = self._written(self._family.marker), self._written(self._family.token)
-        texts = text.split(marker)
-        foreign = text.count(placeholder) if placeholder != marker else 0
-        if len(texts) != len(images) + 1 or foreign:
+        places = text.count(marker) + (text.count(placeholder) if placeholder != marker else 0)
+        if places != images:
             raise RequestError(
-                f"the chat has {len(images)} images, but its text has {len(texts) - 1 + foreign} places for "
-                f"images: the chat template must write {marker} once for each image, and no text may contain "
-                f"{marker} or {placeholder}"
+                f"the chat has {images} images, but its text has {places} places for images: the chat "
+                f"template must write {marker} once for each image, and no text may contain {marker} or "
+                f"{placeholder}"
             )
-        parts = [texts[0]]
-        for image, after in zip(images, texts[1:], strict=True):
-            parts += self._family.expanded(self._written, image.rows), after
-        return "".join(parts)
 
-    def places(self, tokens: Sequence[int], images: Sequence[ProcessedImage]) -> list[int]:
+    def expanded(self, text: str, rows: Sequence[int]) -> str:
+        """Return a rendered chat with the tokens of its images, whose numbers are ``rows``, in the places
+        that the template has left for them."""
+        first, *after = text.split(self._written(self._family.marker))
+        images = (self._family.expanded(self._written, each) for each in rows)
+        return first + "".join(image + part for image, part in zip(images, after, strict=True))
+
+    def places(self, tokens: Sequence[int], rows: Sequence[int]) -> list[int]:
         """Return the first token of each image in the tokens of an expanded chat."""
         places = [at for at, token in enumerate(tokens) if token == self._family.token]
-        if len(places) != sum(image.rows for image in images):
-            raise ModelError("the tokenizer does not keep the placeholders of images apart")
-        starts, at = [], 0
-        for image in images:
-            starts.append(places[at])
-            if places[at + image.rows - 1] != places[at] + image.rows - 1:
-                raise ModelError("the tokenizer does not keep the placeholders of an image together")
-            at += image.rows
-        return starts
+        firsts = (
+            [places[sum(rows[:number])] for number in range(len(rows))] if len(places) == sum(rows) else []
+        )
+        expected = [
+            at for first, count in zip(firsts, rows, strict=False) for at in range(first, first + count)
+        ]
+        if not firsts or places != expected:
+            raise ModelError("the tokenizer does not keep the tokens of images together")
+        return firsts
 
-    def embed(self, image: ProcessedImage, start: int) -> PromptImage:
+    def embed(self, image: ProcessedImage, start: int = 0) -> PromptImage:
         """Return an image with its embedding, from the store or else from the encoder, which the store then
         gets. Raises :class:`ModelError` if the encoder does not fit its configuration."""
         with self._lock:
@@ -373,7 +374,8 @@ def _read_weights(encoder: torch.nn.Module, folder: Path) -> str:
     tensor that is missing or of another shape."""
     state = encoder.state_dict()
     digest = hashlib.sha256()
-    with Checkpoint(folder) as stored:
+    stored = Checkpoint(folder)
+    with stored:
         found = {_own_name(name, state): name for name in stored.named(_PARTS)}
         for name, tensor in sorted(state.items()):
             if name not in found:

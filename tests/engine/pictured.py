@@ -46,7 +46,7 @@ _TEXT = {
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}START{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
@@ -124,6 +124,16 @@ def write_folder(name: str, folder: Path) -> Path:
     return folder
 
 
+def write_draft(folder: Path) -> Path:
+    """Write the checkpoint of a small model with the same vocabulary, which drafts for the others."""
+    import transformers
+
+    config = transformers.Qwen2Config(**{**_TEXT, "num_hidden_layers": 1})
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def template(name: str) -> str:
     """A chat template that marks images as the family's own does."""
     return TEMPLATE.replace("START", f"{_START}{_MARKER}{_END}" if name == "qwen" else _START)
@@ -158,12 +168,19 @@ class Pictured:
         images = [self.vision.process(part) for part in parts if not isinstance(part, str)]
         mark = f"{_START}{_MARKER}{_END}" if self.name == "qwen" else _START
         text = "".join(part if isinstance(part, str) else mark for part in parts)
-        tokens = self.engine.tokenizer.encode(self.vision.expanded(text, images), begin=False)
+        self.vision.check_text(text, len(images))
+        expanded = self.vision.expanded(text, [each.rows for each in images])
+        tokens = self.engine.tokenizer.encode(expanded, begin=False)
         return tokens, images
+
+    def places(self, parts: Sequence[str | Image.Image]) -> list[int]:
+        """The first token of each image."""
+        tokens, images = self.tokens(parts)
+        return self.vision.places(tokens, [each.rows for each in images]) if images else []
 
     def add(self, parts: Sequence[str | Image.Image], new: int = NEW, **arguments: Any) -> int:
         tokens, images = self.tokens(parts)
-        placed = list(map(self.vision.embed, images, self.vision.places(tokens, images)))
+        placed = list(map(self.vision.embed, images, self.places(parts)))
         params = SamplingParams(max_new_tokens=new, ignore_eos=True, keep_logits=True)
         return self.engine.add(tokens, params, images=placed, **arguments)
 
@@ -178,10 +195,10 @@ class Pictured:
     def answer(self, parts: Sequence[str | Image.Image], new: int = NEW) -> Completion:
         return self.run(self.add(parts, new))[0]
 
-    def expected(self, parts: Sequence[str | Image.Image], answer: Completion) -> torch.Tensor:
-        """The logits of transformers for the tokens of an answer."""
+    def expected(self, parts: Sequence[str | Image.Image], answer: Sequence[int]) -> torch.Tensor:
+        """The logits of transformers for each token of an answer, and for the token behind it."""
         tokens, images = self.tokens(parts)
-        model, known = reference(self.name), torch.tensor([[*tokens, *answer.tokens]])
+        model, known = reference(self.name), torch.tensor([[*tokens, *answer]])
         token = _id(_MARKER if self.name == "qwen" else _PLACEHOLDER)
         kinds = (known == token).int()
         inputs: dict[str, Any] = {}
@@ -192,11 +209,11 @@ class Pictured:
         inputs["mm_token_type_ids" if self.name == "qwen" else "token_type_ids"] = kinds
         with torch.inference_mode():
             logits = model(input_ids=known, **inputs).logits[0]
-        return logits[len(tokens) - 1 : -1].float()
+        return logits[len(tokens) - 1 :].float()
 
     def check(self, parts: Sequence[str | Image.Image], answer: Completion) -> None:
         """Compare the logits of an answer with those of transformers."""
-        expected = self.expected(parts, answer)
+        expected = self.expected(parts, answer.tokens[:-1])
         assert answer.logits is not None
         torch.testing.assert_close(torch.from_numpy(answer.logits), expected, rtol=0, atol=1e-4)
 

@@ -183,12 +183,11 @@ def test_two_images_of_one_size_share_no_page(
 ) -> None:
     engine = engines.start(name, store=str(tmp_path))
     one, other = ([TEXT, picture(seed, *size), TEXT] for seed in (1, 2))
-    (tokens, images), (others, _) = engine.tokens(one), engine.tokens(other)
-    assert tokens == others
+    assert engine.tokens(one)[0] == engine.tokens(other)[0]
     engine.answer(one)
     found = engine.answer(other)
     engine.check(other, found)
-    assert found.metrics.reused_tokens <= engine.vision.places(tokens, images)[0]
+    assert found.metrics.reused_tokens <= engine.places(one)[0]
     assert found.metrics.reused_tokens or name == "gemma"  # windows are not saved at every token
     assert engine.answer(one).metrics.reused_tokens > found.metrics.reused_tokens
     assert engine.vision.encoded == 2
@@ -199,7 +198,7 @@ def test_another_encoder_or_processor_is_a_miss(name: str, engines: Engines, tmp
     parts = [TEXT, picture(1), TEXT]
     engine = engines.start(name, store=str(tmp_path / "store"))
     engine.answer(parts)
-    start = engine.vision.places(*engine.tokens(parts))[0]
+    start = engine.places(parts)[0]
     engines.end(engine)
     folder = write_folder(name, tmp_path / "changed")
     mean = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5]}

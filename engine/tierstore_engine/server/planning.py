@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tierstore.errors import TierStoreError, UsageError
@@ -14,7 +13,7 @@ from tierstore_engine.config import ModelConfig
 from tierstore_engine.engine import Engine, EngineStalledError
 from tierstore_engine.errors import DeadlineError
 from tierstore_engine.images import PromptImage
-from tierstore_engine.limits import check_tokens
+from tierstore_engine.limits import check_length, check_tokens
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.chat import ChatTemplate
@@ -34,7 +33,7 @@ from tierstore_engine.server.responses import Json, usage
 from tierstore_engine.server.settings import ServerSettings
 from tierstore_engine.stepping import EngineClosedError
 from tierstore_engine.tokenizer import Tokenizer
-from tierstore_engine.vision import ProcessedImage, Vision
+from tierstore_engine.vision import Vision
 
 _log = logging.getLogger(__name__)
 
@@ -183,15 +182,14 @@ class RequestPlanner:
 
     def chat(self, request: ChatRequest, session: str | None) -> PlannedRequest:
         self._check_choices(request.choices)
-        processed = self._processed(request.images)
-        prompts = [self._chat_tokens(request, processed)]
+        tokens_of, images = self._chat_tokens(request, embed=True)
+        prompts = [tokens_of]
         room = self._room(prompts)
         asked = request.max_completion_tokens or request.max_tokens
         tokens = min(room, self._settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(self._defaults, max_new_tokens=tokens, logprobs=logprobs)
-        if processed:
-            images = self._embedded(prompts[0], processed)
+        if images:
             return replace(self._planned(request, session, prompts, params, None, []), images=images)
         kept = KeptPrompt.of_chat(prompts[0], request.messages, request.chat_template_kwargs)
         return self._planned(request, session, prompts, params, kept, [])
@@ -214,31 +212,38 @@ class RequestPlanner:
     def tokens_of(self, request: TokenizeRequest) -> list[int]:
         if request.prompt is not None:
             return self._tokenizer.encode(request.prompt)
-        return self._chat_tokens(request, self._processed(image_urls(request.messages or [])))
+        return self._chat_tokens(request, embed=False)[0]
 
     def _chat_tokens(
-        self, request: ChatRequest | TokenizeRequest, images: Sequence[ProcessedImage]
-    ) -> list[int]:
-        text = self.chat_text(request)
-        if images and self._vision is not None:
-            text = self._vision.expanded(text, images)
-        return self._tokenizer.encode(text, begin=False)
+        self, request: ChatRequest | TokenizeRequest, *, embed: bool
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the tokens of a chat, and with ``embed`` its images. Raises :class:`ApiError` for images
+        that are not read, and the errors of :class:`~tierstore_engine.vision.Vision`.
 
-    def _processed(self, urls: Sequence[str]) -> list[ProcessedImage]:
-        """Return a request's images as the model's processor makes them. Raises :class:`ApiError` for images
-        that are not read, and the errors of :class:`~tierstore_engine.vision.Vision`."""
+        Each image is encoded before the next one is decoded, so that the pixels of only one are in memory.
+        """
+        text, urls = self.chat_text(request), image_urls(request.messages or [])
+        tokens = self._tokenizer.encode(text, begin=False)
         if not urls:
-            return []
+            return tokens, ()
         if self._vision is None:
             raise bad_request("this model takes no images here: send text only", param="messages")
         self._vision.check()
         check_count(urls)
-        return [self._vision.process(read_image(url)) for url in urls]
-
-    def _embedded(self, tokens: list[int], images: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
-        assert self._vision is not None, "refused before"
-        starts = self._vision.places(tokens, images)
-        return tuple(map(self._vision.embed, images, starts))
+        self._vision.check_text(text, len(urls))
+        rows, images, count = list[int](), list[PromptImage](), len(tokens)
+        for url in urls:
+            processed = self._vision.process(read_image(url))
+            rows.append(processed.rows)
+            count += processed.rows
+            check_length(count, self._positions)
+            if embed:
+                images.append(self._vision.embed(processed))
+        tokens = self._tokenizer.encode(self._vision.expanded(text, rows), begin=False)
+        starts = self._vision.places(tokens, rows)
+        return tokens, tuple(
+            replace(image, start=start) for image, start in zip(images, starts, strict=False)
+        )
 
     def chat_text(self, request: ChatRequest | TokenizeRequest, count: int | None = None) -> str:
         """Return the text of a chat; with ``count`` that of its first messages, without the beginning of an
