@@ -370,7 +370,7 @@ _UNREAD = {
     r".*\.self_attn\.(attn\.|[kv]_proj\.)?[kv]_scale": "scales of KV, for --kv-scales checkpoint",
 }
 _IMAGES = {
-    r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\..*": "of the encoder of images, which is read with the first image",
+    r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\..*": "the encoder of images",
 }
 _FURTHER = {r"mtp\..*": "layers that predict further tokens, which are not computed"}
 _UNREAD_OF: Mapping[str, Mapping[str, str]] = {

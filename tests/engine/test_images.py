@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from tests.engine.pictured import CHUNK, FAMILIES, Pictured, picture, pictured, write_folder
 from tests.tiny_models import rewrite_json
 from tierstore.testing.processes import DaemonProcess
+from tierstore.tiers.overflow import Overflow, OverflowPool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import load_model
 from tierstore_engine.errors import ModelError, RequestError
@@ -145,6 +146,17 @@ def test_a_hit_may_end_anywhere(name: str, engines: Engines) -> None:
         engine.check(parts, found)
         lengths.add(found.metrics.reused_tokens)
     assert len(lengths) > (pages // 2 if name == "qwen" else 1), lengths
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_image_over_pages_in_a_file(name: str, engines: Engines, tmp_path: Path) -> None:
+    parts = [TEXT * 12, picture(1), TEXT * 3, picture(2), "and?"]
+    beyond, fewer = Overflow(tmp_path, 64 << 20), {"max_sequences": 2}
+    engine = engines.start(name, pool_pages=14, overflow=beyond, settings=fewer)
+    engine.check(parts, engine.answer(parts))
+    pool = engine.engine.connector.pool
+    assert isinstance(pool, OverflowPool)
+    assert pool.stats.read_bytes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
