@@ -421,6 +421,8 @@ class Engine:
             late_requests=self._late_requests,
             longest_overtaken_s=self._scheduler.longest_overtaken_s,
             overflow=pool.stats if isinstance(pool, BeyondPool) else None,
+            encoded_images=self.vision.encoded if self.vision is not None else 0,
+            found_images=self.vision.found if self.vision is not None else 0,
         )
 
     def close(self) -> None:

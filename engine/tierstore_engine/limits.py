@@ -123,7 +123,7 @@ def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
 
 
 def check_length(tokens: int, limit: int) -> None:
-    """Raise :class:`RequestError` for a prompt of so many tokens that no position is left."""
+    """Raise :class:`RequestError` if a prompt of ``tokens`` tokens leaves no position free."""
     if tokens >= limit:
         raise RequestError(
             f"the prompt has {tokens} tokens, but the model allows {limit} including the answer"

@@ -1,8 +1,8 @@
 """The images of a model: its processor and its encoder, which transformers computes, and their embeddings.
 
 The encoder is not what this engine exists for, so it is the one of transformers, on the CPU and in the
-model's dtype. transformers and Pillow are imported with the first image, and the encoder's weights are read
-then. Models for images compute text without them.
+model's dtype. The first image imports transformers and Pillow, and reads the encoder's weights. Models for
+images compute text without them.
 
 An embedding is found by a SHA-256 over the processor's output, under an identity with the encoder's weights,
 its configuration and the version of transformers. So the encoder runs only for an image that the store does
@@ -42,8 +42,8 @@ _LOAD_S = 5.0  # how long the encoder waits for an embedding that the store has 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedImage:
-    """What the processor has made of an image: the encoder's ``inputs``. ``rows`` is the number of tokens
-    that the image takes. ``content`` is a SHA-256 over the inputs."""
+    """A processor's output for an image: the encoder's ``inputs``. ``rows`` is the number of tokens that the
+    image takes. ``content`` is a SHA-256 over the inputs."""
 
     inputs: Mapping[str, torch.Tensor]
     rows: int

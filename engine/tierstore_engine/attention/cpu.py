@@ -151,9 +151,9 @@ class CpuAttention(Attention):
                 yield from (pages[positions] for positions in beyond.batches(pages))
 
     def _parts(self, span: Span, chunk: int | None) -> Iterator[tuple[int, int, bool]]:
-        """Yield the parts of a span that are attended to at once, and whether their tokens see one another:
-        an image, or tokens within a block, and within an attention ``chunk`` if the layer has chunks. A span
-        that does not see itself is one part."""
+        """Yield the parts of a span that are attended to at once, and whether their tokens see one another.
+        Parts are images, and other tokens within a block (and within an attention ``chunk`` if the layer has
+        chunks). A span that does not see itself is one part."""
         if self._past_only:
             yield span.start, span.stop, False
             return
@@ -174,7 +174,7 @@ class CpuAttention(Attention):
         self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int, *, mutual: bool
     ) -> _Partial:
         """Return attention of ``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop``
-        of one sequence, each of which sees the tokens before it, or all of them if ``mutual``."""
+        of one sequence. A token sees the tokens before it, and the later ones too if they are ``mutual``."""
         first, chunk = 0, self._chunked(layer)
         if chunk is not None:
             first = start - start % chunk

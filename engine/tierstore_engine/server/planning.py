@@ -51,7 +51,7 @@ class PlannedRequest:
     promise: Promise | None
     kept: KeptPrompt | None  # for later comparisons; None for several prompts
     echoes: list[str] = field(default_factory=list)  # the text of each prompt, if choices begin with it
-    images: tuple[PromptImage, ...] = ()  # of the only prompt
+    images: tuple[PromptImage, ...] = ()  # those of a chat
 
     @property
     def tokens(self) -> int:

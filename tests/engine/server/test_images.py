@@ -76,6 +76,9 @@ def test_a_chat_about_images(engine: Pictured, live: Live, name: str) -> None:
     again = ask(live, question, {"role": "assistant", "content": said}, user("and why?"), n=2).json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(tokens) - 17
     assert (engine.vision.encoded, engine.vision.found) == (1, 1)
+    metrics = live.http.get("/metrics").text
+    assert "tierstore_engine_encoded_images_total 1.0" in metrics
+    assert "tierstore_engine_found_images_total 1.0" in metrics
     jpeg = ask(live, user(image(data_url(picture(2), "jpeg")), image(data_url(shown, "webp"))))
     assert jpeg.status_code == 200
     live.wait_until_idle()
