@@ -8,8 +8,8 @@ the same for every image. In the keys of pages they are *words*, which say which
 
 A word has 31 bits of a digest over the contents of this image and of all earlier ones, and a high bit that no
 token id has. A hit that ends within the first eight words has compared fewer than 248 bits, so it is cut to
-the image's beginning. Behind an image of fewer tokens, the next tokens of the text are words as well, whose digests
-have these tokens in them. So pages of one image are never those of another one.
+the image's beginning. Behind an image of fewer tokens, the next tokens of the text are words as well, whose
+digests have these tokens in them. So pages of one image are never those of another one.
 
 With a ``grid`` an image has two-dimensional positions (M-RoPE): its tokens have a row and a column, and the
 text behind it continues after the larger one of both sizes. Tokens of a ``mutual`` image see one another, so
