@@ -65,6 +65,7 @@ __all__ = [
     "connect",
     "lookup_all",
     "open",
+    "open_beside",
     "open_overflow_pools",
     "open_pool",
     "open_pools",

@@ -363,9 +363,7 @@ class Vision:
     def _written(self, token: int) -> str:
         text = self._tokenizer.written(token)
         if text is None:
-            raise ModelError(
-                f"the tokenizer has no special token {token}, which config.json names for images"
-            )
+            raise ModelError(f"the tokenizer has no added token {token}, which config.json names for images")
         return text
 
 

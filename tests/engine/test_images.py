@@ -136,7 +136,7 @@ def test_a_preempted_request_has_its_images_again(name: str, reuses: bool, engin
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_hit_may_end_anywhere(name: str, engines: Engines) -> None:
     """Pages leave from a prompt's end, so hits of every length follow, also such that end inside an image."""
-    parts, lengths = [TEXT, picture(1), "and?"], set[int]()
+    parts, lengths = [TEXT, picture(1, 168, 168), "and?"], set[int]()
     engine = engines.start(name, pool_pages=24, settings={"prefill_chunk": 16 if name == "qwen" else 48})
     pages = len(engine.tokens(parts)[0]) // CHUNK
     for gone in range(pages + 1):
@@ -145,6 +145,8 @@ def test_a_hit_may_end_anywhere(name: str, engines: Engines) -> None:
         found = engine.answer(parts, new=2)
         engine.check(parts, found)
         lengths.add(found.metrics.reused_tokens)
+    [start] = engine.places(parts)
+    assert any(start < length < start + 36 for length in lengths), lengths
     assert len(lengths) > (pages // 2 if name == "qwen" else 1), lengths
 
 

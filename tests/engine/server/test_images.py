@@ -17,13 +17,17 @@ import pytest
 pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
 pytest.importorskip("uvicorn")
 
+import hypothesis.strategies as st
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from PIL import Image
 
 from tests.engine.pictured import FAMILIES, Pictured, data_url, picture, pictured, template, write_folder
 from tierstore_engine.build import load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.loaded import LoadedModel
-from tierstore_engine.server.pictures import MOST_IMAGES, MOST_PIXELS
+from tierstore_engine.server.errors import ApiError
+from tierstore_engine.server.pictures import MOST_IMAGES, MOST_PIXELS, read_image
 
 from .live import Live
 
@@ -156,6 +160,36 @@ def test_bad_images_are_refused(engine: Pictured, live: Live, name: str) -> None
         assert why in message, (case, message)
         assert "\n" not in message
     assert ask(live, user("still here?")).status_code == 200
+
+
+@given(
+    kind=st.sampled_from(["png", "jpeg", "webp"]),
+    cut=st.floats(0, 1),
+    changes=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), max_size=4),
+)
+@hypothesis_settings(max_examples=150, deadline=None)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about damaged EXIF data
+def test_a_damaged_image_is_an_image_or_one_error(
+    kind: str, cut: float, changes: list[tuple[float, int]]
+) -> None:
+    shown = picture(1, 20, 30)
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "text"
+    data = bytearray(bytes_of(shown, kind, exif=exif))
+    for at, value in changes:
+        data[int(at * len(data))] = value
+    data = data[: len(data) if cut > 0.7 else int(cut * len(data))]
+    try:
+        found, status, why = read_image(url_of(bytes(data), kind)), 200, ""
+    except ApiError as error:
+        found, status, why = None, error.status, str(error)
+    assert "\n" not in why
+    if found is None:
+        assert status == 400
+        return
+    assert found.mode == "RGB"
+    if not changes and cut > 0.7:
+        assert found.size == (30, 20)  # upright
 
 
 @pytest.mark.parametrize("name", ["qwen"])
