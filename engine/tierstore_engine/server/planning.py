@@ -27,7 +27,6 @@ from tierstore_engine.server.requests import (
     GenerationRequest,
     TokenizeRequest,
     checked_hint,
-    image_urls,
 )
 from tierstore_engine.server.responses import Json, usage
 from tierstore_engine.server.settings import ServerSettings
@@ -222,7 +221,7 @@ class RequestPlanner:
 
         Each image is encoded before the next one is decoded, so that the pixels of only one are in memory.
         """
-        text, urls = self.chat_text(request), image_urls(request.messages or [])
+        text, urls = self.chat_text(request), request.images
         tokens = self._tokenizer.encode(text, begin=False)
         if not urls:
             return tokens, ()

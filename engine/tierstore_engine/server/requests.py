@@ -180,6 +180,11 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.choices
 
     @property
+    def images(self) -> list[str]:
+        """Return the URLs of all images."""
+        return []
+
+    @property
     def wants_logprobs(self) -> bool:
         return False
 
@@ -366,8 +371,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def images(self) -> list[str]:
-        """Return the URLs of all images."""
-        return image_urls(self.messages)
+        return _image_urls(self.messages)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -392,14 +396,14 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     messages: Messages | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
+    @property
+    def images(self) -> list[str]:
+        """Return the URLs of all images."""
+        return _image_urls(self.messages or [])
+
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either a prompt or messages", param="prompt")
-
-
-def image_urls(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return the URLs of all images of messages, in order."""
-    return [url for message in messages for url in message.images]
 
 
 class PoolRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -423,6 +427,10 @@ def parse(body: bytes, kind: type[P]) -> P:
         raise bad_request(f"{field}: {sentence}" if field else sentence, param=field) from None
     request.check()
     return request
+
+
+def _image_urls(messages: Sequence[ChatMessage]) -> list[str]:
+    return [url for message in messages for url in message.images]
 
 
 def _given(value: T | None, default: T) -> T:
