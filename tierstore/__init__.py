@@ -191,7 +191,9 @@ def open_beside(store: Store, spec: KVSpec, *, identity: Identity, model_name: s
     (:meth:`KVSpec.embedding`). Both share the capacities and the policy of ``store``, which must be closed
     last. Raise :class:`UsageError` for a store at a daemon: connect a second time instead.
 
-    >>> with open(None, KVSpec.opaque(64), host_bytes=1 << 20) as store:
+    >>> from tierstore.keys import Identity
+    >>> from tierstore.spec import KVSpec
+    >>> with open(None, KVSpec.opaque(4096, chunk_tokens=8), host_bytes=1 << 20) as store:
     ...     spec = KVSpec.embedding(width=64, dtype="float32")
     ...     open_beside(store, spec, identity=Identity.of(spec, model="m")).close()
     """
