@@ -16,10 +16,10 @@ be placed on disk before the keys are dropped and sealed after that. It gets a r
 (``DiskTier.moment``).
 
 A **session** has the pages that no other session has used (:mod:`tierstore.index.sessions`). The second and
-third step do not apply, because these pages share the key and the root of their tenant. They are overwritten
-in an encrypted store, too. A crash before the fourth step ends can bring them back. The store knows a session
-only while the process runs. To forget a session later, or with its key, give its identity a ``tenant`` of its
-own."""
+third step do not apply, because these pages share the key and the root of their tenant. Instead, the pages
+are noted in the index, durably, and the next opening removes those that the fourth step has not. They are
+overwritten in an encrypted store, too. The store knows a session only while the process runs. To forget a
+session later, or with its key, give its identity a ``tenant`` of its own."""
 
 from __future__ import annotations
 
@@ -191,9 +191,18 @@ class Forgetting:
             pages = self._state.sessions.forget(tenant, name)
             own = set(pages)
             self._pins.forget(own.__contains__)
-            serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
         marked = self._mark(pages, erased=True)
-        self._clean_up(pages, lambda: serials, erased=True)
+        with self._state.lock:  # also pages whose writing has not ended
+            on_disk = {
+                page.serial: page.record.created_s
+                for page in pages
+                if page.copies[Tier.DISK] is not None and page.record is not None
+            }
+        try:
+            if self._disk is not None:
+                self._disk.note_forgotten(on_disk)
+        finally:
+            self._clean_up(pages, lambda: sorted(on_disk), erased=True)
         return {"identities": 0, "host_pages": marked, "keys": 0}
 
     # -- pages in memory -----------------------------------------------------------------------------
@@ -254,6 +263,7 @@ class Forgetting:
                     return
                 try:
                     removed = self._remove(find(), erased=erased)
+                    self._disk.forgotten_left(self._left)
                     if erased and removed and not self._closing:
                         self._disk.discard_freed()
                 except OSError as error:
@@ -281,6 +291,21 @@ class Forgetting:
         with state.lock:
             self._wait_for_commit(0)
         return removed
+
+    def _left(self, serials: Sequence[int]) -> list[int]:
+        """Return those of these pages whose removal is durable."""
+        state = self._state
+        with state.lock:
+            table = state.page_table
+            if table is None or state.residency.uncommitted:
+                return []
+            pages = state.index.by_serial
+            return [
+                serial
+                for serial in serials
+                if serial not in table
+                and ((page := pages.get(serial)) is None or page.copies[Tier.DISK] is None)
+            ]
 
     def _remove_some(self, serials: Sequence[int], *, erased: bool) -> int:
         state = self._state

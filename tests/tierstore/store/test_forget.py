@@ -462,6 +462,47 @@ def test_a_session_is_overwritten_also_in_an_encrypted_store(place):
         assert payload[:512] not in data
 
 
+def test_a_forgotten_session_is_gone_after_a_crash(place, monkeypatch):
+    """Although the background has removed nothing. Without a crash, pages that are saved again stay."""
+    crashed, reached, go_on = place.disk.with_name("crashed"), threading.Event(), threading.Event()
+    shared, own = tokens_of("acme", 0, 32), [*tokens_of("acme", 0, 32), *tokens_of("acme", 1, 32)]
+    identity = Identity.of(SPEC, model=MODEL, tenant="acme")
+
+    def prompt(tokens):
+        return Prompt(identity, tokens, chunk_tokens=CHUNK)
+
+    with place.open() as store:
+        store.save(prompt(shared), pages_of(shared)).wait(WAIT_S)
+        store.save(prompt(own), pages_of(own), session="private").wait(WAIT_S)
+        assert store.flush(WAIT_S)
+        core = store.backend.core
+        payloads = [_payload(core.disk, serial) for serial, _ in list(core.disk.scan())[2:]]
+        drop = core.forgetting._drop
+
+        def pausing(pages):
+            reached.set()
+            assert go_on.wait(WAIT_S)
+            drop(pages)
+
+        monkeypatch.setattr(core.forgetting, "_drop", pausing)
+        assert store.forget(session="private").host_pages == 2
+        assert reached.wait(WAIT_S)
+        _copy(place.disk, crashed)
+        go_on.set()
+        assert core.forgetting.wait(WAIT_S)
+        store.save(prompt(own), pages_of(own)).wait(WAIT_S)
+        assert store.flush(WAIT_S)
+        store.check()
+    with place.open() as store:
+        assert store.lookup(prompt(own)).tokens == 64
+    with place.open(crashed) as store:
+        assert store.lookup(prompt(own)).tokens == 32
+        store.check()
+    data = raw(crashed / "extents")
+    for payload in payloads:
+        assert payload[:512] not in data
+
+
 def _payload(disk, serial):
     [record] = disk.stored_records([serial])
     view = memoryview(bytearray(record.nbytes))

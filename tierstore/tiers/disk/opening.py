@@ -6,11 +6,14 @@ because they find their pages in the index. Writes and evictions do.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
+import struct
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +38,7 @@ from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
 from tierstore.tiers.disk.payloads import Payloads
-from tierstore.tiers.disk.records import INLINE
+from tierstore.tiers.disk.records import INLINE, Removal
 from tierstore.tiers.disk.roots import Serials
 from tierstore.tiers.disk.space import (
     Space,
@@ -141,6 +144,7 @@ class IndexScan:
 
 
 STORE = b"store"
+FORGOTTEN = b"forgotten "
 MOST_COUNT = 1 << 62  # greater than any serial or tick of a real store
 _MOVING_FORMAT = 1000 + FORMAT  # marked an index of earlier versions whose pages were partly in another file
 _EMPTY_MAP_BYTES = 1 << 20
@@ -296,6 +300,7 @@ class _Opening:
             serials = self._serials(index_db)
             extents, payloads = self._open_extents(opened, meta)
             self._drop_removed_codecs(index_db, meta)
+            self._finish_forgets(index_db, payloads)
             if len(index_db) and self._is_resized(meta):
                 index_db.close()
                 self._fit(meta, extents, payloads)
@@ -437,6 +442,33 @@ class _Opening:
             ", ".join(removed),
         )
 
+    def _finish_forgets(self, index_db: IndexDB, payloads: Payloads) -> None:
+        """Overwrite and delete pages that were forgotten, and that a crash has kept in the index. The scan
+        deletes the pages behind them."""
+        noted = forgotten_in(index_db)
+        if not noted:
+            return
+        if self._index is not None:  # no page may leave before this
+            self._index.check_payloads()
+            self._index = None
+        found = index_db.records(sorted(noted))
+        records = [
+            record for record in found if record is not None and noted[record.serial] == record.created_s
+        ]
+        end = self._layout.extent_bytes  # what is behind it is cut off
+        payloads.erase(
+            [
+                Removal(record.serial, record.parent, record.place, record.room)
+                for record in records
+                if record.place != INLINE and record.place + record.room <= end
+            ]
+        )
+        index_db.forget([record.serial for record in records])
+        index_db.put_extra(FORGOTTEN, b"")
+        if records:
+            discard_freed(index_db, self._io)
+            _log.info("disk tier: removed %d forgotten pages from %s", len(records), self._directory.path)
+
     def _is_resized(self, meta: StoreMeta) -> bool:
         """Return whether pages are in slots of another space than the present one, as far as known."""
         slots = (meta.extent_bytes, self._unit_before)
@@ -562,6 +594,34 @@ class _Opening:
         except OSError as error:  # a full disk does not prevent opening
             _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
             return None
+
+
+_FORGOTTEN_PAGE = struct.Struct("<Qd")  # serial, created_s
+
+
+def forgotten_in(index_db: IndexDB) -> dict[int, float]:
+    """Return the note of :func:`note_forgotten`: the creation times of pages, by serial. Raise
+    :class:`OSError` if it cannot be read."""
+    note = index_db.get_extra(FORGOTTEN)
+    whole = len(note) // _FORGOTTEN_PAGE.size * _FORGOTTEN_PAGE.size
+    return dict(_FORGOTTEN_PAGE.iter_unpack(note[:whole]))
+
+
+def note_forgotten(index_db: IndexDB, pages: Mapping[int, float]) -> None:
+    """Note durably that these pages are to be removed: the creation time of each, by serial. (A page that is
+    saved again may keep its serial.) Raise :class:`OSError` if that fails."""
+    index_db.put_extra(FORGOTTEN, b"".join(itertools.starmap(_FORGOTTEN_PAGE.pack, pages.items())))
+
+
+def discard_freed(index_db: IndexDB, io: FileIO) -> None:
+    """Free the blocks of index pages that hold only what was removed, so that they read as zeros. (LMDB does
+    not erase the unused part of a page that it keeps: a piece of a removed record may stay there.) Raise
+    :class:`OSError` if the disk fails, or the file system cannot do it."""
+    index_db.settle_free_pages()
+    try:
+        IndexFile(index_db.path).give_back_free_pages(io)
+    except DamagedIndexError as error:
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def _extents_end(index_db: IndexDB) -> int:

@@ -363,7 +363,9 @@ class Payloads:
 
         No request is in flight when this returns or raises :class:`OSError`.
         """
-        filled = [FilledBuffer(number, view, fill) for number, (_, view) in enumerate(pages)] if fill else None
+        filled = (
+            [FilledBuffer(number, view, fill) for number, (_, view) in enumerate(pages)] if fill else None
+        )
         batch = _ReadBatch(pages, filled)
         self._extents.grow(batch.end)
 

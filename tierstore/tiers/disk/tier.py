@@ -27,11 +27,10 @@ from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
 from tierstore.tiers.disk.extents import VOLUME_FULL
 from tierstore.tiers.disk.index_db import Change
-from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.keyring import Keyring
-from tierstore.tiers.disk.opening import OpenedParts, open_parts
+from tierstore.tiers.disk.opening import OpenedParts, discard_freed, note_forgotten, open_parts
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, beginnings
@@ -157,6 +156,7 @@ class DiskTier:
             parts.payloads.unseal = self._sealing.open_payload
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
+        self._forgotten: dict[int, float] = {}  # the note of forgotten pages; guarded by _commit_lock
         self._closed = False
         # Guarded by _lock.
         self._lock = threading.Lock()
@@ -465,15 +465,35 @@ class DiskTier:
                 self._index_db.forget_roots(serials)
 
     def discard_freed(self) -> None:
-        """Free the blocks of index pages that hold only what was removed, so that they read as zeros. (LMDB
-        does not erase the unused part of a page that it keeps: a piece of a removed record may stay there.)
-        Raise :class:`OSError` if the disk fails, or the file system cannot do it."""
+        """See :func:`tierstore.tiers.disk.opening.discard_freed`."""
         with self._commit_lock, self.in_flight.call():
-            self._index_db.settle_free_pages()
-            try:
-                IndexFile(self._index_db.path).give_back_free_pages(self._io)
-            except DamagedIndexError as error:
-                raise OSError(errno.EIO, str(error)) from error
+            discard_freed(self._index_db, self._io)
+
+    def note_forgotten(self, pages: Mapping[int, float]) -> None:
+        """Note durably that these pages are about to be removed: the creation time of each, by serial. The
+        next opening removes those that are left. Raise :class:`OSError` if the disk fails; the next call
+        notes them again."""
+        with self._commit_lock:
+            self._forgotten.update(pages)
+            if self._forgotten:
+                self._note_forgotten()
+
+    def forgotten_left(self, left: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        """Take pages out of the note whose removal is durable: ``left`` returns those of the given serials.
+        Raise :class:`OSError` if the disk fails."""
+        with self._commit_lock:
+            noted = sorted(self._forgotten)
+        if not (gone := left(noted)):
+            return
+        with self._commit_lock:
+            for serial in gone:
+                self._forgotten.pop(serial, None)
+            self._note_forgotten()
+
+    def _note_forgotten(self) -> None:
+        self._presence.require()
+        with self.in_flight.call():
+            note_forgotten(self._index_db, self._forgotten)
 
     def stored_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
         """Return :meth:`records_from` as the pages are stored: also those without a key."""
