@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from tierstore.backend import LookupRequest, Registration
+from tierstore.backend import Forgotten, LookupRequest, Registration
 from tierstore.client.connection import Connection
 from tierstore.client.handshake import Address
 from tierstore.client.lookups import RemoteLookups
@@ -125,6 +125,9 @@ class RemoteBackend:
         message = messages.Forget(0, tenant, model, session)
         answer = self.connection.ask(message, messages.Forgotten, wait_s=_FORGET_S)
         return answer.receipt if answer is not None else None
+
+    def follow_forgets(self, follower: Callable[[Forgotten], None]) -> None:
+        self.connection.followers.append(follower)
 
     def flush(self, timeout: float | None) -> bool:
         ends = None if timeout is None else time.monotonic() + timeout

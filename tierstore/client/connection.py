@@ -26,11 +26,12 @@ from typing import Any, TypeVar
 
 import zmq
 
-from tierstore.backend import Registration
+from tierstore.backend import Forgotten, Registration
 from tierstore.client.channel import Call, Channel, ConnectionCounters
 from tierstore.client.handshake import Address, DaemonLink, Handshake, registering
 from tierstore.descriptors import require_room
 from tierstore.errors import StoreUnavailableError
+from tierstore.keys import KEY_BYTES, PageKey
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
@@ -76,6 +77,8 @@ class Connection:
         self._changed = threading.Condition()
         self._link: DaemonLink | None = None  # guarded by _changed, as is _closing
         self._closing = False
+        self.followers: list[Callable[[Forgotten], None]] = []  # told what the daemon's clients forget
+        self._forgets: int | None = None  # number of the last known forget; None before the first link
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
         try:
@@ -242,6 +245,8 @@ class Connection:
         try:
             channel = Channel(link, self._wake_fd, self._ids, self.counters, lambda: self._closing)
             self._channel = channel
+            channel.forgotten = partial(self._pages_forgotten, link)
+            self._catch_up(link)
             if link.arena is not None and self._reach is not None:
                 self._reach(partial(link.arena.pin, refused=self._refused))
             self._become(link)
@@ -251,6 +256,34 @@ class Connection:
             link.close()
             if channel is not None:
                 channel.fail_all()
+
+    def _catch_up(self, link: DaemonLink) -> None:
+        """Forget what the daemon has forgotten since the last link, before any request is sent."""
+        seen, self._forgets = self._forgets, link.forgets
+        if seen is None:
+            return
+        restarted = link.forgets < seen  # the daemon's log began anew
+        late = [digest for digest, number in link.forgotten.items() if restarted or number > seen]
+        if late:
+            self._forgotten(Forgotten(frozenset(late)))
+
+    def _pages_forgotten(self, link: DaemonLink, m: messages.PagesForgotten) -> None:
+        self._forgets = max(self._forgets or 0, m.number)
+        digests: dict[int, list[bytes]] = {}
+        for digest, number in link.identities.items():
+            digests.setdefault(number, []).append(digest)
+        pages = {
+            (digest, PageKey(keys[at : at + KEY_BYTES]))
+            for number, keys in m.pages
+            for digest in digests.get(number, ())
+            for at in range(0, len(keys), KEY_BYTES)
+        }
+        identities = {digest for number in m.identities for digest in digests.get(number, ())}
+        self._forgotten(Forgotten(frozenset(identities), frozenset(pages)))
+
+    def _forgotten(self, forgotten: Forgotten) -> None:
+        for follower in list(self.followers):
+            follower(forgotten)
 
     def _refused(self) -> None:
         self.counters.unpinned_arenas += 1

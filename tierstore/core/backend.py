@@ -18,6 +18,7 @@ from pathlib import Path as FilePath
 from tierstore.arguments import seconds, whole_number
 from tierstore.backend import (
     NO_HINTS,
+    Forgotten,
     HitLease,
     HitRequest,
     Lease,
@@ -288,6 +289,9 @@ class LocalBackend:
         elif own:
             tenant = own
         return self.core.forgetting.forget(Forgettable(tenant, model, session))
+
+    def follow_forgets(self, follower: Callable[[Forgotten], None]) -> None:
+        self.core.forgetting.followers.append(follower)
 
     def flush(self, timeout: float | None) -> bool:
         return self.core.flush(timeout)

@@ -7,6 +7,8 @@ To forget a tenant or a model takes four steps:
 3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup reaches a
    page without its root, and the next opening removes such pages. So a forget takes the same time for one
    page and for a terabyte on disk.
+   Then pools are told, in this process and in engines at the daemon. An engine that is away finds out when it
+   comes back (:class:`ForgetLog`).
 4. **Pages.** A thread drops the marked copies. A copy that a load or a write uses leaves with its last
    holder. Then the thread removes the pages from the disk, in small batches. Without encryption, it first
    overwrites their payloads in the extents, and discards index pages that are free afterwards.
@@ -23,20 +25,25 @@ session later, or with its key, give its identity a ``tenant`` of its own."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import struct
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 
+from tierstore.backend import Forgotten, Registration
 from tierstore.core.departures import Cause
 from tierstore.core.quotas import Pins
 from tierstore.core.state import StoreState
 from tierstore.errors import StoreUnavailableError
 from tierstore.index import Page, Tier
-from tierstore.keys import Identity
+from tierstore.keys import Identity, outer_tenant
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.disk.keyring import Scope, scope_name
 from tierstore.types import ForgetReceipt, Forgettable
@@ -47,6 +54,51 @@ _MARKED_AT_ONCE = 4096  # pages under one hold of the lock: takes some milliseco
 _AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
 _READ_AT_ONCE = 4096  # records
 _MOST_UNCOMMITTED = 4096  # removals that wait for a commit
+_KEPT_FORGETS = 256
+_NUMBER = struct.Struct("<Q")
+_LOGGED = struct.Struct("<16s16s")  # tenant, model
+_ANY = bytes(16)
+
+
+class ForgetLog:
+    """The last forgets of tenants and models, numbered from 1. A client that was away finds out which of its
+    identities were forgotten meanwhile. A session counts as its tenant. Names are hashed. Not thread-safe.
+
+    >>> log = ForgetLog()
+    >>> log.add("acme", None)
+    >>> log.latest("acme", "my-model"), log.latest("globex", "my-model")
+    (1, 0)
+    """
+
+    def __init__(self, stored: bytes = b"") -> None:
+        """Continue with the value of :meth:`dump`; empty: begin anew."""
+        self._entries: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT_FORGETS)
+        self.last = 0
+        if len(stored) % _LOGGED.size == _NUMBER.size:
+            (self.last,) = _NUMBER.unpack_from(stored)
+            self._entries.extend(_LOGGED.iter_unpack(stored[_NUMBER.size :]))
+
+    def add(self, tenant: str | None, model: str | None) -> None:
+        """Note a forget."""
+        self.last += 1
+        self._entries.append((_logged(tenant), _logged(model)))
+
+    def latest(self, tenant: str, *models: str) -> int:
+        """Return the number of the last forget that covers pages of this tenant and of a model with these
+        names. If there is none in the log, return the number of the last forget that has left it."""
+        tenants = {_ANY, _logged(tenant), _logged(outer_tenant(tenant))}
+        names = {_ANY, *map(_logged, models)}
+        for at, (one, other) in enumerate(reversed(self._entries)):
+            if one in tenants and other in names:
+                return self.last - at
+        return self.last - len(self._entries)
+
+    def dump(self) -> bytes:
+        return _NUMBER.pack(self.last) + b"".join(itertools.starmap(_LOGGED.pack, self._entries))
+
+
+def _logged(name: str | None) -> bytes:
+    return _ANY if name is None else blake2b(name.encode(), digest_size=len(_ANY)).digest()
 
 
 class Forgetting:
@@ -62,6 +114,8 @@ class Forgetting:
         self._one = threading.Lock()  # held while something is forgotten, and while the disk is cleaned up
         self._closing = False
         self._cleaners: list[threading.Thread] = []
+        self.followers: list[Callable[[Forgotten], None]] = []
+        self._log = ForgetLog(disk.forgets() if disk is not None else b"")  # guarded by the state's lock
 
     def forget(self, what: Forgettable) -> ForgetReceipt:
         """Forget all pages that ``what`` covers. Blocks for at most some tenths of a second and one commit
@@ -76,6 +130,7 @@ class Forgetting:
                 counts = self._forget_session(what.tenant or "", what.session)
             else:
                 counts = self._forget_identities(what)
+            self._keep_log()
         except OSError as error:
             raise StoreUnavailableError(
                 f"not everything is forgotten: {error.strerror or error}; repair the disk or the keyring, "
@@ -90,6 +145,19 @@ class Forgetting:
             took_s=time.monotonic() - began,
             **counts,
         )
+
+    @property
+    def forgets(self) -> int:
+        """Number of forgets so far, also before a restart if there is a disk."""
+        with self._state.lock:
+            return self._log.last
+
+    def latest(self, registration: Registration) -> int:
+        """Return the number of the last forget that covers pages of an identity; see
+        :meth:`ForgetLog.latest`."""
+        identity = registration.identity
+        with self._state.lock:
+            return self._log.latest(identity.tenant, identity.model, registration.model_name)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the pages that were forgotten so far have left the disk. Return False after ``timeout``
@@ -129,6 +197,7 @@ class Forgetting:
         encrypted = disk is not None and disk.keyring is not None
         with state.lock:
             self._pins.forget(lambda page: page.identity in digests)
+            self._log.add(what.tenant, what.model)
         pages = self._in_tree(digests)
         marked = self._mark(pages, erased=not encrypted)
         keys, find = 0, None
@@ -143,6 +212,7 @@ class Forgetting:
                 self._mark(again, erased=not encrypted)
                 pages += again
         finally:
+            self._tell(Forgotten(frozenset(digests)))
             self._clean_up(pages, find, erased=not encrypted)
         return {"identities": len(digests), "host_pages": marked, "keys": keys}
 
@@ -191,6 +261,7 @@ class Forgetting:
             pages = self._state.sessions.forget(tenant, name)
             own = set(pages)
             self._pins.forget(own.__contains__)
+            self._log.add(tenant, None)
         marked = self._mark(pages, erased=True)
         with self._state.lock:  # also pages whose writing has not ended
             on_disk = {
@@ -202,8 +273,22 @@ class Forgetting:
             if self._disk is not None:
                 self._disk.note_forgotten(on_disk)
         finally:
+            self._tell(Forgotten(pages=frozenset((page.identity, page.key) for page in pages)))
             self._clean_up(pages, lambda: sorted(on_disk), erased=True)
         return {"identities": 0, "host_pages": marked, "keys": 0}
+
+    # -- pools ---------------------------------------------------------------------------------------
+
+    def _tell(self, forgotten: Forgotten) -> None:
+        """Tell the pools. No lookup has found the pages since they were marked."""
+        for follower in list(self.followers):
+            follower(forgotten)
+
+    def _keep_log(self) -> None:
+        with self._state.lock:
+            dump = self._log.dump()
+        if self._disk is not None:
+            self._disk.keep_forgets(dump)
 
     # -- pages in memory -----------------------------------------------------------------------------
 

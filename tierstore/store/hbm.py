@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from tierstore.backend import LookupRequest, SaveHints
+from tierstore.backend import Forgotten, LookupRequest, SaveHints
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.index import LABELS, Index, Leaving, Match, Page, Tier
 from tierstore.index.leases import Leases, PageLease
@@ -66,7 +66,8 @@ class HbmTier:
         self.leases = Leases(self.index, clock, self._drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
         self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
-        self.forgets = 0  # calls of forget()
+        self.forgets = 0  # how often pages were forgotten
+        self.forgotten_pages = 0
         self.identities: dict[bytes, Identity] = {}  # of pages that may be here, by digest
         self.pending_saves = 0  # pages
         self.closed = False
@@ -413,11 +414,10 @@ class HbmTier:
         copy = page.copies[Tier.HBM]
         return copy is not None and copy.damaged and not copy.leases and not copy.children
 
-    def forget(self, what: Forgettable) -> int:
-        """Stop serving the pages of all pools that ``what`` covers. Return their number. Each page is dropped
-        when its last holder releases it. Takes the lock."""
+    def forget(self, what: Forgettable) -> None:
+        """Stop serving the pages of all pools that ``what`` covers, and count them. Each page is dropped when
+        its last holder releases it. Takes the lock."""
         with self.lock:
-            self.forgets += 1
             if what.session is not None:
                 pages = self.sessions.forget("", what.session)
             else:
@@ -427,14 +427,27 @@ class HbmTier:
                     if what.covers(identity.tenant, identity.model)
                 }
                 pages = [page for page in self.index.tree.walk() if page.identity in covered]
-            forgotten = 0
-            for page in reversed(pages):  # children before their parents
-                copy = page.copies[Tier.HBM]
-                if copy is not None and copy.ready:
-                    forgotten += 1
-                    self.index.set_damaged(page, Tier.HBM)
-                    self._drop_damaged(page, Tier.HBM)
-            return forgotten
+            self._forget(pages)
+
+    def was_forgotten(self, forgotten: Forgotten) -> None:
+        """Stop serving pages that the backend has forgotten, as :meth:`forget` does. Takes the lock."""
+        with self.lock:
+            chosen: dict[Page, None] = {}
+            for page in self.index.tree.walk():  # parents before children
+                named = page.identity in forgotten.identities or (page.identity, page.key) in forgotten.pages
+                if named or page.parent in chosen:
+                    chosen[page] = None
+            self._forget(list(chosen))
+
+    def _forget(self, pages: Sequence[Page]) -> None:
+        """Stop serving these pages, each after its parent."""
+        self.forgets += 1
+        for page in reversed(pages):
+            copy = page.copies[Tier.HBM]
+            if copy is not None and copy.ready:
+                self.forgotten_pages += 1
+                self.index.set_damaged(page, Tier.HBM)
+                self._drop_damaged(page, Tier.HBM)
 
     def release(self, hbm_pages: Iterable[int], group: int) -> None:
         """Release pages of an engine: published ones stay cached, private ones become free."""

@@ -110,6 +110,7 @@ class Unsynced:
 _log = logging.getLogger(__name__)
 
 _DEPARTURES = b"departures "
+_FORGETS = b"forgets "
 _LOOKERS = 4  # threads that read the index for lookups
 
 T = TypeVar("T")
@@ -543,6 +544,21 @@ class DiskTier:
         with self._commit_lock:
             self._presence.require()
             self._index_db.put_extra(_DEPARTURES, dump)
+
+    def forgets(self) -> bytes:
+        """Return what :meth:`keep_forgets` has stored; empty if nothing was, or it cannot be read."""
+        try:
+            return self._index_db.get_extra(_FORGETS)
+        except OSError as error:
+            _log.warning("disk tier: the log of forgets cannot be read: %s", error)
+            return b""
+
+    def keep_forgets(self, dump: bytes) -> None:
+        """Store the log of forgets, durably. Raise :class:`OSError` if that fails."""
+        with self._commit_lock:
+            self._presence.require()
+            with self.in_flight.call():
+                self._index_db.put_extra(_FORGETS, dump)
 
     def probe(self, tick: int) -> None:
         """Do everything that a batch of pages needs, without leaving a page. Raise :class:`OSError` if the
