@@ -419,8 +419,8 @@ class Reservation:
 
 
 class Forgotten(NamedTuple):
-    """What a forget has removed: all pages of ``identities`` (digests), and single ``pages`` (digest and key)
-    with all pages behind them. Pools drop their copies."""
+    """The pages that a forget has removed: all of ``identities`` (digests), and single ``pages`` (digest and
+    key) with all pages behind them. Pools drop their copies."""
 
     identities: frozenset[bytes] = frozenset()
     pages: frozenset[tuple[bytes, PageKey]] = frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tierstore
 from tests.portions import portion
@@ -19,8 +22,11 @@ from tests.small_store import SPEC, load_bytes, pages_of
 from tierstore import Identity, KVSpec, Prompt, UsageError
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client
+from tierstore.core.forgetting import ForgetLog
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import nested_tenant
+from tierstore.testing.clock import wait_until
+from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.types import Forgettable
 from tierstore.units import KIB, MIB
@@ -416,6 +422,111 @@ def test_pages_whose_content_is_lost_are_not_saved_while_they_are_held(pooled):
     assert held(pooled, "acme") == 64
     assert pool.free_pages == 28
     pooled.check()
+
+
+def test_a_forgotten_session_leaves_the_pool_although_it_was_loaded_again(pooled):
+    save(pooled, "acme", session="private").wait(WAIT_S)
+    pooled.release_hbm(pooled.load(pooled.lookup(prompt_of("acme"))).wait(WAIT_S).pages)
+    assert pooled.forget(session="private").hbm_pages == 4
+    assert pooled.lookup(prompt_of("acme")).tokens == 0
+    pooled.check()
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    process = DaemonProcess(str(tmp_path), listen=[f"tcp://127.0.0.1:{free_port()}"], host_bytes=2 * MIB)
+    process.start()
+    yield process
+    process.kill()
+
+
+def engine_at(daemon, tcp):
+    """An engine at the daemon whose pool has a prompt of each tenant."""
+    url = next(option for option in daemon.options if option.startswith("tcp://")) if tcp else daemon.url
+    pool = tierstore.PagePool(SPEC, 32)
+    store = tierstore.connect(url, SPEC, pools=pool, lookup_s=10.0)
+    for tenant in TENANTS:
+        pages = store.allocate_hbm(5)
+        for page, data in zip(pages, pages_of(tokens_of(tenant)), strict=True):
+            pool.array[page] = np.frombuffer(data, np.uint8)
+        store.save_hbm(prompt_of(tenant), pages).wait(WAIT_S)
+        store.release_hbm(pages)
+    assert store.flush(WAIT_S)
+    return store
+
+
+def in_pool(store, tenant):
+    with store.lookup(prompt_of(tenant)) as hit:
+        return hit.by_tier.get("hbm", 0)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("what", [{"tenant": "acme"}, {"tenant": "acme", "model": MODEL}], ids=str)
+def test_a_forget_reaches_the_pools_of_other_engines(daemon, tcp, what):
+    with engine_at(daemon, tcp) as engine, tierstore.connect(daemon.url, SPEC) as operator:
+        assert in_pool(engine, "acme") == in_pool(engine, "globex") == 70
+        operator.forget(**what)
+        wait_until(lambda: engine.stats().tiers["hbm"].pages == 5)
+        assert engine.lookup(prompt_of("acme")).tokens == 0
+        assert in_pool(engine, "globex") == 70
+        engine.check()
+
+
+def test_a_session_leaves_the_pools_of_other_engines(daemon):
+    with engine_at(daemon, False) as engine, tierstore.connect(daemon.url, SPEC, lookup_s=10.0) as operator:
+        assert save(operator, "acme", 1, session="private").wait(WAIT_S) == 70
+        engine.release_hbm(engine.load(engine.lookup(prompt_of("acme", 1))).wait(WAIT_S).pages)
+        assert engine.stats().tiers["hbm"].pages == 14  # the partial page is the caller's
+        operator.forget(session="private")
+        wait_until(lambda: engine.stats().tiers["hbm"].pages == 10)
+        assert engine.lookup(prompt_of("acme", 1)).tokens == 0
+        assert in_pool(engine, "acme") == 70
+
+
+def test_an_engine_that_was_away_forgets_when_it_comes_back(daemon, tmp_path):
+    with engine_at(daemon, False) as engine:
+        daemon.kill()
+        wait_until(lambda: not engine.connected)
+        assert in_pool(engine, "acme") == 70
+        daemon.start()  # a restart alone takes nothing from the pool
+        wait_until(lambda: engine.connected)
+        assert in_pool(engine, "acme") == in_pool(engine, "globex") == 70
+        daemon.kill()
+        wait_until(lambda: not engine.connected)
+        with tierstore.open(tmp_path / "disk", SPEC, host_bytes=2 * MIB, disk_bytes=256 * MIB) as store:
+            store.forget(tenant="acme")
+        daemon.start()
+        wait_until(lambda: engine.connected)
+        assert engine.lookup(prompt_of("acme")).tokens == 0
+        assert in_pool(engine, "globex") == 70
+        assert engine.stats().tiers["hbm"].pages == 5
+
+
+@given(forgets=st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.sampled_from([None, "m", "n"]))))
+def test_the_log_of_forgets_has_the_last_one_that_covers_an_identity(forgets):
+    log = ForgetLog()
+    for forget in forgets:
+        log.add(*forget)
+    again = ForgetLog(log.dump())
+    for tenant, model in itertools.product("ab", "mn"):
+        covering = [
+            number
+            for number, (one, other) in enumerate(forgets, 1)
+            if one in (None, tenant) and other in (None, model)
+        ]
+        expected = max(covering, default=0)
+        assert log.latest(tenant, model) == again.latest(tenant, model) == expected
+        assert log.latest(nested_tenant(tenant, "user"), "x", model) == expected
+
+
+def test_a_forget_that_has_left_the_log_counts_for_everyone():
+    log = ForgetLog()
+    for number in range(1000):
+        log.add(f"tenant {number}", None)
+    assert log.latest("tenant 999", "m") == log.last == 1000
+    assert 0 < log.latest("tenant 0", "m") == log.latest("nobody", "m") < 1000
+    assert len(log.dump()) < 16 * KIB
+    assert b"tenant" not in log.dump()
 
 
 def test_a_long_prompt_leaves_with_the_lease_on_its_end(tmp_path):
