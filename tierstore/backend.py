@@ -551,8 +551,12 @@ class Backend(Protocol):
         """Forget a tenant, a model, or a session; see :meth:`Store.forget <tierstore.Store.forget>`. Return
         None without an answer."""
 
-    def follow_forgets(self, follower: Callable[[Forgotten], None]) -> None:
-        """Call ``follower`` with what any client has forgotten, on any thread. It must not wait or raise."""
+    def follow_forgets(
+        self, follower: Callable[[Forgotten], None], limit_age: Callable[[float], None]
+    ) -> None:
+        """Call ``follower`` with what any client has forgotten and with what has become too old. Call
+        ``limit_age`` with the seconds that pages may be kept, as soon as they are known and when they change.
+        Both are called on any thread, and must not wait or raise."""
 
     def flush(self, timeout: float | None) -> bool:
         """Wait until everything committed so far is on disk or was given up. Return False when ``timeout``

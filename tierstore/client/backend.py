@@ -126,8 +126,10 @@ class RemoteBackend:
         answer = self.connection.ask(message, messages.Forgotten, wait_s=_FORGET_S)
         return answer.receipt if answer is not None else None
 
-    def follow_forgets(self, follower: Callable[[Forgotten], None]) -> None:
-        self.connection.followers.append(follower)
+    def follow_forgets(
+        self, follower: Callable[[Forgotten], None], limit_age: Callable[[float], None]
+    ) -> None:
+        self.connection.follow_forgets(follower, limit_age)
 
     def flush(self, timeout: float | None) -> bool:
         ends = None if timeout is None else time.monotonic() + timeout

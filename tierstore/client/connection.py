@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -77,7 +78,9 @@ class Connection:
         self._changed = threading.Condition()
         self._link: DaemonLink | None = None  # guarded by _changed, as is _closing
         self._closing = False
-        self.followers: list[Callable[[Forgotten], None]] = []  # told what the daemon's clients forget
+        # Told what the daemon's clients forget, and how long pages may be kept; guarded by _changed.
+        self._followers: list[tuple[Callable[[Forgotten], None], Callable[[float], None]]] = []
+        self._max_age_s: float | None = None  # None before the first link
         self._forgets: int | None = None  # number of the last known forget; None before the first link
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
@@ -186,6 +189,16 @@ class Connection:
 
         return self.call(link, registering(registration), messages.Registered, note)
 
+    def follow_forgets(
+        self, follower: Callable[[Forgotten], None], limit_age: Callable[[float], None]
+    ) -> None:
+        """See :meth:`tierstore.backend.Backend.follow_forgets`."""
+        with self._changed:
+            self._followers.append((follower, limit_age))
+            max_age_s = self._max_age_s
+        if max_age_s is not None:
+            limit_age(max_age_s)
+
     def close(self) -> None:
         """End the connection and all open requests. Idempotent."""
         with self._changed:
@@ -259,6 +272,11 @@ class Connection:
 
     def _catch_up(self, link: DaemonLink) -> None:
         """Forget what the daemon has forgotten since the last link, before any request is sent."""
+        with self._changed:
+            self._max_age_s = max_age_s = link.max_age_s or math.inf
+            followers = list(self._followers)
+        for _, limit_age in followers:
+            limit_age(max_age_s)
         seen, self._forgets = self._forgets, link.forgets
         if seen is None:
             return
@@ -282,7 +300,7 @@ class Connection:
         self._forgotten(Forgotten(frozenset(identities), frozenset(pages)))
 
     def _forgotten(self, forgotten: Forgotten) -> None:
-        for follower in list(self.followers):
+        for follower, _ in list(self._followers):
             follower(forgotten)
 
     def _refused(self) -> None:

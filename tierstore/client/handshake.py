@@ -100,6 +100,7 @@ class DaemonLink:
     identities: dict[bytes, int] = field(default_factory=dict)
     cluster: bool = False  # whether pages can be fetched from other hosts
     forgets: int = 0  # number of forgets so far
+    max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
     forgotten: dict[bytes, int] = field(default_factory=dict)  # number of the last forget, by digest
     current: bool = True
     silent: bool = False  # a request was late, and nothing has arrived since
@@ -200,6 +201,7 @@ class Handshake:
             arena,
             cluster=welcome.cluster,
             forgets=welcome.forgets,
+            max_age_s=welcome.max_age_s,
         )
         for start in range(0, len(registrations), _AT_ONCE):
             if not self._register(wire, link, registrations[start : start + _AT_ONCE]):

@@ -1,4 +1,4 @@
-"""Forget tenants, models and sessions, in host memory and on disk.
+"""Forget tenants, models, sessions and pages that are too old, in host memory and on disk.
 
 To forget a tenant or a model takes four steps:
 
@@ -21,12 +21,17 @@ A **session** has the pages that no other session has used (:mod:`tierstore.inde
 third step do not apply, because these pages share the key and the root of their tenant. Instead, the pages
 are noted in the index, durably, and the next opening removes those that the fourth step has not. They are
 overwritten in an encrypted store, too. The store knows a session only while the process runs. To forget a
-session later, or with its key, give its identity a ``tenant`` of its own."""
+session later, or with its key, give its identity a ``tenant`` of its own.
+
+With a **maximum age**, each lookup first marks the pages in the tree that are too old, and pages on disk that
+are too old do not enter the tree. A thread removes both as it removes a session's. It reads all records at
+times that :func:`expiry_s` gives. The age is the wall clock's, because it must go on during a restart."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import struct
 import threading
 import time
@@ -97,6 +102,15 @@ class ForgetLog:
         return _NUMBER.pack(self.last) + b"".join(itertools.starmap(_LOGGED.pack, self._entries))
 
 
+def expiry_s(max_age_s: float) -> float:
+    """Return the seconds within which pages have left the disk after they became ``max_age_s`` old.
+
+    >>> expiry_s(3600.0), expiry_s(30 * 86400.0)
+    (72.0, 51840.0)
+    """
+    return max(max_age_s / 50, 60.0)
+
+
 def _logged(name: str | None) -> bytes:
     return _ANY if name is None else blake2b(name.encode(), digest_size=len(_ANY)).digest()
 
@@ -114,8 +128,16 @@ class Forgetting:
         self._one = threading.Lock()  # held while something is forgotten, and while the disk is cleaned up
         self._closing = False
         self._cleaners: list[threading.Thread] = []
+        self._oldest_s = -math.inf  # no page on disk was saved before
         self.followers: list[Callable[[Forgotten], None]] = []
+        self._expiry: threading.Thread | None = None
         self._log = ForgetLog(disk.forgets() if disk is not None else b"")  # guarded by the state's lock
+
+    def start(self) -> None:
+        """Drop pages that become too old from now on, in the background."""
+        if self._state.ages.most_s < math.inf:
+            self._expiry = threading.Thread(target=self._expire_often, name="tierstore-expiry", daemon=True)
+            self._expiry.start()
 
     def forget(self, what: Forgettable) -> ForgetReceipt:
         """Forget all pages that ``what`` covers. Blocks for at most some tenths of a second and one commit
@@ -159,6 +181,77 @@ class Forgetting:
         with self._state.lock:
             return self._log.latest(identity.tenant, identity.model, registration.model_name)
 
+    def expire(self, *, whole: bool = True) -> None:
+        """Drop pages that are too old from memory and disk: without ``whole``, only those that lookups have
+        found, otherwise all, with the pages behind them. Blocks until they have left the disk, durably. Pages
+        in use leave with a later call. Raise :class:`OSError` if the disk fails."""
+        state, disk = self._state, self._disk
+        with state.lock:
+            state.expire()
+            pages, state.too_old = state.too_old, []
+            own = set(pages)
+            self._pins.forget(own.__contains__)
+        pages.sort(key=lambda page: page.depth)
+        if pages:
+            self._tell(Forgotten(pages=frozenset((page.identity, page.key) for page in pages)))
+        with self._one:
+            serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
+            self._drop(pages, Cause.EXPIRED)
+            if disk is None or not disk.wait_scanned():
+                return
+            if whole and state.ages.is_over(self._oldest_s):
+                serials = sorted({*serials, *self._too_old(disk)})
+            if serials:
+                self._remove(serials, pages, Cause.EXPIRED, erased=True)
+                if not self._closing:
+                    disk.discard_freed()
+
+    def _too_old(self, disk: DiskTier) -> Sequence[int]:
+        """Return the serials of all pages that are too old, and of those behind them, ascending. Note when
+        the oldest other page was saved."""
+        ages = self._state.ages
+        found = array("Q")
+        known: set[int] = set()
+        oldest_s, start = math.inf, 0
+        while not self._closing:
+            records = disk.stored_from(start, _READ_AT_ONCE)
+            for serial, record in records:
+                if record is None:
+                    continue
+                if record.parent in known or ages.is_over(record.created_s):
+                    known.add(serial)
+                    found.append(serial)
+                else:
+                    oldest_s = min(oldest_s, record.created_s)
+            if not records:
+                break
+            start = records[-1][0] + 1
+            self._state.yield_lock()
+        with self._state.lock:
+            pages = self._state.index.by_serial
+            behind = {pages[serial] for serial in found if serial in pages}
+            self._pins.forget(behind.__contains__)
+        # Later pages are younger. Some of the found ones may stay for now.
+        self._oldest_s = -math.inf if found else min(oldest_s, ages.clock())
+        return found
+
+    def _expire_often(self) -> None:
+        state = self._state
+        every_s = expiry_s(state.ages.most_s)
+        due = time.monotonic()
+        while not self._closing:
+            whole = time.monotonic() >= due
+            due += every_s if whole else 0.0
+            try:
+                self.expire(whole=whole)
+            except OSError as error:
+                with state.lock:
+                    state.counters.disk_write_errors += 1
+                _log.warning("disk tier: pages that are too old are not removed yet: %s", error)
+            with state.lock:
+                left_s = max(due - time.monotonic(), 0.0)
+                state.changed.wait_for(lambda: self._closing or state.too_old, left_s)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the pages that were forgotten so far have left the disk. Return False after ``timeout``
         seconds."""
@@ -173,6 +266,8 @@ class Forgetting:
         with self._state.lock:
             self._state.changed.notify_all()
         self.wait()
+        if self._expiry is not None:
+            self._expiry.join()
 
     # -- tenants and models --------------------------------------------------------------------------
 
@@ -295,25 +390,16 @@ class Forgetting:
     def _mark(self, pages: Sequence[Page], *, erased: bool) -> int:
         """Stop serving these pages. Return the number of their copies in host memory. With ``erased``, their
         bytes on disk are overwritten when they leave."""
-        index, residency = self._state.index, self._state.residency
+        condemn = self._state.residency.condemn
         in_host = 0
         for start in range(0, len(pages), _MARKED_AT_ONCE):
             with self._state.lock:
-                for page in pages[start : start + _MARKED_AT_ONCE]:
-                    _, host, disk = page.copies
-                    if host is not None and host.ready:
-                        index.set_damaged(page, Tier.HOST)
-                        in_host += 1
-                    if disk is not None:
-                        disk.damaged = True  # a copy that is being written is dropped when the write ends
-                        disk.ready = False
-                        if erased:
-                            residency.erased.add(page.serial)
-                index.changes += 1
+                some = pages[start : start + _MARKED_AT_ONCE]
+                in_host += sum(condemn(page, erased=erased) for page in some)
             self._state.yield_lock()
         return in_host
 
-    def _drop(self, pages: Sequence[Page]) -> None:
+    def _drop(self, pages: Sequence[Page], cause: Cause) -> None:
         """Drop the marked copies of these pages. Each page follows its parent in ``pages``. Copies in use
         leave with their last holder."""
         for end in range(len(pages), 0, -_AT_ONCE):
@@ -321,17 +407,18 @@ class Forgetting:
                 return
             with self._state.lock:
                 for page in reversed(pages[max(end - _AT_ONCE, 0) : end]):
-                    self._drop_copies(page)
+                    self._drop_copies(page, cause)
                 self._state.changed.notify_all()
             self._state.yield_lock()
 
-    def _drop_copies(self, page: Page) -> None:
-        residency = self._state.residency
+    def _drop_copies(self, page: Page, cause: Cause) -> None:
+        residency, table = self._state.residency, self._state.page_table
         _, host, disk = page.copies
-        if disk is not None and disk.damaged and not disk.leases and self._state.page_table is not None:
-            residency.drop(page, Tier.DISK, Cause.BY_REQUEST)
+        idle = disk is not None and disk.damaged and not disk.leases
+        if idle and table is not None and not table.children(page.serial):
+            residency.drop(page, Tier.DISK, cause)
         if host is not None and host.damaged and not host.leases and not host.children:
-            residency.drop(page, Tier.HOST, Cause.BY_REQUEST)
+            residency.drop(page, Tier.HOST, cause)
 
     # -- cleaning up ---------------------------------------------------------------------------------
 
@@ -343,11 +430,11 @@ class Forgetting:
 
         def work() -> None:
             with self._one:
-                self._drop(pages)
+                self._drop(pages, Cause.BY_REQUEST)
                 if self._disk is None or find is None or not self._disk.wait_scanned() or self._closing:
                     return
                 try:
-                    removed = self._remove(find(), erased=erased)
+                    removed = self._remove(find(), pages, Cause.BY_REQUEST, erased=erased)
                     self._disk.forgotten_left(self._left)
                     if erased and removed and not self._closing:
                         self._disk.discard_freed()
@@ -360,19 +447,21 @@ class Forgetting:
         self._cleaners = [each for each in self._cleaners if each.is_alive()] + [thread]
         thread.start()
 
-    def _remove(self, serials: Sequence[int], *, erased: bool) -> int:
-        """Remove these pages, children before their parents, whose serials are lower. Return the number of
-        removed pages when the removals are durable."""
+    def _remove(self, serials: Sequence[int], pages: Sequence[Page], cause: Cause, *, erased: bool) -> int:
+        """Remove pages from disk, children before their parents, whose serials are lower. Then drop ``pages``,
+        marked ones that had such children. Return the number of removed pages when the removals are
+        durable."""
         state = self._state
         removed = 0
         for end in range(len(serials), 0, -_AT_ONCE):
             with state.lock:
                 some = serials[max(end - _AT_ONCE, 0) : end][::-1]
-                removed += self._remove_some(some, erased=erased)
+                removed += self._remove_some(some, cause, erased=erased)
                 self._wait_for_commit(_MOST_UNCOMMITTED)
             if self._closing:
                 break
             state.yield_lock()
+        self._drop(pages, cause)
         with state.lock:
             self._wait_for_commit(0)
         return removed
@@ -392,12 +481,12 @@ class Forgetting:
                 and ((page := pages.get(serial)) is None or page.copies[Tier.DISK] is None)
             ]
 
-    def _remove_some(self, serials: Sequence[int], *, erased: bool) -> int:
+    def _remove_some(self, serials: Sequence[int], cause: Cause, *, erased: bool) -> int:
         state = self._state
         table = state.page_table
         if erased and table is not None:
             state.residency.erased.update(serial for serial in serials if serial in table)
-        state.residency.choice = Cause.BY_REQUEST
+        state.residency.choice = cause
         try:
             return sum(state.eviction.leaves_disk(serial) for serial in serials)
         finally:

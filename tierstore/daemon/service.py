@@ -94,6 +94,7 @@ class Service:
             self._settings.reserve_bytes,
             connection.cluster is not None,
             self._core.forgetting.forgets,
+            self._settings.max_age_days * 86400.0,
         )
 
     def end(self, connection: ClientConnection) -> None:

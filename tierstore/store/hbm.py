@@ -8,6 +8,7 @@ cached pages of all pools and has a queue of evictable pages for each.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from tierstore.backend import Forgotten, LookupRequest, SaveHints
 from tierstore.errors import StoreClosedError, UsageError
-from tierstore.index import LABELS, Index, Leaving, Match, Page, Tier
+from tierstore.index import LABELS, Ages, Index, Leaving, Match, Page, Tier
 from tierstore.index.leases import Leases, PageLease
 from tierstore.index.sessions import HintTracker, Sessions
 from tierstore.keys import Identity, PageKey
@@ -63,6 +64,7 @@ class HbmTier:
         self.counters = Counters()
         policies = [POLICIES[policy]() for _ in Tier]
         self.index = Index(policies, more_pools=[POLICIES[policy]() for _ in pools[1:]])
+        self.ages = Ages(self.index.tree, math.inf, clock)
         self.leases = Leases(self.index, clock, self._drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
         self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
@@ -101,6 +103,7 @@ class HbmTier:
         return self.pools[group]
 
     def root(self, request: LookupRequest, group: int) -> Page:
+        self._forget_old()
         self.identities.setdefault(request.identity.digest, request.identity)
         return self.index.tree.root(request.identity.digest, request.page_bytes, group)
 
@@ -251,6 +254,7 @@ class HbmTier:
             return False
         self.index.add_copy(page, Tier.HBM, hbm_page, ready=True, leases=1)
         published[hbm_page] = page
+        self.ages.begin(page)
         return True
 
     # -- room ----------------------------------------------------------------------------------------
@@ -438,6 +442,20 @@ class HbmTier:
                 if named or page.parent in chosen:
                     chosen[page] = None
             self._forget(list(chosen))
+
+    def limit_age(self, most_s: float) -> None:
+        """Stop serving each page ``most_s`` seconds after it came into a pool. Takes the lock."""
+        with self.lock:
+            if most_s != self.ages.most_s:
+                self.ages = Ages(self.index.tree, most_s, self.clock)
+                for page in self.index.tree.walk():
+                    if page.copies[Tier.HBM] is not None:
+                        self.ages.begin(page, page.made_s)
+
+    def _forget_old(self) -> None:
+        old = self.ages.take_old()
+        if old:
+            self._forget(sorted(old, key=lambda page: page.depth))
 
     def _forget(self, pages: Sequence[Page]) -> None:
         """Stop serving these pages, each after its parent."""

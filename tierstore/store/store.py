@@ -127,7 +127,7 @@ class Store:
         self.clock = clock
         self._hbm = HbmTier(self.pools, policy, clock)
         if self.pools:
-            backend.follow_forgets(self._hbm.was_forgotten)
+            backend.follow_forgets(self._hbm.was_forgotten, self._hbm.limit_age)
         self._finder = Finder(self._hbm, backend, spec, self.identity, self.lookup_s, groups)
         self.groups: tuple[Group, ...] = self._finder.groups
         self._planning = Planning(self._hbm, backend, self.groups, spec.chunk_tokens, self.lookup_s)

@@ -78,6 +78,7 @@ class Welcome(Message):
     reserve_bytes: int  # limit of one client's reservations
     cluster: bool = False  # whether pages can be fetched from other hosts
     forgets: int = 0  # number of forgets so far
+    max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
 
 
 class Register(Message):

@@ -590,10 +590,10 @@ def test_a_forgotten_session_is_gone_after_a_crash(place, monkeypatch):
         payloads = [_payload(core.disk, serial) for serial, _ in list(core.disk.scan())[2:]]
         drop = core.forgetting._drop
 
-        def pausing(pages):
+        def pausing(*args):
             reached.set()
             assert go_on.wait(WAIT_S)
-            drop(pages)
+            drop(*args)
 
         monkeypatch.setattr(core.forgetting, "_drop", pausing)
         assert store.forget(session="private").host_pages == 2
