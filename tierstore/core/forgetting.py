@@ -448,8 +448,8 @@ class Forgetting:
         thread.start()
 
     def _remove(self, serials: Sequence[int], pages: Sequence[Page], cause: Cause, *, erased: bool) -> int:
-        """Remove pages from disk, children before their parents, whose serials are lower. Then drop ``pages``,
-        marked ones that had such children. Return the number of removed pages when the removals are
+        """Remove pages from disk, children before their parents, whose serials are lower. Then drop marked
+        ``pages`` that had such children. Return the number of removed pages when the removals are
         durable."""
         state = self._state
         removed = 0

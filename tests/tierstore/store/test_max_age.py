@@ -142,7 +142,7 @@ def test_the_age_goes_on_while_the_store_is_killed(place):
     for disk in ("disk", "copy"):
         with place.open(disk=disk) as store:
             assert held(store, 1) == 0
-            wait_until(lambda: on_disk(store) == 0)  # noqa: B023  # of this turn
+            wait_until(lambda: on_disk(store) == 0)
             store.check()
     with place.open(days=0.0, disk="copy") as store:
         assert held(store, 1) == 0
@@ -195,7 +195,7 @@ def test_a_daemon_keeps_the_age_after_kill_9(tmp_path, encrypted):
 
 def test_ages_out_of_range_are_one_line(tmp_path):
     for days in (-1, float("nan"), 1e9, "10"):
-        with pytest.raises(tierstore.UsageError, match="max_age_days is .*: give 0"):
+        with pytest.raises(tierstore.UsageError, match="max_age_days is"):
             tierstore.open(tmp_path / "disk", SPEC, max_age_days=days)
     assert not list(tmp_path.iterdir())
     assert expiry_s(1.0) == 60.0
