@@ -180,6 +180,25 @@ def test_a_copy_made_before_cannot_be_read_with_todays_keyring(encrypted):
         store.check()
 
 
+def test_old_pages_do_not_come_back_with_the_tenants_new_key(encrypted):
+    """A tenant is forgotten and saves again. Then someone puts the directory from before in its place."""
+    with encrypted.open() as store:
+        fill(store)
+    copy = encrypted.disk.with_name("copy")
+    shutil.copytree(encrypted.disk, copy)
+    with encrypted.open() as store:
+        store.forget(tenant="acme")
+        assert save(store, "acme", 1).wait(WAIT_S) == 70
+        assert store.flush(WAIT_S)
+    _copy(copy, encrypted.disk)
+    with encrypted.open() as store:
+        assert held(store, "acme") == 0
+        assert held(store, "globex") == 280
+        assert save(store, "acme", 2).wait(WAIT_S) == 70
+        assert held(store, "acme") == 70
+        store.check()
+
+
 @pytest.mark.parametrize("wanted", [{"model": MODEL}, {"tenant": "acme", "model": MODEL}], ids=str)
 def test_a_model_is_forgotten_of_all_tenants_or_of_one(encrypted, wanted):
     with encrypted.open() as store:
