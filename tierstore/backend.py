@@ -418,7 +418,7 @@ class Reservation:
     """Return whether pages may still be written; False after the connection to the daemon was lost."""
 
 
-class Forgotten(NamedTuple):
+class ForgottenPages(NamedTuple):
     """The pages that a forget has removed: all of ``identities`` (digests), and single ``pages`` (digest and
     key) with all pages behind them. Pools drop their copies."""
 
@@ -552,7 +552,7 @@ class Backend(Protocol):
         None without an answer."""
 
     def follow_forgets(
-        self, follower: Callable[[Forgotten], None], limit_age: Callable[[float], None]
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
     ) -> None:
         """Call ``follower`` with what any client has forgotten and with what has become too old. Call
         ``limit_age`` with the seconds that pages may be kept, as soon as they are known and when they change.

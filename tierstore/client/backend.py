@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from tierstore.backend import Forgotten, LookupRequest, Registration
+from tierstore.backend import ForgottenPages, LookupRequest, Registration
 from tierstore.client.connection import Connection
 from tierstore.client.handshake import Address
 from tierstore.client.lookups import RemoteLookups
@@ -127,7 +127,7 @@ class RemoteBackend:
         return answer.receipt if answer is not None else None
 
     def follow_forgets(
-        self, follower: Callable[[Forgotten], None], limit_age: Callable[[float], None]
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
     ) -> None:
         self.connection.follow_forgets(follower, limit_age)
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from tierstore.backend import Forgotten, Registration
+from tierstore.backend import ForgottenPages, Registration
 from tierstore.client.channel import Call, Channel, ConnectionCounters
 from tierstore.client.handshake import Address, DaemonLink, Handshake, registering
 from tierstore.descriptors import require_room
@@ -79,7 +79,7 @@ class Connection:
         self._link: DaemonLink | None = None  # guarded by _changed, as is _closing
         self._closing = False
         # Told what the daemon's clients forget, and how long pages may be kept; guarded by _changed.
-        self._followers: list[tuple[Callable[[Forgotten], None], Callable[[float], None]]] = []
+        self._followers: list[tuple[Callable[[ForgottenPages], None], Callable[[float], None]]] = []
         self._max_age_s: float | None = None  # None before the first link
         self._forgets: int | None = None  # number of the last known forget; None before the first link
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
@@ -190,7 +190,7 @@ class Connection:
         return self.call(link, registering(registration), messages.Registered, note)
 
     def follow_forgets(
-        self, follower: Callable[[Forgotten], None], limit_age: Callable[[float], None]
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
     ) -> None:
         """See :meth:`tierstore.backend.Backend.follow_forgets`."""
         with self._changed:
@@ -283,7 +283,7 @@ class Connection:
         restarted = link.forgets < seen  # the daemon's log began anew
         late = [digest for digest, number in link.forgotten.items() if restarted or number > seen]
         if late:
-            self._forgotten(Forgotten(frozenset(late)))
+            self._forgotten(ForgottenPages(frozenset(late)))
 
     def _pages_forgotten(self, link: DaemonLink, m: messages.PagesForgotten) -> None:
         self._forgets = max(self._forgets or 0, m.number)
@@ -297,9 +297,9 @@ class Connection:
             for at in range(0, len(keys), KEY_BYTES)
         }
         identities = {digest for number in m.identities for digest in digests.get(number, ())}
-        self._forgotten(Forgotten(frozenset(identities), frozenset(pages)))
+        self._forgotten(ForgottenPages(frozenset(identities), frozenset(pages)))
 
-    def _forgotten(self, forgotten: Forgotten) -> None:
+    def _forgotten(self, forgotten: ForgottenPages) -> None:
         for follower, _ in list(self._followers):
             follower(forgotten)
 

@@ -18,7 +18,7 @@ from pathlib import Path as FilePath
 from tierstore.arguments import max_age_s, seconds, whole_number
 from tierstore.backend import (
     NO_HINTS,
-    Forgotten,
+    ForgottenPages,
     HitLease,
     HitRequest,
     Lease,
@@ -291,7 +291,7 @@ class LocalBackend:
         return self.core.forgetting.forget(Forgettable(tenant, model, session))
 
     def follow_forgets(
-        self, follower: Callable[[Forgotten], None], limit_age: Callable[[float], None]
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
     ) -> None:
         limit_age(self._state.ages.most_s)
         self.core.forgetting.followers.append(follower)

@@ -42,7 +42,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-from tierstore.backend import Forgotten, Registration
+from tierstore.backend import ForgottenPages, Registration
 from tierstore.core.departures import Cause
 from tierstore.core.quotas import Pins
 from tierstore.core.state import StoreState
@@ -129,9 +129,9 @@ class Forgetting:
         self._closing = False
         self._cleaners: list[threading.Thread] = []
         self._oldest_s = -math.inf  # no page on disk was saved before
-        self.followers: list[Callable[[Forgotten], None]] = []
+        self.followers: list[Callable[[ForgottenPages], None]] = []
         self._expiry: threading.Thread | None = None
-        self._log = ForgetLog(disk.forgets() if disk is not None else b"")  # guarded by the state's lock
+        self._log = ForgetLog(disk.forgets.log() if disk is not None else b"")  # guarded by the state's lock
 
     def start(self) -> None:
         """Drop pages that become too old from now on, in the background."""
@@ -193,7 +193,7 @@ class Forgetting:
             self._pins.forget(own.__contains__)
         pages.sort(key=lambda page: page.depth)
         if pages:
-            self._tell(Forgotten(pages=frozenset((page.identity, page.key) for page in pages)))
+            self._tell(ForgottenPages(pages=frozenset((page.identity, page.key) for page in pages)))
         with self._one:
             serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
             self._drop(pages, Cause.EXPIRED)
@@ -204,7 +204,7 @@ class Forgetting:
             if serials:
                 self._remove(serials, pages, Cause.EXPIRED, erased=True)
                 if not self._closing:
-                    disk.discard_freed()
+                    disk.forgets.discard_freed()
 
     def _too_old(self, disk: DiskTier) -> Sequence[int]:
         """Return the serials of all pages that are too old, and of those behind them, ascending. Note when
@@ -307,7 +307,7 @@ class Forgetting:
                 self._mark(again, erased=not encrypted)
                 pages += again
         finally:
-            self._tell(Forgotten(frozenset(digests)))
+            self._tell(ForgottenPages(frozenset(digests)))
             self._clean_up(pages, find, erased=not encrypted)
         return {"identities": len(digests), "host_pages": marked, "keys": keys}
 
@@ -366,15 +366,15 @@ class Forgetting:
             }
         try:
             if self._disk is not None:
-                self._disk.note_forgotten(on_disk)
+                self._disk.forgets.note(on_disk)
         finally:
-            self._tell(Forgotten(pages=frozenset((page.identity, page.key) for page in pages)))
+            self._tell(ForgottenPages(pages=frozenset((page.identity, page.key) for page in pages)))
             self._clean_up(pages, lambda: sorted(on_disk), erased=True)
         return {"identities": 0, "host_pages": marked, "keys": 0}
 
     # -- pools ---------------------------------------------------------------------------------------
 
-    def _tell(self, forgotten: Forgotten) -> None:
+    def _tell(self, forgotten: ForgottenPages) -> None:
         """Tell the pools. No lookup has found the pages since they were marked."""
         for follower in list(self.followers):
             follower(forgotten)
@@ -383,7 +383,7 @@ class Forgetting:
         with self._state.lock:
             dump = self._log.dump()
         if self._disk is not None:
-            self._disk.keep_forgets(dump)
+            self._disk.forgets.keep_log(dump)
 
     # -- pages in memory -----------------------------------------------------------------------------
 
@@ -435,9 +435,9 @@ class Forgetting:
                     return
                 try:
                     removed = self._remove(find(), pages, Cause.BY_REQUEST, erased=erased)
-                    self._disk.forgotten_left(self._left)
+                    self._disk.forgets.settle(self._left)
                     if erased and removed and not self._closing:
-                        self._disk.discard_freed()
+                        self._disk.forgets.discard_freed()
                 except OSError as error:
                     _log.warning("disk tier: forgotten pages are not removed yet: %s", error)
                 else:

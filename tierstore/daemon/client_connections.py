@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
-from tierstore.backend import Forgotten, NamedGroup
+from tierstore.backend import ForgottenPages, NamedGroup
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
@@ -198,7 +198,7 @@ class ClientConnection:
         lease = self.lease(m.lease)
         return lease, max(min(m.count, lease.pages - m.first), 0) if lease is not None else 0
 
-    def forgotten(self, forgotten: Forgotten) -> p.PagesForgotten | None:
+    def forgotten(self, forgotten: ForgottenPages) -> p.PagesForgotten | None:
         """Return the message about what was forgotten; None if nothing of it is known to this client."""
         numbers = [(each.identity.digest, number) for number, each in enumerate(self.client.identities)]
         identities = [number for digest, number in numbers if digest in forgotten.identities]

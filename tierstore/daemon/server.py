@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from tierstore.backend import Forgotten
+from tierstore.backend import ForgottenPages
 from tierstore.daemon.arena import ArenaListener
 from tierstore.daemon.client_connections import ClientConnection, PageFrames, Reply
 from tierstore.daemon.endpoint import Endpoint, Received, Url
@@ -193,12 +193,12 @@ class Server:
         if not sent:
             self._unsent += 1
 
-    def _forgotten(self, forgotten: Forgotten) -> None:
+    def _forgotten(self, forgotten: ForgottenPages) -> None:
         """Tell the clients what was forgotten. Callable from any thread; waits for none of them."""
         with suppress(RuntimeError):  # the loop is closed, and with it every connection
             self._loop.call_soon_threadsafe(self._tell, forgotten)
 
-    def _tell(self, forgotten: Forgotten) -> None:
+    def _tell(self, forgotten: ForgottenPages) -> None:
         for (listener, peer), connection in list(self._connections_by_route.items()):
             message = connection.forgotten(forgotten)
             if message is not None and not listener.send(peer, p.encode(message)):

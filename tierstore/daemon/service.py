@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from tierstore.backend import Forgotten
+from tierstore.backend import ForgottenPages
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, Refusal
 from tierstore.core.core import Core
@@ -109,7 +109,7 @@ class Service:
             self.end(connection)
         self.state.threads.shutdown(wait=False, cancel_futures=True)
 
-    def follow_forgets(self, follower: Callable[[Forgotten], None]) -> None:
+    def follow_forgets(self, follower: Callable[[ForgottenPages], None]) -> None:
         """See :meth:`tierstore.backend.Backend.follow_forgets`."""
         self._core.forgetting.followers.append(follower)
 

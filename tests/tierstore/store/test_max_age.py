@@ -183,7 +183,7 @@ def test_a_daemon_keeps_the_age_after_kill_9(tmp_path, encrypted):
             assert store.lookup(prompt_of(1)).tokens == 0
             save(store, 1)
             assert held(store, 1) == 70
-            assert store._hbm.ages.most_s == 30 * DAY
+            assert store._hbm.forgetting.ages.most_s == 30 * DAY
             daemon.kill()
             daemon.start()
             wait_until(lambda: store.connected)

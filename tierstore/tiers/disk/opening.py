@@ -6,14 +6,11 @@ because they find their pages in the index. Writes and evictions do.
 
 from __future__ import annotations
 
-import errno
-import itertools
 import logging
-import struct
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +30,7 @@ from tierstore.tiers.disk.calibration import DiskCalibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.fitting import Fitted, evict_down_to, fit
+from tierstore.tiers.disk.forgets import discard_freed, forgotten_in, note_forgotten
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, SEALED_FORMAT, Change, IndexDB
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
@@ -144,7 +142,6 @@ class IndexScan:
 
 
 STORE = b"store"
-FORGOTTEN = b"forgotten "
 MOST_COUNT = 1 << 62  # greater than any serial or tick of a real store
 _MOVING_FORMAT = 1000 + FORMAT  # marked an index of earlier versions whose pages were partly in another file
 _EMPTY_MAP_BYTES = 1 << 20
@@ -464,7 +461,7 @@ class _Opening:
             ]
         )
         index_db.forget([record.serial for record in records])
-        index_db.put_extra(FORGOTTEN, b"")
+        note_forgotten(index_db, {})
         if records:
             discard_freed(index_db, self._io)
             _log.info("disk tier: removed %d forgotten pages from %s", len(records), self._directory.path)
@@ -594,34 +591,6 @@ class _Opening:
         except OSError as error:  # a full disk does not prevent opening
             _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
             return None
-
-
-_FORGOTTEN_PAGE = struct.Struct("<Qd")  # serial, created_s
-
-
-def forgotten_in(index_db: IndexDB) -> dict[int, float]:
-    """Return the note of :func:`note_forgotten`: the creation times of pages, by serial. Raise
-    :class:`OSError` if it cannot be read."""
-    note = index_db.get_extra(FORGOTTEN)
-    whole = len(note) // _FORGOTTEN_PAGE.size * _FORGOTTEN_PAGE.size
-    return dict(_FORGOTTEN_PAGE.iter_unpack(note[:whole]))
-
-
-def note_forgotten(index_db: IndexDB, pages: Mapping[int, float]) -> None:
-    """Note durably that these pages are to be removed: the creation time of each, by serial. (A page that is
-    saved again may keep its serial.) Raise :class:`OSError` if that fails."""
-    index_db.put_extra(FORGOTTEN, b"".join(itertools.starmap(_FORGOTTEN_PAGE.pack, pages.items())))
-
-
-def discard_freed(index_db: IndexDB, io: FileIO) -> None:
-    """Free the blocks of index pages that hold only what was removed, so that they read as zeros. (LMDB does
-    not erase the unused part of a page that it keeps: a piece of a removed record may stay there.) Raise
-    :class:`OSError` if the disk fails, or the file system cannot do it."""
-    index_db.settle_free_pages()
-    try:
-        IndexFile(index_db.path).give_back_free_pages(io)
-    except DamagedIndexError as error:
-        raise OSError(errno.EIO, str(error)) from error
 
 
 def _extents_end(index_db: IndexDB) -> int:

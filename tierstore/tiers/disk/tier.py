@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,11 +26,12 @@ from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
 from tierstore.tiers.disk.extents import VOLUME_FULL
+from tierstore.tiers.disk.forgets import ForgetNotes
 from tierstore.tiers.disk.index_db import Change
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.keyring import Keyring
-from tierstore.tiers.disk.opening import OpenedParts, discard_freed, note_forgotten, open_parts
+from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, beginnings
@@ -110,7 +111,6 @@ class Unsynced:
 _log = logging.getLogger(__name__)
 
 _DEPARTURES = b"departures "
-_FORGETS = b"forgets "
 _LOOKERS = 4  # threads that read the index for lookups
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class DiskTier:
             parts.payloads.unseal = self._sealing.open_payload
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
-        self._forgotten: dict[int, float] = {}  # the note of forgotten pages; guarded by _commit_lock
+        self.forgets = ForgetNotes(parts.index_db, self._changing, io)
         self._closed = False
         # Guarded by _lock.
         self._lock = threading.Lock()
@@ -460,41 +460,17 @@ class DiskTier:
         """Delete roots that :attr:`serials` has forgotten. From now on, no lookup finds the pages below them,
         even after a restart. The pages stay until they are removed. Raise :class:`OSError` if the disk
         fails."""
+        with self._changing():
+            self._index_db.forget_roots(serials)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the index in this block, without a commit at the same time. Raise :class:`OSError` if the
+        directory is gone."""
         with self._commit_lock:
             self._presence.require()
             with self.in_flight.call():
-                self._index_db.forget_roots(serials)
-
-    def discard_freed(self) -> None:
-        """See :func:`tierstore.tiers.disk.opening.discard_freed`."""
-        with self._commit_lock, self.in_flight.call():
-            discard_freed(self._index_db, self._io)
-
-    def note_forgotten(self, pages: Mapping[int, float]) -> None:
-        """Note durably that these pages are about to be removed: the creation time of each, by serial. The
-        next opening removes those that are left. Raise :class:`OSError` if the disk fails; the next call
-        notes them again."""
-        with self._commit_lock:
-            self._forgotten.update(pages)
-            if self._forgotten:
-                self._note_forgotten()
-
-    def forgotten_left(self, left: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        """Take pages out of the note whose removal is durable: ``left`` returns those of the given serials.
-        Raise :class:`OSError` if the disk fails."""
-        with self._commit_lock:
-            noted = sorted(self._forgotten)
-        if not (gone := left(noted)):
-            return
-        with self._commit_lock:
-            for serial in gone:
-                self._forgotten.pop(serial, None)
-            self._note_forgotten()
-
-    def _note_forgotten(self) -> None:
-        self._presence.require()
-        with self.in_flight.call():
-            note_forgotten(self._index_db, self._forgotten)
+                yield
 
     def stored_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
         """Return :meth:`records_from` as the pages are stored: also those without a key."""
@@ -544,21 +520,6 @@ class DiskTier:
         with self._commit_lock:
             self._presence.require()
             self._index_db.put_extra(_DEPARTURES, dump)
-
-    def forgets(self) -> bytes:
-        """Return what :meth:`keep_forgets` has stored; empty if nothing was, or it cannot be read."""
-        try:
-            return self._index_db.get_extra(_FORGETS)
-        except OSError as error:
-            _log.warning("disk tier: the log of forgets cannot be read: %s", error)
-            return b""
-
-    def keep_forgets(self, dump: bytes) -> None:
-        """Store the log of forgets, durably. Raise :class:`OSError` if that fails."""
-        with self._commit_lock:
-            self._presence.require()
-            with self.in_flight.call():
-                self._index_db.put_extra(_FORGETS, dump)
 
     def probe(self, tick: int) -> None:
         """Do everything that a batch of pages needs, without leaving a page. Raise :class:`OSError` if the
