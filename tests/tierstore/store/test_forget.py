@@ -667,28 +667,32 @@ class KilledAt:
         setattr(owner, name, around)
 
 
-def forget_and_die(place: Place, last: int, told: int) -> None:
-    """In a forked process: forget a tenant, and be killed at write point ``last``."""
+def forget_and_die(place: Place, last: int, told: int, what: dict[str, str]) -> None:
+    """In a forked process: forget a tenant, or a session that it saves first. Be killed at write point
+    ``last``."""
     store = place.open()
     store.backend.core.disk.wait_scanned()
+    if "session" in what:
+        save(store, "acme", 9, **what).wait(WAIT_S)
+        assert store.flush(WAIT_S)
     killed = KilledAt(last)
     for name in ("pwrite", "pwritev", "fdatasync", "fsync"):
         killed.around(os, name)
-    for name in ("forget_roots", "apply", "_let_turns_pass"):
+    for name in ("forget_roots", "apply", "put_extra", "_let_turns_pass"):
         killed.around(IndexDB, name)
-    store.forget(tenant="acme")
+    store.forget(**what)
     os.write(told, b"returned")
     store.backend.core.forgetting.wait()
     store.close()
 
 
-def run_killed(place, last):
+def run_killed(place, last, **what):
     """Return whether the forget had returned, and whether the process was killed."""
     here, there = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            forget_and_die(place, last, there)
+            forget_and_die(place, last, there, what)
         finally:
             os._exit(0)
     os.close(there)
@@ -711,7 +715,7 @@ def test_a_forgotten_tenant_is_gone_after_kill_9_at_any_write_point(tmp_path, st
     while True:
         for name in names:
             _copy(tmp_path / f"before {name}", tmp_path / name)
-        returned, killed = run_killed(encrypted, last)
+        returned, killed = run_killed(encrypted, last, tenant="acme")
         outcomes.add(returned)
         ring = encrypted.keyring()
         key = ring.find(Scope("acme", MODEL))
@@ -734,6 +738,30 @@ def test_a_forgotten_tenant_is_gone_after_kill_9_at_any_write_point(tmp_path, st
             break
         last += step
     assert last > 10, "there were fewer write points than thought"
+    assert outcomes == {False, True}
+
+
+@pytest.mark.parametrize("step", portion(9, 1))
+@pytest.mark.timeout(1800)
+def test_a_forgotten_session_is_gone_after_kill_9_at_any_write_point(tmp_path, step):
+    place = Place(tmp_path, encrypted=False, inline=False)
+    with place.open() as store:
+        fill(store)
+    _copy(place.disk, tmp_path / "before")
+    last, outcomes, killed = 1, set(), True
+    while killed:
+        _copy(tmp_path / "before", place.disk)
+        returned, killed = run_killed(place, last, session="private")
+        outcomes.add(returned)
+        with place.open() as store:
+            there = store.lookup(prompt_of("acme", 9)).tokens
+            assert there in ((0,) if returned else (0, 70)), f"killed at {last}"
+            assert held(store, "acme") == held(store, "globex") == 280
+            store.check()
+        data = raw(place.disk / "extents")
+        own = pages_of(tokens_of("acme", 9))
+        assert not returned or not any(page[:256] in data for page in own), f"killed at {last}"
+        last += step
     assert outcomes == {False, True}
 
 
