@@ -124,6 +124,7 @@ def open(
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
+    max_age_days: float = 0.0,
     checkpoint_tokens: int | None = None,
     model_name: str = "",
 ) -> Store:
@@ -144,8 +145,9 @@ def open(
     outside of ``path`` (None: beside the master key; see docs/encryption.md). ``checkpoint_tokens`` is the
     distance between the save points of a conversation in groups with named pages (None: see
     :mod:`tierstore.retention`). A disk call that takes longer than ``stall_s`` seconds marks the disk as
-    stalled; loads and saves do not wait for it until it answers. ``model_name`` is the model's name for
-    people, as `tierstore ls` shows it.
+    stalled; loads and saves do not wait for it until it answers. ``max_age_days`` is the longest time that a
+    page is served after it was saved (0: no limit; see docs/encryption.md). ``model_name`` is the
+    model's name for people, as `tierstore ls` shows it.
 
     Raises :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -171,6 +173,7 @@ def open(
         lease_s=lease_s,
         mover_threads=mover_threads,
         stall_s=stall_s,
+        max_age_days=max_age_days,
         pools=page_pools,
     )
     backend = LocalBackend(core, owns_core=True, model_name=name)
