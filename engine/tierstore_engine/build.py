@@ -58,6 +58,7 @@ from tierstore_engine.ranks.share import Share, check_ranks, read_share
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, has_vocabulary
+from tierstore_engine.vision import Vision
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
     check_tensors,
@@ -372,7 +373,10 @@ def build_engine(
     adapters = {each.name: each.digest for each in model.adapters}
     for adapter in adapters.values():
         connector.register(adapter)
-    return Engine(runner, model.tokenizer, connector, settings, drafter=drafter, adapters=adapters)
+    vision = Vision.of(model, connector)
+    return Engine(
+        runner, model.tokenizer, connector, settings, drafter=drafter, adapters=adapters, vision=vision
+    )
 
 
 def build_draft_model(
