@@ -26,7 +26,7 @@ from tierstore_engine.batch import Work, build_step, finishing
 from tierstore_engine.beams import BeamHypothesis, BeamParams, Beams
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.errors import DeadlineError, RequestError
-from tierstore_engine.images import PromptImage, PromptImages
+from tierstore_engine.images import PromptImage
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.limits import Limits
 from tierstore_engine.outputs import (
@@ -146,12 +146,12 @@ class Engine:
         self.connector = connector
         self.settings = settings or EngineSettings()
         self.adapters = dict(adapters or {})
-        chunk = connector.pool.spec.chunk_tokens
+        spec = model.config.kv_spec(chunk_tokens=connector.pool.spec.chunk_tokens)
         self._keeper = PageKeeper(
             connector,
             plan=self.settings.plan,
             prefill_chunk=self.settings.prefill_chunk,
-            checkpoint_tokens=self.settings.checkpoint_distance(model.config.kv_spec(chunk_tokens=chunk)),
+            checkpoint_tokens=self.settings.checkpoint_distance(spec),
             rewinds=bool(model.config.predictor),
         )
         self._prefills = PrefillTimer(connector)
@@ -207,12 +207,10 @@ class Engine:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self.limits.check_prompt(tokens, params)
         session = checked_session(session)
-        if adapter is not None and adapter not in self.adapters:
+        digest = "" if adapter is None else self.adapters.get(adapter)
+        if digest is None:
             raise RequestError(f"no adapter {adapter!r} (known: {', '.join(self.adapters) or 'none'})")
-        digest = "" if adapter is None else self.adapters[adapter]
-        placed = PromptImages(tokens, images) if images else None
-        if placed is not None:
-            self.limits.check_images(images, placed, self.settings.prefill_chunk)
+        placed = self.limits.place_images(tokens, images, self.settings.prefill_chunk)
         sequence = self._roster.new(tokens, params, started, digest, placed)
         sequence.session = session
         sequence.hint = hint
@@ -258,9 +256,8 @@ class Engine:
 
     def pool_size(self) -> PoolSize:
         """Return the size of the page pool."""
-        pool = self.connector.pool
-        pool.settle()
-        return pool.large_pages.size
+        self.connector.pool.settle()
+        return self.connector.pool.large_pages.size
 
     def resize_pool(self, nbytes: int) -> PoolSize:
         """Set the memory for pages to ``nbytes``, for example to make room for another model.
@@ -405,7 +402,7 @@ class Engine:
     def stats(self) -> EngineStats:
         waiting_for = self._scheduler.wait_reasons()
         waiting_for[WaitReason.FORK] = self._roster.following
-        pool = self.connector.pool
+        pool, vision = self.connector.pool, self.vision
         return EngineStats(
             steps=self._steps,
             computed_tokens=self._computed_tokens,
@@ -421,8 +418,8 @@ class Engine:
             late_requests=self._late_requests,
             longest_overtaken_s=self._scheduler.longest_overtaken_s,
             overflow=pool.stats if isinstance(pool, BeyondPool) else None,
-            encoded_images=self.vision.encoded if self.vision is not None else 0,
-            found_images=self.vision.found if self.vision is not None else 0,
+            encoded_images=vision.encoded if vision else 0,
+            found_images=vision.found if vision else 0,
         )
 
     def close(self) -> None:

@@ -54,10 +54,15 @@ class Limits:
             )
         self._check_groups(most)
 
-    def check_images(self, images: Ints[PromptImage], placed: PromptImages, prefill_chunk: int) -> None:
-        """Raise :class:`RequestError` for embeddings that do not fit this model, and for an image whose
-        tokens see one another if they do not fit a step of ``prefill_chunk`` tokens."""
-        config = self.config
+    def place_images(
+        self, tokens: Ints[int], images: Ints[PromptImage], prefill_chunk: int
+    ) -> PromptImages | None:
+        """Return the images of a prompt, None without any. Raise :class:`RequestError` for embeddings that do
+        not fit the prompt or this model, and for an image whose tokens see one another if they do not fit a
+        step of ``prefill_chunk`` tokens."""
+        if not images:
+            return None
+        placed, config = PromptImages(tokens, images), self.config
         for image in images:
             rows, width = image.embedding.shape
             if width != config.hidden_size:
@@ -71,6 +76,7 @@ class Limits:
                 f"an image of this model takes {placed.longest_mutual} tokens, which are computed together: "
                 f"start with --prefill-chunk {placed.longest_mutual} or more"
             )
+        return placed
 
     def check_beams(self, tokens: int, new_tokens: int, *, width: int, max_sequences: int) -> None:
         """Raise :class:`RequestError` if there is no room for a search of ``width`` beams."""
