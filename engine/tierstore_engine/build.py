@@ -349,7 +349,7 @@ def build_engine(
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
         device=model.device,
-        shared=model.divided is not None,
+        shared_parts=int(model.divided is not None),
         model_name=model_name,
         role=role,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +50,13 @@ class Elastic(RuleBasedStateMachine):
         sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
         count=st.integers(1, 12),
         left=st.integers(9, 120),
+        parts=st.integers(1, 3),
     )
-    def open(self, sizes, count, left):
+    def open(self, sizes, count, left, parts):
         large_page, granule = sizes
         self.backing = Granules(granule, left)
-        self.large_pages = LargePages(large_page, count, present=0, backing=self.backing)
+        count *= parts
+        self.large_pages = LargePages(large_page, count, present=0, backing=self.backing, parts=parts)
         self.large_pages.resize(1)
         self.held: set[int] = set()
 
@@ -77,6 +80,13 @@ class Elastic(RuleBasedStateMachine):
         taken = self.large_pages.take(count)
         assert (taken is None) == (count > len(free))
         assert free.issuperset(taken or ())
+        for page in taken or ():  # the part with the most free ones had its turn
+            part, left = (
+                page // self.large_pages.part_size,
+                Counter(each // self.large_pages.part_size for each in free),
+            )
+            assert left[part] == max(left.values())
+            free -= {page}
         self.held.update(taken or ())
 
     @rule(data=st.data())
@@ -102,6 +112,12 @@ class Elastic(RuleBasedStateMachine):
             for byte in range(large_page * size, (large_page + 1) * size)
         }
         assert needed == self.backing.there
+        sizes = [count for _, count in self.large_pages.present_parts()]
+        assert sum(sizes) == self.large_pages.present
+        assert self.large_pages.used == tuple(
+            sum(held // self.large_pages.part_size == part for held in self.held)
+            for part in range(len(sizes))
+        )
 
 
 TestElastic = Elastic.TestCase
