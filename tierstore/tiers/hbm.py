@@ -20,7 +20,7 @@ from tierstore.spec import KVSpec
 from tierstore.tiers.device import Event
 from tierstore.tiers.large_pages import Books, HostBacking, LargePages, PoolSize, WholePages
 from tierstore.tiers.pinned import Pin
-from tierstore.units import format_size
+from tierstore.units import format_size, round_up
 
 
 class PendingCopy(Protocol):
@@ -107,14 +107,13 @@ class HostRegion:
         touched: bool = True,
         shared_parts: int = 0,
     ) -> None:
-        count = max(present, most or 0)
+        parts = max(shared_parts, 1)
+        count = round_up(max(present, most or 0), parts)
         reserve = count > present or not touched
         memory = Memory(count * large_bytes, shared=shared_parts > 0, reserve=reserve, huge_pages=touched)
         self._take(
             memory,
-            LargePages(
-                large_bytes, count, present=present, backing=HostBacking(memory), parts=max(shared_parts, 1)
-            ),
+            LargePages(large_bytes, count, present=present, backing=HostBacking(memory), parts=parts),
         )
         if touched:
             for first, pages in self.large_pages.present_parts():

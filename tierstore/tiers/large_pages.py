@@ -97,7 +97,7 @@ def _bytes(granules: range) -> tuple[int, int]:
 class LargePages:
     """``count`` large pages of ``large_bytes`` bytes each: which of them are free, and which have
     memory (``present`` at first). Thread-safe: pools with separate locks share one object. There are
-    ``parts`` of ``part_size`` large pages; only the last one may have fewer.
+    ``parts`` of ``part_size`` large pages each.
 
     Without a ``backing``, no memory can be released, and :meth:`resize` raises :class:`UsageError` with
     ``fixed`` as the reason.
@@ -116,7 +116,7 @@ class LargePages:
         self.large_bytes = large_bytes
         self.count = count
         self.parts = parts
-        self.part_size = -(-count // parts)
+        self.part_size = count // parts
         self.present = self.target = count if present is None else present
         self._backing = backing
         self._fixed = fixed

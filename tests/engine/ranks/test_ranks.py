@@ -40,14 +40,16 @@ MODELS = ("tiny", "tiny-moe", "tiny-deepseek", "tiny-gemma3", "tiny-qwen3-next")
 
 @pytest.fixture
 def engine_with(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Makes an engine of a preset with a number of ranks over one store directory."""
+    """Makes an engine of a preset over one store directory. ``ranks`` share the heads of each part."""
     engines: list[Engine] = []
 
-    def make(ranks: int, name: str = "tiny", *, store: str | None = "store") -> Engine:
+    def make(
+        ranks: int, name: str = "tiny", *, parts: int = 1, store: str | None = "store", pages: int = 64
+    ) -> Engine:
         engines.append(
             build_engine(
-                load_model(name, device="cpu", tensor_parallel=ranks),
-                pool_pages=64,
+                load_model(name, device="cpu", tensor_parallel=ranks, sequence_parallel=parts),
+                pool_pages=pages,
                 store=None if store is None else str(tmp_path / store),
                 host_bytes=16 << 20,
                 disk_bytes=64 << 20,
@@ -88,8 +90,8 @@ def test_pages_of_any_number_of_ranks_serve_any_other(name: str, engine_with: Ca
     """A saved page has all heads."""
     prompt = a_prompt(1)
     expected = answer(engine_with(1, name, store=None), prompt).tokens
-    for number, ranks in enumerate([2, 1, 3]):
-        engine = engine_with(ranks, name)
+    for number, (ranks, parts) in enumerate([(2, 1), (1, 2), (1, 1), (2, 2)]):
+        engine = engine_with(ranks, name, parts=parts)
         found = answer(engine, prompt)
         engine.close()
         assert found.tokens == expected
@@ -102,13 +104,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("ranks", [2])
-def test_a_lost_rank_ends_the_engine(fault: str, ranks: int, engine_with: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(("fault", "ranks", "parts"), [("killed", 2, 1), ("hanging", 2, 1), ("killed", 1, 2)])
+def test_a_lost_rank_ends_the_engine(
+    fault: str, ranks: int, parts: int, engine_with: Callable[..., Engine]
+) -> None:
     number, sentence = FAULTS[fault]
     prompt = a_prompt(2)
     expected = answer(engine_with(1, store=None), prompt).tokens
-    engine = engine_with(ranks)
+    engine = engine_with(ranks, parts=parts)
     engine.add(prompt, GREEDY)
     for _ in range(8):
         engine.step()
@@ -132,7 +135,8 @@ def test_kills_at_any_time(engine_with: Callable[..., Engine]) -> None:
     expected = [answer(engine_with(1, store=None), prompt).tokens for prompt in prompts]
     draw = random.Random(7)
     for _ in range(200):
-        engine = engine_with(draw.choice([2, 3, 4]))
+        ranks, parts = draw.choice([(2, 1), (3, 1), (1, 2), (1, 4), (2, 2)])
+        engine = engine_with(ranks, parts=parts)
         for prompt in prompts:
             engine.add(prompt, GREEDY)
         with suppress(RankLostError):
@@ -156,7 +160,57 @@ def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]
     assert isinstance(runner, RankedRunner)
     rows = completion.metrics.prompt_tokens + completion.metrics.generated_tokens - 1
     assert runner.summed_bytes == rows * 2 * config.layers * config.hidden_size * 4
-    assert runner.sent_bytes == runner.summed_bytes
+    assert runner.sent_bytes == [runner.summed_bytes]
+
+
+@pytest.mark.parametrize(("name", "parts"), [("tiny", 2), ("tiny", 3), ("tiny-deepseek", 2)])
+def test_parts_pass_the_fewer_bytes(name: str, parts: int, engine_with: Callable[..., Engine]) -> None:
+    """As docs/serving.md says: counted token by token, from the pages of each step."""
+    engine = engine_with(1, name, parts=parts, store=None)
+    runner, config, [pool] = engine.model, engine.model.config, engine.connector.pools
+    assert isinstance(runner, RankedRunner)
+    [group], size = pool.spec.groups, pool.large_pages.part_size
+    out = group.head_dim if config.latent is None else config.latent.rank
+    row = config.heads * (group.head_dim + out + 1) * 4
+    expected = 0
+
+    def compute(step: Step) -> torch.Tensor:
+        nonlocal expected
+        [span] = step.spans
+        owners = [page // size for page in span.block_table]
+        asking = sum(
+            len({*owners[: at // 16 + 1]} - {owners[at // 16]}) for at in range(span.start, span.stop)
+        )
+        pages = -(-span.stop // 16)
+        by_kv = (parts - 1) * pages * 16 * group.planes * group.kv_heads * group.head_dim * 4
+        expected += config.layers * min(asking * row, by_kv)
+        rows = [span.start + row for row in step.logit_rows]
+        expected += sum(owners[at // 16] != 0 for at in rows) * config.hidden_size * 4
+        return whole(step)
+
+    whole, runner.compute = runner.compute, compute  # type: ignore[method-assign]
+    answer(engine, a_prompt(4))
+    assert expected
+    assert sum(runner.sent_bytes) == expected
+
+
+@pytest.mark.parametrize("name", chosen(MODELS, "tiny"))
+def test_a_prompt_longer_than_one_part(name: str, engine_with: Callable[..., Engine]) -> None:
+    """Each of two parts holds about half of it."""
+    prompt = a_prompt(8, 864)  # 54 pages
+    expected = answer(engine_with(1, name, store=None, pages=80), prompt).tokens
+    engine = engine_with(1, name, parts=2, store=None, pages=60)
+    large = engine.connector.pools[0].large_pages
+    if name == "tiny":
+        assert large.part_size == 30
+    engine.add(prompt, GREEDY)
+    while not engine.step():
+        pass
+    one, other = large.used
+    assert abs(one - other) <= 1
+    assert max(one, other) <= large.part_size
+    finish(engine)
+    assert answer(engine, prompt).tokens == expected
 
 
 def test_an_error_at_rank_0_ends_all(
