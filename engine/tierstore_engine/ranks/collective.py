@@ -116,7 +116,7 @@ class Collective:
         numbers = torch.zeros(self.share.count, dtype=torch.float64)
         numbers[self.share.rank] = number
         self._group.allreduce([numbers]).wait()
-        return numbers.tolist()  # type: ignore[no-any-return]
+        return numbers.tolist()
 
 
 def _root() -> Any:

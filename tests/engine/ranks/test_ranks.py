@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.outputs import Completion
+from tierstore_engine.ranks import others as others_of
+from tierstore_engine.ranks.messages import RankSetup
 from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -209,6 +212,9 @@ def test_a_prompt_longer_than_one_part(name: str, engine_with: Callable[..., Eng
     one, other = large.used
     assert abs(one - other) <= 1
     assert max(one, other) <= large.part_size
+    [pid] = others(engine)
+    part = large.part_size * large.large_bytes
+    assert part <= mapped_bytes(pid) <= part + 2 * 4096  # whole system pages of a file
     finish(engine)
     assert answer(engine, prompt).tokens == expected
 
@@ -229,6 +235,33 @@ def test_an_error_at_rank_0_ends_all(
         answer(engine, a_prompt(5))
     engine.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_rank_that_hangs_while_it_starts(
+    engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for its first message when it is stopped, and has answered a ping."""
+    start, started = subprocess.Popen, []
+
+    def noted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args, **options))
+        return started[-1]
+
+    class Stopping(Connection):
+        def send(self, message: Any) -> None:
+            if not isinstance(message, RankSetup):
+                super().send(message)
+
+        def recv(self) -> Any:
+            message = super().recv()
+            os.kill(started[0].pid, signal.SIGSTOP)
+            return message
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(others_of, "Connection", Stopping)
+    monkeypatch.setattr(others_of, "_LOADING_S", 0.5)
+    with pytest.raises(RankLostError, match=r"^rank 1 of 2 has not answered for 0\.5 s: restart the engine$"):
+        engine_with(2)
 
 
 def test_an_interrupt_of_a_terminal_reaches_rank_0_only(
@@ -314,6 +347,13 @@ def children(process: Forked) -> list[int]:
     """Return the process ids of a process's children."""
     tasks = Path(f"/proc/{process.pid}/task").iterdir()
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
+def mapped_bytes(pid: int) -> int:
+    """Return the bytes of pool memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    ends = (line.split()[0].split("-") for line in lines if "tierstore-arena" in line)
+    return sum(int(stop, 16) - int(start, 16) for start, stop in ends)
 
 
 def running(pid: int) -> bool:

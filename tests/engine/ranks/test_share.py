@@ -209,6 +209,12 @@ REFUSED = {
     "so give at most 4": {"tensor_parallel": 5},
     "at least 1": {"tensor_parallel": 0},
     "only recurrent states": {"model": "tiny-mamba2"},
+    "^--sequence-parallel does not work with --adapter$": {
+        "adapters": ["a=/nowhere"],
+        "tensor_parallel": 1,
+        "sequence_parallel": 2,
+    },
+    "^--sequence-parallel must be at least 1, got -1$": {"sequence_parallel": -1},
 }
 
 
