@@ -77,7 +77,7 @@ def model_of(
     memories = [make_memory(pool, own) for pool in pools]
     if tokens is None:
         return Model(own, weights, memories, device="cpu", ranks=heads)
-    split = TokenSplit(tokens, own, [part_large_pages * pool.books.per_large for pool in pools])
+    split = TokenSplit(tokens, heads, own, [part_large_pages * pool.books.per_large for pool in pools])
     divided = [
         SequenceAttention(memory, pool, own, split, group) if isinstance(memory, CpuAttention) else memory
         for group, (memory, pool) in enumerate(zip(memories, pools, strict=True))

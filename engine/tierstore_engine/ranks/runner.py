@@ -60,11 +60,12 @@ class RankedRunner:
 
     @property
     def sent_bytes(self) -> list[float]:
-        """The bytes that the first rank of each part has sent for sums over the heads, and those that it has
-        passed to other parts, together; see :attr:`Collective.sent_bytes
-        <tierstore_engine.ranks.collective.Collective.sent_bytes>`."""
-        heads = 0.0 if self._groups.heads is None else self._groups.heads.sent_bytes
-        return [heads + part for part in self._model.split.sent_bytes] if self._model.split else [heads]
+        """The bytes that the first rank of each part has sent to other ranks; see
+        :attr:`Collective.sent_bytes <tierstore_engine.ranks.collective.Collective.sent_bytes>`."""
+        if self._model.split is not None:
+            return self._model.split.sent_bytes
+        assert self._groups.heads is not None
+        return [self._groups.heads.sent_bytes]
 
     def compute(self, step: Step) -> torch.Tensor:
         with self._others.watched():

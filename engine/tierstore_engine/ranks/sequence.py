@@ -43,7 +43,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
 from tierstore_engine.attention.cpu import BLOCK_TOKENS, CpuAttention
 from tierstore_engine.attention.in_place import SeenTokens
-from tierstore_engine.attention.pages import heads_of, kv_pages
+from tierstore_engine.attention.pages import kv_pages
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.ranks.collective import Ranks
@@ -52,13 +52,17 @@ from tierstore_engine.step import StepInput
 
 class TokenSplit:
     """The rows of each step over the ranks of all parts. ``part_pages`` has, for each layer group, the pages
-    of a part. Used by one thread; all ranks call the same methods in the same order."""
+    of a part. ``heads`` are the ranks that share the heads of this part, None without others. Used by one
+    thread; all ranks call the same methods in the same order."""
 
-    def __init__(self, ranks: Ranks, config: ModelConfig, part_pages: Sequence[int]) -> None:
+    def __init__(
+        self, ranks: Ranks, heads: Ranks | None, config: ModelConfig, part_pages: Sequence[int]
+    ) -> None:
         self.ranks = ranks
+        self._heads = heads
         self.part_pages = tuple(part_pages)
         self.sent_bytes: list[float] = [0.0] * ranks.share.count
-        """The bytes that each rank has sent to others in all steps so far."""
+        """The bytes that each rank has sent to all others, in all steps so far."""
         self._leading = min(group for group in range(len(part_pages)) if group not in config.states)
         self.owners: Numbers = np.empty(0, np.int64)
         """The rank of each row of the step."""
@@ -105,7 +109,8 @@ class TokenSplit:
         else:
             self.ranks.exchange({0: mine}, {}).wait()
             found = hidden[:0]
-        self.sent_bytes = self.ranks.meet(self.ranks.sent_bytes)
+        of_heads = 0.0 if self._heads is None else self._heads.sent_bytes
+        self.sent_bytes = self.ranks.meet(self.ranks.sent_bytes + of_heads)
         return found
 
     def _collected(self, mine: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -183,7 +188,6 @@ class SequenceAttention(Attention):
         self._width = layers.head_dim
         self._out_width = layers.head_dim if config.latent is None else config.latent.rank
         self._slice = pool.spec.layer(layers.layers[0]).nbytes  # bytes of a layer of a page
-        self._kv_heads = len(heads_of(layers, config))
         self._writes: Prepared[_Writes] = Prepared()
         self._ways: dict[tuple[int | None, bool], Prepared[_Ways]] = {}
 

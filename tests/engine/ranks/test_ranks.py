@@ -93,7 +93,7 @@ def test_pages_of_any_number_of_ranks_serve_any_other(name: str, engine_with: Ca
     """A saved page has all heads."""
     prompt = a_prompt(1)
     expected = answer(engine_with(1, name, store=None), prompt).tokens
-    for number, (ranks, parts) in enumerate([(2, 1), (1, 2), (1, 1), (2, 2)]):
+    for number, (ranks, parts) in enumerate([(2, 1), (1, 2), (1, 1)]):
         engine = engine_with(ranks, name, parts=parts)
         found = answer(engine, prompt)
         engine.close()
@@ -166,43 +166,14 @@ def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]
     assert runner.sent_bytes == [runner.summed_bytes]
 
 
-@pytest.mark.parametrize(("name", "parts"), [("tiny", 2), ("tiny", 3), ("tiny-deepseek", 2)])
-def test_parts_pass_the_fewer_bytes(name: str, parts: int, engine_with: Callable[..., Engine]) -> None:
-    """As docs/serving.md says: counted token by token, from the pages of each step."""
-    engine = engine_with(1, name, parts=parts, store=None)
-    runner, config, [pool] = engine.model, engine.model.config, engine.connector.pools
-    assert isinstance(runner, RankedRunner)
-    [group], size = pool.spec.groups, pool.large_pages.part_size
-    out = group.head_dim if config.latent is None else config.latent.rank
-    row = config.heads * (group.head_dim + out + 1) * 4
-    expected = 0
-
-    def compute(step: Step) -> torch.Tensor:
-        nonlocal expected
-        [span] = step.spans
-        owners = [page // size for page in span.block_table]
-        asking = sum(
-            len({*owners[: at // 16 + 1]} - {owners[at // 16]}) for at in range(span.start, span.stop)
-        )
-        pages = -(-span.stop // 16)
-        by_kv = (parts - 1) * pages * 16 * group.planes * group.kv_heads * group.head_dim * 4
-        expected += config.layers * min(asking * row, by_kv)
-        rows = [span.start + row for row in step.logit_rows]
-        expected += sum(owners[at // 16] != 0 for at in rows) * config.hidden_size * 4
-        return whole(step)
-
-    whole, runner.compute = runner.compute, compute  # type: ignore[method-assign]
-    answer(engine, a_prompt(4))
-    assert expected
-    assert sum(runner.sent_bytes) == expected
-
-
 @pytest.mark.parametrize("name", chosen(MODELS, "tiny"))
 def test_a_prompt_longer_than_one_part(name: str, engine_with: Callable[..., Engine]) -> None:
-    """Each of two parts holds about half of it."""
+    """Each of two parts holds about half of it. They send what docs/serving.md says."""
     prompt = a_prompt(8, 864)  # 54 pages
     expected = answer(engine_with(1, name, store=None, pages=80), prompt).tokens
     engine = engine_with(1, name, parts=2, store=None, pages=60)
+    runner, passed = engine.model, passing(engine)
+    assert isinstance(runner, RankedRunner)
     large = engine.connector.pools[0].large_pages
     if name == "tiny":
         assert large.part_size == 30
@@ -210,13 +181,48 @@ def test_a_prompt_longer_than_one_part(name: str, engine_with: Callable[..., Eng
     while not engine.step():
         pass
     one, other = large.used
-    assert abs(one - other) <= 1
+    assert abs(one - other) <= (1 if len(engine.connector.pools) == 1 else 3)  # windows let pages go
     assert max(one, other) <= large.part_size
     [pid] = others(engine)
     part = large.part_size * large.large_bytes
     assert part <= mapped_bytes(pid) <= part + 2 * 4096  # whole system pages of a file
     finish(engine)
     assert answer(engine, prompt).tokens == expected
+    if len(engine.connector.pools) == 1:
+        assert sum(runner.sent_bytes) == passed() > 0
+
+
+def passing(engine: Engine) -> Callable[[], int]:
+    """Return a function that counts the bytes between the parts of an engine, token by token."""
+    runner, config, [pool, *_] = engine.model, engine.model.config, engine.connector.pools
+    assert isinstance(runner, RankedRunner)
+    [group], chunk = pool.spec.groups, pool.spec.chunk_tokens
+    size, parts = pool.large_pages.part_size, pool.large_pages.parts
+    out = group.head_dim if config.latent is None else config.latent.rank
+    row = config.heads * (group.head_dim + out + 1) * 4
+    steps: list[Step] = []
+
+    def compute(step: Step) -> torch.Tensor:
+        steps.append(step)
+        return whole(step)
+
+    whole, runner.compute = runner.compute, compute  # type: ignore[method-assign]
+
+    def count() -> int:
+        total = 0
+        for step in steps:
+            [span] = step.spans
+            owners = [page // size for page in span.block_table]
+            of_token = [owners[at // chunk] for at in range(span.stop)]
+            asking = sum(len({*of_token[: at + 1]} - {of_token[at]}) for at in range(span.start, span.stop))
+            tokens = -(-span.stop // chunk) * chunk
+            by_kv = (parts - 1) * tokens * group.planes * group.kv_heads * group.head_dim * 4
+            total += config.layers * min(asking * row, by_kv)
+            last = sum(of_token[span.start + row] != 0 for row in step.logit_rows)
+            total += last * config.hidden_size * 4
+        return total
+
+    return count
 
 
 def test_an_error_at_rank_0_ends_all(
@@ -292,8 +298,11 @@ def test_other_weights_are_refused(tmp_path: Path, checkpoints: Callable[..., Pa
         build_engine(model, pool_pages=64, chunk_tokens=16)
 
 
-def test_a_resized_pool_gives_its_memory_back(engine_with: Callable[..., Engine]) -> None:
-    engine = engine_with(2, store=None)
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 1), (1, 2)])
+def test_a_resized_pool_gives_its_memory_back(
+    ranks: int, parts: int, engine_with: Callable[..., Engine]
+) -> None:
+    engine = engine_with(ranks, parts=parts, store=None)
     region = engine.connector.pool.region
     assert isinstance(region, HostRegion)
     fd, prompt = region.memory.fd, a_prompt(3)
@@ -302,6 +311,7 @@ def test_a_resized_pool_gives_its_memory_back(engine_with: Callable[..., Engine]
     held = os.fstat(fd).st_blocks
     engine.resize_pool(region.large_pages.large_bytes * 24)
     assert os.fstat(fd).st_blocks < held / 2
+    assert [count for _, count in region.large_pages.present_parts()] == [24 // parts] * parts
     assert answer(engine, prompt).tokens == expected
 
 
