@@ -6,7 +6,7 @@ The pages are the bundled engine's own, computed from a document: random numbers
 way encodes and decodes every page in turn, and medians of the core's own time are shown. With ``--store``,
 each codec gets a store with one prompt of ``--hit-tokens``, made of these pages, and every round loads it
 with nothing in memory. Pages of SmolLM2-135M in bfloat16 answered: ``lossless`` needs 1 / 1.41 of the bytes
-and decodes at 4.6 GB/s per core of an AMD EPYC (docs/benchmarks.md).
+and decodes at 4.6 GB/s per core of an AMD EPYC (docs/codecs.md).
 """
 
 from __future__ import annotations

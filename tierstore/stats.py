@@ -98,7 +98,7 @@ class StoreStats:
 @dataclass(frozen=True, slots=True)
 class ClusterStats:
     """The shared store, through which hosts exchange pages. ``counts`` are since the start: pages and bytes
-    ``brought`` and ``published``, pages ``damaged``, ``refused`` (no room there) and ``dropped`` (too many to
+    fetched and published, pages ``damaged``, ``refused`` (no room there) and ``dropped`` (too many to
     publish), lookups, late ones, agents that ended, and agents that were killed. With an object store also
     bundles whose heads were read, and objects ``damaged``, ``deleted`` (for their room) and ``expired``."""
 

@@ -178,13 +178,17 @@ def _divided(opened: OpenModel, heads: int, parts: int) -> OpenModel:
 
 def _check_heads(opened: OpenModel, heads: int) -> None:
     """Raise :class:`UsageError` for a model whose weights and heads cannot be divided."""
-    if opened.source is not None and not opened.expand:
-        with open_weights(opened.source) as stored:
-            if stored.quantised is not None:
-                raise UsageError(
-                    f"--tensor-parallel does not divide weights in {stored.quantised}: add --expand-weights"
-                )
+    if form := _packed_form(opened):
+        raise UsageError(f"{_HEADS} does not divide weights in {form}: add --expand-weights")
     check_ranks(opened.config, heads)
+
+
+def _packed_form(opened: OpenModel) -> str | None:
+    """Return the format of weights that stay quantised in memory, None if there are none."""
+    if opened.source is None or opened.expand:
+        return None
+    with open_weights(opened.source) as stored:
+        return stored.quantised
 
 
 def _check_gpu(opened: OpenModel) -> None:
@@ -199,6 +203,8 @@ def _check_gpu(opened: OpenModel) -> None:
         raise UsageError(
             "quantised latents are computed on the CPU only: give --device cpu, or leave --kv-dtype out"
         )
+    if opened.config.arithmetic and (form := _packed_form(opened)):
+        raise UsageError(f"--deterministic takes no weights in {form} on a GPU: add --expand-weights")
 
 
 def open_model_of(options: EngineOptions) -> OpenModel:
@@ -338,6 +344,8 @@ def build_engine(
         if model.divided is not None:
             option = _HEADS if model.divided.heads > 1 else _TOKENS
             raise UsageError(f"{option} does not work with --overflow")
+        if model.config.arithmetic and model.device != "cpu":
+            raise UsageError("--deterministic does not work with --overflow on a GPU")
         overflow.pages(spec.split()[0], pages)  # refuses models that it does not suit, at any size
         check_resident(spec, pages, settings)
     connector = open_connector(

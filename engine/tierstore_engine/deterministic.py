@@ -6,12 +6,15 @@ changes a greedy answer: by a cache hit, by other requests, or by preemption.
 
 With ``--deterministic``, a token's logits depend on the tokens before it only:
 
-- The compiled part computes all products (:func:`~tierstore_engine.products.same_bits`) and all attention
-  (:mod:`~tierstore_engine.attention.in_place`). Positions alone decide the order of their sums. Attention
-  reads all keys and values from pages, as they are stored.
-- Everything else treats rows one by one. torch computes the same bits for a row if it uses the same
-  instructions for all numbers of it. So rows are padded to whole vectors
-  (:func:`~tierstore_engine.pointwise.each`), and torch works in one thread.
+- Positions alone decide the order of sums in products and in attention. Attention reads all keys and values
+  from pages, as they are stored. On the CPU the compiled part computes both
+  (:func:`~tierstore_engine.products.same_bits`, :mod:`~tierstore_engine.attention.in_place`), on a GPU our
+  kernels do (:mod:`~tierstore_engine.kernels.products`, :mod:`~tierstore_engine.attention.cuda`).
+- Everything else treats rows one by one. On the CPU torch computes the same bits for a row if it uses the
+  same instructions for all numbers of it. So rows are padded to whole vectors
+  (:func:`~tierstore_engine.pointwise.each`), and torch works in one thread. On a GPU torch's operations on
+  single numbers, and on the few scores of a router, do not depend on the number of rows. Its sums over long
+  rows do, so norms must be those of our kernels.
 
 Pages that were computed so have an identity of their own, with the libraries and the processor that decided
 their bits. A deterministic request uses no others.
@@ -21,10 +24,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from tierstore import native
 from tierstore.errors import UsageError
 from tierstore_engine.attention.in_place import knows
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.kernels.catalog import KERNEL_DTYPES
+from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.products import arithmetic
 from tierstore_engine.states import MOST_ROWS
 
@@ -32,11 +39,16 @@ from tierstore_engine.states import MOST_ROWS
 def with_same_bits(config: ModelConfig, device: str) -> ModelConfig:
     """Return the model with ``--deterministic``. Raises :class:`UsageError` for a model or a device whose
     numbers depend on the step."""
-    if device != "cpu":
-        raise UsageError(
-            "--deterministic computes on a CPU only, because cuBLAS sums a product of other rows in another "
-            "order: add --device cpu"
-        )
+    if device == "cpu":
+        _check_cpu(config)
+        return replace(config, arithmetic=arithmetic())
+    check_gpu(config)
+    major, minor = torch.cuda.get_device_capability(device)
+    libraries = f"torch {torch.__version__} CUDA {torch.version.cuda}"
+    return replace(config, arithmetic=f"{libraries}, sm_{major}{minor}, kernels {source_digest()}")
+
+
+def _check_cpu(config: ModelConfig) -> None:
     if native.DECODE is None:
         raise UsageError(
             "--deterministic needs tierstore's compiled part: install a C compiler, then tierstore again"
@@ -53,4 +65,23 @@ def with_same_bits(config: ModelConfig, device: str) -> ModelConfig:
             raise UsageError(
                 f"--deterministic takes heads of at most 1,024 numbers, got {group.head_dim}: leave it out"
             )
-    return replace(config, arithmetic=arithmetic())
+
+
+def check_gpu(config: ModelConfig) -> None:
+    """Raise :class:`UsageError` for a model whose numbers depend on the step on a GPU."""
+    if config.dtype not in KERNEL_DTYPES:
+        raise UsageError(
+            f"--deterministic computes in {' or '.join(KERNEL_DTYPES)} on a GPU, not {config.dtype}: give "
+            "--dtype"
+        )
+    latent = config.latent
+    normed = [config.hidden_size, *((latent.rank, latent.query_rank or 8) if latent is not None else ())]
+    others = config.norm != "rms" or config.centred_norms or config.unit_qk
+    refused = {
+        "recurrent states": bool(config.states),
+        "norms other than RMSNorm with plain weights": others,
+        "norms over numbers that are no multiple of 8": any(width % 8 for width in normed),
+    }
+    for what, given in refused.items():
+        if given:
+            raise UsageError(f"--deterministic takes no {what} on a GPU: add --device cpu")

@@ -74,9 +74,11 @@ class CudaRunner(Runner):
             for each in pools:
                 each.gather = _gather(each)
             self.graphs: DecodeGraphs | None = None
-            if beyond is None:
+            # Captured steps decode with kernels whose bits are not those of prefill. The host takes part in a
+            # step over pages beyond the memory, so it cannot be captured.
+            if beyond is None and not model.config.arithmetic:
                 self.graphs = self._capture(memories, -(-positions // pool.spec.chunk_tokens))
-            else:  # the host takes part in a step over pages beyond the memory, so it cannot be captured
+            if beyond is not None:
                 beyond.break_even = _break_even(beyond, model.config, pool)
         self._stream.synchronize()
 

@@ -384,8 +384,8 @@ class Engine:
         return self._outputs(request_id, mailbox)
 
     def astream(self, prompt: PromptInput, params: SamplingParams | None = None) -> AsyncIterator[StepOutput]:
-        """Stream like :meth:`stream`, for asyncio. Any number may run at once; the steps run on one thread
-        beside the event loop."""
+        """Yield the same outputs as :meth:`stream`, for asyncio. Any number of streams may run at a time. The
+        steps run on one thread beside the event loop."""
         if self._thread is None:
             self._thread = EngineThread(self)
         return self._thread.stream(lambda engine: engine.add(prompt, params))

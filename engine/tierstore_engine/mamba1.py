@@ -46,7 +46,7 @@ class CpuMamba1States:
         decay: torch.Tensor,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Take a layer's states through the tokens of the layout's spans. Return what they read, ``[tokens,
+        """Take a layer's states through the tokens of the layout's spans. Return the outputs, ``[tokens,
         width]``. All is float32: ``added`` and ``steps`` are ``[tokens, width]``, ``keys`` and ``queries``
         ``[tokens, state_dim]``, ``decay [state_dim, width]`` is below 0."""
         tokens = Tokens(

@@ -3,7 +3,7 @@ with a state are in :mod:`tierstore_engine.delta` and :mod:`tierstore_engine.mam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -152,7 +152,7 @@ class LatentAttention:
         self._latent: LatentConfig = config.latent
         self._weights = weights
         self._attention = attention
-        self._norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = Pointwise(_LATENT_EPSILON).norm
+        self._norm = attention.pointwise(replace(config, norm_eps=_LATENT_EPSILON)).norm
         self._rope = config.rope
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.nn.functional import gelu, relu, silu, softplus
 from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.layer_weights import ExpertsWeights, MLPWeights
 from tierstore_engine.pointwise import Pointwise, each
+from tierstore_engine.products import short_sum
 from tierstore_engine.quantised import linear
 
 _Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -93,7 +94,7 @@ class MLPs:
             produced = produced * scores
         by_token = torch.empty_like(produced)
         by_token[order] = produced
-        return by_token.view(len(hidden), experts.chosen, -1).sum(1)
+        return short_sum(by_token.view(len(hidden), experts.chosen, -1), 1)
 
     def _expert(
         self, hidden: torch.Tensor, weights: ExpertsWeights, number: int, experts: ExpertsConfig
@@ -120,7 +121,7 @@ def route(hidden: torch.Tensor, weights: ExpertsWeights, experts: ExpertsConfig)
     chosen = _of_best_groups(ranked, experts).topk(experts.chosen, dim=-1).indices
     kept = scores.gather(1, chosen)
     if experts.normalised:
-        kept = kept / (kept.sum(-1, keepdim=True) + 1e-20)
+        kept = kept / (short_sum(kept, -1).unsqueeze(-1) + 1e-20)
     return Routing(chosen, kept * experts.scale)
 
 
@@ -129,7 +130,7 @@ def _of_best_groups(ranked: torch.Tensor, experts: ExpertsConfig) -> torch.Tenso
     if experts.groups == 1:
         return ranked
     by_group = ranked.view(len(ranked), experts.groups, -1)
-    worth = by_group.topk(experts.group_members, dim=-1).values.sum(-1)
+    worth = short_sum(by_group.topk(experts.group_members, dim=-1).values, -1)
     best = worth.topk(experts.best_groups, dim=-1).indices
     out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
     return by_group.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(1)

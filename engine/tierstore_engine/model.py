@@ -74,7 +74,10 @@ class Model:
         self.device = device
         self._adapter_rows = AdapterRows()
         self._weights = adapted(weights, adapters, self._adapter_rows, device)
-        self._pointwise = _pointwise(config, memories)
+        # The operations of the first attention suit the device of all.
+        attention = next((memory for memory in memories if isinstance(memory, Attention)), None)
+        self._pointwise = Pointwise.of(config) if attention is None else attention.pointwise(config)
+        self._product = None if attention is None or not config.arithmetic else attention.product(config)
         self._mlps = MLPs(config, self._pointwise)
         with self._bits():  # they take exponentials of weights
             self._mixers = [self._mixer(layer, memories) for layer in range(len(weights.layers))]
@@ -111,7 +114,7 @@ class Model:
         return SelfAttention(layer, config, weights, memory, self._pointwise)
 
     def _bits(self) -> AbstractContextManager[None]:
-        return same_bits() if self.config.arithmetic else nullcontext()
+        return same_bits(self._product) if self.config.arithmetic else nullcontext()
 
     def compute(self, step: Step) -> torch.Tensor:
         return self.forward(step.on(self.device, states=self.config.states))
@@ -274,14 +277,6 @@ class Model:
             logits = logits / self.config.logit_divisor
         cap = self.config.logit_cap
         return logits if cap is None else cap * each(torch.tanh, logits / cap)
-
-
-def _pointwise(config: ModelConfig, memories: Sequence[Memory]) -> Pointwise:
-    """Return the pointwise operations of the first attention, which suit its device."""
-    for memory in memories:
-        if isinstance(memory, Attention):
-            return memory.pointwise(config)
-    return Pointwise.of(config)
 
 
 def _normed(pointwise: Pointwise, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

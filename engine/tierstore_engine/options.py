@@ -134,7 +134,7 @@ class EngineOptions(ModelOptions):
         bool,
         typer.Option(
             "--deterministic",
-            help="On a CPU: compute the same bits cold or warm, alone or with others (docs/serving.md)",
+            help="Compute the same bits cold or warm, alone or with others (docs/serving.md)",
         ),
     ] = False
     tensor_parallel: Annotated[

@@ -20,9 +20,8 @@ end. Then all requests up to the last one whose time is used up come strictly by
 While there is room for all waiting requests, only the work for later requests counts. If slots or pages are
 short, a request also waits for those before it to end, and these wait for one another. Then all work out of
 turn counts against every request without room. So does a step in which a later request holds room that an
-earlier one needs. The count does not show how first come, first served would have packed the steps. If
-several prompts share a step, or answers run out of pages, another order of the same work may end differently,
-by up to the time of the longest request.
+earlier one needs. The count is not exact if several prompts share a step, or if answers run out of
+pages. First come, first served could then have ended earlier, by up to the time of the longest request.
 
 **Priorities** are classes: a lower number comes first, and "first come" is by class and then by age.
 """

@@ -84,7 +84,7 @@ class PredictingRunner(Runner, Protocol):
 
 @dataclass(slots=True)
 class _Draft:
-    """The draft of a sequence while it grows, and the output before its newest token."""
+    """The growing draft of a sequence. ``before`` is the model's output before the newest token."""
 
     sequence: Sequence
     before: torch.Tensor

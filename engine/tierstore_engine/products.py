@@ -7,14 +7,16 @@ more rows where it is faster: with AVX2 in bfloat16, for which torch has no inst
 rows in float32. With AVX2, oneDNN computes longer products in float32: it takes 0.9 of the time of MKL, which
 torch would use (AMD EPYC).
 
-A row has the same bits in every product of the compiled part. Within :func:`same_bits`, it computes all.
+A row has the same bits in every product of the compiled part. Within :func:`same_bits`, it computes all
+products on the CPU; on a GPU, kernels with the same property do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch.nn import functional
@@ -34,34 +36,49 @@ _THREADED_BYTES = 1 << 20  # fewer are read before further threads have begun
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
 
 
+Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes ``x [rows, columns]`` and a weight ``[products, columns]``. Returns their product like
+:func:`multiply`."""
+
+
 class _Rule(threading.local):
     threads = 0  # within same_bits the compiled part takes this number of threads; 0 outside of it
+    product: Product | None = None  # computes all products instead of the compiled part
 
 
 _rule = _Rule()
 
 
 @contextmanager
-def same_bits() -> Iterator[None]:
+def same_bits(product: Product | None = None) -> Iterator[None]:
     """Compute every row with the same bits, whichever other rows it is computed with, in this thread.
 
-    The compiled part then computes all products. Torch works in one thread, because it cuts rows among its
-    threads, and computes the numbers at the cuts by other instructions. Without the compiled part a product
-    raises :class:`RuntimeError`.
+    ``product`` then computes all products, a GPU's kernels for example. By default the compiled part does,
+    and without it a product raises :class:`RuntimeError`. Torch works in one thread, because it cuts rows
+    among its threads, and computes the numbers at the cuts by other instructions.
     """
     threads = torch.get_num_threads()
-    _rule.threads = threads
+    _rule.threads, _rule.product = threads, product
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        _rule.threads = 0
+        _rule.threads, _rule.product = 0, None
 
 
 def bits_are_same() -> bool:
     """Return whether this thread is within :func:`same_bits`."""
     return _rule.threads > 0
+
+
+def short_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the sum over a short dimension. Torch may choose the order of a sum on a GPU by the number of
+    rows. So where a GPU's rows must have the same bits, the numbers are added one by one, in float32."""
+    if _rule.product is None:
+        return x.sum(dim)
+    first, *others = x.float().unbind(dim)
+    return sum(others, first).to(x.dtype)
 
 
 def threads_for(nbytes: int) -> int:
@@ -87,6 +104,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     >>> multiply(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[3., 7.]])
     """
+    if _rule.product is not None:
+        product = _rule.product(x, weight)
+        return product if bias is None else product + bias
     if not _compiled(x, weight):
         if bits_are_same():
             raise RuntimeError(f"no product of {x.dtype} has the same bits for any number of rows")

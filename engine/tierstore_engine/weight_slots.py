@@ -369,7 +369,7 @@ def _mlp_slots(config: ModelConfig, prefix: str, weights: MLPWeights) -> Iterato
 def _gate_and_up(
     config: ModelConfig, rows: int, names: tuple[str, str] = ("gate_proj", "up_proj")
 ) -> list[tuple[str, slice]]:
-    """Return the rows of each in one matrix."""
+    """Return the rows that the gate and the up projection take in one matrix, by their names."""
     gate, up = names
     if not config.gated_mlps:
         return [(up, slice(0, rows))]

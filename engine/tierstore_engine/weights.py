@@ -168,7 +168,7 @@ class WeightsDigest:
         self._digest = xxhash.xxh3_128()
 
     def add(self, slot: Slot) -> None:
-        """Add the next slot, which is filled."""
+        """Add the next slot to the digest. Its tensor must be filled."""
         self._digest.update(f"{slot.name}{list(slot.tensor.shape)}{slot.tensor.dtype}".encode())
         for tensor in _bytes_of(slot.tensor, self._digest):
             flat = tensor.reshape(-1).view(torch.uint8)

@@ -81,10 +81,19 @@ class Campaign:
 
 
 class World:
-    """Requests to one model. ``place`` is a store's directory or address; None keeps pages in the pool."""
+    """Requests to one model, ``crowds`` of them at a time. ``place`` is a store's directory or address; None
+    keeps pages in the pool."""
 
-    def __init__(self, model: LoadedModel, place: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        place: str | None,
+        seed: int,
+        *,
+        crowds: Sequence[int] = (1, 5, 12, 24),
+    ) -> None:
         self._model, self._place, self._chance = model, place, random.Random(seed)
+        self._crowds = crowds
         self._name = f"seed {seed}, {model.config.dtype}, KV {model.config.kv.describe()}, {place}"
         self._trunks = [self._tokens(_TRUNK) for _ in range(3)]
         pages = -(-_LONGEST // CHUNK)
@@ -129,7 +138,7 @@ class World:
 
     def _serve(self, engine: Engine, tally: Tally) -> None:
         prompts, most = {}, self._chance.choice([3, 3, 8, _NEW])
-        for _ in range(self._chance.choice([1, 5, 12, 24])):
+        for _ in range(self._chance.choice(self._crowds)):
             prompt = self._prompt()
             prompts[engine.add(prompt, self._params(most))] = prompt
         for number, completion in finish(engine).items():

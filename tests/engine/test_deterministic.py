@@ -6,13 +6,17 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.engine.kernels.device import kernel_launcher
+from tests.engine.kernels.executor import missing_tools
 from tests.engine.stored import Stored
+from tests.engine.test_quantised import CASES, quantise_folder
 from tests.portions import chosen, portion
 from tests.tiny_models import ARCHITECTURES, GROUPED, LLAMA_LIKE, STATES, VARIANTS, VOCAB
 from tierstore import native
@@ -21,8 +25,9 @@ from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
 from tierstore_engine.build import load_model, make_runner, open_model
-from tierstore_engine.deterministic import with_same_bits
+from tierstore_engine.deterministic import check_gpu
 from tierstore_engine.drafting import PromptLookupDrafter
+from tierstore_engine.errors import KernelError
 from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
@@ -30,6 +35,7 @@ from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
 
 from .same_bits import Campaign, World, place_of
+from .test_cuda_attention import cuda_memory
 from .test_oracle import finish
 
 CHUNK, TOKENS, SEQUENCES = 16, 150, 3
@@ -153,6 +159,54 @@ def test_requests_have_the_bits_of_a_cold_step(
     assert not tally.differing
 
 
+def refused_on_a_gpu(model: LoadedModel) -> str:
+    """Return why the kernels do not compute a model with the same bits; empty if they do."""
+    try:
+        check_gpu(model.config)
+        for pool in (PagePool(spec, 1) for spec in model.kv_spec(chunk_tokens=CHUNK).split()):
+            cuda_memory(pool, model.config)
+    except (UsageError, KernelError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(missing_tools() is not None, reason="kernels cannot be executed here")
+@pytest.mark.parametrize("name", chosen(FAMILIES, "llama3", "deepseek-v3", "gpt-oss"))
+@pytest.mark.parametrize("world", chosen(range(7), 0))
+def test_requests_on_the_executor_have_the_bits_of_a_cold_step(
+    name: str,
+    world: int,
+    campaign: Campaign,
+    checkpoints: Callable[..., Path],
+    shared_daemon: DaemonProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same by the kernels for GPUs: 5,000 cases in the soak. Parts of a sequence have 64 tokens here
+    instead of 2,048."""
+    title = f"executor {name} {world}"
+    if campaign.has_played(title):
+        pytest.skip("played before")
+    chance, launcher = random.Random(title), kernel_launcher(fused=True)
+    model = load_model(
+        str(checkpoints(name)),
+        device="cpu",
+        dtype=chance.choice(["float16", "bfloat16"]),
+        kv_dtype="auto" if name in (*STATES, "deepseek-v3") else chance.choice(["auto", "int8"]),
+    )
+    model = replace(model, config=replace(model.config, arithmetic="of a test"))
+    if why := refused_on_a_gpu(model):
+        pytest.skip(why)
+    monkeypatch.setattr("tierstore_engine.attention.cuda.PART_TOKENS", 64)
+    monkeypatch.setattr("tierstore_engine.build.make_memory", partial(cuda_memory, launcher=launcher))
+    launcher.seed = world
+    place = place_of(chance, tmp_path / "store", shared_daemon.url)
+    tally = World(model, place, world, crowds=(1, 5, 12) if world else (2,)).play(20 if world else 3)
+    assert any("multiply_rows" in each for each in launcher.launches)
+    campaign.add(title, tally)
+    assert not tally.differing
+
+
 @pytest.fixture
 def model(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> LoadedModel:
     return load_model(str(checkpoints("llama3")), device="cpu", kv_dtype=request.param, deterministic=True)
@@ -226,9 +280,34 @@ def test_what_cannot_have_the_same_bits_is_refused(model: str, options: dict[str
         open_model(model, device="cpu", deterministic=True, **options)
 
 
-def test_it_needs_a_cpu_and_the_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"on a CPU only, .*: add --device cpu"):
-        with_same_bits(preset("tiny"), "cuda")
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("tiny", "computes in float16 or bfloat16 on a GPU, not float32: give --dtype"),
+        ("tiny-gemma3", "takes no norms other than RMSNorm with plain weights on a GPU: add --device cpu"),
+        ("tiny-qwen3-next", "takes no recurrent states on a GPU: add --device cpu"),
+    ],
+)
+def test_what_a_gpu_cannot_compute_is_refused(model: str, words: str) -> None:
+    config = preset(model, dtype="float32" if "float32" in words else "bfloat16")
+    with pytest.raises(UsageError, match=f"--deterministic {words}"):
+        check_gpu(config)
+
+
+def test_quantised_weights_on_a_gpu_are_refused(
+    checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantise_folder(CASES["gptq"], checkpoints("llama3"), tmp_path / "model")
+    monkeypatch.setattr("tierstore_engine.build.resolve_device", lambda device, dtype: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    options = {"deterministic": True, "dtype": "bfloat16"}
+    with pytest.raises(UsageError, match=r"^--deterministic takes no weights in .* on a GPU: add --expand"):
+        open_model(str(tmp_path / "model"), **options)
+    opened = open_model(str(tmp_path / "model"), expand_weights=True, **options)
+    assert "sm_90" in opened.config.arithmetic
+
+
+def test_it_needs_the_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "DECODE", None)
     with pytest.raises(UsageError, match="install a C compiler, then tierstore again"):
         open_model("tiny", device="cpu", deterministic=True)

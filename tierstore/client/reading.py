@@ -29,7 +29,7 @@ _WAIT_S = 10.0  # the daemon's time limit, without a deadline
 
 
 class RemoteReading:
-    """The use of one client's leases. Thread-safe."""
+    """The part of a client that prefetches, locates and fetches leased pages. Thread-safe."""
 
     def __init__(self, state: RemoteState, lookups: RemoteLookups) -> None:
         self._state = state

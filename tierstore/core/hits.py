@@ -2,7 +2,7 @@
 
 Groups that need every token are asked first. The shortest of their prefixes is the *branch*: no hit is
 longer. The pages of the other groups are found by name, and :func:`tierstore.groups.search` decides which
-names to look up. Most names are answered from the tree. If the disk may have a page that the tree lacks, the
+names to look up. Most names are found in the tree. If the disk may have a page that the tree lacks, the
 search stops. The caller then reads the disk without the lock and continues the search.
 
 Everything here needs the state's lock.

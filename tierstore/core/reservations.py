@@ -185,8 +185,8 @@ class ReservationBuilder:
         return reservation
 
     def _page(self, *, following: int) -> Page | None:
-        """Return the next page, which is in the host tier or about to be filled. In this step, ``following``
-        pages come after it. Return None if it is in no tier and gets no slot."""
+        """Return the next page, which is in the host tier or about to be filled. ``following`` is
+        the number of pages behind it in the same step. Return None if it is in no tier and gets no slot."""
         state = self._state
         chunk = self._chunks[self._next]
         if chunk >= self._prompt.whole_chunks and self._prompt.registration.identity.whole_pages:

@@ -20,9 +20,10 @@ connection, and the daemon immediately takes back what the process held. In the 
 once that the daemon has died, and its lookups miss from then on. TCP clients use heartbeats instead.
 
 **Reading under a lease.** A lease ends ``lease_s`` after the daemon gave it. The client counts from the time
-of its *request*, so its own end is earlier. After a copy it compares its clock: before the end the bytes are
-the promised ones, after it they are discarded. This needs no message and no shared state. A device may copy
-after the engine received its pages. Then the lease is kept until the copies have ended (``store/load.py``).
+of its *request*, so its own end is earlier. After a copy it reads its clock. If the lease has not ended, the
+bytes are those of the page; otherwise it discards them. This needs no message and no shared state. A device
+may copy after the engine received its pages. Then the lease is kept until the copies have ended
+(``store/load.py``).
 
 **Writing under a reservation.** A reservation is never taken back from a living process, because a running
 write could otherwise overwrite another client's page. Instead, the reservations of each client are limited.

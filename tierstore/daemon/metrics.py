@@ -100,7 +100,8 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
 
 
 def _missed(tokens: Any) -> Metric:
-    """Return the counts of all reasons. A rate misses the first tokens of a counter that appears later."""
+    """Return the counts of all reasons, also of those with 0 tokens. A counter that appears with its first
+    tokens would hide these from Prometheus' ``rate``."""
     counts = dict.fromkeys((reason.value for reason in MissReason), 0) | dict(tokens)
     what = "Tokens requested and not served, by reason"
     return _by("missed_tokens", what, "reason", counts, counts=True)

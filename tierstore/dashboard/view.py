@@ -104,7 +104,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything except the lines of the plots."""
+    """Everything that the dashboard shows at one moment, except the lines of the plots."""
 
     title: str
     about: str
@@ -119,8 +119,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state at one moment. ``at_s`` is the time since 1970. ``values`` has the values of each plot's
-    lines, by the plot's key."""
+    """A view of the dashboard at one moment. ``at_s`` is the time since 1970. ``values`` has the values of
+    each plot's lines, by the plot's key."""
 
     at_s: float
     view: View

@@ -30,7 +30,7 @@ states are named, as in the store.
     export   Store.lookup ─▶ load_to ─▶ a buffer ─▶ BLAKE3, XXH3 ─▶ seal ─▶ aiofiles
     import   aiofiles ─▶ a buffer ─▶ seal, BLAKE3, XXH3 compared ─▶ Store.save (reserve, copy, commit)
 
-``format.py`` defines the bytes, and ``docs/packs.md`` describes them for other implementations.
+``format.py`` defines the bytes, also for other implementations.
 
 Rejected alternatives:
 

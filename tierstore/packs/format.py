@@ -1,4 +1,4 @@
-"""The bytes of a pack: pure functions without I/O. ``docs/packs.md`` has the same as tables.
+"""The bytes of a pack: pure functions without I/O. Numbers are little-endian.
 
 A pack is a head (sizes, signer), an index (identity, prompts), blocks (a table of checksums, then pages) and
 a footer. The head with the index, each table, and the footer end with a *seal*: a SHA-256 over them and over

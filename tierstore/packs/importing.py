@@ -47,9 +47,9 @@ async def import_pack(
     """Save the pages of a pack, and of the packs of further layer groups behind it, in ``store``, which has
     their identity. Afterwards the store has the hits of the exporting store.
 
-    Raises :class:`PackError` before anything is saved if the pack has another identity. Raises it as well if
-    the pack is damaged or truncated, after all pages before the damage have been saved, and if the store has
-    no room for all pages.
+    Raises :class:`PackError` before anything is saved if the pack has another identity. A damaged or
+    truncated pack also raises it, when all pages before the damage have been saved. So does a store without
+    room for all pages.
     """
     identities = store.identity.groups
     require_identity(reader.manifest, identities)

@@ -23,9 +23,9 @@ that leaves after a revision, eight others are scored again.
 
 Rejected alternatives:
 
-* Sorting everything at once: it holds the store's lock for a second or more per million pages.
-* Shadow caches of two policies: the choice depends on the sample.
-* Linked lists in the policy: a disk would need millions of nodes.
+* Sorting all pages of a tier in one go would hold the store's lock for a second or more per million pages.
+* Two policies as shadow caches: the better one depends on the sample of the traffic.
+* Linked lists in the policy: a disk tier would need millions of nodes.
 * Admission control: a page that is not admitted cuts off those behind it.
 """
 

@@ -455,7 +455,7 @@ class PartLoad(ABC):
             self.mover.submit(Priority.LOAD, task)
 
     def _copy(self, batch: _LoadBatch, first: int, start: int, stop: int) -> None:
-        """Copy pages ``start … stop`` of a batch. Page ``first`` of the hit is the first of these."""
+        """Copy pages ``start … stop`` of a batch. Page ``start`` is page ``first`` of the hit."""
         located = batch.located
         assert located is not None, "a batch lasts until its last task has ended"
         with self.hbm.lock:

@@ -293,8 +293,8 @@ class Store:
 
         ``prompt_tokens`` is the length of the whole prompt (None: the hit and one more token). ``block`` is
         for an engine that can compute the front of the hit during the load: the number of tokens that it
-        computes at a time. For a model with named pages the plan is all of the hit or nothing. A plan changes
-        and counts nothing; see :meth:`decline`."""
+        computes at a time. For a model with named pages the plan is all of the hit or nothing. This
+        changes no state and no counter; see :meth:`decline`."""
         return self._planning.plan(hit, prompt_tokens, block=block)
 
     def meeting_point(self, hit: Hit, front: int, back: int) -> int:

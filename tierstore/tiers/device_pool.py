@@ -279,8 +279,8 @@ class DevicePool(PagePool):
         return [filling for filling in found if filling not in done]
 
     def _fill(self, pages: Sequence[int], events: Sequence[Event]) -> Filling:
-        """Remember that ``pages`` are being filled. The caller still owns them, so no other thread can have
-        asked for them before."""
+        """Remember that ``pages`` are being filled. The caller has not published them yet, so no other
+        thread can have asked for them before."""
         filling = Filling(self.runtime, events)
         with self._lock:
             self._filling.update((page, filling) for page in pages)

@@ -181,8 +181,8 @@ class OverflowFile:
         return fd
 
     def write(self, pages: Numbers, memory: Memory, sources: Numbers) -> None:
-        """Write ``pages`` (ascending) from the addresses of whole pages ``sources``. ``memory`` has room for
-        them. Raises :class:`OSError`; then some of these pages have no valid copy in the file."""
+        """Write ``pages`` (ascending numbers). ``sources`` has the address of each page. ``memory`` is a
+        buffer with room for them. Raises :class:`OSError`; then some have no valid copy in the file."""
         count = len(pages)
         writes = []
         for layer, start in enumerate(self.starts):

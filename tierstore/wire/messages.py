@@ -63,7 +63,8 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Hello(Message):
-    """The first message of a connection. ``token`` comes from the arena's socket (empty: another host)."""
+    """The first message of a connection. ``token`` comes from the arena's socket (empty: another host).
+    ``client`` has at most 200 characters."""
 
     id: int
     token: Payload = b""
@@ -80,7 +81,8 @@ class Welcome(Message):
 
 
 class Register(Message):
-    """Register an identity (its fields; the daemon adds the tenant) and the size of its pages."""
+    """Register an identity (its fields; the daemon adds the tenant) and the size of its pages: 1 byte to
+    1 GiB for 1 to 65,536 tokens. A connection has at most 1,024 identities."""
 
     id: int
     identity: IdentityFields
@@ -142,7 +144,8 @@ class PromptPart(Message):
 class Find(Message):
     """Find the longest held prefix. It is leased until :class:`Release`, the lease's end, or the client's
     end. ``released`` are leases that are given back with this message. ``declined`` are tokens that earlier
-    lookups found and the client did not load, by tier and reason.
+    lookups found and the client did not load, by ``host slower``, ``host late``, ``disk slower`` or ``disk
+    late``. With ``max_tokens`` 0 the request only waits for ``expect``.
 
     ``expect``: this many leading tokens have been promised by the client that computes them. The answer waits
     until they are held, at most ``expect_s`` seconds, and ``wait_s`` counts from then on. ``gain`` is for
@@ -192,9 +195,11 @@ class Found(Message):
 
 
 class NamedPart(msgspec.Struct, array_like=True):
-    """A layer group with named pages. ``past`` (:class:`tierstore.groups.Past`) and ``past_tokens`` are the
-    rule for the pages that a hit needs. The client itself has the pages that end at the tokens ``here``
-    (uint32)."""
+    """A layer group with named pages. ``past`` (``window``, ``chunk`` or ``state``; see
+    :class:`tierstore.groups.Past`) and ``past_tokens`` are the rule for the pages that a hit needs. The
+    client itself has the pages that end at the tokens ``here`` (uint32). A single group without chains may
+    also have ``input`` (all rows of an input, or no hit), or, with ``explain``, ``all`` (the client has named
+    the pages)."""
 
     identity: int
     past: Text
@@ -311,7 +316,7 @@ class Offsets(Message):
 
 class Fetch(Message):
     """Like :class:`Locate`, but return the pages themselves, for clients on other hosts. At most
-    ``MAX_FETCH_BYTES``."""
+    ``MAX_FETCH_BYTES``, or one page."""
 
     id: int
     lease: int
@@ -329,14 +334,15 @@ class Fetched(Message):
 
 
 class ReportDamage(Message):
-    """One-way: a page of a lease in the arena does not match its checksum."""
+    """One-way: a page of a lease in the arena does not match its checksum. The daemon checks this, and no
+    longer serves a damaged copy."""
 
     lease: int
     page: int
 
 
 class Release(Message):
-    """One-way: these leases are not needed any more."""
+    """One-way: these leases are not needed any more. Unknown ones are ignored."""
 
     leases: Numbers
 
@@ -354,9 +360,13 @@ class HintPart(Message):
 
 
 class Reserve(Message):
-    """Reserve room for pages ``first … first + count`` of a prompt (including its partial tail). ``count``
-    may be 0 in order to send only ``hint`` and ``session``, a name within the client's tenant (empty: none).
-    With named pages, these then apply to the pages that the prompt names."""
+    """Reserve room for pages ``first … first + count`` of a prompt, including its partial tail. The answer
+    waits while reservations of other clients hold one of these pages. ``session`` is a name within the
+    client's tenant, of at most 256 characters (empty: none).
+
+    With ``count`` 0 only ``hint`` and ``session`` are sent. With named pages, they then apply to the pages
+    that the prompt names. Named pages with the hint ``done`` that no other session saved leave every tier as
+    soon as nothing holds them."""
 
     id: int
     prompt: PromptPart
@@ -516,7 +526,8 @@ class IdentitiesAnswer(Message):
 
 
 class MissedRequests(Message):
-    """List the last ``most`` requests with missed tokens. A client with a tenant gets only its tenant's."""
+    """List the last ``most`` requests with missed tokens, of at most 256. A client with a tenant gets only
+    those of its tenant."""
 
     id: int
     most: int

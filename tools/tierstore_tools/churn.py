@@ -24,7 +24,8 @@ _REQUESTS = 4
 
 
 class _RawWrites:
-    """Writes to a preallocated file: the least work for durable pages. O_DIRECT if possible, one sync."""
+    """A writer to a preallocated file, with O_DIRECT if possible and one sync. No store of durable pages can
+    do with less work."""
 
     def __init__(self, path: Path) -> None:
         self._seconds: dict[int, list[float]] = {}

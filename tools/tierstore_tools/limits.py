@@ -148,11 +148,11 @@ class RawDisk:
         return DiskLimits(best(read, True), best(read, False), best(write, True), best(write, False))
 
     def write(self) -> float:
-        """Return GB/s of one more pass in the best way to write."""
+        """Write the file once more, in the way that was fastest, and return GB/s."""
         return self._write_once(self._best_write)
 
     def read(self) -> float:
-        """Return GB/s of one more pass in the best way to read, after at least one write."""
+        """Read the file once more in the fastest way, and return GB/s. Call :meth:`write` before."""
         return self._read_once(self._best_read)
 
     def _write_once(self, way: _Way) -> float:

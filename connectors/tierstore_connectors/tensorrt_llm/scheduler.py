@@ -133,8 +133,8 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         return request.py_multimodal_data is None and request.py_lora_path is None
 
     def build_connector_meta(self, scheduler_output: Any) -> PassOrders:
-        """Return the orders for the next pass. Raises :class:`RuntimeError` if it computes a request whose
-        loaded tokens have no blocks."""
+        """Return the orders for the next pass. Raises :class:`RuntimeError` if the pass computes a request
+        whose loaded tokens have no blocks."""
         new, known = scheduler_output.new_requests, scheduler_output.cached_requests
         if lost := [each.request_id for each in (*new, *known) if each.request_id in self._staged]:
             raise RuntimeError(f"TensorRT-LLM gave no blocks for the loaded tokens of requests {lost}")

@@ -81,7 +81,7 @@ class Groups:
 
     @property
     def with_names(self) -> bool:
-        """Return whether a hit supports its own length only. A shorter hit may need other pages."""
+        """Return whether some group has named pages. A shorter hit may then need other pages."""
         return any(kept_by_name(group.rule) for group in self.groups)
 
     def blocks_per_page(self, group: CacheGroup) -> int:

@@ -155,7 +155,7 @@ class BlockLoad:
             transfer.cancel()
 
     def cancel(self) -> None:
-        """End the load now. Afterwards it writes no block any more."""
+        """End the load now. No block is written after the call."""
         self._stop()
 
 

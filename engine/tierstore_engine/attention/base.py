@@ -25,6 +25,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.products import Product
 from tierstore_engine.rope import rotate
 
 S = TypeVar("S")
@@ -125,6 +126,11 @@ class Attention(ABC):
         """Return the pointwise operations for this device."""
         return Pointwise.of(config)
 
+    def product(self, config: ModelConfig) -> Product | None:
+        """Return the products of this device whose rows have the same bits in each; None for the compiled
+        part's."""
+        return None
+
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         """Write the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages.
@@ -170,6 +176,12 @@ class WithoutFirst(Attention):
 
     def __init__(self, inner: Attention) -> None:
         self._inner = inner
+
+    def pointwise(self, config: ModelConfig) -> Pointwise:
+        return self._inner.pointwise(config)
+
+    def product(self, config: ModelConfig) -> Product | None:
+        return self._inner.product(config)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         ends = accumulate(span.tokens for span in batch.spans)

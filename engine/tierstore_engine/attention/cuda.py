@@ -42,8 +42,10 @@ from tierstore_engine.kernels.operations import (
     Slots,
     SplitRule,
 )
+from tierstore_engine.kernels.products import ProductKernels
 from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.products import Product
 
 MOST_PARTS = 1 << 17
 """Parts per launch, each of one query head: 64 MiB with a head_dim of 128. One chunk has at most a
@@ -72,6 +74,9 @@ class KernelAttention(Attention):
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         return kernel_pointwise(self._launcher, config)
+
+    def product(self, config: ModelConfig) -> Product:
+        return ProductKernels(self._launcher, dtype=config.dtype).multiply
 
     @abstractmethod
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:

@@ -100,6 +100,40 @@ def pointwise_set(dtype: str) -> PointwiseSet:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A kernel for products. One block computes ``rows × products`` numbers."""
+
+    instance: Instance
+    rows: int
+    products: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSet:
+    """The kernels for products whose rows have the same bits in each: of at most ``few.rows`` rows, and of
+    more."""
+
+    few: Product
+    many: Product
+
+
+def product_set(dtype: str) -> ProductSet:
+    """Return the kernels for ``dtype``, one of ``KERNEL_DTYPES``."""
+    return ProductSet(_product(dtype, 16, 32, (16, 16), 4), _product(dtype, 64, 128, (32, 64), 3))
+
+
+def _product(dtype: str, rows: int, products: int, of_warp: tuple[int, int], stages: int) -> Product:
+    threads = rows // of_warp[0] * (products // of_warp[1]) * 32
+    shape = f"{rows}, {products}, {of_warp[0]}, {of_warp[1]}, {stages}"
+    name = f"multiply_rows<{_C_TYPES[dtype]}, {shape}>"
+    return Product(
+        Instance("product.cu", name, threads, stages * (rows + products) * 128),
+        rows,
+        products,
+    )
+
+
 MOST_PACKED = 16
 """Rows of activations in a product with packed weights."""
 PACKED_ROWS = 16

@@ -338,8 +338,9 @@ class AttentionKernels(MergingKernels):
 
 
 class PointwiseKernels(Pointwise):
-    """Sums with their norms, and gates, in one launch each. Rows whose width is not a multiple of 8, that are
-    not contiguous, or that are empty are left to torch. ``dtype`` is ``float16`` or ``bfloat16``."""
+    """Sums with their norms, and gates, in one launch each. Rows whose width is not a multiple of 8, or that
+    are empty, are left to torch, and gates that are not contiguous. ``dtype`` is ``float16`` or
+    ``bfloat16``."""
 
     def __init__(self, launcher: Launcher, *, dtype: str, epsilon: float) -> None:
         super().__init__(epsilon)
@@ -348,6 +349,7 @@ class PointwiseKernels(Pointwise):
         self._silu_mul = launcher.load(kernels.silu_mul)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
         if not _fits(x, x.shape[-1]):
             return super().norm(x, weight)
         normed = torch.empty_like(x)
@@ -357,7 +359,8 @@ class PointwiseKernels(Pointwise):
     def add_norm(
         self, hidden: torch.Tensor, added: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not (_fits(hidden, hidden.shape[-1]) and added.is_contiguous()):
+        hidden, added = hidden.contiguous(), added.contiguous()
+        if not _fits(hidden, hidden.shape[-1]):
             return super().add_norm(hidden, added, weight)
         total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
         self._launch(hidden, added, weight, total, normed)

@@ -671,6 +671,27 @@ PACKED = [
     ),
 ]
 
+PRODUCTS = [
+    Bug("barrier missing", "product.cu", "__syncthreads();  // this tile", "// this tile"),
+    Bug("wait lets one more pass", "product.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>"),
+    Bug("one stage instead of all", "product.cu", "tile % STAGES * STAGE", "0", times=2),
+    Bug("columns beyond the last", "product.cu", "column < columns && from_row", "from_row"),
+    Bug("rows beyond the last are read", "product.cu", "from_row < (of_x ? rows : products)", "true"),
+    Bug("results beyond the last", "product.cu", "row < rows && product < products", "row < rows"),
+    Bug("operands swapped", "product.cu", "a[strip], b[0], b[1]", "a[strip], b[0], b[2]"),
+    Bug("half of the matrix twice", "product.cu", "+ lane / 16 * 8 + lane % 8", "+ lane % 8"),
+    Bug(
+        "second strip of the first", "product.cu", "warp_row + strip * 16 + lane % 16", "warp_row + lane % 16"
+    ),
+    Bug(
+        "few rows are summed in another order",
+        "product.cu",
+        "for (int step = 0; step < COLUMNS / 16; step++) {",
+        "for (int at = 0; at < COLUMNS / 16; at++) {\n      const int step = ROWS == 16 ? 3 - at : at;",
+    ),
+    Bug("last tile is left out", "product.cu", "(columns + COLUMNS - 1) / COLUMNS", "columns / COLUMNS"),
+]
+
 RACES = (
     "activations overwritten while they are read",
     "activations read before they are there",

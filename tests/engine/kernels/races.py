@@ -24,6 +24,7 @@ from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.operations import EVERYTHING, PageCopy, PointwiseKernels, Sight, Slots
 from tierstore_engine.kernels.packed import PackedKernels
+from tierstore_engine.kernels.products import ProductKernels
 
 SHAPES = {
     "plain": Shape(heads=2, kv_heads=1),
@@ -121,6 +122,14 @@ def packed(shape: Shape, folder: Path) -> None:
     kernels.range(matrix, 0, 3)
 
 
+def product(shape: Shape, folder: Path) -> None:
+    """More tiles of columns than stages, by the kernel for few rows and by that for many."""
+    kernels = ProductKernels(ExecutorLauncher(folder=folder, races=True), dtype=shape.dtype)
+    weight = torch.ones(33, 64 * 5, dtype=shape.torch_dtype)
+    for rows in (2, 33):
+        kernels.multiply(torch.ones(rows, 64 * 5, dtype=shape.torch_dtype), weight)
+
+
 def blocks(shape: Shape, folder: Path) -> None:
     """The vLLM connector's, which lies elsewhere."""
     source = pieces.SOURCE if folder == KERNEL_DIR else folder / pieces.SOURCE.name
@@ -148,6 +157,7 @@ KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
     "pointwise": pointwise,
     "blocks": blocks,
     "packed": packed,
+    "product": product,
 }
 
 if __name__ == "__main__":

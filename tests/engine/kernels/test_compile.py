@@ -31,6 +31,7 @@ from tierstore_engine.kernels.catalog import (
     mamba2_set,
     packed_set,
     pointwise_set,
+    product_set,
 )
 from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.nvrtc import Nvrtc
@@ -56,6 +57,7 @@ CONVOLVE_CEILING = 48
 DELTA_CEILING = 128
 # By rows, of which Granite 4.0-H and Nemotron-H have 128: room for the blocks per SM of the launch bounds.
 MAMBA2_CEILINGS = {64: 128, 128: 128, 256: 254}
+PRODUCT_CEILINGS = {"few": 64, "many": 128}
 PACKED_CEILINGS = {"unpack": 48, "multiply": 128}
 PACKED_FORMS = ("Q4_1", "Q5_K", "Q6_K", "fp8_e4m3", "uint4", "mxfp4")
 LATENT_CEILINGS = {"write": 64, "decode": 160, "combine": 64}
@@ -102,6 +104,9 @@ def instances(dtype: str, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[tupl
     yield latents.write, LATENT_CEILINGS["write"]
     yield latents.decode, LATENT_CEILINGS["decode"]
     yield latents.combine, LATENT_CEILINGS["combine"]
+    products = product_set(dtype)
+    yield products.few.instance, PRODUCT_CEILINGS["few"]
+    yield products.many.instance, PRODUCT_CEILINGS["many"]
     for form in PACKED_FORMS:
         packed = packed_set(dtype, form)
         yield packed.unpack, PACKED_CEILINGS["unpack"]

@@ -25,11 +25,20 @@ from tests.engine.kernels.problem import Problem, Shape, guarded_tensor
 from tests.engine.kernels.state_problem import DeltaShape, ExecutedStates, Mamba2Shape, StateShape
 from tests.engine.kernels.test_packed import check_numbers, check_product, guarded_matrix, kernels_in
 from tests.engine.kernels.test_pointwise import EPSILON, check
+from tests.engine.kernels.test_products import check as check_products
+from tests.engine.kernels.test_products import kernels_in as product_kernels_in
 from tests.engine.kernels.test_quantise_write import check_bytes
 from tests.engine.test_packed import FORMATS, finite, random_matrix
 from tests.portions import chosen
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import Instance, kernel_set, latent_set, packed_set, pointwise_set
+from tierstore_engine.kernels.catalog import (
+    Instance,
+    kernel_set,
+    latent_set,
+    packed_set,
+    pointwise_set,
+    product_set,
+)
 from tierstore_engine.kernels.operations import EVERYTHING, PointwiseKernels, Sight
 from tierstore_engine.pointwise import Pointwise
 
@@ -110,6 +119,9 @@ def launched_by(bug: Bug) -> list[Instance]:
     if bug in bugs.PACKED:
         packed = [packed_set("float16", form) for form in PACKED_FORMS]
         return [each for kernels in packed for each in (kernels.multiply, kernels.unpack)]
+    if bug in bugs.PRODUCTS:
+        products = product_set("float16")
+        return [products.few.instance, products.many.instance]
     prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.CHUNKED + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
     if bug in bugs.CONVOLUTION + bugs.DELTA + bugs.MAMBA2:
@@ -235,6 +247,17 @@ def assert_packed_caught(kernels: Path) -> None:
     pytest.fail("not caught")
 
 
+def assert_products_caught(kernels: Path) -> None:
+    launcher = ExecutorLauncher(folder=kernels)
+    try:
+        for seed in SCHEDULES:
+            products = product_kernels_in("float16", launcher, seed)
+            check_products(products, "float16", rows=35, products=140, columns=328)
+    except (AssertionError, ExecutionError):
+        return
+    pytest.fail("not caught")
+
+
 def named(found: list[Bug]) -> pytest.MarkDecorator:
     """Return the parameters: a quarter of the bugs, and the others for the soak. Each needs its own compiled
     kernels."""
@@ -317,7 +340,15 @@ def test_packed(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_packed_caught(planted(bug, tmp_path))
 
 
+@named(bugs.PRODUCTS)
+def test_products(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_products_caught(planted(bug, tmp_path))
+
+
 def test_without_a_bug_nothing_is_caught() -> None:
+    with pytest.raises(pytest.fail.Exception):
+        assert_products_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
         assert_packed_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):

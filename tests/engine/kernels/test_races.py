@@ -30,6 +30,7 @@ from tierstore_engine.kernels.catalog import (
     mamba2_set,
     packed_set,
     pointwise_set,
+    product_set,
 )
 
 FOUND = 66
@@ -74,12 +75,12 @@ JOBS = {
     "first": (
         *("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
         *("pointwise:plain", "blocks:plain", "prefill:codes", "write:codes", "latents:plain"),
-        *("delta:plain", "mamba2:plain", "packed:plain"),
+        *("delta:plain", "mamba2:plain", "packed:plain", "product:plain"),
     ),
     "second": (
         *("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
         *("pointwise:other", "blocks:other", "latents:wide", "delta:other", "mamba2:other"),
-        *("decode:other codes", "write:other codes", "packed:other"),
+        *("decode:other codes", "write:other codes", "packed:other", "product:other"),
     ),
 }
 
@@ -114,6 +115,9 @@ def launched_by(job: str, shape: str) -> list[Instance]:
     if job == "packed":
         weights = packed_set(of.dtype, PACKED_FORMATS[of.dtype])
         return [weights.unpack, weights.multiply]
+    if job == "product":
+        products = product_set(of.dtype)
+        return [products.few.instance, products.many.instance]
     if job in ("delta", "mamba2"):
         rows = of.head_dim // 4
         states = (
@@ -163,6 +167,7 @@ RACES = [
         (bugs.DELTA, "delta:plain"),
         (bugs.MAMBA2, "mamba2:plain"),
         (bugs.PACKED, "packed:plain"),
+        (bugs.PRODUCTS, "product:plain"),
     )
     for bug in found
     if bug.name in bugs.RACES

@@ -229,9 +229,9 @@ class DiskTier:
 
     @property
     def page_table(self) -> PageTable | None:
-        """The facts of all durable pages; None until they have been read (a second for a million). Until
-        then, pages are found and read, but none is written or evicted. The caller adds and removes pages as
-        it decides."""
+        """The facts of all durable pages; None until they have been read, which takes a second for a million.
+        Until then, pages are found and read, but none is written or evicted. The caller adds and removes
+        pages as it decides."""
         return self._scan.page_table
 
     def wait_scanned(self, timeout: float | None = None) -> bool:

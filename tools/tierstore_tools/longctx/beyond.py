@@ -117,7 +117,7 @@ def run(
     report.write_json({"machine": described, "model": model, "rows": [asdict(row) for row in rows]}, json)
     wrong = [row.times for row in rows if row.max_logit_diff]
     if wrong:
-        raise TierStoreError(f"other logits than with all pages in memory, at {wrong} times the memory")
+        raise TierStoreError(f"wrong logits in contexts of {wrong} times the memory: please report this")
 
 
 def fill(pool: PagePool, pages: Sequence[int], dtype: torch.dtype) -> None:

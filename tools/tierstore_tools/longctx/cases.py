@@ -45,8 +45,8 @@ class LongContextRow:
     """One case. ``gb_per_s`` is the load's speed, compared with ``limit``. On a GPU a load overlaps with
     computing: there it is the speed over the whole TTFT, and ``make gpu-check`` measures the limit of copies.
     ``speedup`` is over the cold run of the same prompt. Hits in memory are repeated, because they are short.
-    The figures are those of the repetition with the median TTFT. The fields after ``speedup`` cover all of
-    them.
+    The figures are those of the repetition with the median TTFT. The fields after ``speedup`` cover all
+    repetitions.
 
     ``identical`` is the verdict of three comparisons. Pages are equal in every byte (``pages_identical``).
     All hits of the prompt, from all tiers, have bit-equal logits (``hits_identical``). Logits differ from the

@@ -129,9 +129,9 @@ class GDSF(Policy):
     """Greedy-dual size frequency. A page's score is the clock at its last use plus uses × cost ÷ bytes. The
     clock is the score of the last evicted page, so unused pages lose their value over time.
 
-    Cost is the time to compute a page if all pages before it are there. It is constant for the weights and
-    grows with depth for attention. Both are equal after ``doubling_depth`` pages: about 500 for 64-token
-    pages of an 8-billion-parameter model."""
+    Cost is the time to compute a page if all pages before it are there. The part of the weights is
+    constant, the part of attention grows with the page's depth. Both are equal after ``doubling_depth``
+    pages: about 500 for 64-token pages of an 8-billion-parameter model."""
 
     name = "gdsf"
 
@@ -156,8 +156,8 @@ class Belady(Policy):
     """The page that is needed last leaves first (Belady, 1966). Priorities must be the next uses
     (:class:`~tierstore_tools.replay.hints.BeladyHints`).
 
-    It is the ceiling of policies that admit every page, as the store's do. A policy that may refuse a page
-    finds a little more."""
+    No policy that admits every page, as the store's do, has a higher hit rate. A policy that may refuse pages
+    can have a slightly higher one."""
 
     name = "belady"
 

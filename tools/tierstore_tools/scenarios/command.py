@@ -79,7 +79,7 @@ class _Step:
 
 
 def _steps(settings: Scenarios, result: ScenarioResult) -> Iterator[_Step]:
-    """Yield the loads of the chosen scenarios. The one that restarts servers is the last."""
+    """Yield the loads of the chosen scenarios. The scenario that restarts servers comes last."""
     work: Callable[..., Coroutine[Any, Any, Any]]
     agreement = Agreement()
     if "batch" in settings.scenarios:

@@ -125,7 +125,7 @@ class _Check:
         self._verified = (0, 0)
 
     def unfinished(self) -> None:
-        """Check a directory whose first opening ended before there was an index that names its store."""
+        """Check a directory whose index names no store: its first process ended too early."""
         check_files(self._directory, self._findings)
         if self._repair:
             self._directory.sign()
