@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
@@ -55,7 +54,9 @@ class Threads:
         self._parts: list[torch.Tensor] = [torch.empty(0)] * count
         self._barrier = threading.Barrier(count, timeout=60)
         self.count = count
-        self.wires: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.wires: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            pair: queue.Queue() for pair in product(range(count), repeat=2)
+        }
 
     def rank(self, number: int) -> OneThread:
         return OneThread(self, number)
