@@ -495,7 +495,8 @@ def _check_memory(source: OpenModel) -> None:
             if stored.quantised:
                 wanted, form = stored.nbytes, stored.quantised
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
-    wanted *= source.parts  # each has whole weights
+    if source.parts > 1:
+        wanted, form = wanted * source.parts, f"{form}, once for each of {source.parts} parts"
     if wanted > memory:
         raise UsageError(
             f"the model's weights take {format_size(wanted)} as {form}, more than the "
