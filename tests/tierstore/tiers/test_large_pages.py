@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device import DeviceError
-from tierstore.tiers.group_pools import open_group_pools
-from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.group_pools import attach_group_pools, open_group_pools
+from tierstore.tiers.hbm import HostRegion, PagePool
 from tierstore.tiers.large_pages import LargePages
 from tierstore.tiers.two_level import check
 
@@ -213,3 +214,23 @@ def test_frames_that_came_before_a_device_failed_are_there():
     large_pages.give([3, 2, 1, 0])
     assert large_pages.resize(2) == 2
     large_pages.check()
+
+
+def test_a_process_maps_one_part() -> None:
+    """Parts need not begin at whole system pages."""
+    spec = KVSpec((LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 24),), "float32", 5)
+    pool = PagePool(spec, 10, shared_parts=3)  # of 4 pages, of which 2 are absent
+    pages = pool.allocate(10)
+    assert pages is not None
+    assert pool.large_pages.used == (4, 3, 3)
+    for page in pages:
+        pool.array[page] = page + 1
+    assert isinstance(pool.region, HostRegion)
+    assert pool.region.memory.fd is not None
+    for part in range(3):
+        fd = os.dup(pool.region.memory.fd)
+        [own] = attach_group_pools([spec], fd, spec.page_bytes, 4, first=4 * part)
+        held = [page - 4 * part for page in pages if page // 4 == part]
+        assert [set(own.array[page].tolist()) for page in held] == [{page + 4 * part + 1} for page in held]
+        own.array[held[0]] = 99
+        assert (pool.array[held[0] + 4 * part] == 99).all()
