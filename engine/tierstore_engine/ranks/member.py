@@ -14,12 +14,12 @@ from tierstore_engine.model import Model
 from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.collective import Collective, Ranks
 from tierstore_engine.ranks.sequence import SequenceAttention, TokenSplit
-from tierstore_engine.ranks.share import Place, Share, config_of, read_share
+from tierstore_engine.ranks.share import RankPlace, Share, config_of, read_share
 from tierstore_engine.weights import digest_weights, load_weights, random_weights
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class RankGroups:
     """The groups of ranks that a rank is in, each None if it would be alone. The ranks of ``heads`` share the
     heads of one part of the tokens. The ranks of ``tokens`` have the same heads of different parts."""
 
@@ -27,7 +27,7 @@ class Groups:
     tokens: Collective | None
 
     @classmethod
-    def meet(cls, place: Place, folder: str) -> Groups:
+    def meet(cls, place: RankPlace, folder: str) -> RankGroups:
         """Connect all ranks through files in ``folder``. Block until all ranks are connected."""
         heads, tokens = place.heads, place.tokens
         groups = cls(
@@ -66,7 +66,7 @@ def model_of(
     config: ModelConfig,
     weights: ModelWeights,
     pools: Sequence[PagePool],
-    place: Place,
+    place: RankPlace,
     heads: Ranks | None,
     tokens: Ranks | None,
     part_large_pages: int,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierstore_engine.loaded import OpenModel
-from tierstore_engine.ranks.share import Place
+from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.step import Step
 
 
@@ -18,7 +18,7 @@ class RankSetup:
     through which ranks connect."""
 
     opened: OpenModel
-    place: Place
+    place: RankPlace
     seed: int
     digest: str
     groups: tuple[str, ...]

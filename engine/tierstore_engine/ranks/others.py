@@ -27,7 +27,7 @@ from tierstore.tiers.hbm import HostRegion, PagePool
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.ranks.messages import FromRank, RankFailed, RankPing, RankReady, RankSetup, ToRank
-from tierstore_engine.ranks.share import Place
+from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.tokenizer import ByteTokenizer
 
 _PING_S = 1.0
@@ -63,7 +63,7 @@ class Others:
             self._start(
                 RankSetup(
                     opened=replace(model.divided, tokenizer=ByteTokenizer(), folder=None),
-                    place=Place.of(rank, heads=model.divided.heads, parts=model.divided.parts),
+                    place=RankPlace.of(rank, heads=model.divided.heads, parts=model.divided.parts),
                     seed=model.seed,
                     digest=model.digest,
                     groups=tuple(pool.spec.describe() for pool in pools),

@@ -11,9 +11,9 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
-from tierstore_engine.ranks.member import Groups, model_of
+from tierstore_engine.ranks.member import RankGroups, model_of
 from tierstore_engine.ranks.others import Others
-from tierstore_engine.ranks.share import Place
+from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.sampling import Choice, Draw
 from tierstore_engine.step import PartialStep, Step
 
@@ -21,7 +21,7 @@ from tierstore_engine.step import PartialStep, Step
 class RankedRunner:
     """A model over several ranks. Used by one thread. Made by :meth:`start`."""
 
-    def __init__(self, config: ModelConfig, model: Model, others: Others, groups: Groups) -> None:
+    def __init__(self, config: ModelConfig, model: Model, others: Others, groups: RankGroups) -> None:
         self.config = config
         self._model = model
         self._others = others
@@ -32,13 +32,13 @@ class RankedRunner:
         """Start a process for each other rank of a divided model. Block until all ranks have their weights.
         The memory of ``pools`` is shared. Raises :class:`RankLostError` if a rank ends before that."""
         assert model.divided is not None
-        place = Place.of(0, heads=model.divided.heads, parts=model.divided.parts)
+        place = RankPlace.of(0, heads=model.divided.heads, parts=model.divided.parts)
         with tempfile.TemporaryDirectory(prefix="tierstore-ranks-") as folder:
             others = Others(model, pools, folder)
             try:
                 with others.watched():
                     others.wait_ready()
-                    groups = Groups.meet(place, folder)
+                    groups = RankGroups.meet(place, folder)
                     part = model_of(
                         model.config,
                         model.weights,

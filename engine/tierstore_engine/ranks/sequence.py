@@ -24,7 +24,7 @@ and states in any part. The other ranks map only their own parts. With several h
 would be a task of its rank.
 
 With tensor parallelism, several ranks compute each part and share its heads
-(:class:`~tierstore_engine.ranks.share.Place`). The ranks with the same share of heads pass tokens to each
+(:class:`~tierstore_engine.ranks.share.RankPlace`). The ranks with the same share of heads pass tokens to each
 other.
 """
 
@@ -139,7 +139,7 @@ class _Writes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedRows:
     """The queries that attend to tokens of one part. ``rows`` are rows of the step, and ``seen`` is what each
     of them sees, in the part's own page numbers."""
 
@@ -164,7 +164,7 @@ class _Ways:
     rows. ``of[rank]`` are the queries that come from a rank, as places among ``asked.rows``. ``visits`` are
     the parts in the order of the ring, empty if no span passes its KV."""
 
-    asked: _Asked
+    asked: _AskedRows
     to: tuple[torch.Tensor, ...]
     of: tuple[torch.Tensor, ...]
     visits: tuple[_Visit, ...]
@@ -312,8 +312,8 @@ class SequenceAttention(Attention):
         share, split = self._ranks.share, self._split
         tables = [table.numpy() for table in batch.block_tables]
         starts = [0, *accumulate(span.tokens for span in batch.spans)]
-        asked: list[list[_Asked]] = [[] for _ in range(share.count)]
-        passed: list[list[_Asked]] = [[] for _ in range(share.count)]
+        asked: list[list[_AskedRows]] = [[] for _ in range(share.count)]
+        passed: list[list[_AskedRows]] = [[] for _ in range(share.count)]
         for span, table, first in zip(batch.spans, tables, starts, strict=False):
             rows = np.arange(first, first + span.tokens)
             each = [
@@ -347,7 +347,7 @@ class SequenceAttention(Attention):
         window: int | None,
         *,
         chunked: bool,
-    ) -> _Asked:
+    ) -> _AskedRows:
         """Return the rows of a span that see tokens of a part, and what they see."""
         chunk = self._spec.chunk_tokens
         positions = np.arange(span.start, span.stop)
@@ -367,13 +367,13 @@ class SequenceAttention(Attention):
         seeing = firsts < stops
         rows, firsts, stops = rows[seeing], firsts[seeing], stops[seeing]
         if not len(rows):
-            return _Asked(rows, ())
+            return _AskedRows(rows, ())
         first, last = int(firsts.min()) // chunk, -(-int(stops.max()) // chunk)
         pages = (table[here[:-1]] - part * self._part_pages)[first:last]
         seen = SeenTokens(0, torch.from_numpy(pages), firsts - first * chunk, stops - first * chunk)
-        return _Asked(rows, (seen,))
+        return _AskedRows(rows, (seen,))
 
-    def _visits(self, passed: Sequence[Sequence[_Asked]]) -> tuple[_Visit, ...]:
+    def _visits(self, passed: Sequence[Sequence[_AskedRows]]) -> tuple[_Visit, ...]:
         """Return the parts of the spans that pass their KV, in the order in which they visit this rank."""
         if not any(passed):
             return ()
@@ -390,7 +390,7 @@ class SequenceAttention(Attention):
                     pages.append(seen.table.numpy())
                     if own.any():
                         mine.append(
-                            _Asked(
+                            _AskedRows(
                                 each.rows[own],
                                 (SeenTokens(0, table, seen.firsts[own], seen.stops[own]),),
                             )
@@ -406,7 +406,7 @@ class SequenceAttention(Attention):
         return tuple(visits)
 
 
-def _joined(parts: Sequence[_Asked]) -> _Asked:
+def _joined(parts: Sequence[_AskedRows]) -> _AskedRows:
     """Return the queries of all spans in a row."""
     starts = accumulate((len(part.rows) for part in parts), initial=0)
     seen = [
@@ -414,7 +414,7 @@ def _joined(parts: Sequence[_Asked]) -> _Asked:
         for start, part in zip(starts, parts, strict=False)
         for each in part.seen
     ]
-    return _Asked(np.concatenate([np.empty(0, np.int64), *(part.rows for part in parts)]), tuple(seen))
+    return _AskedRows(np.concatenate([np.empty(0, np.int64), *(part.rows for part in parts)]), tuple(seen))
 
 
 def _merge(found: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:

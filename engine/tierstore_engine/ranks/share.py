@@ -66,18 +66,18 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """The place of a rank: its share of the heads, and its part of each sequence's tokens.
 
-    >>> Place.of(3, heads=2, parts=2)
-    Place(heads=Share(rank=1, count=2), tokens=Share(rank=1, count=2))
+    >>> RankPlace.of(3, heads=2, parts=2)
+    RankPlace(heads=Share(rank=1, count=2), tokens=Share(rank=1, count=2))
     """
 
     heads: Share
     tokens: Share
 
     @classmethod
-    def of(cls, number: int, *, heads: int, parts: int) -> Place:
+    def of(cls, number: int, *, heads: int, parts: int) -> RankPlace:
         """Return the place of rank ``number`` of ``heads × parts`` ranks."""
         return cls(Share(number % heads, heads), Share(number // heads, parts))
 

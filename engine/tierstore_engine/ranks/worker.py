@@ -19,7 +19,7 @@ from tierstore.errors import TierStoreError
 from tierstore.spec import KVSpec
 from tierstore.tiers.group_pools import attach_group_pools
 from tierstore_engine.model import Model
-from tierstore_engine.ranks.member import Groups, model_of, read_weights
+from tierstore_engine.ranks.member import RankGroups, model_of, read_weights
 from tierstore_engine.ranks.messages import (
     FromRank,
     RankFailed,
@@ -88,7 +88,7 @@ def _model(setup: RankSetup, wire: Wire) -> Model:
     first = part * place.tokens.rank
     pools = attach_group_pools(specs, setup.fd, setup.large_bytes, part, first=first)
     wire.send(RankReady())
-    groups = Groups.meet(place, setup.meeting)
+    groups = RankGroups.meet(place, setup.meeting)
     return model_of(setup.opened.config, weights, pools, place, groups.heads, groups.tokens, part)
 
 

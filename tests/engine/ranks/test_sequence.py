@@ -26,7 +26,7 @@ from tierstore_engine.build import load_model, open_model
 from tierstore_engine.loaded import LoadedModel, make_memory
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import model_of, read_weights
-from tierstore_engine.ranks.share import Place
+from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.step import Step
 
 CASES = tuple(product(FAMILIES, ((1, 2), (1, 4), (2, 2)), ("auto", "int8")))
@@ -123,7 +123,7 @@ def together(
 
     def play(number: int) -> list[torch.Tensor]:
         try:
-            place = Place.of(number, heads=heads, parts=pools.parts)
+            place = RankPlace.of(number, heads=heads, parts=pools.parts)
             share, part = place.heads.rank, place.tokens.rank
             weights, _ = read_weights(opened, place.heads, seed=0)
             own = pools.pools if number == 0 else pools.of(part)
