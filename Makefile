@@ -8,6 +8,7 @@
 # With Python 3.11+ on x86-64 or arm64, each in an environment of its own:
 #   make test-vllm         the vLLM connector with a real vLLM on the CPU
 #   make test-sglang       SGLang's storage backend with a real SGLang on the CPU
+#   make test-sglang-vllm  SGLang and vLLM over one daemon, with shared pages
 #   make test-llamacpp     llama-server and its Python binding, which are built from source (half an hour on two cores)
 #   make test-cluster      daemons with Mooncake, and with Dynamo's indexer and selector
 #   make test-vllm-cluster vLLM over two such daemons
@@ -30,7 +31,7 @@ CLUSTER_BIN  := $(CLUSTER_VENV)/bin
 LOWEST_VENV ?= .venv-lowest
 NATIVE := hatch_build.py $(wildcard tierstore/native/*.c)
 
-.PHONY: bench peers quick test lint types docs suite lowest soak test-vllm test-vllm-cluster soak-vllm test-sglang test-llamacpp soak-llamacpp test-cluster gpu-check gpu-check-here clean
+.PHONY: bench peers quick test lint types docs suite lowest soak test-vllm test-vllm-cluster soak-vllm test-sglang test-sglang-vllm test-llamacpp soak-llamacpp test-cluster gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -93,6 +94,11 @@ test-vllm: $(VLLM_VENV)/vllm.stamp
 # tests/sglang/cpu stands in for what SGLang has for GPUs only.
 test-sglang: $(SGLANG_VENV)/sglang.stamp
 	PYTHONPATH=tests/sglang/cpu $(SGLANG_BIN)/python -m pytest -W default tests/sglang
+
+# SGLang with vLLM, from an environment each, which find one another's pages.
+test-sglang-vllm: $(SGLANG_VENV)/sglang.stamp $(VLLM_VENV)/vllm.stamp
+	VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PYTHONPATH=tests/sglang/cpu \
+		$(SGLANG_BIN)/python -m pytest -W default tests/sglang/test_sharing.py
 
 test-llamacpp: $(LLAMACPP_VENV)/llamacpp.stamp
 	LLAMA_CPP_LIB_PATH=$(abspath $(LLAMACPP_VENV))/llama.cpp/bin $(LLAMACPP_BIN)/python -m pytest -W default tests/llamacpp

@@ -65,6 +65,7 @@ __all__ = [
     "connect",
     "lookup_all",
     "open",
+    "open_beside",
     "open_overflow_pools",
     "open_pool",
     "open_pools",
@@ -123,6 +124,7 @@ def open(
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
+    max_age_days: float = 0.0,
     checkpoint_tokens: int | None = None,
     model_name: str = "",
 ) -> Store:
@@ -143,8 +145,9 @@ def open(
     outside of ``path`` (None: beside the master key; see docs/encryption.md). ``checkpoint_tokens`` is the
     distance between the save points of a conversation in groups with named pages (None: see
     :mod:`tierstore.retention`). A disk call that takes longer than ``stall_s`` seconds marks the disk as
-    stalled; loads and saves do not wait for it until it answers. ``model_name`` is the model's name for
-    people, as `tierstore ls` shows it.
+    stalled; loads and saves do not wait for it until it answers. ``max_age_days`` is the longest time that a
+    page is served after it was saved (0: no limit; see docs/encryption.md). ``model_name`` is the
+    model's name for people, as `tierstore ls` shows it.
 
     Raises :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -170,6 +173,7 @@ def open(
         lease_s=lease_s,
         mover_threads=mover_threads,
         stall_s=stall_s,
+        max_age_days=max_age_days,
         pools=page_pools,
     )
     backend = LocalBackend(core, owns_core=True, model_name=name)
@@ -183,6 +187,26 @@ def open(
         policy=policy,
         checkpoint_tokens=checkpoint_tokens,
     )
+
+
+def open_beside(store: Store, spec: KVSpec, *, identity: Identity, model_name: str = "") -> Store:
+    """Open a store of other pages in the tiers of an embedded ``store``, for example of embeddings
+    (:meth:`KVSpec.embedding`). Both share the capacities and the policy of ``store``, which must be closed
+    last. Raise :class:`UsageError` for a store at a daemon: connect a second time instead.
+
+    >>> from tierstore.keys import Identity
+    >>> from tierstore.spec import KVSpec
+    >>> with open(None, KVSpec.opaque(4096, chunk_tokens=8), host_bytes=1 << 20) as store:
+    ...     spec = KVSpec.embedding(width=64, dtype="float32")
+    ...     open_beside(store, spec, identity=Identity.of(spec, model="m")).close()
+    """
+    from tierstore.core.backend import LocalBackend
+    from tierstore.store.store import Store
+
+    if not isinstance(store.backend, LocalBackend):
+        raise UsageError("a store at a daemon has no tiers of its own: connect a second store to the daemon")
+    backend = LocalBackend(store.backend.core, model_name=model_name)
+    return Store(backend, spec, identity=identity, lookup_s=_LOOK_S)
 
 
 def connect(

@@ -16,6 +16,7 @@ from typing import Any
 
 from tierstore.errors import UsageError
 
+_MOST_DAYS = 36_500
 LONGEST_S = 10 * 365 * 86_400.0  # longest wait; the clocks of the platform allow a few centuries
 
 
@@ -80,3 +81,15 @@ def _shown(value: object) -> str:
         return reprlib.repr(value)
     except Exception:  # noqa: BLE001  # any object: its description must not raise
         return f"a {type(value).__name__}"
+
+
+def max_age_s(days: float) -> float:
+    """Return the maximum age of pages in seconds; inf for 0 days. Raise :class:`UsageError` for a number
+    out of range.
+
+    >>> max_age_s(30), max_age_s(0)
+    (2592000.0, inf)
+    """
+    if isinstance(days, bool) or not isinstance(days, int | float) or not 0 <= days <= _MOST_DAYS:
+        raise UsageError(f"max_age_days is {days!r}: give 0 (no limit) to {_MOST_DAYS} days")
+    return days * 86400.0 or math.inf

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from tierstore.errors import UsageError
 from tierstore.explanation import Miss
@@ -418,6 +418,14 @@ class Reservation:
     """Return whether pages may still be written; False after the connection to the daemon was lost."""
 
 
+class ForgottenPages(NamedTuple):
+    """The pages that a forget has removed: all of ``identities`` (digests), and single ``pages`` (digest and
+    key) with all pages behind them. Pools drop their copies."""
+
+    identities: frozenset[bytes] = frozenset()
+    pages: frozenset[tuple[bytes, PageKey]] = frozenset()
+
+
 class Backend(Protocol):
     """Everything below HBM, for one store. Pages of one identity have one size. A store of several layer
     groups has an identity for each group."""
@@ -542,6 +550,13 @@ class Backend(Protocol):
     ) -> ForgetReceipt | None:
         """Forget a tenant, a model, or a session; see :meth:`Store.forget <tierstore.Store.forget>`. Return
         None without an answer."""
+
+    def follow_forgets(
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
+    ) -> None:
+        """Call ``follower`` with what any client has forgotten and with what has become too old. Call
+        ``limit_age`` with the seconds that pages may be kept, as soon as they are known and when they change.
+        Both are called on any thread, and must not wait or raise."""
 
     def flush(self, timeout: float | None) -> bool:
         """Wait until everything committed so far is on disk or was given up. Return False when ``timeout``

@@ -152,10 +152,10 @@ class Forgettable:
     used.
 
     The pages leave the pools of this store and the host tier at once. When the call returns, no lookup finds
-    them on disk either, even after a crash. (After a crash, a session's pages may be found again.) In an
-    encrypted store, the keys of the tenant or model are gone then, so the present keyring opens no copy of
-    the directory. Without encryption, the bytes are overwritten in the background. docs/encryption.md has the
-    limits. Pages in other engines' pools stay there. A running save may end afterwards.
+    them on disk either, even after a crash. In an encrypted store, the keys of the tenant or model are gone
+    then, so the present keyring opens no copy of the directory. Without encryption, the bytes are overwritten
+    in the background. A daemon tells the pools of other engines. docs/encryption.md has the limits. A running
+    save may end afterwards.
 
     Raise :class:`UsageError` for another combination, and for names that are not text.
 

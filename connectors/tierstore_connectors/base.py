@@ -28,17 +28,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tierstore.explanation import Explanation, Miss, MissReason
 from tierstore.groups import GroupRule
-from tierstore.keys import Prompt, TokenIds
+from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.planner import Plan
+from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
+
+if TYPE_CHECKING:
+    from tierstore import Store
 
 
 class ConnectorHit(Protocol):
@@ -94,6 +98,11 @@ class Connector(ABC):
     def prompt(self, tokens: TokenIds, *, adapter: str = "") -> Prompt:
         """Return ``tokens`` with their keys under this engine's identity. The engine extends the prompt as it
         generates. ``adapter`` is the digest of a LoRA adapter that computes them, whose pages are its own."""
+
+    def embeddings(self, spec: KVSpec, identity: Identity) -> Store | None:
+        """Open a store of embeddings in the tiers of this connector's store. The connector closes it. None if
+        the connector stores nothing."""
+        return None
 
     @abstractmethod
     def register(self, adapter: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import tierstore
@@ -142,13 +143,22 @@ class StoreConnector(Connector):
     """A connector over a store that shares the engine's page pools: pages in HBM are found and cached like
     others."""
 
-    def __init__(self, store: Store, *, daemon: bool = False) -> None:
-        """``daemon``: the store is at a daemon, where other engines find its pages."""
+    def __init__(
+        self,
+        store: Store,
+        *,
+        daemon: bool = False,
+        beside: Callable[[KVSpec, Identity], Store] | None = None,
+    ) -> None:
+        """``daemon``: the store is at a daemon, where other engines find its pages. ``beside`` opens a store
+        of embeddings in the same tiers. By default they are those of an embedded ``store``."""
         if not store.pools:
             raise UsageError("the bundled engine needs a store with a page pool")
         self.pools = store.pools
         self.store = store
         self._daemon = daemon
+        self._open_beside = beside or partial(_open_beside, store)
+        self._beside: list[Store] = []
 
     @property
     def rules(self) -> tuple[GroupRule, ...]:
@@ -158,6 +168,10 @@ class StoreConnector(Connector):
         if not adapter:
             return self.store.prompt(tokens)
         return Prompt(self._identity_of(adapter), tokens, chunk_tokens=self.pool.spec.chunk_tokens)
+
+    def embeddings(self, spec: KVSpec, identity: Identity) -> Store | None:
+        self._beside.append(self._open_beside(spec, identity))
+        return self._beside[-1]
 
     def register(self, adapter: str) -> None:
         self.store.register(self._identity_of(adapter))
@@ -247,9 +261,14 @@ class StoreConnector(Connector):
         return self.store.stats()
 
     def close(self) -> None:
-        self.store.close()
+        for store in (*self._beside, self.store):
+            store.close()
         for pool in self.pools:
             pool.close()
+
+
+def _open_beside(store: Store, spec: KVSpec, identity: Identity) -> Store:
+    return tierstore.open_beside(store, spec, identity=identity)
 
 
 def _of_store(hit: ConnectorHit) -> StoreHit:
@@ -311,18 +330,23 @@ def open_connector(
     if not prefix_cache:
         return NoStore(pools, identity)
     if store is not None and "://" in store:
-        connected = tierstore.connect(
-            store,
-            spec,
-            identity=identity,
-            pools=pools,
-            model_name=model_name,
-            loads=role.loads,
-            saves=role.saves,
-            wait_s=0,
-        )
-        connected.wait_connected(_CONNECT_S)  # without a daemon the engine starts with misses
-        return StoreConnector(connected, daemon=True)
+        url = store
+
+        def connect(spec: KVSpec, identity: Identity, pools: Sequence[PagePool] | None = None) -> Store:
+            store = tierstore.connect(
+                url,
+                spec,
+                identity=identity,
+                pools=pools,
+                model_name=model_name,
+                loads=role.loads,
+                saves=role.saves,
+                wait_s=0,
+            )
+            store.wait_connected(_CONNECT_S)  # without a daemon the engine starts with misses
+            return store
+
+        return StoreConnector(connect(spec, identity, pools), daemon=True, beside=connect)
     opened = tierstore.open(
         store,
         spec,

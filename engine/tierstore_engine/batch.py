@@ -6,10 +6,12 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+
 from tierstore.tiers.hbm import PagePool, arrivals_of
 from tierstore_engine.attention.base import Span
 from tierstore_engine.sequence import Sequence
-from tierstore_engine.step import Step
+from tierstore_engine.step import Step, StepImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
                 item.start,
                 item.start + item.tokens,
                 drafted=item.guessed + len(item.draft),
+                mutual=item.sequence.images.mutual(item.start, item.stop) if item.sequence.images else (),
             )
             for item in work
         ),
@@ -78,6 +81,27 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
         ),
         chunk_tokens=pools[0].spec.chunk_tokens,
         adapters=tuple(item.sequence.adapter for item in work),
+        images=_images_of(work) if any(item.sequence.images for item in work) else None,
+    )
+
+
+def _images_of(work: Ints[Work]) -> StepImages:
+    """Return what the images of all sequences put into the rows of a step."""
+    rows, embeddings, positions = list[int](), list[torch.Tensor](), list[torch.Tensor]()
+    first, on_axes = 0, False
+    for item in work:
+        images, stop = item.sequence.images, item.start + item.tokens
+        placed = None if images is None else images.positions(item.start, stop)
+        on_axes = on_axes or placed is not None
+        text = torch.arange(item.start, stop)[:, None].expand(-1, 3)
+        positions.append(text if placed is None else placed)
+        for start, embedding in () if images is None else images.rows(item.start, item.stop):
+            at = first + start - item.start
+            rows += range(at, at + len(embedding))
+            embeddings.append(embedding)
+        first += item.tokens
+    return StepImages(
+        rows, torch.cat(embeddings) if embeddings else None, torch.cat(positions) if on_axes else None
     )
 
 

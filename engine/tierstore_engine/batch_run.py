@@ -175,7 +175,9 @@ def _planner(
     pool, config = engine.connector.pool, engine.model.config
     positions = min(config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
     limits = ServerSettings(max_new_tokens=positions)
-    return RequestPlanner(config, opened.tokenizer, template, asked.defaults, limits, positions=positions)
+    return RequestPlanner(
+        config, opened.tokenizer, template, asked.defaults, limits, positions=positions, vision=engine.vision
+    )
 
 
 @dataclass(slots=True)

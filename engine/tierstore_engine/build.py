@@ -59,6 +59,7 @@ from tierstore_engine.ranks.share import Share, check_ranks
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, has_vocabulary
+from tierstore_engine.vision import Vision
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
     check_tensors,
@@ -326,7 +327,7 @@ def build_engine(
     - ``predicted_tokens``: the tokens that a model with a predictor drafts per step at most.
     - ``model_name``: the model's public name.
     - ``role``: whether the engine loads and saves pages that it shares with other engines.
-    - ``share_engines``: share pages with vLLM (:mod:`tierstore_connectors.common.sharing`).
+    - ``share_engines``: share pages with other engines (:mod:`tierstore_connectors.common.sharing`).
 
     Raises :class:`UsageError` for impossible sizes and :class:`~tierstore.errors.StoreUnavailableError` for a
     store that cannot be opened.
@@ -375,7 +376,10 @@ def build_engine(
     adapters = {each.name: each.digest for each in model.adapters}
     for adapter in adapters.values():
         connector.register(adapter)
-    return Engine(runner, model.tokenizer, connector, settings, drafter=drafter, adapters=adapters)
+    vision = Vision.of(model, connector)
+    return Engine(
+        runner, model.tokenizer, connector, settings, drafter=drafter, adapters=adapters, vision=vision
+    )
 
 
 def build_draft_model(

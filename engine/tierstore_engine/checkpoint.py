@@ -251,6 +251,10 @@ class Checkpoint(StoredWeights):
                 "leave out --weights-on-disk"
             ) from error
 
+    def named(self, pattern: str) -> list[str]:
+        """Return the names of the tensors that match a regular expression as a whole, sorted."""
+        return sorted(filter(re.compile(pattern).fullmatch, self._files))
+
     def packed(self, name: str, shape: torch.Size) -> PackedMatrix | None:
         scheme, stem = self._scheme, self._stem(name)
         if scheme is None or stem is None:

@@ -45,6 +45,8 @@ class RopeConfig:
     """How many leading dimensions of a head are rotated; 0 for all."""
     interleaved: bool = False
     """Whether dimension 2i pairs with 2i + 1 instead of i with i + half."""
+    sections: tuple[int, ...] = ()
+    """How many pairs turn by each of three positions (time, height, width); empty if a token has one."""
 
     def facts(self) -> dict[str, Any]:
         return _facts(self, since="beta_fast")

@@ -26,6 +26,7 @@ from tierstore_engine.batch import Work, build_step, finishing
 from tierstore_engine.beams import BeamHypothesis, BeamParams, Beams
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.errors import DeadlineError, RequestError
+from tierstore_engine.images import PromptImage, PromptImages
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.limits import Limits
 from tierstore_engine.outputs import (
@@ -45,6 +46,7 @@ from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import PartialStep, Runner
 from tierstore_engine.stepping import EngineThread
 from tierstore_engine.tokenizer import Tokenizer
+from tierstore_engine.vision import Vision
 
 PromptInput: TypeAlias = str | Ints[int]
 """Text, or token ids that are used as they are (nothing is prepended)."""
@@ -132,12 +134,15 @@ class Engine:
         *,
         drafter: Drafter | None = None,
         adapters: Mapping[str, str] | None = None,
+        vision: Vision | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``adapters`` has the digest of each of the model's adapters, by name. ``clock`` is the clock of the
-        scheduler. Deadlines count from its value in :meth:`add`."""
+        """``adapters`` has the digest of each of the model's adapters, by name. ``vision`` makes the images
+        of :meth:`add` for its callers. ``clock`` is the clock of the scheduler. Deadlines count from its
+        value in :meth:`add`."""
         self.model = model
         self.tokenizer = tokenizer
+        self.vision = vision
         self.connector = connector
         self.settings = settings or EngineSettings()
         self.adapters = dict(adapters or {})
@@ -180,6 +185,7 @@ class Engine:
         ttft_slo_s: float | None = None,
         promise: Promise | None = None,
         adapter: str | None = None,
+        images: Ints[PromptImage] = (),
     ) -> RequestId:
         """Queue a request.
 
@@ -190,6 +196,7 @@ class Engine:
         - ``ttft_slo_s``: the time limit for its first token, in seconds.
         - ``promise``: another engine has computed the prompt; the request waits for its pages.
         - ``adapter``: the name of the adapter that computes it. None takes the model alone.
+        - ``images``: embeddings in the places of tokens of the prompt, in order.
 
         Raises :class:`RequestError` if the request can never be served. Raises :class:`DeadlineError` if its
         first token is not expected within ``ttft_slo_s``, given the waiting requests, the cached part of its
@@ -203,7 +210,10 @@ class Engine:
         if adapter is not None and adapter not in self.adapters:
             raise RequestError(f"no adapter {adapter!r} (known: {', '.join(self.adapters) or 'none'})")
         digest = "" if adapter is None else self.adapters[adapter]
-        sequence = self._roster.new(tokens, params, started, digest)
+        placed = PromptImages(tokens, images) if images else None
+        if placed is not None:
+            self.limits.check_images(images, placed, self.settings.prefill_chunk)
+        sequence = self._roster.new(tokens, params, started, digest, placed)
         sequence.session = session
         sequence.hint = hint
         sequence.no_save = not save
@@ -411,6 +421,8 @@ class Engine:
             late_requests=self._late_requests,
             longest_overtaken_s=self._scheduler.longest_overtaken_s,
             overflow=pool.stats if isinstance(pool, BeyondPool) else None,
+            encoded_images=self.vision.encoded if self.vision is not None else 0,
+            found_images=self.vision.found if self.vision is not None else 0,
         )
 
     def close(self) -> None:

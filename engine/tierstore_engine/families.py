@@ -31,6 +31,7 @@ from tierstore_engine.config_fields import (
     mixed_layers,
     read_rope,
     rope_fields,
+    rope_kind,
     windows_of,
     yarn_growth,
 )
@@ -52,7 +53,8 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
     if raw.get("text_config"):
         if not isinstance(raw["text_config"], Mapping):
             raise ModelError(f"config.json: text_config must be an object, got {raw['text_config']!r}")
-        raw = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **raw["text_config"]}
+        tied = {name: raw[name] for name in ("tie_word_embeddings",) if name in raw}
+        raw = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **tied, **raw["text_config"]}
     check_values(raw)
     try:
         config = _READERS[architecture](raw)
@@ -117,6 +119,21 @@ def _qwen2(raw: Raw) -> ModelConfig:
     return ModelConfig(
         **common_fields(raw), qkv_bias=bool(raw.get("qkv_bias", True)), windows=windows_of(raw)
     )
+
+
+def _qwen2_5_vl(raw: Raw) -> ModelConfig:
+    """Read the text part of a Qwen2.5 for images, whose older files have no object for it."""
+    given = dict(rope_fields(raw))
+    sections = tuple(int(each) for each in given.get("mrope_section") or ())
+    if rope_kind(given) == "mrope":
+        given |= {"rope_type": "default", "type": "default"}
+    config = _qwen2({"rope_theta": 1000000.0, **raw, "rope_parameters": given, "rope_scaling": None})
+    if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
+        raise ModelError(
+            f"config.json: mrope_section must be three numbers with the sum {config.head_dim // 2}, got "
+            f"{list(sections)}"
+        )
+    return replace(config, rope=replace(config.rope, sections=sections))
 
 
 def _qwen3(raw: Raw) -> ModelConfig:
@@ -327,6 +344,7 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
     "Qwen3ForCausalLM": _qwen3,
     "MixtralForCausalLM": _mixtral,
     "Qwen2MoeForCausalLM": _qwen2_moe,
@@ -352,13 +370,14 @@ _UNREAD = {
     r".*\.self_attn\.(attn\.|[kv]_proj\.)?[kv]_scale": "scales of KV, for --kv-scales checkpoint",
 }
 _IMAGES = {
-    r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*": "images, which are not computed",
+    r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\..*": "the encoder of images",
 }
 _FURTHER = {r"mtp\..*": "layers that predict further tokens, which are not computed"}
 _UNREAD_OF: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": _IMAGES,
     "Llama4ForConditionalGeneration": _IMAGES,
     "Mistral3ForConditionalGeneration": _IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": _IMAGES,
     "Qwen3NextForCausalLM": _FURTHER,
     "NemotronHForCausalLM": _FURTHER,
 }

@@ -122,6 +122,8 @@ class DecodeGraphs:
             return "drafts"  # a capture keeps every state
         if any(step.adapters):
             return "adapters"
+        if step.images is not None and step.images.rows:
+            return "images"
         if step.arrivals.pending:
             return "pages on their way"
         if len(spans) > self._buckets[-1].size:
@@ -190,7 +192,9 @@ class _Bucket:
         rows, used = self._rows, len(step.spans)
         starts = np.array([span.start for span in step.spans], np.int32)
         rows["tokens"][:used] = step.tokens
-        rows["positions"][:used] = starts
+        placed = step.images.positions if step.images is not None else None
+        # The three positions of a generated token are equal.
+        rows["positions"][:used] = starts if placed is None else placed[:, 0].numpy()
         rows["lengths"][:used] = starts + 1
         rows["offsets"][:used] = starts % step.chunk_tokens
         for name, values in _NOTHING.items():

@@ -100,7 +100,8 @@ class PageKeeper:
         points = [point for point in sequence.save_points if point > sequence.computed]
         if self._checkpoint:
             points.append((sequence.computed // self._checkpoint + 1) * self._checkpoint)
-        return min([stop, *points])
+        end = min([stop, *points])
+        return end if sequence.images is None else sequence.images.step_end(sequence.computed, end)
 
     def add_save_point(self, sequence: Sequence, tokens: int, *, parts: bool = False) -> None:
         """Add a save point: save the pages for a hit of the first ``tokens`` tokens. With ``parts`` other
@@ -128,7 +129,12 @@ class PageKeeper:
         """
         most = 0 if sequence.no_load else len(sequence.tokens) - 1
         counted, sequence.counted = admitting and not sequence.counted, sequence.counted or admitting
-        return self.connector.lookup(sequence.prompt, max_tokens=most, counted=counted)
+        hit = self.connector.lookup(sequence.prompt, max_tokens=most, counted=counted)
+        while sequence.images is not None and sequence.images.shortened(hit.tokens) < hit.tokens:
+            most = sequence.images.shortened(hit.tokens)
+            hit.release()
+            hit = self.connector.lookup(sequence.prompt, max_tokens=most, counted=False)
+        return hit
 
     def lacking(self, admitted: Iterable[Sequence]) -> list[int]:
         """Return how many pages of each group the ``admitted`` sequences still need for their tokens.
@@ -197,6 +203,8 @@ class PageKeeper:
         if self._plan == "compute":
             return Plan(0 if self._has_named else in_hbm, 0, 0.0, 0.0, None)
         block = self._prefill_chunk if self._plan == "both-ends" else 0
+        if sequence.images is not None and sequence.images.longest_mutual:
+            block = 0  # the loaded end could divide an image that the front has to compute whole
         if self._has_named and (hit.hbm_pages or not self.connector.rules[0].chained):
             block = 0  # nothing but token 0 has the windows and states to compute a front from
         plan = self.connector.plan(hit, len(sequence.tokens), block=block)
@@ -337,8 +345,10 @@ class PageKeeper:
         whole = computed - computed % self.chunk_tokens
         hint = _ELSEWHERE if sequence.hint is not None and sequence.hint.elsewhere else None
         point = SavePoint(sequence.prompt, [whole], hint, sequence.session)
-        parts = sequence.save_points.get(computed)
-        here = parts is not None or (self._checkpoint and computed % self._checkpoint == 0)
+        # A step that ends where an image ends may have passed a save point.
+        at = whole if sequence.images is not None and sequence.images.longest_mutual else computed
+        parts = sequence.save_points.get(at)
+        here = parts is not None or (self._checkpoint and at % self._checkpoint == 0)
         for table in sequence.tables:
             if table.group.rule.chained:
                 if whole > table.saved_at:

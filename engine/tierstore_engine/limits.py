@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ints
+from math import prod
 
 from tierstore.errors import UsageError
 from tierstore.tiers.group_pools import fits
 from tierstore.units import format_size
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import RequestError
+from tierstore_engine.images import PromptImage, PromptImages
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import Sequence
@@ -51,6 +53,24 @@ class Limits:
                 f"pages, but the pool has {pool.target}"
             )
         self._check_groups(most)
+
+    def check_images(self, images: Ints[PromptImage], placed: PromptImages, prefill_chunk: int) -> None:
+        """Raise :class:`RequestError` for embeddings that do not fit this model, and for an image whose
+        tokens see one another if they do not fit a step of ``prefill_chunk`` tokens."""
+        config = self.config
+        for image in images:
+            rows, width = image.embedding.shape
+            if width != config.hidden_size:
+                raise RequestError(f"an embedding has {width} numbers a row, the model {config.hidden_size}")
+            if image.grid is not None and (not config.rope.sections or prod(image.grid) != rows):
+                raise RequestError(
+                    f"an image of {rows} rows cannot have positions of a grid {image.grid} here"
+                )
+        if placed.longest_mutual > prefill_chunk:
+            raise RequestError(
+                f"an image of this model takes {placed.longest_mutual} tokens, which are computed together: "
+                f"start with --prefill-chunk {placed.longest_mutual} or more"
+            )
 
     def check_beams(self, tokens: int, new_tokens: int, *, width: int, max_sequences: int) -> None:
         """Raise :class:`RequestError` if there is no room for a search of ``width`` beams."""
@@ -97,9 +117,14 @@ def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
     free."""
     if not tokens:
         raise RequestError("the prompt is empty: it needs at least one token")
-    if len(tokens) >= limit:
-        raise RequestError(
-            f"the prompt has {len(tokens)} tokens, but the model allows {limit} including the answer"
-        )
+    check_length(len(tokens), limit)
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise RequestError(f"token ids must be between 0 and {vocab_size - 1} for this model")
+
+
+def check_length(tokens: int, limit: int) -> None:
+    """Raise :class:`RequestError` if a prompt of ``tokens`` tokens leaves no position free."""
+    if tokens >= limit:
+        raise RequestError(
+            f"the prompt has {tokens} tokens, but the model allows {limit} including the answer"
+        )

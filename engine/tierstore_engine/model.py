@@ -184,6 +184,8 @@ class Model:
         hidden = embedded(step.tokens, self._weights.embed)
         if self.config.embed_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embed_scale, dtype=hidden.dtype)
+        if step.embedded_rows is not None and step.embeddings is not None:
+            hidden = hidden.index_copy(0, step.embedded_rows, step.embeddings.to(hidden.dtype))
         return hidden
 
     def _through(self, step: StepInput, hidden: torch.Tensor, layers: range) -> torch.Tensor:

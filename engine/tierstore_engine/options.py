@@ -161,7 +161,8 @@ class EngineOptions(ModelOptions):
     share_engines: Annotated[
         bool,
         typer.Option(
-            "--share-engines", help="Share pages with vLLM, by model instead of by engine (docs/sharing.md)"
+            "--share-engines",
+            help="Share pages with vLLM and SGLang, by model instead of by engine (docs/sharing.md)",
         ),
     ] = False
     draft: Annotated[

@@ -142,7 +142,8 @@ class EngineStats:
     ``accepted_tokens`` is how many of the ``drafted_tokens`` were right. ``shared_pages`` is how many pages
     sharing among forked requests saves. ``late_requests`` were refused because of their deadlines.
     ``longest_overtaken_s`` is the longest time for which a request was overtaken
-    (:mod:`tierstore_engine.ordering`).
+    (:mod:`tierstore_engine.ordering`). ``encoded_images`` were computed by the encoder of images,
+    ``found_images`` are embeddings that the store had.
     """
 
     steps: int
@@ -159,6 +160,8 @@ class EngineStats:
     late_requests: int
     longest_overtaken_s: float
     overflow: OverflowStats | None = None  # None without an overflow file
+    encoded_images: int = 0
+    found_images: int = 0
 
     @property
     def waiting(self) -> int:

@@ -16,10 +16,18 @@ class Rope:
     def __init__(self, config: RopeConfig, head_dim: int, *, device: str) -> None:
         self._frequencies = inverse_frequencies(config, config.rotary_dim or head_dim).to(device)
         self._amplitude = config.amplitude
+        axes = [axis for axis, pairs in enumerate(config.sections) for _ in range(pairs)]
+        self._axes = torch.tensor(axes, device=device) if axes else None
 
     def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines ``[tokens, 1, rotary_dim]`` for int64 ``positions [tokens]``."""
-        angles = positions.to(torch.float32)[:, None] * self._frequencies[None, :]
+        """Return cosines and sines ``[tokens, 1, rotary_dim]`` for int64 ``positions``: ``[tokens]``, or
+        ``[tokens, 3]`` if each pair of dimensions turns by one of three."""
+        if positions.dim() == 1:
+            positions = positions[:, None]
+        else:
+            assert self._axes is not None, "only such a RoPE has images with positions on three axes"
+            positions = positions[:, self._axes]
+        angles = positions.to(torch.float32) * self._frequencies[None, :]
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         cosines, sines = each(torch.cos, angles), each(torch.sin, angles)
         if self._amplitude != 1.0:

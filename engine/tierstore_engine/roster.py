@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tierstore_engine.drafting import Drafter
+from tierstore_engine.images import PromptImages
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.limits import Limits
 from tierstore_engine.outputs import RequestId
@@ -58,13 +59,20 @@ class Roster:
     def followed(self, sequence: Sequence) -> bool:
         return sequence.request_id in self._followers
 
-    def new(self, tokens: list[int], params: SamplingParams, added: float, adapter: str = "") -> Sequence:
+    def new(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        added: float,
+        adapter: str = "",
+        images: PromptImages | None = None,
+    ) -> Sequence:
         """Create a sequence for a new request, with the adapter of a digest. It is in no queue yet."""
         config = self._limits.config
         eos = () if params.ignore_eos else config.eos_ids
         sequence = Sequence(
             self._new_id(),
-            self._keeper.connector.prompt(tokens, adapter=adapter),
+            self._keeper.connector.prompt(tokens if images is None else images.words, adapter=adapter),
             tokens,
             params,
             self._tokenizer.detokenizer(tokens),
@@ -73,6 +81,7 @@ class Roster:
             added=added,
         )
         sequence.adapter = adapter
+        sequence.images = images
         self._sequences[sequence.request_id] = sequence
         return sequence
 

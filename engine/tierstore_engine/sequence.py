@@ -25,6 +25,7 @@ import torch
 from tierstore.keys import Prompt
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
+from tierstore_engine.images import PromptImages
 from tierstore_engine.meeting import Meeting
 from tierstore_engine.outputs import (
     Completion,
@@ -156,6 +157,7 @@ class Sequence:
         self.deadline_s = math.inf  # when its first token is due, by the monotonic clock
         self.root = request_id  # the request that it was forked from, or itself
         self.adapter = ""  # the digest of its LoRA adapter; empty without one
+        self.images: PromptImages | None = None  # None without images
         self.session: str | None = None  # the conversation, if known
         self.hint: Hint | None = None  # what the caller knows of its pages' future
         self.promise: Promise | None = None  # of another engine; None once it was waited for

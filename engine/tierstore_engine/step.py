@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from tierstore.tiers.hbm import COMPLETED, CopyFence
 from tierstore_engine.attention.base import BatchLayout, Span, numbers_on, positions_of
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.moving import to_device
 from tierstore_engine.sampling import Choice, Draw
 
 
@@ -21,6 +22,8 @@ class StepInput:
     ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of the spans. ``layouts`` has one layout
     for each layer group. ``logit_rows`` (int64) names the rows whose logits are needed. ``arrivals`` are the
     pages that are still arriving. ``adapters`` has the rows (int64) of each adapter, by its digest.
+    ``positions`` are ``[tokens, 3]`` if a sequence has images with positions on three axes. ``embeddings``
+    take the places of the tokens in ``embedded_rows`` (int64); None without images.
     """
 
     tokens: torch.Tensor
@@ -29,6 +32,8 @@ class StepInput:
     logit_rows: torch.Tensor
     arrivals: CopyFence = COMPLETED
     adapters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    embedded_rows: torch.Tensor | None = None
+    embeddings: torch.Tensor | None = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -36,10 +41,25 @@ class StepInput:
         return self.layouts[0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepImages:
+    """The images in a step. ``embeddings [rows, hidden_size]`` take the places of the tokens in ``rows``.
+    ``positions`` is int64 ``[tokens, 3]``, None if all tokens have positions like text."""
+
+    rows: Sequence[int]
+    embeddings: torch.Tensor | None
+    positions: torch.Tensor | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other ranks get bytes. torch would send handles of files, which these processes do not share.
+        return _unpacked, (tuple(self.rows), _packed(self.embeddings), _packed(self.positions))
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step before it is on a device. ``tokens`` are the tokens of all spans, concatenated. ``adapters`` has
-    the digest of each span's adapter, empty without one; no span has one if it is empty."""
+    the digest of each span's adapter, empty without one; no span has one if it is empty. ``images`` is None
+    if no sequence has images."""
 
     spans: tuple[Span, ...]
     tokens: Sequence[int]
@@ -47,6 +67,7 @@ class Step:
     arrivals: CopyFence
     chunk_tokens: int
     adapters: tuple[str, ...] = ()
+    images: StepImages | None = None
 
     def on(self, device: str, *, states: Collection[int] = ()) -> StepInput:
         """Return the step as tensors. ``states`` are the layer groups that are recurrent states."""
@@ -56,13 +77,18 @@ class Step:
             else BatchLayout.of(self.spans, chunk_tokens=self.chunk_tokens, device=device, group=group)
             for group in range(len(self.spans[0].tables))
         )
+        images = self.images or _NO_IMAGES
         return StepInput(
             tokens=numbers_on(self.tokens, device),
-            positions=positions_of(self.spans, device=device),
+            positions=positions_of(self.spans, device=device)
+            if images.positions is None
+            else to_device(images.positions, device),
             layouts=layouts,
             logit_rows=numbers_on(self.logit_rows, device),
             arrivals=self.arrivals,
             adapters={name: numbers_on(rows, device) for name, rows in self._adapter_rows().items()},
+            embedded_rows=numbers_on(images.rows, device) if images.rows else None,
+            embeddings=None if images.embeddings is None else to_device(images.embeddings, device),
         )
 
     def _adapter_rows(self) -> Mapping[str, Sequence[int]]:
@@ -73,6 +99,24 @@ class Step:
                 rows.setdefault(adapter, []).extend(range(first, first + span.tokens))
             first += span.tokens
         return rows
+
+
+_NO_IMAGES = StepImages((), None, None)
+_Packed: TypeAlias = tuple[bytes, torch.dtype, torch.Size] | None
+
+
+def _packed(tensor: torch.Tensor | None) -> _Packed:
+    if tensor is None:
+        return None
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes(), tensor.dtype, tensor.shape
+
+
+def _unpacked(rows: Sequence[int], *packed: _Packed) -> StepImages:
+    embeddings, positions = (
+        None if each is None else torch.frombuffer(bytearray(each[0]), dtype=each[1]).view(each[2])
+        for each in packed
+    )
+    return StepImages(rows, embeddings, positions)
 
 
 @dataclass(slots=True)

@@ -69,6 +69,10 @@ class Tokenizer(ABC):
         """Return the bytes that a token adds within a text. A special token has none. A token that is part of
         a character has its own bytes."""
 
+    def written(self, token: int) -> str | None:
+        """Return how an added token, such as a special one, is written in a text. None for other tokens."""
+        return None
+
     def token_text(self, token: int) -> str:
         """Return the text that a token adds within a text. Parts of characters become replacement
         characters."""
@@ -108,6 +112,7 @@ class HFTokenizer(Tokenizer):
     def __init__(self, source: Path | FastTokenizer) -> None:
         self._fast = _read(source) if isinstance(source, Path) else source
         added = self._fast.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = {token for token, each in added.items() if each.special}
         kinds = _kinds(json.loads(self._fast.to_str())["decoder"])
         self._byte_level = "ByteLevel" in kinds
@@ -121,6 +126,9 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._fast.decode(list(tokens)))
+
+    def written(self, token: int) -> str | None:
+        return self._fast.id_to_token(token) if token in self._added else None
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._fast.id_to_token(token)

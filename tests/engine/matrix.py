@@ -29,9 +29,13 @@ FAMILIES: Mapping[str, str] = {
     "delta": "tiny-qwen3-next",
     "mamba": "tiny-granite-hybrid",
     "states": "tiny-mamba2",
+    "placed images": "qwen",
+    "mutual images": "gemma",
 }
 """A preset of each kind of model. ``delta`` and ``mamba`` have states and attention, ``states`` has no
-attention."""
+attention. The last two are models of ``pictured.py``, whose prompts have images."""
+
+PICTURED = ("placed images", "mutual images")
 
 AXES: Mapping[str, Sequence[str]] = {
     "family": tuple(FAMILIES),
@@ -57,6 +61,8 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("family", "delta"): "delta rule + attention",
     ("family", "mamba"): "Mamba-2 + attention",
     ("family", "states"): "states only",
+    ("family", "placed images"): "images (Qwen2.5-VL)",
+    ("family", "mutual images"): "images (Gemma 3)",
     ("kv", "int8"): "`--kv-dtype int8`",
     ("kv", "fp8_e4m3"): "`--kv-dtype fp8_e4m3`",
     ("kv", "int4"): "`--kv-dtype int4`",

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.pictured import data_url, picture, write_folder
 from tests.forked import Forked
 from tierstore.errors import UsageError
 from tierstore.testing.clock import wait_until
@@ -81,6 +82,28 @@ def test_openai_files(run: Run) -> None:
     assert found["chat"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert [each["index"] for each in found["text"]["body"]["choices"]] == [0, 1, 2, 3]
     assert found["text"]["body"]["usage"]["completion_tokens"] == 16
+
+
+def test_chats_about_images(run: Run, tmp_path: Path) -> None:
+    folder = write_folder("qwen", tmp_path / "model")
+    url = data_url(picture(1))
+    urls = {"one": url, "other": url, "bad": url[:-40]}
+    lines = [
+        {
+            "custom_id": name,
+            "url": "/v1/chat/completions",
+            "body": {
+                "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": each}}]}]
+            },
+        }
+        for name, each in urls.items()
+    ]
+    code, results, _ = run(lines, "--model", str(folder), "--max-new-tokens", "4", "--ignore-eos")
+    assert code == 1
+    found = {each["custom_id"]: each for each in results}
+    assert "an image is damaged" in found["bad"]["error"]["message"]
+    one, other = (found[name]["response"]["body"]["choices"][0]["message"] for name in ("one", "other"))
+    assert one == other
 
 
 def test_bad_lines_fail_alone(run: Run) -> None:

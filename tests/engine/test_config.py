@@ -225,6 +225,40 @@ def test_the_text_part_of_a_model_that_takes_images() -> None:
     assert config_from_hf(whole) == config_from_hf(LLAMA | GEMMA | {"torch_dtype": "bfloat16"})
 
 
+QWEN_VL: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+    "max_window_layers": 2,
+}
+
+
+def test_qwen2_5_vl_before_and_from_transformers_5() -> None:
+    before = config_from_hf(LLAMA | QWEN_VL)
+    rope = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]}
+    from_5 = {
+        "architectures": QWEN_VL["architectures"],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "text_config": {**LLAMA, "rope_parameters": rope},
+    }
+    assert before == config_from_hf(from_5)
+    assert before.rope.sections == (2, 3, 3)
+    assert before.tied_embeddings
+    assert before.qkv_bias
+
+
+@pytest.mark.parametrize("sections", [None, [2, 3], [2, 3, 4], [8]])
+def test_sections_that_do_not_fill_a_head(sections: list[int] | None) -> None:
+    scaling = {"type": "mrope", "mrope_section": sections}
+    with pytest.raises(ModelError, match="mrope_section must be three numbers with the sum 8, got"):
+        config_from_hf(LLAMA | QWEN_VL | {"rope_scaling": scaling})
+
+
 def test_llama4_says_where_it_does_not_turn() -> None:
     config = config_from_hf(LLAMA | LLAMA4 | {"no_rope_layers": None, "num_hidden_layers": 8})
     assert [config.rope_of(layer) is None for layer in range(8)] == [False, False, False, True] * 2

@@ -25,6 +25,7 @@ from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.graphs import DecodeGraphs, Recorder, bucket_sizes
+from tierstore_engine.images import PromptImage
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.launcher import Argument, Kernel
 from tierstore_engine.loaded import LoadedModel
@@ -130,6 +131,29 @@ def test_steps_over_codes_are_replayed(loaded: Callable[..., LoadedModel]) -> No
         if isinstance(runner, GraphRunner):
             assert runner.graphs.replayed > 10
     assert np.array_equal(answers[0], answers[1])
+
+
+def test_a_sequence_with_images_is_replayed() -> None:
+    """Behind an image, positions are fewer than tokens."""
+    tiny = preset("tiny", dtype="float16")
+    half = tiny.head_dim // 2
+    config = replace(tiny, rope=replace(tiny.rope, sections=(half - 4, 2, 2)), max_positions=320)
+    rows = torch.randn(24, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    image = PromptImage(10, rows, bytes(32), grid=(4, 6))
+    answers = []
+    for graphs in (True, False):
+        engine, runner = grouped_engine(config, graphs=graphs)
+        with_image = engine.add([7 * i % 250 for i in range(50)], GREEDY, images=[image])
+        text = engine.add([7 * i % 250 for i in range(50)], GREEDY)
+        done = {each.request_id: each for each in engine._finish([with_image, text])}
+        answers.append([done[each].logits for each in (with_image, text)])
+        if isinstance(runner, GraphRunner):
+            assert runner.graphs.replayed > 10
+            assert set(runner.graphs.eager) == {"prefill"}
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours is not None
+        np.testing.assert_allclose(ours, theirs, atol=0.02)
+    assert not np.allclose(*answers[0], atol=0.5)
 
 
 GROUPED = {

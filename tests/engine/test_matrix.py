@@ -17,7 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.matrix import AXES, DOCUMENT, FAMILIES, REFUSED, Pair, Row, all_pairs, documented, spread
+from tests.engine.matrix import (
+    AXES,
+    DOCUMENT,
+    FAMILIES,
+    PICTURED,
+    REFUSED,
+    Pair,
+    Row,
+    all_pairs,
+    documented,
+    spread,
+)
+from tests.engine.pictured import picture, write_draft, write_folder
 from tests.portions import chosen
 from tests.tierstore.cluster.hosts import Host
 from tierstore import native
@@ -29,6 +41,7 @@ from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import load_model, open_model_of
 from tierstore_engine.calibration import measure_ranges, write_ranges
 from tierstore_engine.engine import Engine
+from tierstore_engine.images import PromptImage, PromptImages
 from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import ServeOptions
 from tierstore_engine.outputs import Completion, RequestId
@@ -51,8 +64,9 @@ ANSWER = SamplingParams(
     logit_bias=dict.fromkeys((65, 66, 67, 68), 50.0),
 )
 MAX_QUANTISED_DIFF = 0.05  # a number at the border of two codes may move by a step
+MOST_FAR = 3  # tokens of an answer whose logits may differ by more
 TIERS = {"pool": "hbm", "host": "host", "disk": "disk"}
-DRAFTS = {"none": None, "lookup": "prompt-lookup", "model": "tiny", "mtp": "mtp"}
+DRAFTS = {"none": None, "lookup": "prompt-lookup", "mtp": "mtp"}
 
 ROWS = all_pairs()
 NORMAL = spread(ROWS, 16)  # the other rows are for the soak
@@ -66,6 +80,8 @@ class Rig:
     folder: Path
     urls: tuple[str, str] | None  # of the daemons of the first and the second engine
     scales: str
+    model: str
+    draft: str  # a model that drafts for it
     engines: list[Engine]
 
     def options(self, place: int) -> ServeOptions:
@@ -80,7 +96,7 @@ class Rig:
             self.plain(),
             store=store,
             no_prefix_cache=False,
-            draft=DRAFTS.get(row["draft"], FAMILIES[row["family"]]),
+            draft={**DRAFTS, "model": self.draft, "alike": self.model}[row["draft"]],
             plan=row["plan"],
             tensor_parallel=int(row["ranks"]),
             sequence_parallel=int(row["parts"]),
@@ -90,7 +106,7 @@ class Rig:
         """Return the options of an engine that computes the same model without any other feature."""
         static = self.row["kv"] == "static"
         return ServeOptions(
-            model=FAMILIES[self.row["family"]],
+            model=self.model,
             device="cpu",
             no_prefix_cache=True,
             kv_dtype="int8" if static else self.row["kv"],
@@ -132,11 +148,19 @@ def settle(engine: Engine) -> None:
         assert engine.connector.store.flush(60)
 
 
+def images_in(engine: Engine) -> list[PromptImage]:
+    """Return images within the first tokens of a prompt, if the model takes any."""
+    vision = engine.vision
+    if vision is None:
+        return []
+    return [vision.embed(vision.process(picture(start)), start) for start in (70, 300)]
+
+
 def answers(
     engine: Engine, prompt: Sequence[int], n: int, *, parked: bool = False, promise: Promise | None = None
 ) -> list[Completion]:
     """Return ``n`` completions. With ``parked`` the last one loses its pages in the middle."""
-    ids = [engine.add(prompt, ANSWER, promise=promise)]
+    ids = [engine.add(prompt, ANSWER, promise=promise, images=images_in(engine))]
     assert ANSWER.seed is not None
     ids += [engine.fork(ids[0], seed=ANSWER.seed + number) for number in range(1, n)]
     found: dict[RequestId, Completion] = {}
@@ -150,21 +174,23 @@ def answers(
 
 
 def check_equal(found: Completion, expected: Completion, row: Row) -> None:
-    """The tokens are the same. With quantised KV, logits may differ by a rounding that a draw is just at.
-    Parts sum in another order, so a token's rounded KV may then choose another expert for it."""
+    """The tokens are the same. With quantised KV, logits may differ by a rounding that a draw is just at. In
+    a few places they may differ by more: another code can change which expert computes a token. Parts sum in
+    another order than one rank, so there are more such places with them."""
     assert found.logits is not None
     assert expected.logits is not None
     quantised = row["kv"] != "auto"
     most = MAX_QUANTISED_DIFF if quantised else MAX_LOGIT_DIFF
-    differences: list[float] = []
+    few = len(found.tokens) // 3 if row["parts"] == "2" else MOST_FAR
+    far = 0
     for place, (token, wanted) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
-        differences.append(float(np.abs(found.logits[place] - expected.logits[place]).max()))
+        difference = np.abs(found.logits[place] - expected.logits[place]).max()
+        far += difference > (0 if row["deterministic"] == "yes" else most)
+        assert far <= (few if quantised and row["deterministic"] == "no" else 0)
         if token != wanted:
             assert quantised
-            assert differences[-1] > 0
-            break
-    largest = np.median(differences) if quantised and row["parts"] == "2" else max(differences)
-    assert largest <= (0 if row["deterministic"] == "yes" else most)
+            assert difference > 0
+            return
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +210,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     @cache
     def make(name: str) -> Path:
-        file = tmp_path_factory.mktemp("scales") / f"{name}.json"
+        file = tmp_path_factory.mktemp("scales") / "scales.json"
         model = load_model(name, device="cpu")
         write_ranges(model.config, measure_ranges(model, list(range(250)) * 2), file)
         return file
@@ -192,9 +218,29 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, str]]:
+    """Returns the model of a family, and another one with its vocabulary. It makes their folders once, if
+    they are no presets."""
+
+    @cache
+    def make(family: str) -> tuple[str, str]:
+        if family not in PICTURED:
+            return FAMILIES[family], "tiny"
+        folder = tmp_path_factory.mktemp("models")
+        model, draft = write_folder(FAMILIES[family], folder / "model"), write_draft(folder / "draft")
+        return str(model), str(draft)
+
+    return make
+
+
 @pytest.fixture
 def rig(
-    request: pytest.FixtureRequest, row: Row, tmp_path: Path, calibrated: Callable[[str], Path]
+    request: pytest.FixtureRequest,
+    row: Row,
+    tmp_path: Path,
+    calibrated: Callable[[str], Path],
+    models: Callable[[str], tuple[str, str]],
 ) -> Iterator[Rig]:
     urls = None
     if row["store"] == "daemon":
@@ -203,8 +249,9 @@ def rig(
     if row["store"] == "other host":
         one, other = request.getfixturevalue("hosts")
         urls = one.url, other.url
-    scales = str(calibrated(FAMILIES[row["family"]])) if row["kv"] == "static" else "dynamic"
-    rig = Rig(row, tmp_path, urls, scales, [])
+    model, draft = models(row["family"])
+    scales = str(calibrated(model)) if row["kv"] == "static" else "dynamic"
+    rig = Rig(row, tmp_path, urls, scales, model, draft, [])
     yield rig
     for engine in list(rig.engines):
         rig.end(engine)
@@ -220,7 +267,8 @@ def test_features_together(row: Row, rig: Rig) -> None:
     first = rig.start(rig.options(0))
     promise, handed = None, row["handover"] == "yes"
     if handed:
-        request = first.add(prompt, replace(ANSWER, max_new_tokens=1), hint=ELSEWHERE)
+        asked = replace(ANSWER, max_new_tokens=1)
+        request = first.add(prompt, asked, hint=ELSEWHERE, images=images_in(first))
         done = next(each for output in iter(first.step, None) for each in output if each.finished).completion
         assert done is not None
         assert done.request_id == request
@@ -261,8 +309,11 @@ def again(rig: Rig, first: Engine, prompt: Sequence[int]) -> Engine:
     store = second.connector
     assert isinstance(store, StoreConnector)
 
+    images = images_in(second)
+    words = PromptImages(prompt, images).words if images else prompt
+
     def published() -> bool:
-        with store.store.lookup(prompt, counted=False) as hit:
+        with store.store.lookup(words, counted=False) as hit:
             return hit.tokens + hit.remote_tokens >= TOKENS // 64 * 64
 
     wait_until(published)
@@ -273,15 +324,20 @@ def again(rig: Rig, first: Engine, prompt: Sequence[int]) -> Engine:
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: "-".join(value for _, value in pair))
-def test_refused_together(pair: Pair, tmp_path: Path, calibrated: Callable[[str], Path]) -> None:
+def test_refused_together(
+    pair: Pair,
+    tmp_path: Path,
+    calibrated: Callable[[str], Path],
+    models: Callable[[str], tuple[str, str]],
+) -> None:
     values = dict(pair)
     if values.get("draft") == "mtp":
         values.setdefault("family", "latents")  # no other kind of model gets so far
     row = Row.of(**values, store="host")
     scales = str(tmp_path / "scales.json")
     if row["kv"] == "static" and row["family"] != "states":
-        scales = str(calibrated(FAMILIES[row["family"]]))
-    rig = Rig(row, tmp_path, None, scales, [])
+        scales = str(calibrated(models(row["family"])[0]))
+    rig = Rig(row, tmp_path, None, scales, *models(row["family"]), [])
     sentence = re.escape(REFUSED[pair].sentence).replace(r"\{\}", ".*")
     with pytest.raises(TierStoreError, match=f"^{sentence}"):
         rig.start(rig.options(0))

@@ -67,7 +67,7 @@ def command(
 
     When this returns, no lookup finds the pages. With --disk-key, the keys of a tenant or model are gone, and
     neither the disk nor a copy of the directory can be read. Otherwise the pages are overwritten in the
-    background. Pages in the HBM of an engine stay until the engine forgets them. docs/encryption.md has the
+    background. Connected engines are told to drop the pages from their HBM. docs/encryption.md has the
     limits."""
     from tierstore.packs.signing import Signer
     from tierstore.wire import messages
@@ -102,8 +102,13 @@ def receipt_digest(document: dict[str, object]) -> bytes:
 def _summary(receipt: ForgetReceipt) -> str:
     parts = {"tenant": receipt.tenant, "model": receipt.model, "session": receipt.session}
     what = ", ".join(f"{name} {value!r}" for name, value in parts.items() if value is not None)
-    disk = f"{receipt.keys:,} keys dropped" if receipt.encrypted else "the disk is not encrypted"
+    keys = _counted(receipt.keys, "key", "keys")
+    disk = f"{keys} dropped" if receipt.encrypted else "the disk is not encrypted"
     return (
-        f"forgot {what} in {receipt.took_s:.2f} s: {receipt.identities:,} identities, "
-        f"{receipt.host_pages:,} pages in host memory, {disk}"
+        f"forgot {what} in {receipt.took_s:.2f} s: {_counted(receipt.identities, 'identity', 'identities')}, "
+        f"{_counted(receipt.host_pages, 'page', 'pages')} in host memory, {disk}"
     )
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"

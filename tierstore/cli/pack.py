@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tierstore import Store
     from tierstore.keys import Identity
     from tierstore.packs import Manifest
+    from tierstore.spec import KVSpec
 
 HashName = Literal["sha256", "blake3"]
 _HOST_BYTES = 256 * MIB  # host tier of a directory that is opened here
@@ -48,6 +49,15 @@ SignerKey = Annotated[
         "--signer", metavar="FILE", help="Accept only a pack signed with this .pub key", show_default=False
     ),
 ]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        metavar="FILE|command:CMD",
+        help="Key of an encrypted pack, as `tierstore disk-key new` makes one: a file, or the output of CMD",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document")]
 
 
@@ -62,9 +72,19 @@ class StoreOptions(ConnectOptions):
         ),
     ] = None
 
+    disk_key: Annotated[
+        str, typer.Option("--disk-key", metavar="FILE|command:CMD", help="Key of --store, if it is encrypted")
+    ] = ""
+    disk_keyring: Annotated[
+        Path | None,
+        typer.Option("--disk-keyring", metavar="FILE", help="Its keyring (default: the key's FILE.ring)"),
+    ] = None
+
     def __post_init__(self) -> None:
         if self.store is not None and self.connect is not None:
             raise UsageError("give --store or --connect, not both")
+        if self.store is None and (self.disk_key or self.disk_keyring is not None):
+            raise UsageError("--disk-key and --disk-keyring open the directory of --store: give it, too")
 
     def known(self) -> list[Identity]:
         """Return the identities that the store may have pages of."""
@@ -84,8 +104,24 @@ class StoreOptions(ConnectOptions):
             with connected_store(identity, self) as store:
                 yield store
             return
-        with _opened(self.store, KVSpec.parse(identity.layout), identity) as store:
+        with self._opened(self.store, KVSpec.parse(identity.layout), identity) as store:
             yield store
+
+    def _opened(self, directory: Path, spec: KVSpec, identity: Identity) -> Store:
+        """Open a directory that no process uses, with its present capacity."""
+        import tierstore
+        from tierstore.tiers.disk.listing import list_store
+
+        capacity = list_store(directory).capacity_bytes if directory.exists() else None
+        return tierstore.open(
+            directory,
+            spec,
+            identity=identity,
+            host_bytes=max(_HOST_BYTES, 8 * spec.page_bytes),
+            disk_bytes=capacity or tierstore.DEFAULT_DISK_BYTES,
+            disk_key=self.disk_key,
+            disk_keyring=self.disk_keyring,
+        )
 
 
 @app.command()
@@ -115,18 +151,20 @@ def export(
             show_default=False,
         ),
     ] = None,
+    key: Key = None,
     *,
     where: StoreOptions,
 ) -> None:
     """Write the stored pages of some prompts to a file.
 
     The pack has whole chunks with their tokens, identity and checksums. A beginning that prompts share is
-    written once.
+    written once. With --key, only who has the key can read it.
     """
     from tierstore.packs import PageHash, Signer, export_pack
 
     tokens = [read_tokens(file) for file in prompt_file]
     signer = Signer() if sign is None else Signer.read(sign)
+    secret = _read_key(key)
     groups = which.of(where.known())
     with open_model(groups, tokens, where.opened) as (opened, prompts), show.meter("exporting") as meter:
         path = None if str(out) == "-" else out
@@ -139,6 +177,7 @@ def export(
                 resume=resume,
                 progress=meter.advance,
                 hash=None if hash is None else PageHash[hash.upper()],
+                key=secret,
             )
         )
     resumed = f", {made.resumed_pages:,} of them from an earlier run" if made.resumed_pages else ""
@@ -149,14 +188,15 @@ def export(
 
 
 @app.command()
-def verify(pack: Pack, signer: SignerKey = None, as_json: Json = False) -> None:
+def verify(pack: Pack, signer: SignerKey = None, key: Key = None, as_json: Json = False) -> None:
     """Check every byte of a pack, and its signature."""
     from tierstore.packs import Trust, open_pack, verify_pack
 
     trust = Trust() if signer is None else Trust.read(signer)
+    secret = _read_key(key)
 
     async def run() -> Manifest:
-        async with open_pack(_input(pack), trust) as reader:
+        async with open_pack(_input(pack), trust, secret) as reader:
             meter.expect(reader.manifest.pages, reader.manifest.pages * reader.manifest.page_bytes)
             await verify_pack(reader, meter.advance)
             return reader.manifest
@@ -177,6 +217,7 @@ def import_(
     new_model: Annotated[
         bool, typer.Option("--new-model", help="Also import pages of a model that the daemon does not know")
     ] = False,
+    key: Key = None,
     *,
     where: StoreOptions,
 ) -> None:
@@ -196,12 +237,13 @@ def import_(
     )
 
     trust = Trust() if signer is None else Trust.read(signer)
+    secret = _read_key(key)
     known = [] if where.store is not None and not where.store.exists() else where.known()
 
     async def run() -> list[Imported]:
         """Import the pack and those of further layer groups behind it."""
         done = []
-        async with open_pack(_input(pack), trust) as reader:
+        async with open_pack(_input(pack), trust, secret) as reader:
             manifest = reader.manifest
             if not new_model:
                 try:
@@ -238,19 +280,10 @@ def keygen(
         show.line(str(file))
 
 
-def _opened(directory: Path, spec: Any, identity: Identity) -> Store:
-    """Open a directory that no process uses, with its present capacity."""
-    import tierstore
-    from tierstore.tiers.disk.listing import list_store
+def _read_key(source: str | None) -> bytes | None:
+    from tierstore.tiers.disk.keyring import read_master_key
 
-    capacity = list_store(directory).capacity_bytes if directory.exists() else None
-    return tierstore.open(
-        directory,
-        spec,
-        identity=identity,
-        host_bytes=max(_HOST_BYTES, 8 * spec.page_bytes),
-        disk_bytes=capacity or tierstore.DEFAULT_DISK_BYTES,
-    )
+    return None if source is None else read_master_key(source)
 
 
 def _input(pack: Path) -> Path | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from tierstore.backend import LookupRequest, Registration
+from tierstore.backend import ForgottenPages, LookupRequest, Registration
 from tierstore.client.connection import Connection
 from tierstore.client.handshake import Address
 from tierstore.client.lookups import RemoteLookups
@@ -125,6 +125,11 @@ class RemoteBackend:
         message = messages.Forget(0, tenant, model, session)
         answer = self.connection.ask(message, messages.Forgotten, wait_s=_FORGET_S)
         return answer.receipt if answer is not None else None
+
+    def follow_forgets(
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
+    ) -> None:
+        self.connection.follow_forgets(follower, limit_age)
 
     def flush(self, timeout: float | None) -> bool:
         ends = None if timeout is None else time.monotonic() + timeout

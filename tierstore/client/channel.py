@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -160,6 +161,7 @@ class Channel:
         self._wire = link.wire
         self._heard = self._pinged = time.monotonic()
         self._arrived: deque[_Arrived] = deque()  # received by a leader for other threads
+        self.forgotten: Callable[[messages.PagesForgotten], None] = lambda _: None
         self._leading = threading.Lock()
         self._epoll = select.epoll()
         try:
@@ -366,7 +368,7 @@ class Channel:
             if self._unsent:
                 self._flush()
             for each in self._receive():
-                if each.answer.id == call.number:
+                if each.answer.id == call.number or isinstance(each.answer, messages.PagesForgotten):
                     self._dispatch(each)
                 else:
                     self._arrived.append(each)
@@ -400,6 +402,9 @@ class Channel:
 
     def _dispatch(self, arrived: _Arrived) -> None:
         answer = arrived.answer
+        if isinstance(answer, messages.PagesForgotten):
+            self._end_call(partial(self._told, answer))
+            return
         with self._lock:
             call = self._pending.pop(answer.id, None)
         if isinstance(answer, messages.Refused):
@@ -423,6 +428,10 @@ class Channel:
             self._counters.failed_callbacks += 1
             _log.exception("the callback of an answer failed")
             return True
+
+    def _told(self, m: messages.PagesForgotten) -> bool:
+        self.forgotten(m)
+        return True
 
     def _resend(self, call: Call[Any, Any]) -> None:
         assert call.otherwise is not None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -26,11 +27,12 @@ from typing import Any, TypeVar
 
 import zmq
 
-from tierstore.backend import Registration
+from tierstore.backend import ForgottenPages, Registration
 from tierstore.client.channel import Call, Channel, ConnectionCounters
 from tierstore.client.handshake import Address, DaemonLink, Handshake, registering
 from tierstore.descriptors import require_room
 from tierstore.errors import StoreUnavailableError
+from tierstore.keys import KEY_BYTES, PageKey
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
@@ -76,6 +78,10 @@ class Connection:
         self._changed = threading.Condition()
         self._link: DaemonLink | None = None  # guarded by _changed, as is _closing
         self._closing = False
+        # Told what the daemon's clients forget, and how long pages may be kept; guarded by _changed.
+        self._followers: list[tuple[Callable[[ForgottenPages], None], Callable[[float], None]]] = []
+        self._max_age_s: float | None = None  # None before the first link
+        self._forgets: int | None = None  # number of the last known forget; None before the first link
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
         try:
@@ -183,6 +189,16 @@ class Connection:
 
         return self.call(link, registering(registration), messages.Registered, note)
 
+    def follow_forgets(
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
+    ) -> None:
+        """See :meth:`tierstore.backend.Backend.follow_forgets`."""
+        with self._changed:
+            self._followers.append((follower, limit_age))
+            max_age_s = self._max_age_s
+        if max_age_s is not None:
+            limit_age(max_age_s)
+
     def close(self) -> None:
         """End the connection and all open requests. Idempotent."""
         with self._changed:
@@ -242,6 +258,8 @@ class Connection:
         try:
             channel = Channel(link, self._wake_fd, self._ids, self.counters, lambda: self._closing)
             self._channel = channel
+            channel.forgotten = partial(self._pages_forgotten, link)
+            self._catch_up(link)
             if link.arena is not None and self._reach is not None:
                 self._reach(partial(link.arena.pin, refused=self._refused))
             self._become(link)
@@ -251,6 +269,39 @@ class Connection:
             link.close()
             if channel is not None:
                 channel.fail_all()
+
+    def _catch_up(self, link: DaemonLink) -> None:
+        """Forget what the daemon has forgotten since the last link, before any request is sent."""
+        with self._changed:
+            self._max_age_s = max_age_s = link.max_age_s or math.inf
+            followers = list(self._followers)
+        for _, limit_age in followers:
+            limit_age(max_age_s)
+        seen, self._forgets = self._forgets, link.forgets
+        if seen is None:
+            return
+        restarted = link.forgets < seen  # the daemon's log began anew
+        late = [digest for digest, number in link.forgotten.items() if restarted or number > seen]
+        if late:
+            self._forgotten(ForgottenPages(frozenset(late)))
+
+    def _pages_forgotten(self, link: DaemonLink, m: messages.PagesForgotten) -> None:
+        self._forgets = max(self._forgets or 0, m.number)
+        digests: dict[int, list[bytes]] = {}
+        for digest, number in link.identities.items():
+            digests.setdefault(number, []).append(digest)
+        pages = {
+            (digest, PageKey(keys[at : at + KEY_BYTES]))
+            for number, keys in m.pages
+            for digest in digests.get(number, ())
+            for at in range(0, len(keys), KEY_BYTES)
+        }
+        identities = {digest for number in m.identities for digest in digests.get(number, ())}
+        self._forgotten(ForgottenPages(frozenset(identities), frozenset(pages)))
+
+    def _forgotten(self, forgotten: ForgottenPages) -> None:
+        for follower, _ in list(self._followers):
+            follower(forgotten)
 
     def _refused(self) -> None:
         self.counters.unpinned_arenas += 1

@@ -99,6 +99,9 @@ class DaemonLink:
     arena: Arena | None
     identities: dict[bytes, int] = field(default_factory=dict)
     cluster: bool = False  # whether pages can be fetched from other hosts
+    forgets: int = 0  # number of forgets so far
+    max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
+    forgotten: dict[bytes, int] = field(default_factory=dict)  # number of the last forget, by digest
     current: bool = True
     silent: bool = False  # a request was late, and nothing has arrived since
 
@@ -197,6 +200,8 @@ class Handshake:
             wire,
             arena,
             cluster=welcome.cluster,
+            forgets=welcome.forgets,
+            max_age_s=welcome.max_age_s,
         )
         for start in range(0, len(registrations), _AT_ONCE):
             if not self._register(wire, link, registrations[start : start + _AT_ONCE]):
@@ -216,7 +221,9 @@ class Handshake:
             for answer in answers:
                 if not isinstance(answer, messages.Registered) or answer.id not in waited_for:
                     return False
-                link.identities[waited_for.pop(answer.id)] = answer.identity
+                digest = waited_for.pop(answer.id)
+                link.identities[digest] = answer.identity
+                link.forgotten[digest] = answer.forgotten
             if not answers:
                 return False
         return True

@@ -230,6 +230,57 @@ class BundleIndex:
                 freed += self._stored[name].nbytes
         return list(chosen)
 
+    def superseded(self, before: float) -> list[str]:
+        """Return the bundles all of whose pages are in a larger bundle that was written before a time of the
+        server."""
+        table, found = self._table, []
+        firsts = _keys(b"".join(each.page_name(0) for each in table.bundles))
+        starts, stops = (np.searchsorted(table.keys, firsts, side=side) for side in ("left", "right"))
+        for number in np.flatnonzero(stops - starts > 1).tolist():  # its first page is in several bundles
+            bundle = table.bundles[number]
+            for row in table.places[starts[number] : stops[number]].tolist():
+                other, at = divmod(row, 1 << _PLACE_BITS)
+                if self._contains(table.bundles[other], at, bundle, before):
+                    found.append(bundle.name)
+                    break
+        return found
+
+    def _contains(self, larger: Bundle, at: int, bundle: Bundle, before: float) -> bool:
+        start = at * NAME_BYTES
+        stored = self._stored.get(larger.name)
+        return (
+            larger.pages > bundle.pages
+            and larger.object_bytes == bundle.object_bytes
+            and larger.names[start : start + len(bundle.names)] == bundle.names
+            and stored is not None
+            and stored.written_at < before
+        )
+
+    def mergeable(self, least: int, most_bytes: int) -> list[list[Bundle]]:
+        """Return runs of bundles to merge: each bundle continues the one before it. A run has at least
+        ``least`` bundles and at most ``most_bytes`` of pages, and at least twice those of its largest
+        bundle. So a page is written again only if the size of its bundle doubles."""
+        gone = set(self.superseded(float("inf")))
+        small = [
+            each
+            for each in self._table.bundles
+            if 2 * each.pages * each.object_bytes <= most_bytes and each.name not in gone
+        ]
+        ends = {(each.page_name(each.pages - 1), each.object_bytes): each for each in small}
+        after: dict[str, Bundle] = {}
+        for each in small:
+            before = ends.get((each.parent, each.object_bytes)) if each.has_parent else None
+            if before is not None and before is not each:
+                after.setdefault(before.name, each)
+        starts = {each.name for each in small} - {each.name for each in after.values()}
+        runs = []
+        for first in (each for each in small if each.name in starts):
+            line = [first]
+            while (following := after.get(line[-1].name)) is not None:
+                line.append(following)
+            runs += _cut(line, least, most_bytes)
+        return runs
+
     def by_use(self, uses: Mapping[str, float]) -> list[Bundle]:
         """Return all readable bundles, the most used first, and the newest of these. A bundle follows the
         bundle that it continues."""
@@ -246,6 +297,22 @@ class BundleIndex:
                 bundle = self.parent(bundle)
             sequence |= {one.name: one for one in reversed(line)}
         return list(sequence.values())
+
+
+def _cut(line: Sequence[Bundle], least: int, most_bytes: int) -> list[list[Bundle]]:
+    """Cut a line of bundles into runs to merge (:meth:`BundleIndex.mergeable`)."""
+    runs, start = [], 0
+    while start <= len(line) - least:
+        stop, sizes = start, [0]
+        while stop < len(line) and sum(sizes) + line[stop].pages * line[stop].object_bytes <= most_bytes:
+            sizes.append(line[stop].pages * line[stop].object_bytes)
+            stop += 1
+        if stop - start >= least and sum(sizes) >= 2 * max(sizes):
+            runs.append(list(line[start:stop]))
+            start = stop
+        else:
+            start += 1
+    return runs
 
 
 def is_bundle(name: str) -> bool:

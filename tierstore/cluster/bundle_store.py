@@ -41,7 +41,8 @@ from tierstore.cluster.bundle_index import (
     encode_uses,
     is_bundle,
 )
-from tierstore.cluster.bundles import Bundle, BundleError, make_bundle, read_bundle
+from tierstore.cluster.bundles import Bundle, BundleError, make_bundle, merged_bundle, read_bundle
+from tierstore.cluster.objects import is_intact
 from tierstore.cluster.s3 import Bucket, BucketError, Listed, NoObjectError
 from tierstore.cluster.s3_address import S3Address
 from tierstore.cluster.shared_store import (
@@ -51,6 +52,7 @@ from tierstore.cluster.shared_store import (
     SharedStoreError,
     SharedStoreOptions,
 )
+from tierstore.keys import KEY_BYTES
 
 _BUNDLES = "bundles"
 _USES = "uses"
@@ -67,6 +69,9 @@ _MOST_LISTED_FILES = 10_000
 _USES_BYTES = 256 << 10
 _USE_HALVES_S = 86400.0  # a use counts half after a day …
 _USE_ENDS_S = 14 * 86400.0  # … and not at all after two weeks
+_MERGED_BYTES = 16 << 20  # of pages in a merged bundle
+_MERGED_LEAST = 4  # bundles that are worth a merge
+_SUPERSEDED_S = 120.0  # and two listings: until then, all hosts have listed the merged bundle
 _USES_S = 60.0  # between two readings of the other hosts' uses
 
 
@@ -104,6 +109,7 @@ class BundleStore(SharedStore):
         self._uses_name = f"{_USES}/{secrets.token_hex(8)}"
         self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # when to read again; uses of other hosts
         self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
+        self._writes = False  # whether this agent has written a bundle
         self._listed = False  # without a listing, the limits are unknown
         try:
             self._refresh()
@@ -140,6 +146,7 @@ class BundleStore(SharedStore):
             self._failed(error)
             return [False] * len(names)
         self._answered()
+        self._writes = True
         with self._lock:
             self.index.add(bundle)
             self._uses[bundle.name] += 1
@@ -242,6 +249,8 @@ class BundleStore(SharedStore):
             try:
                 self._refresh()
                 self._write_uses()
+                if self._writes and not self._options.lifetime_s:
+                    self.compact()
             except BucketError as error:
                 self._failed(error)
             except Exception as error:  # noqa: BLE001  # reported to the daemon
@@ -310,6 +319,56 @@ class BundleStore(SharedStore):
             self.index.remove(names)
         self._options.tell(o.Counted({counter: len(names)}))
 
+    # -- compaction ----------------------------------------------------------------------------------
+
+    def compact(self) -> None:
+        """Merge one run of small bundles, and delete bundles whose pages are in a merged bundle. Raise
+        :class:`BucketError` if the bucket does not answer.
+
+        A merged bundle is written before the others are deleted, and what to delete follows from listings
+        alone. So a crash at any point loses no page, and a later call continues. The others stay until all
+        hosts have listed the merged bundle. Hosts that merge the same bundles write the same object."""
+        wait_s = _SUPERSEDED_S + 2 * self.bucket.address.refresh_s
+        with self._lock:
+            superseded = self.index.superseded(self.index.now - wait_s)
+            runs = self.index.mergeable(_MERGED_LEAST, _MERGED_BYTES)
+        if superseded:
+            self._delete(superseded, "superseded_objects")
+        if runs:
+            self._merge(secrets.choice(runs))  # other hosts probably choose another
+
+    def _merge(self, run: Sequence[Bundle]) -> None:
+        """Write the pages of bundles that continue one another as one bundle, if it fits the limit."""
+        try:
+            last = self.origin(run[-1])
+            if len(last.pages.keys) < KEY_BYTES * sum(each.pages for each in run):
+                raise BundleError("the origin has fewer chunks than the bundles")
+            bundle, head = merged_bundle(run, last)
+        except BundleError:
+            self._damaged(run[-1])
+            return
+        if self.index.nbytes + bundle.nbytes > self._options.most_bytes:
+            return  # there is room after the next deletion
+        pages = []
+        for part in run:
+            try:
+                data = self.bucket.read(
+                    f"{_BUNDLES}/{part.name}", part.offset(0), part.nbytes - part.offset(0)
+                )
+            except NoObjectError:
+                self._discard(part)
+                return
+            if not _is_whole(part, data):
+                self._damaged(part)
+                self.bucket.delete([f"{_BUNDLES}/{part.name}"])
+                return
+            pages.append(data)
+        self.bucket.write(f"{_BUNDLES}/{bundle.name}", b"".join([head, *pages]))
+        with self._lock:
+            self.index.add(bundle)
+            self._uses[bundle.name] += max(self._uses[part.name] for part in run)
+        self._options.tell(o.Counted({"merged_objects": len(run)}))
+
     # -- uses ----------------------------------------------------------------------------------------
 
     def _write_uses(self) -> None:
@@ -351,6 +410,14 @@ class BundleStore(SharedStore):
 
 def _last(each: Listed) -> str:
     return each.path.rpartition("/")[2]
+
+
+def _is_whole(bundle: Bundle, data: memoryview) -> bool:
+    """Return whether ``data`` has all pages of a bundle, unchanged."""
+    size = bundle.object_bytes
+    return len(data) == bundle.pages * size and all(
+        is_intact(data[at * size : (at + 1) * size], bundle.page_name(at)) for at in range(bundle.pages)
+    )
 
 
 def _ranges(places: Sequence[BundlePlace | None], into: Sequence[Memory]) -> Iterator[_BundleRange]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from tierstore.cluster.objects import NAME_BYTES, name_digest
+from tierstore.cluster.objects import NAME_BYTES, name_digest, object_name
 from tierstore.cluster.orders import Origin
 from tierstore.errors import TierStoreError
 from tierstore.wire.messages import MAX_MESSAGE_BYTES
@@ -93,12 +93,24 @@ class Bundle:
 def make_bundle(names: Sequence[str], object_bytes: int, origin: Origin) -> tuple[Bundle, bytes]:
     """Return the bundle of these pages, and the bytes that precede its first page. ``object_bytes`` is the
     size of a page with its header."""
-    joined = b"".join(map(name_digest, names))
+    return _bundle_of(b"".join(map(name_digest, names)), object_bytes, origin)
+
+
+def merged_bundle(parts: Sequence[Bundle], last: Origin) -> tuple[Bundle, bytes]:
+    """Return one bundle of the pages of ``parts``, and the bytes that precede its first page. Each part
+    continues the part before it. ``last`` is the origin of the last part."""
+    names = b"".join(each.names for each in parts)
+    parent = object_name(parts[0].parent) if parts[0].has_parent else ""
+    count = sum(each.pages for each in parts)
+    return _bundle_of(names, parts[0].object_bytes, Origin(last.pages, count, parent))
+
+
+def _bundle_of(joined: bytes, object_bytes: int, origin: Origin) -> tuple[Bundle, bytes]:
     written = msgspec.msgpack.encode(origin)
     parent = name_digest(origin.parent) if origin.parent else _NO_PARENT
     digest = hashlib.sha256(written).digest()
     bundle = Bundle(_name(joined, object_bytes), object_bytes, len(written), parent, digest, joined)
-    head = _HEAD.pack(_MAGIC, len(names), len(written), object_bytes, parent, digest)
+    head = _HEAD.pack(_MAGIC, bundle.pages, len(written), object_bytes, parent, digest)
     return bundle, head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + joined + written
 
 

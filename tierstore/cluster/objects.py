@@ -94,6 +94,18 @@ class PageObject:
         return fields + xxhash.xxh3_64_digest(fields) + bytes(_MAC_BYTES - 8)
 
 
+def is_intact(data: memoryview, name: bytes) -> bool:
+    """Return whether an object (a header and its page) is whole and has the name with these 20 bytes. The
+    header's MAC is not checked: only a reader with the secret can."""
+    if len(data) < HEADER_BYTES:
+        return False
+    magic, page_bytes, _, _, checksum, _, proof = _FIELDS.unpack_from(data)
+    page = data[HEADER_BYTES:]
+    return (magic, page_bytes, proof[:NAME_BYTES]) == (_MAGIC, len(page), name) and xxhash.xxh3_64_intdigest(
+        page
+    ) == checksum
+
+
 def page_objects(
     identity: bytes,
     page_bytes: int,

@@ -31,7 +31,11 @@ _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"\b[45]\d\d (?:[A-Z][A-Za-z]+ ?){1,4}")
 _UNREADABLE = ("<Code>InvalidRange</Code>", "<Code>InvalidObjectState</Code>")
 _INSTANCE = ("/latest/api/token", "/latest/meta-data", "169.254.170.")
-_ODD_NAME = ("EmptySegment", "BadSegment", "InvalidPath")  # of one object; no listing goes past it
+_ODD_NAME = (
+    "EmptySegment",
+    "BadSegment",
+    "InvalidPath",
+)  # of one object; no listing of all folders goes past it
 _ADVICE = {
     "RequestTimeTooSkewed": "set this host's clock",
     "NoSuchBucket": "create the bucket, or correct its name",
@@ -112,11 +116,17 @@ class Bucket:
             self._writing = opened(_WRITE_S, 3)
 
     def list(self, folder: str) -> Iterator[Listed]:
-        """Yield the objects below a folder, as they arrive."""
+        """Yield the objects of a folder, as they arrive, and those in folders below it. Some may come twice:
+        if one below has a name that obstore cannot read, such as ``a//b``, those of the folder itself are
+        listed again, all at once."""
         with self._reporting():
-            for part in self._api.list(self._reading, folder, chunk_size=_LISTED):
-                for each in part:
-                    yield Listed(each["path"], each["size"], each["last_modified"].timestamp())
+            try:
+                for part in self._api.list(self._reading, folder, chunk_size=_LISTED):
+                    yield from map(_listed, part)
+            except self._errors as error:
+                if not any(odd in str(error) for odd in _ODD_NAME):
+                    raise
+                yield from map(_listed, self._api.list_with_delimiter(self._reading, folder)["objects"])
 
     def read(self, path: str, start: int, length: int) -> memoryview:
         """Return a range of an object, shorter at its end. Raise :class:`NoObjectError` if there is no such
@@ -169,6 +179,10 @@ class Bucket:
         if "PermissionDenied" in text or "Unauthenticated" in text:
             return f"{where}: the server refuses this host's credentials"
         return f"{where} does not answer"
+
+
+def _listed(entry: Mapping[str, Any]) -> Listed:
+    return Listed(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
 
 def _profile(environment: Mapping[str, str]) -> Any:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
 
-from tierstore.arguments import seconds, whole_number
+from tierstore.arguments import max_age_s, seconds, whole_number
 from tierstore.backend import (
     NO_HINTS,
+    ForgottenPages,
     HitLease,
     HitRequest,
     Lease,
@@ -289,6 +290,12 @@ class LocalBackend:
             tenant = own
         return self.core.forgetting.forget(Forgettable(tenant, model, session))
 
+    def follow_forgets(
+        self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
+    ) -> None:
+        limit_age(self._state.ages.most_s)
+        self.core.forgetting.followers.append(follower)
+
     def flush(self, timeout: float | None) -> bool:
         return self.core.flush(timeout)
 
@@ -359,14 +366,16 @@ def open_core(
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
+    max_age_days: float = 0.0,
     pools: Sequence[PagePool | None] = (),
     io: FileIO | None = None,
     clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
 ) -> Core:
     """Open a core for backends of this process, with pages of up to ``page_bytes``; see
     :func:`tierstore.open`. ``pools`` are the pools that pages will be copied to and from: the host tier's
-    memory is registered with their devices. ``io`` and ``clock`` let tests make the disk fail or the time
-    pass.
+    memory is registered with their devices. ``io``, ``clock`` and ``wall`` let tests make the disk fail or
+    the time pass.
 
     Raise :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -376,6 +385,7 @@ def open_core(
     if path is not None and not host_bytes:
         raise UsageError("a disk tier needs a host tier: pages pass through it (give host_bytes)")
     lease_s = seconds("lease_s", lease_s)
+    max_age_s(max_age_days)
     host_bytes = _checked_room("host_bytes", host_bytes, page_bytes)
     if path is not None:
         disk_bytes = _checked_room("disk_bytes", disk_bytes, page_bytes)
@@ -405,7 +415,9 @@ def open_core(
         lease_s=lease_s,
         stall_s=seconds("stall_s", stall_s),
         disk_write_budget=whole_number("disk_write_budget", disk_write_budget, least=0),
+        max_age_s=max_age_s(max_age_days),
         clock=clock,
+        wall=wall,
     )
     reached = [pool for pool in pools if pool is not None and host is not None and _reaches(core, host, pool)]
     if reached and host is not None:

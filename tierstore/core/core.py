@@ -7,6 +7,7 @@ one for each client connection of a daemon.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -68,7 +69,9 @@ class Core:
         defer: Callable[[Callable[[], None]], object] | None = None,
         stall_s: float = STALL_S,
         disk_write_budget: int = 0,
+        max_age_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.host = host
         self.disk = disk
@@ -82,6 +85,8 @@ class Core:
             clock=clock,
             stall_s=stall_s,
             write_bytes_per_day=disk_write_budget,
+            max_age_s=max_age_s,
+            wall=wall,
         )
         self.arrivals = Arrivals(self.state.lock)
         self.quotas = Quotas(self.state, quotas or {})
@@ -112,6 +117,7 @@ class Core:
         self._given_back = False
         self.before_giving_back: Callable[[], None] | None = None  # called before the host tier is closed
         self.curve.start()
+        self.forgetting.start()
 
     def write_worth(self, tenant: str) -> WriteWorth:
         """Return the record of a tenant's disk reads, which decides whether its saves go to disk. Needs the

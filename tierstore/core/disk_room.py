@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -273,7 +272,7 @@ class DiskPlacement:
             tokens=page.tokens,
             nbytes=page.nbytes,
             place=place,
-            created_s=time.time(),
+            created_s=page.made_s,
             checksum=0 if encoded is None else encoded.checksum,
             codec=RAW if encoded is None else encoded.codec,
             encoded_bytes=0 if encoded is None else encoded.nbytes,

@@ -1,4 +1,4 @@
-"""Forget tenants, models and sessions, in host memory and on disk.
+"""Forget tenants, models, sessions and pages that are too old, in host memory and on disk.
 
 To forget a tenant or a model takes four steps:
 
@@ -7,6 +7,8 @@ To forget a tenant or a model takes four steps:
 3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup reaches a
    page without its root, and the next opening removes such pages. So a forget takes the same time for one
    page and for a terabyte on disk.
+   Then pools are told, in this process and in engines at the daemon. An engine that is away finds out when it
+   comes back (:class:`ForgetLog`).
 4. **Pages.** A thread drops the marked copies. A copy that a load or a write uses leaves with its last
    holder. Then the thread removes the pages from the disk, in small batches. Without encryption, it first
    overwrites their payloads in the extents, and discards index pages that are free afterwards.
@@ -16,27 +18,37 @@ be placed on disk before the keys are dropped and sealed after that. It gets a r
 (``DiskTier.moment``).
 
 A **session** has the pages that no other session has used (:mod:`tierstore.index.sessions`). The second and
-third step do not apply, because these pages share the key and the root of their tenant. They are overwritten
-in an encrypted store, too. A crash before the fourth step ends can bring them back. The store knows a session
-only while the process runs. To forget a session later, or with its key, give its identity a ``tenant`` of its
-own."""
+third step do not apply, because these pages share the key and the root of their tenant. Instead, the pages
+are noted in the index, durably, and the next opening removes those that the fourth step has not. They are
+overwritten in an encrypted store, too. The store knows a session only while the process runs. To forget a
+session later, or with its key, give its identity a ``tenant`` of its own.
+
+With a **maximum age**, each lookup first marks the pages in the tree that are too old, and pages on disk that
+are too old do not enter the tree. A thread removes both as it removes a session's. It reads all records at
+times that :func:`expiry_s` gives. The age is the wall clock's, because it must go on during a restart."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import struct
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 
+from tierstore.backend import ForgottenPages, Registration
 from tierstore.core.departures import Cause
 from tierstore.core.quotas import Pins
 from tierstore.core.state import StoreState
 from tierstore.errors import StoreUnavailableError
 from tierstore.index import Page, Tier
-from tierstore.keys import Identity
+from tierstore.keys import Identity, outer_tenant
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.disk.keyring import Scope, scope_name
 from tierstore.types import ForgetReceipt, Forgettable
@@ -47,6 +59,60 @@ _MARKED_AT_ONCE = 4096  # pages under one hold of the lock: takes some milliseco
 _AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
 _READ_AT_ONCE = 4096  # records
 _MOST_UNCOMMITTED = 4096  # removals that wait for a commit
+_KEPT_FORGETS = 256
+_NUMBER = struct.Struct("<Q")
+_LOGGED = struct.Struct("<16s16s")  # tenant, model
+_ANY = bytes(16)
+
+
+class ForgetLog:
+    """The last forgets of tenants and models, numbered from 1. A client that was away finds out which of its
+    identities were forgotten meanwhile. A session counts as its tenant. Names are hashed. Not thread-safe.
+
+    >>> log = ForgetLog()
+    >>> log.add("acme", None)
+    >>> log.latest("acme", "my-model"), log.latest("globex", "my-model")
+    (1, 0)
+    """
+
+    def __init__(self, stored: bytes = b"") -> None:
+        """Continue with the value of :meth:`dump`; empty: begin anew."""
+        self._entries: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT_FORGETS)
+        self.last = 0
+        if len(stored) % _LOGGED.size == _NUMBER.size:
+            (self.last,) = _NUMBER.unpack_from(stored)
+            self._entries.extend(_LOGGED.iter_unpack(stored[_NUMBER.size :]))
+
+    def add(self, tenant: str | None, model: str | None) -> None:
+        """Note a forget."""
+        self.last += 1
+        self._entries.append((_logged(tenant), _logged(model)))
+
+    def latest(self, tenant: str, *models: str) -> int:
+        """Return the number of the last forget that covers pages of this tenant and of a model with these
+        names. If there is none in the log, return the number of the last forget that has left it."""
+        tenants = {_ANY, _logged(tenant), _logged(outer_tenant(tenant))}
+        names = {_ANY, *map(_logged, models)}
+        for at, (one, other) in enumerate(reversed(self._entries)):
+            if one in tenants and other in names:
+                return self.last - at
+        return self.last - len(self._entries)
+
+    def dump(self) -> bytes:
+        return _NUMBER.pack(self.last) + b"".join(itertools.starmap(_LOGGED.pack, self._entries))
+
+
+def expiry_s(max_age_s: float) -> float:
+    """Return the seconds within which pages have left the disk after they became ``max_age_s`` old.
+
+    >>> expiry_s(3600.0), expiry_s(30 * 86400.0)
+    (72.0, 51840.0)
+    """
+    return max(max_age_s / 50, 60.0)
+
+
+def _logged(name: str | None) -> bytes:
+    return _ANY if name is None else blake2b(name.encode(), digest_size=len(_ANY)).digest()
 
 
 class Forgetting:
@@ -62,6 +128,16 @@ class Forgetting:
         self._one = threading.Lock()  # held while something is forgotten, and while the disk is cleaned up
         self._closing = False
         self._cleaners: list[threading.Thread] = []
+        self._oldest_s = -math.inf  # no page on disk was saved before
+        self.followers: list[Callable[[ForgottenPages], None]] = []
+        self._expiry: threading.Thread | None = None
+        self._log = ForgetLog(disk.forgets.log() if disk is not None else b"")  # guarded by the state's lock
+
+    def start(self) -> None:
+        """Drop pages that become too old from now on, in the background."""
+        if self._state.ages.most_s < math.inf:
+            self._expiry = threading.Thread(target=self._expire_often, name="tierstore-expiry", daemon=True)
+            self._expiry.start()
 
     def forget(self, what: Forgettable) -> ForgetReceipt:
         """Forget all pages that ``what`` covers. Blocks for at most some tenths of a second and one commit
@@ -76,6 +152,7 @@ class Forgetting:
                 counts = self._forget_session(what.tenant or "", what.session)
             else:
                 counts = self._forget_identities(what)
+            self._keep_log()
         except OSError as error:
             raise StoreUnavailableError(
                 f"not everything is forgotten: {error.strerror or error}; repair the disk or the keyring, "
@@ -91,6 +168,90 @@ class Forgetting:
             **counts,
         )
 
+    @property
+    def forgets(self) -> int:
+        """Number of forgets so far, also before a restart if there is a disk."""
+        with self._state.lock:
+            return self._log.last
+
+    def latest(self, registration: Registration) -> int:
+        """Return the number of the last forget that covers pages of an identity; see
+        :meth:`ForgetLog.latest`."""
+        identity = registration.identity
+        with self._state.lock:
+            return self._log.latest(identity.tenant, identity.model, registration.model_name)
+
+    def expire(self, *, whole: bool = True) -> None:
+        """Drop pages that are too old from memory and disk: without ``whole``, only those that lookups have
+        found, otherwise all, with the pages behind them. Blocks until they have left the disk, durably. Pages
+        in use leave with a later call. Raise :class:`OSError` if the disk fails."""
+        state, disk = self._state, self._disk
+        with state.lock:
+            state.expire()
+            pages, state.too_old = state.too_old, []
+            own = set(pages)
+            self._pins.forget(own.__contains__)
+        pages.sort(key=lambda page: page.depth)
+        if pages:
+            self._tell(ForgottenPages(pages=frozenset((page.identity, page.key) for page in pages)))
+        with self._one:
+            serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
+            self._drop(pages, Cause.EXPIRED)
+            if disk is None or not disk.wait_scanned():
+                return
+            if whole and state.ages.is_over(self._oldest_s):
+                serials = sorted({*serials, *self._too_old(disk)})
+            if serials:
+                self._remove(serials, pages, Cause.EXPIRED, erased=True)
+                if not self._closing:
+                    disk.forgets.discard_freed()
+
+    def _too_old(self, disk: DiskTier) -> Sequence[int]:
+        """Return the serials of all pages that are too old, and of those behind them, ascending. Note when
+        the oldest other page was saved."""
+        ages = self._state.ages
+        found = array("Q")
+        known: set[int] = set()
+        oldest_s, start = math.inf, 0
+        while not self._closing:
+            records = disk.stored_from(start, _READ_AT_ONCE)
+            for serial, record in records:
+                if record is None:
+                    continue
+                if record.parent in known or ages.is_over(record.created_s):
+                    known.add(serial)
+                    found.append(serial)
+                else:
+                    oldest_s = min(oldest_s, record.created_s)
+            if not records:
+                break
+            start = records[-1][0] + 1
+            self._state.yield_lock()
+        with self._state.lock:
+            pages = self._state.index.by_serial
+            behind = {pages[serial] for serial in found if serial in pages}
+            self._pins.forget(behind.__contains__)
+        # Later pages are younger. Some of the found ones may stay for now.
+        self._oldest_s = -math.inf if found else min(oldest_s, ages.clock())
+        return found
+
+    def _expire_often(self) -> None:
+        state = self._state
+        every_s = expiry_s(state.ages.most_s)
+        due = time.monotonic()
+        while not self._closing:
+            whole = time.monotonic() >= due
+            due += every_s if whole else 0.0
+            try:
+                self.expire(whole=whole)
+            except OSError as error:
+                with state.lock:
+                    state.counters.disk_write_errors += 1
+                _log.warning("disk tier: pages that are too old are not removed yet: %s", error)
+            with state.lock:
+                left_s = max(due - time.monotonic(), 0.0)
+                state.changed.wait_for(lambda: self._closing or state.too_old, left_s)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the pages that were forgotten so far have left the disk. Return False after ``timeout``
         seconds."""
@@ -105,6 +266,8 @@ class Forgetting:
         with self._state.lock:
             self._state.changed.notify_all()
         self.wait()
+        if self._expiry is not None:
+            self._expiry.join()
 
     # -- tenants and models --------------------------------------------------------------------------
 
@@ -129,6 +292,7 @@ class Forgetting:
         encrypted = disk is not None and disk.keyring is not None
         with state.lock:
             self._pins.forget(lambda page: page.identity in digests)
+            self._log.add(what.tenant, what.model)
         pages = self._in_tree(digests)
         marked = self._mark(pages, erased=not encrypted)
         keys, find = 0, None
@@ -143,6 +307,7 @@ class Forgetting:
                 self._mark(again, erased=not encrypted)
                 pages += again
         finally:
+            self._tell(ForgottenPages(frozenset(digests)))
             self._clean_up(pages, find, erased=not encrypted)
         return {"identities": len(digests), "host_pages": marked, "keys": keys}
 
@@ -191,35 +356,50 @@ class Forgetting:
             pages = self._state.sessions.forget(tenant, name)
             own = set(pages)
             self._pins.forget(own.__contains__)
-            serials = sorted(page.serial for page in pages if page.copies[Tier.DISK] is not None)
+            self._log.add(tenant, None)
         marked = self._mark(pages, erased=True)
-        self._clean_up(pages, lambda: serials, erased=True)
+        with self._state.lock:  # also pages whose writing has not ended
+            on_disk = {
+                page.serial: page.record.created_s
+                for page in pages
+                if page.copies[Tier.DISK] is not None and page.record is not None
+            }
+        try:
+            if self._disk is not None:
+                self._disk.forgets.note(on_disk)
+        finally:
+            self._tell(ForgottenPages(pages=frozenset((page.identity, page.key) for page in pages)))
+            self._clean_up(pages, lambda: sorted(on_disk), erased=True)
         return {"identities": 0, "host_pages": marked, "keys": 0}
+
+    # -- pools ---------------------------------------------------------------------------------------
+
+    def _tell(self, forgotten: ForgottenPages) -> None:
+        """Tell the pools. No lookup has found the pages since they were marked."""
+        for follower in list(self.followers):
+            follower(forgotten)
+
+    def _keep_log(self) -> None:
+        with self._state.lock:
+            dump = self._log.dump()
+        if self._disk is not None:
+            self._disk.forgets.keep_log(dump)
 
     # -- pages in memory -----------------------------------------------------------------------------
 
     def _mark(self, pages: Sequence[Page], *, erased: bool) -> int:
         """Stop serving these pages. Return the number of their copies in host memory. With ``erased``, their
         bytes on disk are overwritten when they leave."""
-        index, residency = self._state.index, self._state.residency
+        condemn = self._state.residency.condemn
         in_host = 0
         for start in range(0, len(pages), _MARKED_AT_ONCE):
             with self._state.lock:
-                for page in pages[start : start + _MARKED_AT_ONCE]:
-                    _, host, disk = page.copies
-                    if host is not None and host.ready:
-                        index.set_damaged(page, Tier.HOST)
-                        in_host += 1
-                    if disk is not None:
-                        disk.damaged = True  # a copy that is being written is dropped when the write ends
-                        disk.ready = False
-                        if erased:
-                            residency.erased.add(page.serial)
-                index.changes += 1
+                some = pages[start : start + _MARKED_AT_ONCE]
+                in_host += sum(condemn(page, erased=erased) for page in some)
             self._state.yield_lock()
         return in_host
 
-    def _drop(self, pages: Sequence[Page]) -> None:
+    def _drop(self, pages: Sequence[Page], cause: Cause) -> None:
         """Drop the marked copies of these pages. Each page follows its parent in ``pages``. Copies in use
         leave with their last holder."""
         for end in range(len(pages), 0, -_AT_ONCE):
@@ -227,17 +407,18 @@ class Forgetting:
                 return
             with self._state.lock:
                 for page in reversed(pages[max(end - _AT_ONCE, 0) : end]):
-                    self._drop_copies(page)
+                    self._drop_copies(page, cause)
                 self._state.changed.notify_all()
             self._state.yield_lock()
 
-    def _drop_copies(self, page: Page) -> None:
-        residency = self._state.residency
+    def _drop_copies(self, page: Page, cause: Cause) -> None:
+        residency, table = self._state.residency, self._state.page_table
         _, host, disk = page.copies
-        if disk is not None and disk.damaged and not disk.leases and self._state.page_table is not None:
-            residency.drop(page, Tier.DISK, Cause.BY_REQUEST)
+        idle = disk is not None and disk.damaged and not disk.leases
+        if idle and table is not None and not table.children(page.serial):
+            residency.drop(page, Tier.DISK, cause)
         if host is not None and host.damaged and not host.leases and not host.children:
-            residency.drop(page, Tier.HOST, Cause.BY_REQUEST)
+            residency.drop(page, Tier.HOST, cause)
 
     # -- cleaning up ---------------------------------------------------------------------------------
 
@@ -249,13 +430,14 @@ class Forgetting:
 
         def work() -> None:
             with self._one:
-                self._drop(pages)
+                self._drop(pages, Cause.BY_REQUEST)
                 if self._disk is None or find is None or not self._disk.wait_scanned() or self._closing:
                     return
                 try:
-                    removed = self._remove(find(), erased=erased)
+                    removed = self._remove(find(), pages, Cause.BY_REQUEST, erased=erased)
+                    self._disk.forgets.settle(self._left)
                     if erased and removed and not self._closing:
-                        self._disk.discard_freed()
+                        self._disk.forgets.discard_freed()
                 except OSError as error:
                     _log.warning("disk tier: forgotten pages are not removed yet: %s", error)
                 else:
@@ -265,29 +447,46 @@ class Forgetting:
         self._cleaners = [each for each in self._cleaners if each.is_alive()] + [thread]
         thread.start()
 
-    def _remove(self, serials: Sequence[int], *, erased: bool) -> int:
-        """Remove these pages, children before their parents, whose serials are lower. Return the number of
-        removed pages when the removals are durable."""
+    def _remove(self, serials: Sequence[int], pages: Sequence[Page], cause: Cause, *, erased: bool) -> int:
+        """Remove pages from disk, children before their parents, whose serials are lower. Then drop marked
+        ``pages`` that had such children. Return the number of removed pages when the removals are
+        durable."""
         state = self._state
         removed = 0
         for end in range(len(serials), 0, -_AT_ONCE):
             with state.lock:
                 some = serials[max(end - _AT_ONCE, 0) : end][::-1]
-                removed += self._remove_some(some, erased=erased)
+                removed += self._remove_some(some, cause, erased=erased)
                 self._wait_for_commit(_MOST_UNCOMMITTED)
             if self._closing:
                 break
             state.yield_lock()
+        self._drop(pages, cause)
         with state.lock:
             self._wait_for_commit(0)
         return removed
 
-    def _remove_some(self, serials: Sequence[int], *, erased: bool) -> int:
+    def _left(self, serials: Sequence[int]) -> list[int]:
+        """Return those of these pages whose removal is durable."""
+        state = self._state
+        with state.lock:
+            table = state.page_table
+            if table is None or state.residency.uncommitted:
+                return []
+            pages = state.index.by_serial
+            return [
+                serial
+                for serial in serials
+                if serial not in table
+                and ((page := pages.get(serial)) is None or page.copies[Tier.DISK] is None)
+            ]
+
+    def _remove_some(self, serials: Sequence[int], cause: Cause, *, erased: bool) -> int:
         state = self._state
         table = state.page_table
         if erased and table is not None:
             state.residency.erased.update(serial for serial in serials if serial in table)
-        state.residency.choice = Cause.BY_REQUEST
+        state.residency.choice = cause
         try:
             return sum(state.eviction.leaves_disk(serial) for serial in serials)
         finally:

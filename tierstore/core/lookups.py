@@ -165,6 +165,7 @@ class Lookups:
     def found(self, view: PromptView, limit: int) -> FoundPages:
         """Return the pages in the tree of the first ``limit`` tokens. Forget a remembered path if its pages
         have left the tree."""
+        self._state.expire()
         found = view.find(self._state, limit)
         if found is None:
             self.spell_out(view)

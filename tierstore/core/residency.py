@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tierstore.backend import Registration
 from tierstore.core.change_log import ChangeLog
 from tierstore.core.departures import Cause, Departures
-from tierstore.index import Index, Leaving, Page, Tier
+from tierstore.index import Ages, Index, Leaving, Page, Tier
 from tierstore.index.leases import Leases
 from tierstore.index.page import Copy
 from tierstore.policy import EXPIRED, NO_HINT, PageHint, Policy
@@ -266,6 +266,21 @@ class Residency:
         self._index.set_damaged(page, Tier.HOST)
         self.drop_damaged(page, Tier.HOST)
 
+    def condemn(self, page: Page, *, erased: bool) -> bool:
+        """Stop serving all copies of a page that was forgotten. Return whether one was in host memory. With
+        ``erased``, its bytes on disk are overwritten when they leave."""
+        _, host, disk = page.copies
+        in_host = host is not None and host.ready
+        if in_host:
+            self._index.set_damaged(page, Tier.HOST)
+        if disk is not None:
+            disk.damaged = True  # a copy that is being written is dropped when the write ends
+            disk.ready = False
+            if erased:
+                self.erased.add(page.serial)
+        self._index.changes += 1
+        return in_host
+
     def drop_damaged(self, page: Page, tier: Tier) -> None:
         """Drop a damaged copy if nothing holds it. Otherwise it is dropped with its last holder."""
         copy = self._index.copy(page, tier)
@@ -417,9 +432,15 @@ class PendingFills:
     """Host slots from their reservation until their bytes are there. Needs the state's lock."""
 
     def __init__(
-        self, index: Index, residency: Residency, eviction: Eviction, changed: threading.Condition
+        self,
+        index: Index,
+        residency: Residency,
+        eviction: Eviction,
+        changed: threading.Condition,
+        ages: Ages,
     ) -> None:
         self._index = index
+        self._ages = ages
         self._residency = residency
         self._eviction = eviction
         self._changed = changed
@@ -438,6 +459,9 @@ class PendingFills:
         damaged copy that cannot leave is filled again in its place.
         """
         copy = page.copies[Tier.HOST]
+        disk = page.copies[Tier.DISK]
+        if disk is None or disk.damaged:
+            self._ages.begin(page)
         if copy is not None:
             assert copy.damaged, f"{page} is in host memory already"
             copy.damaged = False

@@ -7,6 +7,7 @@ All methods and attributes need :attr:`StoreState.lock`. So do the parts, which 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from tierstore.core.residency import AccessLog, Eviction, PendingFills, Residenc
 from tierstore.core.write_admission import WriteBudget
 from tierstore.defaults import STALL_S
 from tierstore.errors import StoreClosedError
-from tierstore.index import Index, Match, Page, Tier
+from tierstore.index import Ages, Index, Match, Page, Tier
 from tierstore.index.leases import Leases
 from tierstore.index.sessions import Sessions
 from tierstore.keys import Identity
@@ -50,6 +51,8 @@ class StoreState:
         loaded_pages_most: int = _LOADED_PAGES,
         stall_s: float = STALL_S,
         write_bytes_per_day: int = 0,
+        max_age_s: float = math.inf,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.host = host
         self.disk = disk
@@ -97,7 +100,9 @@ class StoreState:
             counters=self.counters,
             clock=clock,
         )
-        self.fills = PendingFills(self.index, self.residency, self.eviction, self.changed)
+        self.ages = Ages(self.index.tree, max_age_s, wall)
+        self.too_old: list[Page] = []  # pages whose copies are not served and have not been dropped yet
+        self.fills = PendingFills(self.index, self.residency, self.eviction, self.changed, self.ages)
         self.write_budget = WriteBudget(clock, bytes_per_day=write_bytes_per_day)
         self.disk_rate = RateEstimate()
         self.queued_reads = 0  # bytes that loads have requested and not read yet
@@ -124,6 +129,7 @@ class StoreState:
 
     def root(self, identity: Identity, page_bytes: int) -> Page:
         """Return the root of all pages of ``identity``. Each of these pages has ``page_bytes``."""
+        self.expire()
         root = self.index.tree.root(identity.digest, page_bytes)
         assert root.nbytes == page_bytes, (
             f"identity has pages of {root.nbytes} bytes, got page_bytes={page_bytes}"
@@ -131,6 +137,15 @@ class StoreState:
         if not root.serial and self.disk is not None:
             root.serial = self.disk.serials.root(identity.digest) or 0
         return root
+
+    def expire(self) -> None:
+        """Stop serving pages that are too old. :mod:`tierstore.core.forgetting` drops them."""
+        old = self.ages.take_old()
+        for page in old:
+            self.residency.condemn(page, erased=True)
+        if old:
+            self.too_old += old
+            self.changed.notify_all()
 
     def reachable(self, match: Match, chunk_tokens: int) -> Match:
         """Return the part of a match that can be loaded now. While the disk is offline, the match ends before
@@ -183,8 +198,12 @@ class StoreState:
                 return False  # removed or moved since
             if record.nbytes != parent.nbytes:
                 return False  # saved under this identity with another page size
+            if self.ages.is_over(record.created_s):
+                return False
             hits = page_table.use(record.serial).hits if page_table is not None else 0
             parent = self.index.reload(parent, record, hits)
+            if parent.record is record and parent.copies[Tier.HOST] is None:
+                self.ages.begin(parent, record.created_s)
             if parent.serial != record.serial:
                 return False  # the page is on disk twice, or is being written a second time
         return True

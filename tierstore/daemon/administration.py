@@ -44,7 +44,8 @@ def register(connection: ClientConnection, m: p.Register) -> p.Registered:
     elif identity.tenant.startswith("["):
         raise Refusal("usage", "the name of a tenant must not begin with '['")
     registration = Registration(identity, m.page_bytes, m.chunk_tokens, m.model_name)
-    return p.Registered(m.id, connection.backend.assign_number(registration))
+    number = connection.backend.assign_number(registration)
+    return p.Registered(m.id, number, connection.backend.core.forgetting.latest(registration))
 
 
 async def identities(connection: ClientConnection, m: p.Identities) -> p.IdentitiesAnswer:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
-from tierstore.backend import NamedGroup
+from tierstore.backend import ForgottenPages, NamedGroup
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
@@ -197,6 +197,18 @@ class ClientConnection:
             raise Refusal("usage", f"first and count must not be negative, got {m.first} and {m.count}")
         lease = self.lease(m.lease)
         return lease, max(min(m.count, lease.pages - m.first), 0) if lease is not None else 0
+
+    def forgotten(self, forgotten: ForgottenPages) -> p.PagesForgotten | None:
+        """Return the message about what was forgotten; None if nothing of it is known to this client."""
+        numbers = [(each.identity.digest, number) for number, each in enumerate(self.client.identities)]
+        identities = [number for digest, number in numbers if digest in forgotten.identities]
+        keys: dict[bytes, bytes] = {}
+        for digest, key in forgotten.pages:
+            keys[digest] = keys.get(digest, b"") + key
+        pages = [(number, keys[digest]) for digest, number in numbers if digest in keys]
+        if not identities and not pages:
+            return None
+        return p.PagesForgotten(0, self.backend.core.forgetting.forgets, identities, pages)
 
     # -- waiting -------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tierstore.arguments import max_age_s
 from tierstore.core.core import Core, open_tiers
 from tierstore.daemon.arena import SocketLock
 from tierstore.daemon.endpoint import Url
@@ -90,6 +91,7 @@ def open_core(
         reserve_bytes=settings.reserve_bytes,
         quotas=settings.quotas,
         disk_write_budget=settings.disk_write_budget,
+        max_age_s=max_age_s(settings.max_age_days),
         shared=True,
         defer=defer,
         clock=clock,

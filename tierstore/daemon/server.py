@@ -10,12 +10,14 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 import zmq
 
+from tierstore.backend import ForgottenPages
 from tierstore.daemon.arena import ArenaListener
 from tierstore.daemon.client_connections import ClientConnection, PageFrames, Reply
 from tierstore.daemon.endpoint import Endpoint, Received, Url
@@ -61,6 +63,8 @@ class Server:
         self._sweeping: asyncio.TimerHandle | None = None
         self._answering: set[asyncio.Task[None]] = set()
         self._malformed = self._unsent = self._silent = 0
+
+        service.follow_forgets(self._forgotten)
 
     def listen(self, url: Url, listening: socket.socket | None = None) -> Endpoint:
         """Listen at ``url``. ``listening`` is bound to the path of an ``ipc://`` address. Raise
@@ -188,6 +192,18 @@ class Server:
             sent = listener.send(peer, p.encode(reply))
         if not sent:
             self._unsent += 1
+
+    def _forgotten(self, forgotten: ForgottenPages) -> None:
+        """Tell the clients what was forgotten. Callable from any thread; waits for none of them."""
+        with suppress(RuntimeError):  # the loop is closed, and with it every connection
+            self._loop.call_soon_threadsafe(self._tell, forgotten)
+
+    def _tell(self, forgotten: ForgottenPages) -> None:
+        for (listener, peer), connection in list(self._connections_by_route.items()):
+            message = connection.forgotten(forgotten)
+            if message is not None and not listener.send(peer, p.encode(message)):
+                self._unsent += 1
+                self._end(connection)  # the client has to greet again, and finds out then
 
     # -- client connections -------------------------------------------------------------------------------
 

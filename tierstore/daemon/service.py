@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from tierstore.backend import ForgottenPages
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, Refusal
 from tierstore.core.core import Core
@@ -92,6 +93,8 @@ class Service:
             self._settings.lease_s,
             self._settings.reserve_bytes,
             connection.cluster is not None,
+            self._core.forgetting.forgets,
+            self._settings.max_age_days * 86400.0,
         )
 
     def end(self, connection: ClientConnection) -> None:
@@ -105,6 +108,10 @@ class Service:
         for connection in list(self.state.connections.values()):
             self.end(connection)
         self.state.threads.shutdown(wait=False, cancel_futures=True)
+
+    def follow_forgets(self, follower: Callable[[ForgottenPages], None]) -> None:
+        """See :meth:`tierstore.backend.Backend.follow_forgets`."""
+        self._core.forgetting.followers.append(follower)
 
     # -- requests ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import Any
 import aiofiles
 
 from tierstore import codec
+from tierstore.arguments import max_age_s
 from tierstore.errors import UsageError
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.units import GIB, MIB, format_size, parse_size
@@ -171,6 +172,9 @@ class Settings:
     disk_keyring: Path | None = _setting(
         None, _path, "FILE", "Keyring with the tenants' keys, outside of DIR (default: the key's FILE.ring)"
     )
+    max_age_days: float = _setting(
+        0.0, _number, "DAYS", "Remove pages this long after they were saved (0: no limit)"
+    )
     page_bytes: int = _setting(1 * MIB, _size, "SIZE", "Size of most pages; it divides the disk")
     policy: str = _setting(
         DEFAULT_POLICY, _text, "NAME", f"Order in which pages leave a full tier: {', '.join(POLICIES)}"
@@ -302,6 +306,12 @@ class Settings:
             raise UsageError(
                 "disk_key encrypts pages on this host's disk only, and cluster publishes them to other hosts "
                 "without encryption: leave one of the two out"
+            )
+        max_age_s(self.max_age_days)
+        if self.max_age_days and self.cluster:
+            raise UsageError(
+                "max_age_days removes pages from this host only, and cluster publishes them to other hosts: "
+                "leave one of the two out"
             )
         for model in self.events_replay.keys() - self.events.keys():
             what = f"of {model}" if model else "of all models"

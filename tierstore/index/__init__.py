@@ -22,12 +22,13 @@ This package is pure bookkeeping: no threads, no bytes, no clocks. The store cal
 the resulting work outside of the lock.
 """
 
-from tierstore.index.index import Index, Leaving
+from tierstore.index.index import Ages, Index, Leaving
 from tierstore.index.page import LABELS, Copy, Page, Tier
 from tierstore.index.tree import Match, Tree, common_tokens, tier_runs
 
 __all__ = [
     "LABELS",
+    "Ages",
     "Copy",
     "Index",
     "Leaving",

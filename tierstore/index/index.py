@@ -135,6 +135,54 @@ class Hints:
                 self._eviction.offer_again(page)
 
 
+class Ages:
+    """When pages become older than ``most_s`` seconds (inf: never) on ``clock``. Not thread-safe: the store
+    locks."""
+
+    def __init__(self, tree: Tree, most_s: float, clock: Callable[[], float]) -> None:
+        self.most_s = most_s
+        self.clock = clock
+        self._tree = tree
+        self._ending: list[tuple[float, int, Page]] = []  # by ``made_s``
+        self._order = itertools.count()
+
+    def begin(self, page: Page, made_s: float | None = None) -> None:
+        """Note when a page without other copies was saved (None: now)."""
+        page.made_s = self.clock() if made_s is None else made_s
+        if self.most_s < math.inf:
+            heapq.heappush(self._ending, (page.made_s, next(self._order), page))
+            if len(self._ending) > 2 * self._tree.pages + _SPARE_HINTS:
+                self._ending = [each for each in self._ending if _is_current(each)]
+                heapq.heapify(self._ending)
+
+    def is_over(self, made_s: float) -> bool:
+        """Whether a page that was saved at ``made_s`` is too old."""
+        return made_s + self.most_s <= self.clock()
+
+    def take_old(self) -> list[Page]:
+        """Return the pages that are too old. Each is returned once, after its copy in host memory is
+        complete."""
+        old: list[Page] = []
+        incomplete = []
+        while self._ending and self.is_over(self._ending[0][0]):
+            each = heapq.heappop(self._ending)
+            if not _is_current(each):
+                continue
+            host = each[2].copies[Tier.HOST]
+            if host is not None and not host.ready and not host.damaged:
+                incomplete.append(each)
+            else:
+                old.append(each[2])
+        for each in incomplete:
+            heapq.heappush(self._ending, each)
+        return old
+
+
+def _is_current(entry: tuple[float, int, Page]) -> bool:
+    made_s, _, page = entry
+    return page.made_s == made_s and any(page.copies)
+
+
 class Leaving:
     """Named pages that are finished: each leaves its tiers as soon as nothing holds it there. (Pages of a
     chain leave from its end, by the policy.) ``drop`` drops a copy. Not thread-safe."""

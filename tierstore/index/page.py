@@ -70,6 +70,7 @@ class Page(Struct, gc=False, eq=False):
     session: int = 0  # the only session that saved it or a page behind it; 0: none, or several
     serial: int = 0  # its number on disk; 0: not on disk
     record: PageRecord | None = None  # record of its disk copy
+    made_s: float = 0.0  # when it was saved, on the clock of the tree's Ages
     checksum: int | None = None  # XXH3-64 of its host copy, if it is known
     tombstone: bool = False  # its disk copy was lost, but pages below it are still there
     pool: int = 0  # in HBM: number of the layer group's pool

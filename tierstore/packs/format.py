@@ -29,6 +29,7 @@ from tierstore.spec import KVSpec
 from tierstore.units import GIB, MIB, format_size, round_up
 
 MAGIC = b"TSKV\r\n\x1a\n"  # a transfer in text mode changes it
+ENCRYPTED_MAGIC = b"TSKVENC1"  # the beginning of an encrypted pack (encryption.py)
 # Magic, version, number of following packs, bytes of the index, bytes of a page, pages, the signer's public
 # key.
 HEAD = struct.Struct("<8sIIQQQ32s24x")
@@ -254,6 +255,8 @@ class Head:
     @classmethod
     def decode(cls, data: bytes) -> Head:
         """Decode a head. Raise :class:`PackError` if it is malformed."""
+        if data.startswith(ENCRYPTED_MAGIC):
+            raise PackError("the pack is encrypted: give --key")
         if len(data) < HEAD.size or not data.startswith(MAGIC):
             raise PackError("this is not a pack: the beginning is wrong")
         _, version, following, index_bytes, page_bytes, pages, signer = HEAD.unpack_from(data)

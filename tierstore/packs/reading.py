@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import UsageError
+from tierstore.packs.encryption import EncryptedInput
 from tierstore.packs.format import (
     ALIGNMENT,
     ENTRY,
@@ -206,10 +207,13 @@ class PackReader:
 
 
 @asynccontextmanager
-async def open_pack(path: Path | None, trust: Trust = ANYBODY) -> AsyncIterator[PackReader]:
-    """Open the pack in a file, or on stdin (None). Raise :class:`PackError` if it is malformed, and
-    :class:`UsageError` if it cannot be read."""
-    async with open_file(sys.stdin.fileno() if path is None else path, "rb") as file:
+async def open_pack(
+    path: Path | None, trust: Trust = ANYBODY, key: bytes | None = None
+) -> AsyncIterator[PackReader]:
+    """Open the pack in a file, or on stdin (None). ``key`` opens an encrypted one. Raise :class:`PackError`
+    if it is malformed, and :class:`UsageError` if it cannot be read."""
+    async with open_file(sys.stdin.fileno() if path is None else path, "rb") as plain:
+        file = plain if key is None else EncryptedInput(plain, key)
         reader = await PackReader.begin(file, trust)
         reader.leaves_cache = path is not None and await file.seekable()
         yield reader

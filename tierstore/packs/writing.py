@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiofiles.os
 
 from tierstore import copying, memory
 from tierstore.errors import UsageError
 from tierstore.keys import Prompt
+from tierstore.packs.encryption import EncryptedOutput
 from tierstore.packs.format import (
     ALIGNMENT,
     FOOTER,
@@ -83,17 +84,21 @@ async def export_pack(
     resume: bool = False,
     progress: Progress | None = None,
     hash: PageHash | None = None,
+    key: bytes | None = None,
 ) -> Exported:
     """Write the pages of ``store`` for the whole chunks of ``prompts`` to ``path``, or to stdout (None).
 
     The store has no page pool. If the model has several layer groups, each has its own pack, one behind the
     other in the file. A store that imports them has the hits of ``store``. ``resume``: continue an earlier
     run for the same packs. ``hash``: None is the best installed one, or blake3 for named pages.
+    With a ``key`` of 32 bytes, the file is encrypted.
 
-    Raises :class:`UsageError` if the store has no pages, and :class:`PackError` if pages leave the store
-    meanwhile.
+    Raises :class:`UsageError` if the store has no pages, and for ``resume`` with a ``key``. Raises
+    :class:`PackError` if pages leave the store meanwhile.
     """
     _check_new(path)
+    if resume and key is not None:
+        raise UsageError("an encrypted pack cannot be resumed: leave --resume or --key out")
     found: list[tuple[KVSpec, list[Prompt]]] = []
     for group in store.groups:
         held = [await _held(store, prompt.pages_of(group.number)) for prompt in prompts]
@@ -110,7 +115,7 @@ async def export_pack(
         manifest = Manifest.of(spec, held, signer.public, hash=hash, following=following)
         exports.append(_Export(store, manifest, signer, progress, resumable=path is not None))
     done = await _resumable(_part(path), exports) if resume and path is not None else (0, 0)
-    await _write_packs(exports, path, *done)
+    await _write_packs(exports, path, *done, key)
     return Exported(
         tuple(export.manifest for export in exports),
         sum(map(len, prompts)),
@@ -119,19 +124,25 @@ async def export_pack(
     )
 
 
-async def _write_packs(exports: Sequence[_Export], path: Path | None, whole: int, done: int) -> None:
+async def _write_packs(
+    exports: Sequence[_Export], path: Path | None, whole: int, done: int, key: bytes | None
+) -> None:
     """Write the packs one behind the other. ``whole`` packs and ``done`` blocks of the next one exist
     already."""
     part = None if path is None else _part(path)
     resumed = whole or done
     at = sum(round_up(export.manifest.nbytes, ALIGNMENT) for export in exports[:whole])
     async with open_file(sys.stdout.fileno() if part is None else part, "r+b" if resumed else "wb") as file:
-        output = _Output(file, ours=part is not None)
+        plain = _Output(file, ours=part is not None)
+        encrypted = EncryptedOutput(plain.write, key) if key is not None else None
+        output = encrypted or plain
         for export in exports[whole:]:
             await export.run(output, done, at if resumed else None)
             resumed = done = 0
             if not export.last:
                 await output.write(bytes(-FOOTER_BYTES % ALIGNMENT))
+        if encrypted is not None:
+            await encrypted.finish()
         if part is not None:
             await asyncio.to_thread(os.fsync, file.fileno())
     if part is not None and path is not None:
@@ -232,6 +243,9 @@ class _Output:
         await self._file.truncate()
 
 
+_PackOutput: TypeAlias = "_Output | EncryptedOutput"
+
+
 def _go_direct(fd: int, wanted: bool) -> bool:
     """Switch bypassing the page cache on or off. Return False if the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -305,7 +319,7 @@ class _Export:
         """Whether it is the last pack in its file."""
         return not self.manifest.following
 
-    async def run(self, output: _Output, done: int, at: int | None) -> None:
+    async def run(self, output: _PackOutput, done: int, at: int | None) -> None:
         """Write everything after the first ``done`` blocks. ``at`` is the pack's offset in the file (None:
         the current end)."""
         manifest = self.manifest
@@ -362,7 +376,11 @@ class _Export:
             return (await loading).tokens == end
 
     async def _write(
-        self, output: _Output, number: int, buffer: _Buffer, before: asyncio.Task[None] | None
+        self,
+        output: _PackOutput,
+        number: int,
+        buffer: _Buffer,
+        before: asyncio.Task[None] | None,
     ) -> None:
         manifest = self.manifest
         count, page_bytes = manifest.pages_of(number), manifest.page_bytes

@@ -102,10 +102,10 @@ class IntoHbm(PartLoad):
         self._pages_of: list[Page] = []  # the whole pages
         self._kept: list[Page] = []  # those held for the caller, so that none leaves the tree
         self._moved = 0
-        self._forgets = 0  # hbm.forgets when this load began
+        self._forgets = 0  # hbm.forgetting.times when this load began
 
     def _take_local(self) -> list[HbmCopy]:
-        self._forgets = self.hbm.forgets
+        self._forgets = self.hbm.forgetting.times
         hbm, request = self.hbm, self.part.request
         root = page = hbm.root(request, self._group)
         for position, key in enumerate(request.keys[: self.pages]):
@@ -161,7 +161,7 @@ class IntoHbm(PartLoad):
             self._arrived[position] = True
             self._moved += 1
             # A page that was perhaps forgotten meanwhile stays private.
-            if position < len(self._pages_of) and self.hbm.forgets == self._forgets:
+            if position < len(self._pages_of) and self.hbm.forgetting.times == self._forgets:
                 self._publish(position, hbm_page)
 
     def _publish(self, position: int, hbm_page: int) -> None:

@@ -8,6 +8,7 @@ cached pages of all pools and has a queue of evictable pages for each.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from tierstore.backend import LookupRequest, SaveHints
+from tierstore.backend import Backend, ForgottenPages, LookupRequest, SaveHints
 from tierstore.errors import StoreClosedError, UsageError
-from tierstore.index import LABELS, Index, Leaving, Match, Page, Tier
+from tierstore.index import LABELS, Ages, Index, Leaving, Match, Page, Tier
 from tierstore.index.leases import Leases, PageLease
 from tierstore.index.sessions import HintTracker, Sessions
 from tierstore.keys import Identity, PageKey
@@ -55,7 +56,9 @@ class HbmTier:
     whose pool is ``pools[group]``.
     """
 
-    def __init__(self, pools: Sequence[PagePool], policy: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pools: Sequence[PagePool], policy: str, clock: Callable[[], float], backend: Backend
+    ) -> None:
         self.pools = tuple(pools)
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # notified when copies or saves end
@@ -63,16 +66,18 @@ class HbmTier:
         self.counters = Counters()
         policies = [POLICIES[policy]() for _ in Tier]
         self.index = Index(policies, more_pools=[POLICIES[policy]() for _ in pools[1:]])
-        self.leases = Leases(self.index, clock, self._drop_damaged)
+        self.forgetting = PoolForgetting(self)
+        self.leases = Leases(self.index, clock, self.drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
         self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
-        self.forgets = 0  # calls of forget()
         self.identities: dict[bytes, Identity] = {}  # of pages that may be here, by digest
         self.pending_saves = 0  # pages
         self.closed = False
         self._leaving = Leaving([Tier.HBM], self._leave)
         self._pid = os.getpid()
         self._forgotten_bytes = 0  # the index's count at the last _forget_gone()
+        if self.pools:
+            backend.follow_forgets(self.forgetting.was_forgotten, self.forgetting.limit_age)
 
     @property
     def forked(self) -> bool:
@@ -100,6 +105,7 @@ class HbmTier:
         return self.pools[group]
 
     def root(self, request: LookupRequest, group: int) -> Page:
+        self.forgetting.forget_old()
         self.identities.setdefault(request.identity.digest, request.identity)
         return self.index.tree.root(request.identity.digest, request.page_bytes, group)
 
@@ -250,6 +256,7 @@ class HbmTier:
             return False
         self.index.add_copy(page, Tier.HBM, hbm_page, ready=True, leases=1)
         published[hbm_page] = page
+        self.forgetting.ages.begin(page)
         return True
 
     # -- room ----------------------------------------------------------------------------------------
@@ -403,38 +410,16 @@ class HbmTier:
                 page = self.published[group].get(hbm_page)
                 if page is not None:
                     self.index.set_damaged(page, Tier.HBM)
-                    self._drop_damaged(page, Tier.HBM)
+                    self.drop_damaged(page, Tier.HBM)
 
-    def _drop_damaged(self, page: Page, tier: Tier) -> None:
+    def drop_damaged(self, page: Page, tier: Tier) -> None:
+        """Drop a damaged copy if nothing holds it. Needs the lock."""
         if self._damaged_and_idle(page):
             self.drop(page)
 
     def _damaged_and_idle(self, page: Page) -> bool:
         copy = page.copies[Tier.HBM]
         return copy is not None and copy.damaged and not copy.leases and not copy.children
-
-    def forget(self, what: Forgettable) -> int:
-        """Stop serving the pages of all pools that ``what`` covers. Return their number. Each page is dropped
-        when its last holder releases it. Takes the lock."""
-        with self.lock:
-            self.forgets += 1
-            if what.session is not None:
-                pages = self.sessions.forget("", what.session)
-            else:
-                covered = {
-                    digest
-                    for digest, identity in self.identities.items()
-                    if what.covers(identity.tenant, identity.model)
-                }
-                pages = [page for page in self.index.tree.walk() if page.identity in covered]
-            forgotten = 0
-            for page in reversed(pages):  # children before their parents
-                copy = page.copies[Tier.HBM]
-                if copy is not None and copy.ready:
-                    forgotten += 1
-                    self.index.set_damaged(page, Tier.HBM)
-                    self._drop_damaged(page, Tier.HBM)
-            return forgotten
 
     def release(self, hbm_pages: Iterable[int], group: int) -> None:
         """Release pages of an engine: published ones stay cached, private ones become free."""
@@ -532,3 +517,68 @@ class HbmTier:
         shared = [pool.books for pool in self.pools if isinstance(pool.books, two_level.SmallPages)]
         if shared:
             two_level.check(shared)
+
+
+class PoolForgetting:
+    """Forgets pages of the pools: on request, with the backend, and when they are too old."""
+
+    def __init__(self, hbm: HbmTier) -> None:
+        self._hbm = hbm
+        # Guarded by the tier's lock.
+        self.ages = Ages(hbm.index.tree, math.inf, hbm.clock)
+        self.times = 0  # how often pages were forgotten
+        self.pages = 0  # number of these pages
+
+    def forget(self, what: Forgettable) -> None:
+        """Stop serving the pages of all pools that ``what`` covers, and count them. Each page is dropped when
+        its last holder releases it. Takes the lock."""
+        hbm = self._hbm
+        with hbm.lock:
+            if what.session is not None:
+                pages = hbm.sessions.forget("", what.session)
+            else:
+                covered = {
+                    digest
+                    for digest, identity in hbm.identities.items()
+                    if what.covers(identity.tenant, identity.model)
+                }
+                pages = [page for page in hbm.index.tree.walk() if page.identity in covered]
+            self._forget(pages)
+
+    def was_forgotten(self, forgotten: ForgottenPages) -> None:
+        """Stop serving pages that the backend has forgotten, as :meth:`forget` does. Takes the lock."""
+        hbm = self._hbm
+        with hbm.lock:
+            chosen: dict[Page, None] = {}
+            for page in hbm.index.tree.walk():  # parents before children
+                named = page.identity in forgotten.identities or (page.identity, page.key) in forgotten.pages
+                if named or page.parent in chosen:
+                    chosen[page] = None
+            self._forget(list(chosen))
+
+    def limit_age(self, most_s: float) -> None:
+        """Stop serving each page ``most_s`` seconds after it came into a pool. Takes the lock."""
+        hbm = self._hbm
+        with hbm.lock:
+            if most_s != self.ages.most_s:
+                self.ages = Ages(hbm.index.tree, most_s, hbm.clock)
+                for page in hbm.index.tree.walk():
+                    if page.copies[Tier.HBM] is not None:
+                        self.ages.begin(page, page.made_s)
+
+    def forget_old(self) -> None:
+        """Stop serving the pages that are too old. Needs the lock."""
+        old = self.ages.take_old()
+        if old:
+            self._forget(sorted(old, key=lambda page: page.depth))
+
+    def _forget(self, pages: Sequence[Page]) -> None:
+        """Stop serving these pages, each after its parent."""
+        hbm = self._hbm
+        self.times += 1
+        for page in reversed(pages):
+            copy = page.copies[Tier.HBM]
+            if copy is not None and copy.ready:
+                self.pages += 1
+                hbm.index.set_damaged(page, Tier.HBM)
+                hbm.drop_damaged(page, Tier.HBM)

@@ -58,11 +58,13 @@ def _forget(
     store._require_open()
     what = Forgettable(tenant, model, session)
     store._finder.prompts.clear()
-    in_hbm = store._hbm.forget(what)
+    in_pools = store._hbm.forgetting
+    before = in_pools.pages
+    in_pools.forget(what)
     receipt = store.backend.forget(tenant=tenant, model=model, session=session)
     store._finder.prompts.clear()
-    in_hbm += store._hbm.forget(what)  # what loads have brought meanwhile
-    return None if receipt is None else replace(receipt, hbm_pages=in_hbm)
+    in_pools.forget(what)  # what loads have brought meanwhile
+    return None if receipt is None else replace(receipt, hbm_pages=in_pools.pages - before)
 
 
 class Store:
@@ -124,7 +126,7 @@ class Store:
         self.identity = identity or Identity.of(spec, model="default")
         self.backend = backend
         self.clock = clock
-        self._hbm = HbmTier(self.pools, policy, clock)
+        self._hbm = HbmTier(self.pools, policy, clock, backend)
         self._finder = Finder(self._hbm, backend, spec, self.identity, self.lookup_s, groups)
         self.groups: tuple[Group, ...] = self._finder.groups
         self._planning = Planning(self._hbm, backend, self.groups, spec.chunk_tokens, self.lookup_s)

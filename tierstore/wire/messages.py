@@ -78,6 +78,8 @@ class Welcome(Message):
     lease_s: float  # the length of a lease, from the daemon's answer on
     reserve_bytes: int  # limit of one client's reservations
     cluster: bool = False  # whether pages can be fetched from other hosts
+    forgets: int = 0  # number of forgets so far
+    max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
 
 
 class Register(Message):
@@ -94,6 +96,7 @@ class Register(Message):
 class Registered(Message):
     id: int
     identity: int  # the number for later messages
+    forgotten: int = 0  # number of the last forget that covers it
 
 
 class Bye(Message):
@@ -499,6 +502,16 @@ class Forgotten(Message):
     receipt: ForgetReceipt
 
 
+class PagesForgotten(Message):
+    """Sent without a request (``id`` is 0) after forget number ``number``: all pages of ``identities``, and
+    the pages with these keys of an identity, with those behind them, are not to be used any more."""
+
+    id: int
+    number: int
+    identities: Numbers
+    pages: Annotated[list[tuple[int, Payload]], Meta(max_length=MAX_GROUPS)] = []
+
+
 class Flush(Message):
     """Wait until everything committed so far is on disk."""
 
@@ -594,6 +607,7 @@ Answer: TypeAlias = (
     | Unpinned
     | Evicted
     | Forgotten
+    | PagesForgotten
     | Flushed
     | IdentitiesAnswer
     | MissedRequestsAnswer

@@ -7,10 +7,13 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from tierstore.keys import Identity
 
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -61,3 +64,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def under_epoch(identity: Identity, epoch: str) -> Identity:
+    """Return the identity within an epoch. Pages of one epoch are not found in another."""
+    return replace(identity, revision=f"{identity.revision}+{epoch}") if epoch else identity

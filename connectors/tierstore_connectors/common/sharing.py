@@ -17,9 +17,10 @@ not measured (:data:`MEASURED`). An engine also refuses if its options change th
 **Keys.** Pages are found by keys over token ids (:mod:`tierstore.keys`), as the bundled engine finds them. If
 a layer group has a window, its pages are found by name. vLLM's scheduler knows the token ids of a request, so
 it computes the same keys. Block hashes of vLLM are not used: they begin with vLLM's own constant, and the
-bundled engine would have to encode tokens as vLLM does. SGLang's storage interface passes hashes of pages
-without their tokens, so SGLang cannot share. Naming all pages by SGLang's hashes was rejected: a hit could
-then end at whole pages only, and every engine would lose the chain from a page to its parent.
+bundled engine would have to encode tokens as vLLM does. SGLang passes hashes of pages without their tokens,
+so its backend finds the tokens of each hash in the same process (:mod:`tierstore_connectors.sglang.sharing`).
+Naming all pages by SGLang's hashes was rejected: a hit could then end at whole pages only, and every engine
+would lose the chain from a page to its parent.
 
 Sharing is off by default, because a hit is not bit-equal to pages that the engine itself would compute.
 docs/sharing.md has the measured differences.
@@ -27,12 +28,14 @@ docs/sharing.md has the measured differences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tierstore.errors import SpecError, UsageError
-from tierstore.keys import Identity
+from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, Prompt
 from tierstore.spec import KVSpec, read_json
 from tierstore_connectors.common.contents import contents, default_cache, model_files
 from tierstore_connectors.common.facts import WEIGHTS, digest, plain, words
@@ -95,6 +98,41 @@ def shared_identity(
         codec=f"shared {FORM}",
         tenant=namespace,
     )
+
+
+class SharedPrompt(Prompt):
+    """The whole chunks of a prompt as one lookup of pages that engines share: their keys and names are made
+    from tokens only. ``model`` is the whole model's identity, and ``identities`` has that of each part of
+    each layer group."""
+
+    __slots__ = ("_identities",)
+
+    def __init__(
+        self, model: Identity, identities: Sequence[Identity], tokens: bytes, chunk_tokens: int
+    ) -> None:
+        self._identities = identities
+        super().__init__(model, np.frombuffer(tokens, TOKEN_DTYPE), chunk_tokens=chunk_tokens)
+
+    @property
+    def identities(self) -> Sequence[Identity]:
+        return self._identities
+
+
+def shared_chunks(
+    model: Identity, identity: Identity, tokens: bytes, chunks: range, chunk_tokens: int, *, named: bool
+) -> tuple[Prompt, int]:
+    """Return a prompt that finds shared pages of one layer group, and the place of the first of ``chunks`` in
+    it.
+
+    ``model`` is the whole model's identity and ``identity`` that of the pages. ``tokens`` (uint32,
+    little-endian) are those of the prompt, at least up to the last of ``chunks``. ``named``: the group's
+    pages are found by name."""
+    whole = tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES]
+    if not named:
+        return Prompt(identity, np.frombuffer(whole, TOKEN_DTYPE), chunk_tokens=chunk_tokens), chunks.start
+    names = SharedPrompt(model, [identity], whole, chunk_tokens).names(chunks.stop)[chunks.start :]
+    prompt = Prompt.named_pages(identity, names, chunk_tokens=chunk_tokens, pages_before=chunks.start)
+    return prompt, 0
 
 
 def refusal(reason: str) -> UsageError:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import sglang
@@ -37,16 +38,13 @@ from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.explaining import MissReporter
+from tierstore_connectors.common.facts import under_epoch
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
 from tierstore_connectors.sglang.config import SAMPLE, SglangSettings
-from tierstore_connectors.sglang.identity import (
-    model_digest,
-    pages_named,
-    pool_identity,
-    weights_revision,
-)
-from tierstore_connectors.sglang.pools import HostPool, PageRuns
+from tierstore_connectors.sglang.identity import model_digest, weights_revision
+from tierstore_connectors.sglang.pools import HostPool, PagePlaces, PoolPages
 from tierstore_connectors.sglang.queries import Queries, Query
+from tierstore_connectors.sglang.sharing import PageTokens, SharedPages, require_plain, shared_pool
 from tierstore_connectors.sglang.weights import WeightsWatch, epoch_of
 
 _log = logging.getLogger("sglang.tierstore")
@@ -72,9 +70,9 @@ class TierStoreHiCache(HiCacheStorage):
         self._config = storage_config
         self._settings = SglangSettings.parse(storage_config.extra_config)
         self._lock = threading.Lock()  # guards everything below that changes
-        self._pools: dict[str, HostPool] = {}
-        self._stores: dict[tuple[int, int], Store] = {}
-        self._identities: dict[tuple[str, str], Identity] = {}
+        self._pools: dict[str, tuple[HostPool | SharedPages, ...]] = {}
+        self._stores: dict[str, Store] = {}  # by the layout of pages
+        self._identities: dict[tuple[str, str, str], Identity] = {}  # by pool, layout and epoch
         self._breaker = Breaker()
         self._stats = _Transfers()
         self._queries = Queries()
@@ -87,9 +85,14 @@ class TierStoreHiCache(HiCacheStorage):
         seed = arguments.get("random_seed")
         shared = storage_config.is_mla_model and storage_config.tp_size > 1
         self._weights = WeightsWatch(_weight_version, lambda n: epoch_of(n, shared=shared, seed=seed))
-        namespace, sampled = self._settings.namespace, self._settings.hash_weights == SAMPLE
-        self._revision = weights_revision(arguments, namespace, sampled=sampled)
-        self._model = model_digest(sglang.__version__, arguments, namespace, sampled=sampled)
+        self._first_epoch = self._weights.look()
+        self._arguments = arguments
+        if self._settings.share_engines:
+            require_plain(arguments, at_start=_at_start())
+        else:
+            namespace, sampled = self._settings.namespace, self._settings.hash_weights == SAMPLE
+            self._revision = weights_revision(arguments, namespace, sampled=sampled)
+            self._model = model_digest(sglang.__version__, arguments, namespace, sampled=sampled)
         if arguments.get("hicache_host_memory_mode") == "buffer_only":
             _forget_what_did_not_come()
         if arguments.get("enable_lora"):
@@ -110,32 +113,51 @@ class TierStoreHiCache(HiCacheStorage):
     def _register(self, name: str, pool: Any) -> None:
         if vars(pool).get("kv_buffer", pool) is None:
             return  # an anchor without bytes of its own
-        known = HostPool(name, pool, torch.arange(pool.page_size))
-        if known.pool.page_size < _FEW_TOKENS:
+        if pool.page_size < _FEW_TOKENS:
             self.errors.warn(
-                "page_size",
-                f"pages of {known.pool.page_size} tokens are slow: --page-size 64 is faster",
+                "page_size", f"pages of {pool.page_size} tokens are slow: --page-size 64 is faster"
             )
+        known = self._pages_of(name, pool)
         with self._lock:
             self._pools[name] = known
-            shape = (known.page_bytes, known.chunk_tokens)
-            if shape not in self._stores:
-                self._stores[shape] = self._connect(shape, self._identity_of(known))
-                connected = self._stores[shape].wait_connected(_CONNECT_S)
-                _log.info(
-                    "tierstore: pages of %s go to %s (%s) under identity %s",
-                    name,
-                    self._settings.store,
-                    "connected" if connected else "no daemon answers yet",
-                    self._identity_of(known).digest.hex()[:8],
-                )
+            for pages in known:
+                identity = self._identity_of(pages)
+                if identity.layout not in self._stores:
+                    self._stores[identity.layout] = self._connect(identity)
+                    connected = self._stores[identity.layout].wait_connected(_CONNECT_S)
+                    _log.info(
+                        "tierstore: pages of %s go to %s (%s) under identity %s",
+                        name,
+                        self._settings.store,
+                        "connected" if connected else "no daemon answers yet",
+                        identity.digest.hex()[:8],
+                    )
 
-    def _connect(self, shape: tuple[int, int], identity: Identity) -> Store:
+    def _pages_of(self, name: str, pool: Any) -> tuple[HostPool | SharedPages, ...]:
+        """Return the pages of a pool: one, or one for each layer group if engines share them."""
+        if not self._settings.share_engines:
+            return (HostPool(name, pool, torch.arange(pool.page_size)),)
+        known = self._pools.get(name, ())
+        if known and known[0].pool is pool:
+            return known
+        tokens = PageTokens(int(pool.page_size))
+        found = shared_pool(
+            name,
+            pool,
+            tokens,
+            folder=Path(str(self._arguments.get("model_path", ""))),
+            settings=self._settings,
+            rank=self._config.tp_rank,
+            ranks=self._config.tp_size,
+        )
+        tokens.watch(self.errors)
+        return found
+
+    def _connect(self, identity: Identity) -> Store:
         settings = self._settings
-        page_bytes, chunk_tokens = shape
         return tierstore.connect(
             settings.store,
-            KVSpec.opaque(page_bytes, chunk_tokens=chunk_tokens, hashed=True),
+            KVSpec.parse(identity.layout),
             identity=identity,
             lookup_s=settings.lookup_s,
             mover_threads=settings.threads,
@@ -146,34 +168,39 @@ class TierStoreHiCache(HiCacheStorage):
             log=None if self._stores else _log,  # one line for all pools
         )
 
-    def _place(self, name: str) -> _BufferPlace:
-        """Return the place of a pool's pages. Raises :class:`KeyError` for a pool that was not registered."""
+    def _places(self, name: str) -> list[_BufferPlace]:
+        """Return the places of a pool's pages. Raises :class:`KeyError` for a pool that was not
+        registered."""
         with self._lock:
-            pool = self._pools[name]
-            return _BufferPlace(
-                pool, self._stores[pool.page_bytes, pool.chunk_tokens], self._identity_of(pool)
-            )
+            places = []
+            for pages in self._pools[name]:
+                identity = self._identity_of(pages)
+                places.append(_BufferPlace(pages, self._stores[identity.layout], identity))
+            return places
 
-    def _identity_of(self, pool: HostPool) -> Identity:
-        """Return the current identity of the pool's pages, which changes with the weights. Needs the lock."""
+    def _identity_of(self, pages: HostPool | SharedPages) -> Identity:
+        """Return the current identity of pages, which changes with the weights. Needs the lock."""
         epoch = self._weights.look()
-        identity = self._identities.get((pool.name, epoch))
+        place = pages.name, pages.layout, epoch
+        identity = self._identities.get(place)
         if identity is None:
             if len(self._identities) >= MOST_IDENTITIES:  # the daemon's limit per client connection
                 self._identities.clear()
                 self._queries.clear()
-                for shape, store in list(self._stores.items()):
+                for layout, store in list(self._stores.items()):
                     store.close()
-                    self._stores[shape] = self._connect(shape, store.identity)
-            identity = self._identities[pool.name, epoch] = pool_identity(
-                pool.page_bytes,
-                pool.chunk_tokens,
-                pool=pool.name,
-                layout=pool.layout,
-                model=self._model,
-                revision=f"{self._revision} {epoch}",
-                shard=self._shard(pool.name),
-            )
+                    self._stores[layout] = self._connect(store.identity)
+            if isinstance(pages, SharedPages):
+                identity = pages.identity
+                if epoch != self._first_epoch:  # not the weights of the model's files
+                    identity = under_epoch(identity, epoch)
+            else:
+                identity = pages.identity(
+                    model=self._model,
+                    revision=f"{self._revision} {epoch}",
+                    shard=self._shard(pages.name),
+                )
+            self._identities[place] = identity
         return identity
 
     def _shard(self, pool: str) -> str:
@@ -234,8 +261,11 @@ class TierStoreHiCache(HiCacheStorage):
         misses = self._misses
         if misses is None or pages == len(keys):
             return
-        place = self._place(_KV)
-        prompt, reused = place.prompt(keys, extra_info), pages * place.pool.chunk_tokens
+        place = self._places(_KV)[0]
+        asked = place.prompt(keys, extra_info)
+        if asked is None:
+            return
+        prompt, reused = asked[0], (asked[1] + pages) * place.pages.chunk_tokens
 
         def ask() -> Explanation:
             found = place.store.explain(prompt, timeout_s=_EXPLAIN_S)
@@ -249,12 +279,13 @@ class TierStoreHiCache(HiCacheStorage):
     def _held(self, name: str, keys: Sequence[str], extra_info: Any = None) -> list[bool]:
         """Return which of these pages the daemon has. They are leased until they are read or the lease ends,
         and pages on disk are being read into memory."""
-        query = self._find(self._place(name), keys, extra_info)
-        held = [False] * len(keys)
-        if query is not None:
-            for at in query.hit.positions:
-                held[at] = True
-            query.hit.prefetch(deadline_s=self._settings.load_s)
+        held = [True] * len(keys)
+        for place in self._places(name):
+            query = self._find(place, keys, extra_info)
+            there = set(query.positions) if query is not None else ()
+            held = [both and at in there for at, both in enumerate(held)]
+            if query is not None:
+                query.hit.prefetch(deadline_s=self._settings.load_s)
         return held
 
     def _find(self, place: _BufferPlace, keys: Sequence[str], extra_info: Any) -> Query | None:
@@ -262,11 +293,17 @@ class TierStoreHiCache(HiCacheStorage):
         with self._lock:
             if not keys or not self._breaker.allows(time.monotonic()):
                 return None
-        hit = place.store.lookup(place.prompt(keys, extra_info))
-        self._answered(place.store)
-        if not hit.tokens:
+        asked = place.prompt(keys, extra_info)
+        if asked is None:
+            self._say_unknown()
             return None
-        query = Query(place.store, place.identity, keys, hit)
+        prompt, before = asked
+        hit = place.store.lookup(prompt)
+        self._answered(place.store)
+        if hit.num_pages <= before:
+            hit.release()
+            return None
+        query = Query(place.store, place.identity, keys, hit, before)
         self._queries.add(query)
         return query
 
@@ -306,27 +343,30 @@ class TierStoreHiCache(HiCacheStorage):
         }
 
     def _load(self, name: str, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
-        place = self._place(name)
-        began = time.monotonic()
-        loaded: set[int] = set()
-        known = self._queries.find(place.identity, keys) if keys else None
-        if known is not None:
-            loaded = self._load_held(place, *known, keys, indices)
-        if not loaded and (query := self._find(place, keys, extra_info)) is not None:
-            loaded = self._load_held(place, query, 0, keys, indices)
-        self._stats.loaded(len(loaded), place.pool.page_bytes, time.monotonic() - began)
-        return [at in loaded for at in range(len(keys))]
+        came = [True] * len(keys)
+        for place in self._places(name):
+            began = time.monotonic()
+            loaded: set[int] = set()
+            known = self._queries.find(place.identity, keys) if keys else None
+            if known is not None:
+                loaded = self._load_held(place, *known, keys, indices)
+            if not loaded and (query := self._find(place, keys, extra_info)) is not None:
+                loaded = self._load_held(place, query, 0, keys, indices)
+            self._stats.loaded(len(loaded), place.pages.page_bytes, time.monotonic() - began)
+            came = [both and at in loaded for at, both in enumerate(came)]
+        return came
 
     def _load_held(
         self, place: _BufferPlace, query: Query, first: int, keys: Sequence[str], indices: Any
     ) -> set[int]:
         """Load the pages ``keys``, which are pages ``first …`` of the query, as far as it holds them. Return
         the indices of those that arrived."""
+        held = query.positions
         wanted = query.held(first, len(keys))
         if not wanted:
             return set()
-        places = {at: query.hit.positions[at] - first for at in wanted}
-        target = PageRuns(place.pool, indices, len(keys), self.errors.caught, places)
+        places = {at: held[at] - first for at in wanted}
+        target = PagePlaces(place.pages, indices, len(keys), self.errors.caught, places)
         load = query.store.load_to(
             query.hit,
             target,
@@ -335,31 +375,52 @@ class TierStoreHiCache(HiCacheStorage):
             keep=True,
             deadline_s=self._settings.load_s,
         )
-        pages = load.wait().tokens // place.pool.chunk_tokens
-        if wanted.stop == len(query.hit.positions):
+        pages = load.wait().tokens // place.pages.chunk_tokens
+        if wanted.stop == len(held):
             self._queries.drop(query)  # SGLang reads in order, and once
         return set() if target.failed else {places[at] for at in wanted if at < pages}
 
     def _save(self, name: str, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
-        place = self._place(name)
-        if not keys or not place.store.connected:
-            return [False] * len(keys)
+        places = self._places(name)
+        nothing = [False] * len(keys)
+        if not keys or not all(place.store.connected for place in places):
+            return nothing
         if not self._weights.may_save():
             self.errors.warn(
                 "weights",
                 "pages from before an update of the weights are not stored; if this continues, the engine "
                 "has not flushed its cache since the update (POST /flush_cache)",
             )
-            return [False] * len(keys)
+            return nothing
+        ends = time.monotonic() + self._settings.save_s
+        stored = [self._save_pages(place, keys, indices, extra_info, ends) for place in places]
+        return [at < min(stored) for at in range(len(keys))]
+
+    def _save_pages(
+        self, place: _BufferPlace, keys: Sequence[str], indices: Any, extra_info: Any, ends: float
+    ) -> int:
+        """Save the pages ``keys`` until the time ``ends``. Return how many of the first are stored."""
         began = time.monotonic()
-        source = PageRuns(place.pool, indices, len(keys), self.errors.caught)
-        transfer = place.store.save_from(place.prompt(keys, extra_info), source, len(keys))
+        asked = place.prompt(keys, extra_info)
+        if asked is None:
+            self._say_unknown()
+            return 0
+        prompt, first = asked
+        source = PagePlaces(place.pages, indices, len(keys), self.errors.caught)
+        transfer = place.store.save_from(prompt, source, len(keys), first=first)
         with contextlib.suppress(TimeoutError):
-            transfer.wait(self._settings.save_s)
+            transfer.wait(max(ends - began, 0.0))
         transfer.cancel()  # ends the rest: SGLang will overwrite these slots
-        pages = transfer.wait() // place.pool.chunk_tokens
-        self._stats.saved(pages, place.pool.page_bytes, time.monotonic() - began)
-        return [at < pages for at in range(len(keys))]
+        pages = transfer.wait() // place.pages.chunk_tokens
+        self._stats.saved(pages, place.pages.page_bytes, time.monotonic() - began)
+        return pages
+
+    def _say_unknown(self) -> None:
+        self.errors.warn(
+            "tokens",
+            "pages without known tokens are not shared: those of requests with a cache_salt, or all if "
+            '"hicache_storage_pass_prefix_keys": true is not in hicache-storage-backend-extra-config',
+        )
 
     # -- the rest of SGLang's interface ----------------------------------------------------------------
 
@@ -428,17 +489,17 @@ class TierStoreHiCache(HiCacheStorage):
 
 @dataclass(frozen=True, slots=True)
 class _BufferPlace:
-    """The place of a pool's pages: its store and identity."""
+    """The place of a pool's pages: their store and identity."""
 
-    pool: HostPool
+    pages: PoolPages
     store: Store
     identity: Identity
 
-    def prompt(self, keys: Sequence[str], extra_info: Any) -> Prompt:
-        """Return a prompt for the pages ``keys``. SGLang may pass the keys before them
-        (``hicache_storage_pass_prefix_keys``)."""
+    def prompt(self, keys: Sequence[str], extra_info: Any) -> tuple[Prompt, int] | None:
+        """Return a prompt that finds the pages ``keys``, and the place of the first in it; None if it cannot
+        be made. SGLang may pass the keys before them (``hicache_storage_pass_prefix_keys``)."""
         before = len(extra_info.prefix_keys or ()) if extra_info is not None else 0
-        return pages_named(self.identity, keys, self.pool.chunk_tokens, before)
+        return self.pages.prompt(self.identity, keys, before)
 
 
 class _Transfers:
@@ -511,8 +572,12 @@ def _watch_adapters(*, server: str) -> None:
 
     # If this storage is attached to a running server, adapters' files may have changed since they were
     # loaded.
-    at_start = runtime_context.get_server_args().hicache_storage_backend is not None
-    ADAPTERS.watch((runtime_context.get_lora().lora_paths or ()) if at_start else (), server=server)
+    ADAPTERS.watch((runtime_context.get_lora().lora_paths or ()) if _at_start() else (), server=server)
+
+
+def _at_start() -> bool:
+    """Return whether this storage was given at the server's start, and not attached to a running one."""
+    return runtime_context.get_server_args().hicache_storage_backend is not None
 
 
 def _weight_version() -> str:

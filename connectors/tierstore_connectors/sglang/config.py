@@ -10,11 +10,13 @@ from tierstore.daemon.settings import default_listen
 from tierstore.errors import UsageError
 from tierstore_connectors.common.options import checked_options
 
+PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
+
 # SGLang's own keys, which it also passes to a backend.
 _OF_SGLANG = frozenset(
     {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size"}
     | {"prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"}
-    | {"hicache_storage_pass_prefix_keys"}
+    | {PREFIX_KEYS}
 )
 
 
@@ -32,6 +34,8 @@ class SglangSettings:
       write then ends with the pages that arrived by then.
     - ``threads``: copying threads.
     - ``hash_weights``: ``whole`` hashes all bytes of the model's large files, ``sample`` only a sample.
+    - ``share_engines``: keep pages in the form that all engines share
+      (:mod:`tierstore_connectors.sglang.sharing`).
     - ``explain``: count missed tokens by reason, and log the reasons of each query.
     """
 
@@ -45,6 +49,7 @@ class SglangSettings:
     threads: int = 2
     hash_weights: str = WHOLE
     explain: bool = False
+    share_engines: bool = False
 
     def __post_init__(self) -> None:
         if self.hash_weights not in (WHOLE, SAMPLE):

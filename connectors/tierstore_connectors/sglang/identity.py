@@ -23,7 +23,6 @@ from typing import Any
 
 from tierstore.errors import UsageError
 from tierstore.keys import NAME_BYTES, Identity, Prompt
-from tierstore.spec import KVSpec
 from tierstore_connectors.common.contents import contents_of, has_weights, with_contents
 from tierstore_connectors.common.facts import COMMIT, digest, words
 
@@ -196,11 +195,3 @@ def require_known_weights(arguments: Mapping[str, Any], namespace: str = "") -> 
             'give a commit as revision, or hicache-storage-backend-extra-config a "namespace" that changes '
             "with them"
         )
-
-
-def pool_identity(
-    page_bytes: int, chunk_tokens: int, *, pool: str, layout: str, model: str, revision: str, shard: str
-) -> Identity:
-    """Return the identity of the pages of one host pool."""
-    spec = KVSpec.opaque(page_bytes, chunk_tokens=chunk_tokens, hashed=True)
-    return Identity.of(spec, model=model, revision=revision, codec=f"sglang-{pool}-{layout}", shard=shard)

@@ -12,9 +12,11 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from tierstore import copying
-from tierstore.keys import LEAST_NAMED_TOKENS
+from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt
+from tierstore.spec import KVSpec
 from tierstore.store.buffers import copied_frames
 from tierstore_connectors.common.facts import digest
+from tierstore_connectors.sglang.identity import pages_named
 
 Problem = Callable[[str, Exception], None]
 
@@ -53,8 +55,55 @@ class HostPool:
             raise ValueError(f"{len(addresses)} runs are not {pages} pages of the {self.name} pool")
         return [addresses[at : at + each] for at in range(0, pages * each, each)]
 
+    def gather(self, places: Sequence[tuple[int, list[int]]]) -> Sequence[int | None]:
+        """Copy the runs of pages to these addresses, and return the checksums."""
+        return copying.gather_and_hash(places, self.sizes)
 
-class PageRuns:
+    def scatter(self, places: Sequence[tuple[int, list[int]]]) -> None:
+        """Copy pages from these addresses to their runs."""
+        copying.scatter(places, self.sizes)
+
+    def prompt(self, identity: Identity, keys: Sequence[str], before: int) -> tuple[Prompt, int]:
+        """Return a prompt that finds the pages ``keys``, and the place of the first in it. ``before``: the
+        number of pages before them, if SGLang gives it."""
+        return pages_named(identity, keys, self.chunk_tokens, before), 0
+
+    def identity(self, *, model: str, revision: str, shard: str) -> Identity:
+        """Return the identity of its pages."""
+        spec = KVSpec.opaque(self.page_bytes, chunk_tokens=self.chunk_tokens, hashed=True)
+        codec = f"sglang-{self.name}-{self.layout}"
+        return Identity.of(spec, model=model, revision=revision, codec=codec, shard=shard)
+
+
+class PoolPages(Protocol):
+    """Pages of one host pool: in SGLang's form (:class:`HostPool`), or of one layer group in the form of all
+    engines (:class:`~tierstore_connectors.sglang.sharing.SharedPages`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    def runs(self, indices: Any, pages: int) -> Sequence[Any]:
+        """Return the place of each of ``pages`` pages at ``indices``. Raises :class:`ValueError` for indices
+        of another number of pages."""
+
+    def gather(self, places: Sequence[tuple[int, Any]]) -> Sequence[int | None]:
+        """Copy the places of :meth:`runs` to these addresses, and return the checksums."""
+
+    def scatter(self, places: Sequence[tuple[int, Any]]) -> None:
+        """Copy pages from these addresses to their places."""
+
+    def prompt(self, identity: Identity, keys: Sequence[str], before: int) -> tuple[Prompt, int] | None:
+        """Return a prompt that finds the pages ``keys``, and the place of the first in it; None if it cannot
+        be made. ``before``: the number of pages before them, if SGLang gives it."""
+
+
+class PagePlaces:
     """The source or target of a save or load: ``pages`` pages of a host pool at ``indices``.
 
     Page ``at`` of the save or load is the pool's page ``places[at]``, or ``at`` if ``places`` is None. SGLang
@@ -64,7 +113,7 @@ class PageRuns:
 
     def __init__(
         self,
-        pool: HostPool,
+        pool: PoolPages,
         indices: Any,
         pages: int,
         problem: Problem,
@@ -78,22 +127,22 @@ class PageRuns:
         self.failed = False
 
     @cached_property
-    def _runs(self) -> list[list[int]]:
+    def _runs(self) -> Sequence[Any]:
         return self._pool.runs(self._indices, self._pages)
 
-    def _places(self, pages: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    def _places(self, pages: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
         return [(address, self._runs[self._places_of[at]]) for at, address in pages]
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
         try:
-            return copying.gather_and_hash(self._places(pages), self._pool.sizes)
+            return self._pool.gather(self._places(pages))
         except Exception as error:  # noqa: BLE001  # SGLang's errors must not end the mover's task
             self._problem("reading a host pool", error)
             return [None] * len(pages)
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
         try:
-            copying.scatter(self._places(pages), self._pool.sizes)
+            self._pool.scatter(self._places(pages))
         except Exception as error:  # noqa: BLE001  # SGLang's errors must not end the mover's task
             self.failed = True
             self._problem("writing to a host pool", error)

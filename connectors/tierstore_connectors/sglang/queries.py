@@ -20,16 +20,26 @@ _MOST = 256
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """A lookup of pages by name. ``hit`` holds those at its ``positions``."""
+    """A lookup of the pages ``keys``. ``hit`` may hold pages before them, too: ``before`` is the place of the
+    first of ``keys`` in the looked up prompt."""
 
     store: Store
     identity: Identity
     keys: Sequence[str]
     hit: Hit
+    before: int = 0
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The place of each of the hit's pages among ``keys``, ascending. Pages before them have negative
+        places."""
+        if self.before:
+            return range(-self.before, self.hit.num_pages - self.before)
+        return self.hit.positions or range(self.hit.num_pages)
 
     def held(self, at: int, count: int) -> range:
         """Return the indices of the hit's pages that are among pages ``at … at + count`` of the query."""
-        held = self.hit.positions
+        held = self.positions
         return range(bisect.bisect_left(held, at), bisect.bisect_left(held, at + count))
 
     def find(self, keys: Sequence[str]) -> int | None:

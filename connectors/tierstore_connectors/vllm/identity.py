@@ -42,9 +42,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from tierstore.keys import KEY_BYTES, TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.contents import Contents, contents, default_cache, model_files
 from tierstore_connectors.common.facts import COMMIT, WEIGHTS, installed_versions, plain
@@ -495,24 +494,6 @@ class EnginePrompt(Prompt):
 
     def names(self, chunks: int) -> list[bytes]:
         return self._all_names.first(chunks, self.keys, self._tokens)
-
-
-class SharedPrompt(Prompt):
-    """The whole chunks of a prompt as one lookup of pages that engines share: their keys and names are made
-    from tokens only. ``model`` is the whole model's identity, and ``identities`` has that of each part of
-    each layer group."""
-
-    __slots__ = ("_identities",)
-
-    def __init__(
-        self, model: Identity, identities: Sequence[Identity], tokens: bytes, chunk_tokens: int
-    ) -> None:
-        self._identities = identities
-        super().__init__(model, np.frombuffer(tokens, TOKEN_DTYPE), chunk_tokens=chunk_tokens)
-
-    @property
-    def identities(self) -> Sequence[Identity]:
-        return self._identities
 
 
 def hashes_are_private(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:

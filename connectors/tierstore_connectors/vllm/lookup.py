@@ -33,10 +33,12 @@ from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Planner
 from tierstore.spec import KVSpec
 from tierstore.types import Promise
+from tierstore_connectors.common.facts import under_epoch
 from tierstore_connectors.common.guard import Breaker, ErrorLog
+from tierstore_connectors.common.sharing import SharedPrompt
 from tierstore_connectors.vllm.config import VllmSettings
-from tierstore_connectors.vllm.identity import EnginePrompt, SharedPrompt
-from tierstore_connectors.vllm.orders import RENEW_S, GroupShard, Shard, kept_by_name, under_epoch
+from tierstore_connectors.vllm.identity import EnginePrompt
+from tierstore_connectors.vllm.orders import RENEW_S, GroupShard, Shard, kept_by_name
 
 _log = logging.getLogger("vllm.tierstore")
 _THREADS = 2  # threads that wait for answers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tierstore.groups import GroupRule
 from tierstore.keys import Identity, PageKey
@@ -148,8 +148,3 @@ def kept_by_name(rule: GroupRule) -> bool:
     Other pages are found by the tokens of all chunks before them, and need all pages of these chunks.
     """
     return not rule.chained
-
-
-def under_epoch(identity: Identity, epoch: str) -> Identity:
-    """Return the identity within an epoch. Pages of one epoch are not found in another."""
-    return replace(identity, revision=f"{identity.revision}+{epoch}") if epoch else identity

@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tierstore import Store
 from tierstore.groups import Past
-from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore.tiers.pinned import Pin
 from tierstore_connectors.common.counters import ConnectorCounters
+from tierstore_connectors.common.facts import under_epoch
 from tierstore_connectors.common.guard import ErrorLog
+from tierstore_connectors.common.sharing import shared_chunks
 from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.copies import GroupBlockCopies, LoadedBlocks, SavedBlocks, valid_blocks
-from tierstore_connectors.vllm.identity import ChunkNames, SharedPrompt
+from tierstore_connectors.vllm.identity import ChunkNames
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import (
     RENEW_S,
@@ -37,7 +37,6 @@ from tierstore_connectors.vllm.orders import (
     Shard,
     StepWork,
     kept_by_name,
-    under_epoch,
 )
 from tierstore_connectors.vllm.transfers import BlockLoad, BlockSave, LoadPart, Saves, blocks_of
 
@@ -113,22 +112,10 @@ class _KnownPrompt:
         chunk_tokens = self.names.chunk_tokens
         tokens = bytes(self.tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES])
         if model is not None:
-            return _shared_pages(pages, identity, tokens, chunks, model, chunk_tokens)
+            named = kept_by_name(pages.rule)
+            return shared_chunks(model, identity, tokens, chunks, chunk_tokens, named=named)
         keys = self.keys[: chunks.stop]
         return Prompt.with_keys(identity, tokens, keys, chunk_tokens=chunk_tokens), chunks.start
-
-
-def _shared_pages(
-    pages: GroupShard, identity: Identity, tokens: bytes, chunks: range, model: Identity, chunk_tokens: int
-) -> tuple[Prompt, int]:
-    """Return the pages as :meth:`_KnownPrompt.pages` does, with keys and names made from tokens, for pages
-    that engines share."""
-    if not kept_by_name(pages.rule):
-        encoded = np.frombuffer(tokens, TOKEN_DTYPE)
-        return Prompt(identity, encoded, chunk_tokens=chunk_tokens), chunks.start
-    names = SharedPrompt(model, [identity], tokens, chunk_tokens).names(chunks.stop)[chunks.start :]
-    prompt = Prompt.named_pages(identity, names, chunk_tokens=chunk_tokens, pages_before=chunks.start)
-    return prompt, 0
 
 
 class WorkerStores:

@@ -42,13 +42,19 @@ class Span:
 
     ``tables`` has a block table for each layer group, with one page per chunk, at least up to ``stop``. The
     table of a recurrent state has the one page with the sequence's state. The last ``drafted`` tokens may be
-    rejected: the page keeps the state before them.
+    rejected: the page keeps the state before them. The tokens of each range in ``mutual`` (of one image) see
+    one another; all others see only tokens before them.
     """
 
     tables: tuple[Sequence[int], ...]
     start: int
     stop: int
     drafted: int = 0
+    mutual: tuple[range, ...] = ()
+
+    def sees(self, token: int) -> int:
+        """Return the end of the tokens that ``token`` sees."""
+        return next((part.stop for part in self.mutual if token in part), token + 1)
 
     @property
     def block_table(self) -> Sequence[int]:

@@ -27,7 +27,7 @@ from tierstore.spec import LayerKind
 from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.overflow import OverflowPool
-from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.beyond import BeyondMemory
 from tierstore_engine.attention.in_place import InPlace, SeenTokens
 from tierstore_engine.attention.pages import KVPages, heads_of, kv_pages
@@ -113,9 +113,10 @@ class CpuAttention(Attention):
             if self._in_place is not None and self._in_place.takes(span.tokens):
                 row += span.tokens
                 continue
-            for start, stop in self._parts(layer, span.start, span.stop):
+            for start, stop, mutual in self._parts(span, self._chunked(layer)):
                 rows = slice(row, row + stop - start)
-                part = self._attend_span(layer, groups[rows].permute(1, 2, 0, 3), table, start, stop)
+                queries_of = groups[rows].permute(1, 2, 0, 3)
+                part = self._attend_span(layer, queries_of, table, start, stop, mutual=mutual)
                 out[rows] = part.out.permute(2, 0, 1, 3).reshape(stop - start, self._heads, self._width)
                 lse[rows] = part.lse.permute(2, 0, 1, 3).reshape(stop - start, self._heads)
                 row = rows.stop
@@ -158,7 +159,7 @@ class CpuAttention(Attention):
             batches = self._in_place.plan(batch, tables, self._beyond) if self._in_place is not None else []
             for span, table in zip(batch.spans, tables, strict=True):
                 if self._in_place is None or not self._in_place.takes(span.tokens):
-                    batches += self._past_batches(self._beyond, table, span.start, span.stop)
+                    batches += self._past_batches(self._beyond, table, span)
             self._beyond.read(batches)
         self._prepared = batch
 
@@ -168,21 +169,27 @@ class CpuAttention(Attention):
         if self._beyond is not None:
             self._beyond.close()
 
-    def _past_batches(self, beyond: BeyondMemory, table: Numbers, start: int, stop: int) -> Iterator[Numbers]:
+    def _past_batches(self, beyond: BeyondMemory, table: Numbers, span: Span) -> Iterator[Numbers]:
         """Yield the pages that a longer span reads, in the order of :meth:`_attend_span`."""
-        for first, _ in [(start, stop)] if self._past_only else _cut(start, stop, self._block):
+        for first, _, _ in self._parts(span, None):
             for begin, end in _cut(0, first, self._block):
                 pages = table[begin // self._chunk : -(-end // self._chunk)]
                 yield from (pages[positions] for positions in beyond.batches(pages))
 
-    def _parts(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a span that are attended to at once: within a block, and within an attention
-        chunk if the layer has chunks. A span that does not see itself is one part."""
+    def _parts(self, span: Span, chunk: int | None) -> Iterator[tuple[int, int, bool]]:
+        """Yield the parts of a span that are attended to at once, and whether their tokens see one another.
+        Parts are images, and other tokens within a block (and within an attention ``chunk`` if the layer has
+        chunks). A span that does not see itself is one part."""
         if self._past_only:
-            yield start, stop
+            yield span.start, span.stop, False
             return
-        for first, end in _cut(start, stop, self._block):
-            yield from _cut(first, end, self._chunked(layer) or self._block)
+        at = span.start
+        for image in (*span.mutual, range(span.stop, span.stop)):
+            for first, end in _cut(at, image.start, self._block):
+                yield from ((start, stop, False) for start, stop in _cut(first, end, chunk or self._block))
+            if image:
+                yield image.start, image.stop, True
+            at = image.stop
 
     def _chunked(self, layer: int) -> int | None:
         """Return the tokens of the layer's attention chunks; None without chunks."""
@@ -190,21 +197,21 @@ class CpuAttention(Attention):
         return self._config.window(layer) if chunked else None
 
     def _attend_span(
-        self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int
+        self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int, *, mutual: bool
     ) -> _Partial:
         """Return attention of ``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop``
-        of one sequence."""
+        of one sequence. A token sees the tokens before it, and the later ones too if they are ``mutual``."""
         first, chunk = 0, self._chunked(layer)
         if chunk is not None:
             first = start - start % chunk
         elif (window := self._config.window(layer)) is not None and stop > window:
-            return self._windowed(layer, queries, table, start, stop, window)
+            return self._windowed(layer, queries, table, start, stop, window, mutual=mutual)
         past = self._over_past(layer, queries, table, range(first, start))
         if self._past_only:
             assert past is not None, "there is no token to see"
             return past
         keys, values = self._gather(layer, table, start, stop)
-        own = self._flash(queries, keys, values, causal=stop - start > 1)
+        own = self._flash(queries, keys, values, causal=stop - start > 1 and not mutual)
         return own if past is None else past.merge(own)
 
     def _over_past(
@@ -228,11 +235,21 @@ class CpuAttention(Attention):
         return _Partial(merged.out.reshape(queries.shape), merged.lse.reshape(kv_heads, groups, tokens, 1))
 
     def _windowed(
-        self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int, window: int
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        table: torch.Tensor,
+        start: int,
+        stop: int,
+        window: int,
+        *,
+        mutual: bool,
     ) -> _Partial:
-        """Return attention of each query over the last ``window`` tokens up to itself."""
-        stops = np.arange(start, stop) + 1
-        seen = SeenTokens(0, table, np.maximum(stops - window, 0), stops)
+        """Return attention of each query over the last ``window`` tokens up to itself, and over all later
+        ones if they are ``mutual``."""
+        ends = np.arange(start, stop) + 1
+        stops = np.full_like(ends, stop) if mutual else ends
+        seen = SeenTokens(0, table, np.maximum(ends - window, 0), stops)
         return self._within(layer, queries, seen, self._pages)
 
     def _within(self, layer: int, queries: torch.Tensor, seen: SeenTokens, pages: KVPages) -> _Partial:

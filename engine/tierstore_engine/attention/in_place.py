@@ -265,7 +265,7 @@ class InPlace:
                 if int(seen.min()) < 0 or int(seen.max()) >= pages:
                     raise IndexError(f"tokens {span.start} … {span.stop} see a page that is not in the pool")
                 places = zip(range(number, number + span.tokens), firsts, positions, strict=True)
-                rows += [(row, table.data_ptr(), first, at + 1) for row, first, at in places]
+                rows += [(row, table.data_ptr(), first, span.sees(at)) for row, first, at in places]
             number += span.tokens
         made = np.array(rows, _ROW)
         return _Rows(made, int((made["stop"] - made["first"]).sum()), batch.block_tables)

@@ -78,7 +78,13 @@ class TokenSplit:
             rows = self.rows_of(rank)
             self.places[rows] = np.arange(len(rows))
         mine = torch.from_numpy(self.rows_of(self.ranks.share.rank))
-        return replace(step, tokens=step.tokens[mine], positions=step.positions[mine])
+        part = replace(step, tokens=step.tokens[mine], positions=step.positions[mine])
+        if step.embedded_rows is None or step.embeddings is None:
+            return part
+        rows = step.embedded_rows.numpy()
+        own = self.owners[rows] == self.ranks.share.rank
+        places = torch.from_numpy(self.places[rows[own]])
+        return replace(part, embedded_rows=places, embeddings=step.embeddings[torch.from_numpy(own)])
 
     def rows_of(self, rank: int) -> Numbers:
         """Return the rows of a rank, in order."""
@@ -363,7 +369,8 @@ class SequenceAttention(Attention):
             """Return how many of the part's tokens are before each position."""
             return pages_before[at // chunk] * chunk + here[at // chunk] * (at % chunk)
 
-        firsts, stops = before(oldest), before(positions + 1)
+        ends = np.array([span.sees(at) for at in range(span.start, span.stop)])
+        firsts, stops = before(oldest), before(ends)
         seeing = firsts < stops
         rows, firsts, stops = rows[seeing], firsts[seeing], stops[seeing]
         if not len(rows):

@@ -16,9 +16,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -66,6 +68,8 @@ from tierstore_engine.stepping import EngineThread, StepJob
 from tierstore_engine.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
+
+T = TypeVar("T")
 
 _POOL_S = 5.0  # how long the engine may take to answer between two steps
 _EXPLAIN_S = 2.0  # how long a request that asks for reasons may wait for the store's index on disk
@@ -116,8 +120,15 @@ class ApiServer:
         self._positions = engine.limits.longest
         self._created = int(time.time())
         self._planner = RequestPlanner(
-            self._config, self._tokenizer, template, defaults, settings, positions=self._positions
+            self._config,
+            self._tokenizer,
+            template,
+            defaults,
+            settings,
+            positions=self._positions,
+            vision=engine.vision,
         )
+        self._pictures = ThreadPoolExecutor(1, thread_name_prefix="tierstore-images")
         self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")
         self._page = EngineDashboard(
             settings.model_name, version(), self.engine, self._store.stats, self.admission
@@ -161,7 +172,14 @@ class ApiServer:
     def close(self) -> None:
         """End the engine's thread and return the engine to the caller."""
         self._feed.stop()
+        self._pictures.shutdown(cancel_futures=True)
         self.engine.close()
+
+    async def _beside(self, request: GenerationRequest | TokenizeRequest, call: Callable[[], T]) -> T:
+        """Return the result of ``call`` for a request, from another thread. Images take long, and the threads
+        of asyncio are few: images have one thread, so that text does not wait behind them."""
+        executor = self._pictures if request.images else None
+        return await asyncio.get_running_loop().run_in_executor(executor, call)
 
     # -- small endpoints -----------------------------------------------------------------------------
 
@@ -180,7 +198,7 @@ class ApiServer:
         with self.admission.place():
             request = parse(body, TokenizeRequest)
             self._check_model(request.model)
-            tokens = await asyncio.to_thread(self._planner.tokens_of, request)
+            tokens = await self._beside(request, partial(self._planner.tokens_of, request))
             document = {"count": len(tokens), "max_model_len": self._positions, "tokens": tokens}
             await exchange.reply(200, document)
 
@@ -311,7 +329,7 @@ class ApiServer:
             self._check_model(request.model)
             session = _session(exchange.request, request)
             async with self._watched(exchange) as watch:
-                plan = await asyncio.to_thread(plan_of, request, session)
+                plan = await self._beside(request, partial(plan_of, request, session))
                 answer = answers(
                     request.model,
                     self._tokenizer,

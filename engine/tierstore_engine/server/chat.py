@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tierstore_engine.errors import ModelError
 from tierstore_engine.server.errors import bad_request
-from tierstore_engine.server.requests import ChatMessage
+from tierstore_engine.server.requests import ChatMessage, TextPart
 from tierstore_engine.vocabularies import template_of_gguf
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -114,9 +114,15 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own filter escapes HTML
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    """Return a message for a template. Its content is text, or a list of parts if it has images."""
     role = "system" if message.role == "developer" else message.role
-    plain = {"role": role, "content": message.text}
+    plain: dict[str, Any] = {"role": role, "content": message.text}
+    if message.images and isinstance(message.content, list):
+        plain["content"] = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.content
+        ]
     for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
         if value is not None:
             plain[name] = value

@@ -89,6 +89,8 @@ class _SnapshotCollector(Collector):
             ("preemptions", "Sequences preempted to free their pages", engine.preemptions),
             ("late_requests", "Requests refused because of their deadlines", engine.late_requests),
             ("step_errors", "Steps that failed", snapshot.step_errors),
+            ("encoded_images", "Images that the encoder has computed", engine.encoded_images),
+            ("found_images", "Images whose embedding the store had", engine.found_images),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", help, value=count)
         for name, help, value in (

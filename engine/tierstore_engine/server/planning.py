@@ -12,13 +12,15 @@ from tierstore.types import Promise
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.engine import Engine, EngineStalledError
 from tierstore_engine.errors import DeadlineError
-from tierstore_engine.limits import check_tokens
+from tierstore_engine.images import PromptImage
+from tierstore_engine.limits import check_length, check_tokens
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.defaults import SamplingDefaults
 from tierstore_engine.server.diagnostics import KeptPrompt
 from tierstore_engine.server.errors import ApiError, bad_request
+from tierstore_engine.server.pictures import check_count, read_image
 from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -30,6 +32,7 @@ from tierstore_engine.server.responses import Json, usage
 from tierstore_engine.server.settings import ServerSettings
 from tierstore_engine.stepping import EngineClosedError
 from tierstore_engine.tokenizer import Tokenizer
+from tierstore_engine.vision import Vision
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class PlannedRequest:
     promise: Promise | None
     kept: KeptPrompt | None  # for later comparisons; None for several prompts
     echoes: list[str] = field(default_factory=list)  # the text of each prompt, if choices begin with it
+    images: tuple[PromptImage, ...] = ()  # those of a chat
 
     @property
     def tokens(self) -> int:
@@ -76,6 +80,7 @@ class PlannedRequest:
             ttft_slo_s=self.ttft_slo_s,
             promise=self.promise,
             adapter=self.request.model if self.request.model in engine.adapters else None,
+            images=self.images,
         )
         others = range(1, self.samples)
         return [
@@ -145,7 +150,10 @@ class RequestPlanner:
         settings: ServerSettings,
         *,
         positions: int,
+        vision: Vision | None = None,
     ) -> None:
+        """``vision`` has the images of the model; None if it takes none."""
+        self._vision = vision
         self._config = config
         self._tokenizer = tokenizer
         self._template = template
@@ -173,12 +181,15 @@ class RequestPlanner:
 
     def chat(self, request: ChatRequest, session: str | None) -> PlannedRequest:
         self._check_choices(request.choices)
-        prompts = [self._chat_tokens(request)]
+        tokens_of, images = self._chat_tokens(request, embed=True)
+        prompts = [tokens_of]
         room = self._room(prompts)
         asked = request.max_completion_tokens or request.max_tokens
         tokens = min(room, self._settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(self._defaults, max_new_tokens=tokens, logprobs=logprobs)
+        if images:
+            return replace(self._planned(request, session, prompts, params, None, []), images=images)
         kept = KeptPrompt.of_chat(prompts[0], request.messages, request.chat_template_kwargs)
         return self._planned(request, session, prompts, params, kept, [])
 
@@ -198,14 +209,40 @@ class RequestPlanner:
         )
 
     def tokens_of(self, request: TokenizeRequest) -> list[int]:
-        return (
-            self._tokenizer.encode(request.prompt)
-            if request.prompt is not None
-            else self._chat_tokens(request)
-        )
+        if request.prompt is not None:
+            return self._tokenizer.encode(request.prompt)
+        return self._chat_tokens(request, embed=False)[0]
 
-    def _chat_tokens(self, request: ChatRequest | TokenizeRequest) -> list[int]:
-        return self._tokenizer.encode(self.chat_text(request), begin=False)
+    def _chat_tokens(
+        self, request: ChatRequest | TokenizeRequest, *, embed: bool
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the tokens of a chat, and with ``embed`` its images. Raises :class:`ApiError` for images
+        that are not read, and the errors of :class:`~tierstore_engine.vision.Vision`.
+
+        Each image is encoded before the next one is decoded, so that the pixels of only one are in memory.
+        """
+        text, urls = self.chat_text(request), request.images
+        tokens = self._tokenizer.encode(text, begin=False)
+        if not urls:
+            return tokens, ()
+        if self._vision is None:
+            raise bad_request("this model takes no images here: send text only", param="messages")
+        self._vision.check()
+        check_count(urls)
+        self._vision.check_text(text, len(urls))
+        rows, images, count = list[int](), list[PromptImage](), len(tokens)
+        for url in urls:
+            processed = self._vision.process(read_image(url))
+            rows.append(processed.rows)
+            count += processed.rows
+            check_length(count, self._positions)
+            if embed:
+                images.append(self._vision.embed(processed))
+        tokens = self._tokenizer.encode(self._vision.expanded(text, rows), begin=False)
+        starts = self._vision.places(tokens, rows)
+        return tokens, tuple(
+            replace(image, start=start) for image, start in zip(images, starts, strict=False)
+        )
 
     def chat_text(self, request: ChatRequest | TokenizeRequest, count: int | None = None) -> str:
         """Return the text of a chat; with ``count`` that of its first messages, without the beginning of an

@@ -180,6 +180,11 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.choices
 
     @property
+    def images(self) -> list[str]:
+        """Return the URLs of all images."""
+        return []
+
+    @property
     def wants_logprobs(self) -> bool:
         return False
 
@@ -283,9 +288,22 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Text content, the only kind that this server accepts."""
+    """Text content."""
 
     text: Text
+
+
+class ImageUrl(Struct, forbid_unknown_fields=True):
+    """An image as a ``data:`` URL. The model's processor decides its size, so ``detail`` has one value."""
+
+    url: Text
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """An image."""
+
+    image_url: ImageUrl
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -293,7 +311,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     back, if that is text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Meta(max_length=1 << 16)] | None = None
+    content: Text | Annotated[list[TextPart | ImagePart], Meta(max_length=1 << 16)] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
     refusal: None = None
@@ -305,8 +323,14 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def text(self) -> str:
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "".join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
+
+    @property
+    def images(self) -> list[str]:
+        """Return the URLs of its images."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
 
 Messages: TypeAlias = Annotated[list[ChatMessage], Meta(min_length=1, max_length=1 << 16)]
@@ -346,6 +370,10 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     web_search_options: None = None
 
     @property
+    def images(self) -> list[str]:
+        return _image_urls(self.messages)
+
+    @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
@@ -353,6 +381,11 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.images and (self.explain_cache or self.compared_with is not None):
+            raise bad_request(
+                "explain_cache and prompt_cache_options do not work with images: leave one of them out",
+                param="messages",
+            )
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -362,6 +395,11 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: Text | None = None
     messages: Messages | None = None
     chat_template_kwargs: TemplateArguments | None = None
+
+    @property
+    def images(self) -> list[str]:
+        """Return the URLs of all images."""
+        return _image_urls(self.messages or [])
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -389,6 +427,10 @@ def parse(body: bytes, kind: type[P]) -> P:
         raise bad_request(f"{field}: {sentence}" if field else sentence, param=field) from None
     request.check()
     return request
+
+
+def _image_urls(messages: Sequence[ChatMessage]) -> list[str]:
+    return [url for message in messages for url in message.images]
 
 
 def _given(value: T | None, default: T) -> T:

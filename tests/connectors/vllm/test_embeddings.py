@@ -31,7 +31,6 @@ from tierstore_connectors.vllm.embeddings import (
     embedding_of,
     pages_of,
 )
-from tierstore_connectors.vllm.layout import UnsupportedError
 
 WIDTH, ROWS = 32, 100
 _models = itertools.count()
@@ -309,7 +308,7 @@ def test_pages_of_another_shape_are_refused():
     assert torch.equal(embedding_of(pages, key), tensor)
     assert not pages[1, 16:].any(), "padded with zeros"
     for wrong in (tensor.half(), torch.randn(65, 5), torch.randn(64, 4)):
-        with pytest.raises(UnsupportedError, match="not stored"):
+        with pytest.raises(UsageError, match="not stored"):
             pages_of(wrong, key)
 
 

@@ -134,9 +134,9 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "needs logprobs: true"),
     (
         "chat/completions",
-        {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
         400,
-        "Invalid value 'image_url'",
+        "Invalid value 'input_audio'",
     ),
 ]
 

@@ -68,6 +68,36 @@ def test_a_second_daemon_has_the_same_bytes(pack, second, tmp_path):
     assert pages_at(second.url) == (len(TOKENS), pages_of(TOKENS))
 
 
+def test_an_encrypted_pack_needs_its_key(daemon, second, prompt, tmp_path):
+    pytest.importorskip("cryptography")
+    for name in ("key", "other"):
+        assert run("disk-key", "new", tmp_path / name)[0] == 0
+    pack = tmp_path / "a.tskv"
+    key = ("--key", tmp_path / "key")
+    code, _, err = run("pack", "export", pack, *key, "--prompt-file", prompt, "--connect", daemon.url)
+    assert (code, err) == (0, "")
+    data = pack.read_bytes()
+    assert not any(page[:64] in data for page in pages_of(TOKENS))
+    for wrong, why in (
+        ((), "the pack is encrypted: give --key"),
+        (("--key", tmp_path / "other"), "the key does not open the pack"),
+    ):
+        code, _, err = run("pack", "import", pack, *wrong, "--connect", second.url)
+        assert (code, why in err, err.count("\n")) == (1, True, 1)
+    assert run("pack", "verify", pack, *key)[0] == 0
+    store = tmp_path / "store"
+    store_key = ("--store", store, "--disk-key", tmp_path / "other")
+    code, _, err = run("pack", "import", pack, *key, *store_key)  # from key to key
+    assert (code, err) == (0, "")
+    code, _, err = run("pack", "export", tmp_path / "b.tskv", "--prompt-file", prompt, *store_key)
+    assert (code, err) == (0, "")
+    code, _, err = run("pack", "import", tmp_path / "b.tskv", "--connect", second.url)
+    assert (code, err) == (0, "")
+    assert pages_at(second.url) == (len(TOKENS), pages_of(TOKENS))
+    code, _, err = run("pack", "import", pack, *store_key[2:])
+    assert (code, "give it, too" in err) == (2, True)
+
+
 def test_all_layer_groups_of_a_model(daemon, second, prompt, tmp_path):
     save_groups(daemon.url)
     pack = tmp_path / "groups.tskv"

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import xxhash
 
 from tests.tierstore.cluster.seaweed import BUCKET, KEY, SECRET
 from tests.tierstore.cluster.test_bundles import names
 from tierstore.cluster import bundle_store
 from tierstore.cluster.agent import PublishQueue
 from tierstore.cluster.bundle_store import BundleStore
+from tierstore.cluster.objects import HEADER_BYTES, PageObject, name_digest
 from tierstore.cluster.orders import Counted, Origin, PromptPages, Publish, ToDaemon, Trouble
 from tierstore.cluster.shared_store import SharedStoreError, SharedStoreOptions
 from tierstore.errors import UsageError
@@ -26,7 +28,10 @@ pytestmark = pytest.mark.usefixtures("credentials")
 
 
 def content(name: str) -> bytes:
-    return random.Random(name).randbytes(PAGE)
+    """A page behind its header."""
+    page = random.Random(name).randbytes(PAGE - HEADER_BYTES)
+    described = PageObject(bytes(32), len(page), 4, 0, name_digest(name) + bytes(12))
+    return described.header(xxhash.xxh3_64_intdigest(page)) + page
 
 
 @dataclass
@@ -278,13 +283,23 @@ def test_wrong_buckets_and_credentials_are_one_line(seaweed, monkeypatch, tmp_pa
 
 
 class OddListing(BaseHTTPRequestHandler):
-    """Lists an object that the client of S3 does not accept."""
+    """Lists a bundle, and an object that the client of S3 does not accept. A listing of one folder has that
+    object's folder only."""
+
+    odd = "a//b"
 
     def do_GET(self):
-        listing = (
-            "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>kv/bundles/a//b</Key><Size>1</Size>"
-            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"
-        )
+        if "list-type" not in self.path:
+            self.send_error(404)  # the bundle has left since
+            return
+        bundle = f"{'0' * 40}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        entries = [f"<Contents><Key>kv/bundles/{bundle}</Contents>"]
+        if "delimiter" in self.path:
+            folder = self.odd[: self.odd.index("/") + 1]
+            entries.append(f"<CommonPrefixes><Prefix>kv/bundles/{folder}</Prefix></CommonPrefixes>")
+        else:
+            entries.append(entries[0].replace("0" * 40, self.odd))
+        listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>"
         self.send_response(200)
         self.send_header("Content-Length", str(len(listing)))
         self.end_headers()
@@ -294,14 +309,20 @@ class OddListing(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_object_of_an_odd_name_is_one_line(monkeypatch):
-    """It ends each listing."""
+@pytest.mark.parametrize("odd", ["a//b", "/b"])
+def test_an_object_of_an_odd_name_is_skipped_or_one_line(monkeypatch, odd):
+    """It ends each listing, except one of its parent folder. There, the object ``/b`` ends it, too."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setattr(OddListing, "odd", odd)
     with HTTPServer(("127.0.0.1", 0), OddListing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(SharedStoreError, match="an object whose name this program cannot read"):
-            Agent().open(f"s3://{BUCKET}/kv?endpoint=http://127.0.0.1:{server.server_port}")
+        url = f"s3://{BUCKET}/kv?endpoint=http://127.0.0.1:{server.server_port}"
+        if odd == "a//b":
+            assert len(Agent().open(url).store.index) == 1
+        else:
+            with pytest.raises(SharedStoreError, match="an object whose name this program cannot read"):
+                Agent().open(url)
         server.shutdown()
 
 
@@ -376,3 +397,84 @@ def test_prompts_that_are_used_most_are_published_first():
         set(names(2, 4, 2)),
         set(names(3, 0, 4)),
     ]
+
+
+def steps(agent: Agent, line: int, count: int) -> None:
+    """Publish a prompt as the steps of a long answer do: each two pages."""
+    for step in range(count):
+        assert agent.put(line, first=2 * step, count=2) == [True] * 2
+
+
+def bundles(seaweed, prefix) -> list[str]:
+    return [path for path in objects(seaweed, prefix) if "/bundles/" in path]
+
+
+def test_small_bundles_become_a_large_one(url, seaweed, prefix, monkeypatch):
+    agent = Agent().open(url)
+    steps(agent, 1, 6)
+    steps(agent, 2, 3)  # too few to be worth it
+    other = Agent().open(url)
+    agent.store.compact()
+    assert len(bundles(seaweed, prefix)) == 10
+    assert agent.counted("merged_objects") == 6
+    agent.store.compact()
+    assert len(bundles(seaweed, prefix)) == 10, "hosts may still read the small ones"
+    monkeypatch.setattr(bundle_store, "_SUPERSEDED_S", -10.0)
+    late = Agent().open(url)
+    late.store.compact()
+    assert len(bundles(seaweed, prefix)) == 4
+    assert late.counted("superseded_objects") == 6
+    for each in (agent, late, Agent().open(url)):
+        assert (each.get(1, 0, 12), each.get(2, 0, 6)) == (12, 6)
+    [merged] = {place.bundle for place in late.store.index.find(names(1, 0, 12))}
+    origin = late.store.origin(merged)
+    assert (origin.count, origin.parent, len(origin.pages.keys)) == (12, "", 12 * 16)
+    assert other.get(1, 0, 12) == 0  # it has not listed since, and finds them after its next listing
+    late.store.compact()
+    assert len(bundles(seaweed, prefix)) == 4
+
+
+@pytest.mark.parametrize("step", ["read", "write", "delete"])
+def test_a_host_that_dies_within_a_merge_loses_nothing(url, seaweed, prefix, monkeypatch, step):
+    """What a process leaves behind that is killed before this request is what is in the bucket then."""
+    monkeypatch.setattr(bundle_store, "_SUPERSEDED_S", -10.0)
+    agent = Agent().open(url)
+    steps(agent, 1, 5)
+    if step == "delete":
+        agent.store.compact()
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(agent.store.bucket, step, die)
+        with pytest.raises(KeyboardInterrupt):
+            agent.store.compact()
+    assert Agent().open(url).get(1, 0, 10) == 10
+    another = Agent().open(url)
+    another.store.compact()
+    another.store.compact()
+    assert len(bundles(seaweed, prefix)) == 1
+    assert Agent().open(url).get(1, 0, 10) == 10
+
+
+def test_a_damaged_bundle_is_not_merged(url, seaweed, prefix):
+    agent = Agent().open(url)
+    steps(agent, 1, 5)
+    [place] = agent.store.index.find(names(1, 4, 1))
+    path = f"bundles/{place.bundle.name}"
+    data = bytearray(agent.store.bucket.read(path, 0, 1 << 20))
+    data[-1] ^= 1
+    agent.store.bucket.write(path, bytes(data))
+    agent.store.compact()
+    assert (agent.counted("damaged_objects"), agent.counted("merged_objects")) == (1, 0)
+    assert len(bundles(seaweed, prefix)) == 4
+    assert agent.store.exists(names(1, 0, 10)) == [True] * 4 + [False] * 2 + [True] * 4
+
+
+def test_a_merge_never_exceeds_the_limit(url, seaweed, prefix):
+    agent = Agent().open(url, most_bytes=120_000)
+    steps(agent, 1, 5)
+    agent.store.compact()
+    assert len(bundles(seaweed, prefix)) == 5
+    assert agent.said == []

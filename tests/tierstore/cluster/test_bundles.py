@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tierstore.cluster import bundle_index
 from tierstore.cluster.bundle_index import BundleIndex, decode_uses, encode_uses
-from tierstore.cluster.bundles import HEAD_BYTES, Bundle, BundleError, make_bundle, read_bundle
+from tierstore.cluster.bundles import HEAD_BYTES, Bundle, BundleError, make_bundle, merged_bundle, read_bundle
 from tierstore.cluster.objects import object_name
 from tierstore.cluster.orders import Origin, PromptPages
 from tierstore.cluster.s3_address import S3Address
@@ -184,3 +185,42 @@ def test_an_address_that_cannot_be_is_one_line_without_secrets(url, message):
     assert "topsecret" not in said
     assert "\n" not in said
     assert "AKIA123" not in said
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=12), min_size=1, max_size=4), st.data())
+def test_merging_ends_and_loses_no_page(lines, data):
+    """Bundles of several prompts, the second of which branches off the first one."""
+    index, written = BundleIndex(), 0
+    pages = []
+    for line, counts in enumerate(lines):
+        first = 0
+        for count in counts:
+            index.add(bundle(line, first, count)[0])
+            first += count
+        pages += names(line, 0, first)
+    for _ in range(200):
+        runs = index.mergeable(3, 16_000)
+        for run in runs:
+            sizes = [each.pages * each.object_bytes for each in run]
+            assert len(run) >= 3
+            assert 2 * max(sizes) <= sum(sizes) <= 16_000
+            for one, following in itertools.pairwise(run):
+                assert one.page_name(one.pages - 1) == following.parent
+        if not runs:
+            break
+        run = data.draw(st.sampled_from(runs))
+        made, head = merged_bundle(run, origin_of(run))
+        assert read_bundle(made.name, made.nbytes, head) == made
+        index.add(made)
+        written += made.pages
+        if data.draw(st.booleans()):
+            index.remove(index.superseded(float("inf")))
+        assert all(index.find(pages))
+    assert not index.mergeable(3, 16_000)
+    index.remove(index.superseded(float("inf")))
+    assert all(index.find(pages))
+    assert written <= 5 * len(pages), "a page is written again only when its bundle doubles"
+
+
+def origin_of(run):
+    return Origin(PromptPages({"model": "m", "layout": "x"}, 872, 4, bytes(16), bytes(16)), run[-1].pages)

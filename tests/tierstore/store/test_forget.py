@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tierstore
 from tests.portions import portion
@@ -19,8 +22,11 @@ from tests.small_store import SPEC, load_bytes, pages_of
 from tierstore import Identity, KVSpec, Prompt, UsageError
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client
+from tierstore.core.forgetting import ForgetLog
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import nested_tenant
+from tierstore.testing.clock import wait_until
+from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.types import Forgettable
 from tierstore.units import KIB, MIB
@@ -171,6 +177,25 @@ def test_a_copy_made_before_cannot_be_read_with_todays_keyring(encrypted):
     with encrypted.open(copy) as store:
         assert held(store, "acme") == 0
         assert held(store, "globex") == 280
+        store.check()
+
+
+def test_old_pages_do_not_come_back_with_the_tenants_new_key(encrypted):
+    """A tenant is forgotten and saves again. Then someone puts the directory from before in its place."""
+    with encrypted.open() as store:
+        fill(store)
+    copy = encrypted.disk.with_name("copy")
+    shutil.copytree(encrypted.disk, copy)
+    with encrypted.open() as store:
+        store.forget(tenant="acme")
+        assert save(store, "acme", 1).wait(WAIT_S) == 70
+        assert store.flush(WAIT_S)
+    _copy(copy, encrypted.disk)
+    with encrypted.open() as store:
+        assert held(store, "acme") == 0
+        assert held(store, "globex") == 280
+        assert save(store, "acme", 2).wait(WAIT_S) == 70
+        assert held(store, "acme") == 70
         store.check()
 
 
@@ -418,6 +443,111 @@ def test_pages_whose_content_is_lost_are_not_saved_while_they_are_held(pooled):
     pooled.check()
 
 
+def test_a_forgotten_session_leaves_the_pool_although_it_was_loaded_again(pooled):
+    save(pooled, "acme", session="private").wait(WAIT_S)
+    pooled.release_hbm(pooled.load(pooled.lookup(prompt_of("acme"))).wait(WAIT_S).pages)
+    assert pooled.forget(session="private").hbm_pages == 4
+    assert pooled.lookup(prompt_of("acme")).tokens == 0
+    pooled.check()
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    process = DaemonProcess(str(tmp_path), listen=[f"tcp://127.0.0.1:{free_port()}"], host_bytes=2 * MIB)
+    process.start()
+    yield process
+    process.kill()
+
+
+def engine_at(daemon, tcp):
+    """An engine at the daemon whose pool has a prompt of each tenant."""
+    url = next(option for option in daemon.options if option.startswith("tcp://")) if tcp else daemon.url
+    pool = tierstore.PagePool(SPEC, 32)
+    store = tierstore.connect(url, SPEC, pools=pool, lookup_s=10.0)
+    for tenant in TENANTS:
+        pages = store.allocate_hbm(5)
+        for page, data in zip(pages, pages_of(tokens_of(tenant)), strict=True):
+            pool.array[page] = np.frombuffer(data, np.uint8)
+        store.save_hbm(prompt_of(tenant), pages).wait(WAIT_S)
+        store.release_hbm(pages)
+    assert store.flush(WAIT_S)
+    return store
+
+
+def in_pool(store, tenant):
+    with store.lookup(prompt_of(tenant)) as hit:
+        return hit.by_tier.get("hbm", 0)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("what", [{"tenant": "acme"}, {"tenant": "acme", "model": MODEL}], ids=str)
+def test_a_forget_reaches_the_pools_of_other_engines(daemon, tcp, what):
+    with engine_at(daemon, tcp) as engine, tierstore.connect(daemon.url, SPEC) as operator:
+        assert in_pool(engine, "acme") == in_pool(engine, "globex") == 70
+        operator.forget(**what)
+        wait_until(lambda: engine.stats().tiers["hbm"].pages == 5)
+        assert engine.lookup(prompt_of("acme")).tokens == 0
+        assert in_pool(engine, "globex") == 70
+        engine.check()
+
+
+def test_a_session_leaves_the_pools_of_other_engines(daemon):
+    with engine_at(daemon, False) as engine, tierstore.connect(daemon.url, SPEC, lookup_s=10.0) as operator:
+        assert save(operator, "acme", 1, session="private").wait(WAIT_S) == 70
+        engine.release_hbm(engine.load(engine.lookup(prompt_of("acme", 1))).wait(WAIT_S).pages)
+        assert engine.stats().tiers["hbm"].pages == 14  # the partial page is the caller's
+        operator.forget(session="private")
+        wait_until(lambda: engine.stats().tiers["hbm"].pages == 10)
+        assert engine.lookup(prompt_of("acme", 1)).tokens == 0
+        assert in_pool(engine, "acme") == 70
+
+
+def test_an_engine_that_was_away_forgets_when_it_comes_back(daemon, tmp_path):
+    with engine_at(daemon, False) as engine:
+        daemon.kill()
+        wait_until(lambda: not engine.connected)
+        assert in_pool(engine, "acme") == 70
+        daemon.start()  # a restart alone takes nothing from the pool
+        wait_until(lambda: engine.connected)
+        assert in_pool(engine, "acme") == in_pool(engine, "globex") == 70
+        daemon.kill()
+        wait_until(lambda: not engine.connected)
+        with tierstore.open(tmp_path / "disk", SPEC, host_bytes=2 * MIB, disk_bytes=256 * MIB) as store:
+            store.forget(tenant="acme")
+        daemon.start()
+        wait_until(lambda: engine.connected)
+        assert engine.lookup(prompt_of("acme")).tokens == 0
+        assert in_pool(engine, "globex") == 70
+        assert engine.stats().tiers["hbm"].pages == 5
+
+
+@given(forgets=st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.sampled_from([None, "m", "n"]))))
+def test_the_log_of_forgets_has_the_last_one_that_covers_an_identity(forgets):
+    log = ForgetLog()
+    for forget in forgets:
+        log.add(*forget)
+    again = ForgetLog(log.dump())
+    for tenant, model in itertools.product("ab", "mn"):
+        covering = [
+            number
+            for number, (one, other) in enumerate(forgets, 1)
+            if one in (None, tenant) and other in (None, model)
+        ]
+        expected = max(covering, default=0)
+        assert log.latest(tenant, model) == again.latest(tenant, model) == expected
+        assert log.latest(nested_tenant(tenant, "user"), "x", model) == expected
+
+
+def test_a_forget_that_has_left_the_log_counts_for_everyone():
+    log = ForgetLog()
+    for number in range(1000):
+        log.add(f"tenant {number}", None)
+    assert log.latest("tenant 999", "m") == log.last == 1000
+    assert 0 < log.latest("tenant 0", "m") == log.latest("nobody", "m") < 1000
+    assert len(log.dump()) < 16 * KIB
+    assert b"tenant" not in log.dump()
+
+
 def test_a_long_prompt_leaves_with_the_lease_on_its_end(tmp_path):
     """More pages than Python may have calls within each other."""
     pages = 1200
@@ -462,6 +592,47 @@ def test_a_session_is_overwritten_also_in_an_encrypted_store(place):
         assert payload[:512] not in data
 
 
+def test_a_forgotten_session_is_gone_after_a_crash(place, monkeypatch):
+    """Although the background has removed nothing. Without a crash, pages that are saved again stay."""
+    crashed, reached, go_on = place.disk.with_name("crashed"), threading.Event(), threading.Event()
+    shared, own = tokens_of("acme", 0, 32), [*tokens_of("acme", 0, 32), *tokens_of("acme", 1, 32)]
+    identity = Identity.of(SPEC, model=MODEL, tenant="acme")
+
+    def prompt(tokens):
+        return Prompt(identity, tokens, chunk_tokens=CHUNK)
+
+    with place.open() as store:
+        store.save(prompt(shared), pages_of(shared)).wait(WAIT_S)
+        store.save(prompt(own), pages_of(own), session="private").wait(WAIT_S)
+        assert store.flush(WAIT_S)
+        core = store.backend.core
+        payloads = [_payload(core.disk, serial) for serial, _ in list(core.disk.scan())[2:]]
+        drop = core.forgetting._drop
+
+        def pausing(*args):
+            reached.set()
+            assert go_on.wait(WAIT_S)
+            drop(*args)
+
+        monkeypatch.setattr(core.forgetting, "_drop", pausing)
+        assert store.forget(session="private").host_pages == 2
+        assert reached.wait(WAIT_S)
+        _copy(place.disk, crashed)
+        go_on.set()
+        assert core.forgetting.wait(WAIT_S)
+        store.save(prompt(own), pages_of(own)).wait(WAIT_S)
+        assert store.flush(WAIT_S)
+        store.check()
+    with place.open() as store:
+        assert store.lookup(prompt(own)).tokens == 64
+    with place.open(crashed) as store:
+        assert store.lookup(prompt(own)).tokens == 32
+        store.check()
+    data = raw(crashed / "extents")
+    for payload in payloads:
+        assert payload[:512] not in data
+
+
 def _payload(disk, serial):
     [record] = disk.stored_records([serial])
     view = memoryview(bytearray(record.nbytes))
@@ -496,28 +667,32 @@ class KilledAt:
         setattr(owner, name, around)
 
 
-def forget_and_die(place: Place, last: int, told: int) -> None:
-    """In a forked process: forget a tenant, and be killed at write point ``last``."""
+def forget_and_die(place: Place, last: int, told: int, what: dict[str, str]) -> None:
+    """In a forked process: forget a tenant, or a session that it saves first. Be killed at write point
+    ``last``."""
     store = place.open()
     store.backend.core.disk.wait_scanned()
+    if "session" in what:
+        save(store, "acme", 9, **what).wait(WAIT_S)
+        assert store.flush(WAIT_S)
     killed = KilledAt(last)
     for name in ("pwrite", "pwritev", "fdatasync", "fsync"):
         killed.around(os, name)
-    for name in ("forget_roots", "apply", "_let_turns_pass"):
+    for name in ("forget_roots", "apply", "put_extra", "_let_turns_pass"):
         killed.around(IndexDB, name)
-    store.forget(tenant="acme")
+    store.forget(**what)
     os.write(told, b"returned")
     store.backend.core.forgetting.wait()
     store.close()
 
 
-def run_killed(place, last):
+def run_killed(place, last, **what):
     """Return whether the forget had returned, and whether the process was killed."""
     here, there = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            forget_and_die(place, last, there)
+            forget_and_die(place, last, there, what)
         finally:
             os._exit(0)
     os.close(there)
@@ -540,7 +715,7 @@ def test_a_forgotten_tenant_is_gone_after_kill_9_at_any_write_point(tmp_path, st
     while True:
         for name in names:
             _copy(tmp_path / f"before {name}", tmp_path / name)
-        returned, killed = run_killed(encrypted, last)
+        returned, killed = run_killed(encrypted, last, tenant="acme")
         outcomes.add(returned)
         ring = encrypted.keyring()
         key = ring.find(Scope("acme", MODEL))
@@ -563,6 +738,30 @@ def test_a_forgotten_tenant_is_gone_after_kill_9_at_any_write_point(tmp_path, st
             break
         last += step
     assert last > 10, "there were fewer write points than thought"
+    assert outcomes == {False, True}
+
+
+@pytest.mark.parametrize("step", portion(9, 1))
+@pytest.mark.timeout(1800)
+def test_a_forgotten_session_is_gone_after_kill_9_at_any_write_point(tmp_path, step):
+    place = Place(tmp_path, encrypted=False, inline=False)
+    with place.open() as store:
+        fill(store)
+    _copy(place.disk, tmp_path / "before")
+    last, outcomes, killed = 1, set(), True
+    while killed:
+        _copy(tmp_path / "before", place.disk)
+        returned, killed = run_killed(place, last, session="private")
+        outcomes.add(returned)
+        with place.open() as store:
+            there = store.lookup(prompt_of("acme", 9)).tokens
+            assert there in ((0,) if returned else (0, 70)), f"killed at {last}"
+            assert held(store, "acme") == held(store, "globex") == 280
+            store.check()
+        data = raw(place.disk / "extents")
+        own = pages_of(tokens_of("acme", 9))
+        assert not returned or not any(page[:256] in data for page in own), f"killed at {last}"
+        last += step
     assert outcomes == {False, True}
 
 

@@ -290,7 +290,7 @@ class Keyring:
                 f"the keyring {path} is inside of the disk directory: a copy of the directory would have the "
                 "keys; give --disk-keyring with a path elsewhere"
             )
-        _require_cryptography()
+        require_cryptography("encryption of the disk tier")
         try:
             lock = PathLock(path)
         except BlockingIOError as error:
@@ -473,12 +473,13 @@ _open_keyrings: weakref.WeakSet[Keyring] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_release_after_fork)
 
 
-def _require_cryptography() -> None:
+def require_cryptography(what: str) -> None:
+    """Raise :class:`StoreUnavailableError` if the package is missing; ``what`` needs it."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
         raise StoreUnavailableError(
-            f"encryption of the disk tier needs the package cryptography: {install('encryption')}"
+            f"{what} needs the package cryptography: {install('encryption')}"
         ) from error
 
 

@@ -30,12 +30,13 @@ from tierstore.tiers.disk.calibration import DiskCalibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.fitting import Fitted, evict_down_to, fit
+from tierstore.tiers.disk.forgets import discard_freed, forgotten_in, note_forgotten
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, SEALED_FORMAT, Change, IndexDB
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
 from tierstore.tiers.disk.payloads import Payloads
-from tierstore.tiers.disk.records import INLINE
+from tierstore.tiers.disk.records import INLINE, Removal
 from tierstore.tiers.disk.roots import Serials
 from tierstore.tiers.disk.space import (
     Space,
@@ -296,6 +297,7 @@ class _Opening:
             serials = self._serials(index_db)
             extents, payloads = self._open_extents(opened, meta)
             self._drop_removed_codecs(index_db, meta)
+            self._finish_forgets(index_db, payloads)
             if len(index_db) and self._is_resized(meta):
                 index_db.close()
                 self._fit(meta, extents, payloads)
@@ -436,6 +438,33 @@ class _Opening:
             self._directory.path,
             ", ".join(removed),
         )
+
+    def _finish_forgets(self, index_db: IndexDB, payloads: Payloads) -> None:
+        """Overwrite and delete pages that were forgotten, and that a crash has kept in the index. The scan
+        deletes the pages behind them."""
+        noted = forgotten_in(index_db)
+        if not noted:
+            return
+        if self._index is not None:  # no page may leave before this
+            self._index.check_payloads()
+            self._index = None
+        found = index_db.records(sorted(noted))
+        records = [
+            record for record in found if record is not None and noted[record.serial] == record.created_s
+        ]
+        end = self._layout.extent_bytes  # what is behind it is cut off
+        payloads.erase(
+            [
+                Removal(record.serial, record.parent, record.place, record.room)
+                for record in records
+                if record.place != INLINE and record.place + record.room <= end
+            ]
+        )
+        index_db.forget([record.serial for record in records])
+        note_forgotten(index_db, {})
+        if records:
+            discard_freed(index_db, self._io)
+            _log.info("disk tier: removed %d forgotten pages from %s", len(records), self._directory.path)
 
     def _is_resized(self, meta: StoreMeta) -> bool:
         """Return whether pages are in slots of another space than the present one, as far as known."""

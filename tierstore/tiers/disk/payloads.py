@@ -216,6 +216,30 @@ class _PieceHash:
             return self._hash.intdigest() if self._hashed == self._view.nbytes else None
 
 
+Fill = Callable[[int, memoryview], None]
+"""Writes the payload of page number … of a batch into a view. May raise :class:`OSError`."""
+
+
+class FilledBuffer(PageBuffer):
+    """The buffer of a page while it is written. The first thread that writes a part of it fills it before,
+    so that one page is filled while others are written."""
+
+    __slots__ = ("_fill", "_lock", "_number")
+
+    def __init__(self, number: int, view: memoryview, fill: Fill) -> None:
+        super().__init__(view)
+        self._number = number
+        self._fill: Fill | None = fill
+        self._lock = threading.Lock()
+
+    def fill_tail(self) -> None:
+        with self._lock:
+            if self._fill is not None:
+                self._fill(self._number, self.view)
+                self._fill = None
+                super().fill_tail()
+
+
 Unseal = Callable[[PageRecord, memoryview, memoryview], bool]
 """Opens the sealed payload of a record (first view) into the second one. Returns False if it does not
 match."""
@@ -333,17 +357,21 @@ class Payloads:
         self._readers = IOThreads(io_threads, name="tierstore-disk-read")
         self._writers = IOThreads(io_threads, name="tierstore-disk-write")
 
-    def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        """Write the payloads to their places, and set the checksums of unencoded pages.
+    def write(self, pages: Sequence[tuple[PageRecord, memoryview]], fill: Fill | None = None) -> None:
+        """Write the payloads to their places, and set the checksums of unencoded pages. With ``fill``, the
+        views are empty, and the threads that write fill them.
 
         No request is in flight when this returns or raises :class:`OSError`.
         """
-        batch = _ReadBatch(pages)
-        for buffer in batch.buffers:
-            buffer.fill_tail()
+        filled = (
+            [FilledBuffer(number, view, fill) for number, (_, view) in enumerate(pages)] if fill else None
+        )
+        batch = _ReadBatch(pages, filled)
         self._extents.grow(batch.end)
 
         def work(request: ExtentRequest) -> None:
+            for part in request.parts:
+                batch.buffers[part.page].fill_tail()
             self._extents.write(request.offset, batch.memory(request), direct=batch.aligned)
             batch.hash(request, request.nbytes)
 

@@ -279,18 +279,22 @@ class SealedPayloads:
 
     def _write(self, pages: Sequence[tuple[PageRecord, memoryview]], memory: Memory) -> None:
         sealed: list[tuple[PageRecord, memoryview]] = []
-        seals: list[Seal] = []
+        seals: dict[int, Seal] = {}
         start = 0
-        for record, view in pages:
-            if not record.codec:
-                record.checksum = xxhash.xxh3_64_intdigest(view)
+        for record, _ in pages:
             out = memory.view(start, record.room)
             start += slot_bytes(record.room)
-            seals.append(self._sealing.seal_payload(record, view, out))
             sealed.append((replace(record, nbytes=record.room, codec=0), out))
-        self._payloads.write(sealed)
-        for (record, _), (written, _), seal in zip(pages, sealed, seals, strict=True):
-            record.seal = seal._replace(checksum=written.checksum).pack()
+
+        def seal(number: int, out: memoryview) -> None:
+            record, view = pages[number]
+            if not record.codec:
+                record.checksum = xxhash.xxh3_64_intdigest(view)
+            seals[number] = self._sealing.seal_payload(record, view, out)
+
+        self._payloads.write(sealed, seal)
+        for number, ((record, _), (written, _)) in enumerate(zip(pages, sealed, strict=True)):
+            record.seal = seals[number]._replace(checksum=written.checksum).pack()
 
 
 _NOT_KEPT = DataKey(bytes(ID_BYTES), Scope("", ""), memoryview(bytes(KEY_BYTES)), 0)

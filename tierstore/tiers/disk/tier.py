@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +26,8 @@ from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
 from tierstore.tiers.disk.extents import VOLUME_FULL
+from tierstore.tiers.disk.forgets import ForgetNotes
 from tierstore.tiers.disk.index_db import Change
-from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.keyring import Keyring
@@ -157,6 +157,7 @@ class DiskTier:
             parts.payloads.unseal = self._sealing.open_payload
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
+        self.forgets = ForgetNotes(parts.index_db, self._changing, io)
         self._closed = False
         # Guarded by _lock.
         self._lock = threading.Lock()
@@ -459,21 +460,17 @@ class DiskTier:
         """Delete roots that :attr:`serials` has forgotten. From now on, no lookup finds the pages below them,
         even after a restart. The pages stay until they are removed. Raise :class:`OSError` if the disk
         fails."""
+        with self._changing():
+            self._index_db.forget_roots(serials)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the index in this block, without a commit at the same time. Raise :class:`OSError` if the
+        directory is gone."""
         with self._commit_lock:
             self._presence.require()
             with self.in_flight.call():
-                self._index_db.forget_roots(serials)
-
-    def discard_freed(self) -> None:
-        """Free the blocks of index pages that hold only what was removed, so that they read as zeros. (LMDB
-        does not erase the unused part of a page that it keeps: a piece of a removed record may stay there.)
-        Raise :class:`OSError` if the disk fails, or the file system cannot do it."""
-        with self._commit_lock, self.in_flight.call():
-            self._index_db.settle_free_pages()
-            try:
-                IndexFile(self._index_db.path).give_back_free_pages(self._io)
-            except DamagedIndexError as error:
-                raise OSError(errno.EIO, str(error)) from error
+                yield
 
     def stored_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
         """Return :meth:`records_from` as the pages are stored: also those without a key."""

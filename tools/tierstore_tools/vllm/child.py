@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -149,14 +150,15 @@ class _ChildEngine:
         self._engine.engine_core.shutdown()
 
 
-def main(commands_fd: int, answers_fd: int) -> None:
+def main(commands_fd: int, answers_fd: int, make: Callable[[EngineJob], Any] = _ChildEngine) -> None:
+    """Make the engine of the first line with ``make``, and answer the other lines."""
     with os.fdopen(commands_fd, "rb") as commands, os.fdopen(answers_fd, "wb") as answers:
 
         def say(what: object) -> None:
             answers.write(msgspec.json.encode(what) + b"\n")
             answers.flush()
 
-        engine = _ChildEngine(msgspec.json.decode(commands.readline(), type=EngineJob))
+        engine = make(msgspec.json.decode(commands.readline(), type=EngineJob))
         say({"ready": os.getpid()})
         for line in commands:
             command = msgspec.json.decode(line)

@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, and requests to it."""
+"""Engines in processes of their own, and requests to them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tierstore.errors import TierStoreError
 from tierstore_tools.vllm.asks import Answers, Ask, EngineJob, VllmAnswer
 
 T = TypeVar("T")
+E = TypeVar("E", bound="RunningEngine")
 
 START_S = 600.0
 ANSWER_S = 600.0
@@ -75,55 +76,32 @@ def workers(options: Mapping[str, Any]) -> int:
     return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
-class VllmEngine:
-    """A running engine, for one thread. Every method waits for the engine's answer.
+class RunningEngine:
+    """A running engine in a process of its own, for one thread. Every method waits for the engine's answer.
 
-    ``connector`` is vLLM's ``kv_transfer_config`` (None: no connector). ``options`` are arguments of
-    ``vllm.LLM`` beside the defaults above (None: vLLM's own default). ``environment`` goes to the process. By
-    default scheduler and worker share one process. ``processes=True`` gives each its own, as ``vllm serve``
-    does; several workers (``tensor_parallel_size``, ``pipeline_parallel_size``) need that. Raises
-    :class:`EngineDiedError`.
+    ``child`` is the module that speaks as :mod:`tierstore_tools.vllm.child` does, and ``python`` the
+    interpreter of its environment. Raises :class:`EngineDiedError`.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        connector: Mapping[str, Any] | None = None,
-        processes: bool = False,
-        environment: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> None:
-        chosen = {name: value for name, value in {**_OPTIONS, **options}.items() if value is not None}
-        if connector is not None:
-            chosen["kv_transfer_config"] = dict(connector)
-        ranks = workers(chosen)
-        processes = processes or ranks > 1
-        more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0"}
-        if ranks > 1:
-            cores = sorted(os.sched_getaffinity(0))
-            more["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-                str(cores[rank % len(cores)]) for rank in range(ranks)
-            )
-            chosen.setdefault("distributed_executor_backend", "mp")
+    def __init__(self, child: str, job: EngineJob, *, environment: Mapping[str, str], python: str) -> None:
         self._said = b""
-        self._log = tempfile.TemporaryFile(prefix="tierstore-vllm-")  # noqa: SIM115  # closed in kill
+        self._log = tempfile.TemporaryFile(prefix="tierstore-engine-")  # noqa: SIM115  # closed in kill
         read_commands, self._commands = os.pipe()
         self._answers, write_answers = os.pipe()
         started = time.perf_counter()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tierstore_tools.vllm.child", str(read_commands), str(write_answers)],
+            [python, "-m", child, str(read_commands), str(write_answers)],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**ENVIRONMENT, **os.environ, **more, **(environment or {})},
+            env=dict(environment),
             pass_fds=(read_commands, write_answers),
             start_new_session=True,
         )
         os.close(read_commands)
         os.close(write_answers)
         self._unread = b""
-        self._say(EngineJob(str(model), chosen))
+        self._say(job)
         self._hear(dict[str, int], START_S)
         self.start_s = time.perf_counter() - started
 
@@ -150,21 +128,6 @@ class VllmEngine:
         self.begin(asks)
         return self.finish(timeout_s=timeout_s)
 
-    def reset_prefix_cache(self, *, connector: bool = False) -> bool:
-        """Empty vLLM's own prefix cache; with ``connector`` also reset its connector."""
-        self._say({"do": "reset", "connector": connector})
-        return self._hear(bool, ANSWER_S)
-
-    def switch(self, on: bool) -> None:
-        """Switch its ``SwitchedConnector`` (``switched.py``) on or off; not with ``processes``."""
-        self._say({"do": "switch", "on": on})
-        self._hear(bool, ANSWER_S)
-
-    def metrics(self) -> dict[str, float]:
-        """Return Prometheus metrics by name, added up over labels. (With ``processes``: the front end's.)"""
-        self._say({"do": "metrics"})
-        return self._hear(dict[str, float], ANSWER_S)
-
     def close(self) -> None:
         """Shut the engine down, and kill its remaining processes. Idempotent."""
         if self._commands >= 0:
@@ -186,7 +149,7 @@ class VllmEngine:
         self._read_log()
         self._log.close()
 
-    def __enter__(self) -> VllmEngine:
+    def __enter__(self: E) -> E:
         return self
 
     def __exit__(
@@ -225,7 +188,62 @@ class VllmEngine:
                 self._process.wait(_LAST_WORDS_S)
         tail = self.log[-_LOG_TAIL_BYTES:]
         self.kill()
-        return EngineDiedError(f"the vLLM engine {how}; the end of its log:\n{tail}")
+        return EngineDiedError(f"the engine {how}; the end of its log:\n{tail}")
+
+
+class VllmEngine(RunningEngine):
+    """A running vLLM.
+
+    ``connector`` is vLLM's ``kv_transfer_config`` (None: no connector). ``options`` are arguments of
+    ``vllm.LLM`` beside the defaults above (None: vLLM's own default). ``environment`` goes to the process. By
+    default scheduler and worker share one process. ``processes=True`` gives each its own, as ``vllm serve``
+    does; several workers (``tensor_parallel_size``, ``pipeline_parallel_size``) need that. ``python`` is the
+    interpreter of vLLM's environment. Raises :class:`EngineDiedError`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        connector: Mapping[str, Any] | None = None,
+        processes: bool = False,
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        **options: Any,
+    ) -> None:
+        chosen = {name: value for name, value in {**_OPTIONS, **options}.items() if value is not None}
+        if connector is not None:
+            chosen["kv_transfer_config"] = dict(connector)
+        ranks = workers(chosen)
+        processes = processes or ranks > 1
+        more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0"}
+        if ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            more["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(cores[rank % len(cores)]) for rank in range(ranks)
+            )
+            chosen.setdefault("distributed_executor_backend", "mp")
+        super().__init__(
+            "tierstore_tools.vllm.child",
+            EngineJob(str(model), chosen),
+            environment={**ENVIRONMENT, **os.environ, **more, **(environment or {})},
+            python=python,
+        )
+
+    def reset_prefix_cache(self, *, connector: bool = False) -> bool:
+        """Empty vLLM's own prefix cache; with ``connector`` also reset its connector."""
+        self._say({"do": "reset", "connector": connector})
+        return self._hear(bool, ANSWER_S)
+
+    def switch(self, on: bool) -> None:
+        """Switch its ``SwitchedConnector`` (``switched.py``) on or off; not with ``processes``."""
+        self._say({"do": "switch", "on": on})
+        self._hear(bool, ANSWER_S)
+
+    def metrics(self) -> dict[str, float]:
+        """Return Prometheus metrics by name, added up over labels. (With ``processes``: the front end's.)"""
+        self._say({"do": "metrics"})
+        return self._hear(dict[str, float], ANSWER_S)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,11 @@ def _small() -> Any:
     )
 
 
+def _wide() -> Any:
+    """Return a Llama that spends little of its time on attention."""
+    return llama(hidden_size=512, intermediate_size=8192, initializer_range=0.05)
+
+
 def _text(model: Any) -> Any:
     """Limit the answers to printable ASCII: every token is text that a server can send."""
     model.lm_head.weight.data[PRINTABLE:] = 0
@@ -67,6 +72,7 @@ _KINDS: dict[str, Callable[[], Any]] = {
     "tiny": llama,
     "tiny-text": lambda: _text(llama()),
     "small": _small,
+    "wide": _wide,
     "small-text": lambda: _text(_small()),
 }
 KINDS = tuple(_KINDS)

@@ -8,6 +8,8 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 import lmdb
 import pytest
@@ -20,6 +22,7 @@ from tests.tierstore.tiers.disk.shelf import IDENTITY, MASTER_KEY, Shelf
 from tests.tierstore.tiers.disk.test_model import TierAgainstDict
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.keys import Identity
+from tierstore.memory import address_of
 from tierstore.tiers.disk import INLINE, DiskTier, PageRecord
 from tierstore.tiers.disk.fsck import fsck
 from tierstore.tiers.disk.records import SEALED_BYTES, decode, encode, page_key
@@ -27,7 +30,14 @@ from tierstore.units import KIB, MIB
 
 pytest.importorskip("cryptography")
 
-from tierstore.tiers.disk.keyring import Keyring, Scope, make_master_key, open_keyring, read_master_key
+from tierstore.tiers.disk.keyring import (
+    Keyring,
+    Scope,
+    SecretMemory,
+    make_master_key,
+    open_keyring,
+    read_master_key,
+)
 from tierstore.tiers.disk.sealing import Sealing
 
 OTHER = Identity("model", "layout", tenant="other")
@@ -437,6 +447,58 @@ def test_a_keyring_whose_writing_was_interrupted_opens(tmp_path, cut):
     assert len(again) == (cut == 2048)
     again.key(Scope("c", "d"))
     again.close()
+
+
+def test_the_kernel_keeps_keys_out_of_swap_dumps_and_children():
+    memory = SecretMemory()
+    address = address_of(memory.keep(bytes(range(32))), writable=True)
+    with open("/proc/self/smaps") as maps:
+        lines = iter(maps.read().splitlines())
+    for line in lines:
+        first, *_ = line.split()
+        if "-" in first and (span := [int(part, 16) for part in first.split("-")]) and len(span) == 2:
+            inside = span[0] <= address < span[1]
+        if line.startswith("VmFlags:") and inside:
+            flags = line.split()
+            assert {"lo", "dd", "wf"} <= set(flags), flags
+            break
+    else:
+        pytest.fail("the memory of the keys is in no mapping")
+    memory.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_opens_none_of_the_files(request):
+    """Neither the master key, nor the keyring, nor anything in the directory, although the way is open."""
+    place = Path(tempfile.mkdtemp())
+    request.addfinalizer(lambda: shutil.rmtree(place))
+    place.chmod(0o755)
+    make_master_key(place / "key")
+    keyring = Keyring.open(place / "key.ring", read_master_key(str(place / "key")))
+    tier = DiskTier.open(place / "disk", capacity_bytes=8 * MIB, page_bytes=64 * KIB, keyring=keyring)
+    assert keyring.key(Scope("a", "b")) is not None
+    files = [path for path in place.rglob("*") if path.is_file()]
+    assert len(files) >= 4
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        opened = []
+        for path in files:
+            try:
+                path.read_bytes()
+                opened.append(path.name)
+            except PermissionError:
+                pass
+        os.write(there, f"read {opened}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(here, 4096) == b"read []"
+    os.close(here)
+    os.close(there)
+    tier.close()
 
 
 def test_a_forked_child_neither_has_the_keys_nor_keeps_the_keyring_locked(tmp_path):
