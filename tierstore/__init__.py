@@ -313,26 +313,27 @@ def _wait_for_daemon(url: str, stores: Sequence[Store], wait_s: float) -> None:
 
 
 def open_pool(
-    spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None, shared: bool = False
+    spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None, shared_parts: int = 0
 ) -> PagePool:
     """Return a pool of ``num_pages`` pages on ``device``: ``cpu``, ``cuda`` or ``cuda:N``.
 
     ``most`` is the number of pages that the pool may be resized to (None: ``num_pages`` on a CPU; on a GPU
-    the pool cannot be resized). On a CPU, other processes can map the memory of a ``shared`` pool. Raises
+    the pool cannot be resized). On a CPU, other processes can map the memory of a pool with ``shared_parts``.
+    Pages are taken from its parts in turn. Raises
     :class:`UsageError` for a device that does not exist or has no room, and
     :class:`~tierstore.tiers.device.DeviceError` if its driver fails."""
     from tierstore.tiers.hbm import PagePool
 
     runtime = _device(device)
     if runtime is None:
-        return PagePool(spec, num_pages, most=most, shared=shared)
+        return PagePool(spec, num_pages, most=most, shared_parts=shared_parts)
     from tierstore.tiers.device_pool import DevicePool
 
     return DevicePool(spec, num_pages, runtime, most=most)
 
 
 def open_pools(
-    spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None, shared: bool = False
+    spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None, shared_parts: int = 0
 ) -> tuple[PagePool, ...]:
     """Return a pool for each layer group of ``spec``, all in one memory of ``nbytes`` bytes on ``device``.
 
@@ -341,9 +342,11 @@ def open_pools(
 
     if len(spec.groups) == 1:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
-        return (open_pool(spec, nbytes // spec.page_bytes, device=device, most=most, shared=shared),)
+        return (
+            open_pool(spec, nbytes // spec.page_bytes, device=device, most=most, shared_parts=shared_parts),
+        )
     return group_pools.open_group_pools(
-        spec.split(), nbytes, most_bytes=most_bytes, device=_device(device), shared=shared
+        spec.split(), nbytes, most_bytes=most_bytes, device=_device(device), shared_parts=shared_parts
     )
 
 

@@ -58,16 +58,17 @@ class Memory:
         self._take(mapped, nbytes, fd, huge_pages=huge_pages)
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> Memory:
-        """Map the first ``nbytes`` of another process's shared-memory file, and take over ``fd``. Raise
-        :class:`UsageError` if that is impossible; ``fd`` then stays open and is still the caller's."""
+    def attach(cls, fd: int, nbytes: int, *, offset: int = 0) -> Memory:
+        """Map ``nbytes`` of another process's shared-memory file from ``offset`` on, a multiple of
+        ``ALIGNMENT``, and take over ``fd``. Raise :class:`UsageError` if that is impossible; ``fd`` then
+        stays open and is still the caller's."""
         try:
             # Touching memory behind the file's end would raise SIGBUS.
-            if not 0 < nbytes <= os.fstat(fd).st_size:
+            if nbytes <= 0 or offset < 0 or offset + nbytes > os.fstat(fd).st_size:
                 raise ValueError(f"the file has {os.fstat(fd).st_size} bytes")
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ValueError("the file is not sealed, so its owner could truncate it")
-            mapped = mmap.mmap(fd, nbytes)
+            mapped = mmap.mmap(fd, nbytes, offset=offset)
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(f"cannot map {format_size(nbytes)} of shared memory: {error}") from error
         memory = cls.__new__(cls)
@@ -91,11 +92,14 @@ class Memory:
         """Return the bytes ``offset … offset + nbytes``, writable, without a copy."""
         return self._view[offset : offset + nbytes]
 
-    def populate(self, wanted: Callable[[], bool] = lambda: True, *, nbytes: int | None = None) -> None:
-        """Touch all memory, or its first ``nbytes``, without the GIL, so that later copies need not. Ends
-        early when ``wanted`` returns False."""
-        stop = self.nbytes if nbytes is None else round_up(nbytes, ALIGNMENT)
-        for start in range(0, stop, _POPULATE_STEP):
+    def populate(
+        self, wanted: Callable[[], bool] = lambda: True, *, first: int = 0, nbytes: int | None = None
+    ) -> None:
+        """Touch all memory, or ``nbytes`` from ``first`` on, without the GIL, so that later copies need not.
+        Ends early when ``wanted`` returns False."""
+        begin = first // ALIGNMENT * ALIGNMENT
+        stop = self.nbytes if nbytes is None else round_up(first + nbytes, ALIGNMENT)
+        for start in range(begin, stop, _POPULATE_STEP):
             if not wanted():
                 return
             length = min(_POPULATE_STEP, stop - start)

@@ -289,7 +289,7 @@ def open_connector(
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_codec: str = NONE,
     device: str = "cpu",
-    shared: bool = False,
+    shared_parts: int = 0,
     model_name: str = "",
     role: Role = BOTH,
 ) -> Connector:
@@ -300,7 +300,7 @@ def open_connector(
     largest size that the pool may be resized to (None: on a CPU its first size; a pool on another device is
     not resizable). With ``overflow``, the first group's pool has these pages in memory and further ones in
     the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory. On a CPU, other
-    processes can map the memory of ``shared`` pools.
+    processes can map the memory of pools with ``shared_parts``.
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
     or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
@@ -326,7 +326,7 @@ def open_connector(
         raise UsageError(
             f"pool_pages needs one number for each of {len(parts)} layer groups, got {len(counts)}"
         )
-    pools = _open_pools(spec, counts, most_bytes, overflow, device, shared=shared)
+    pools = _open_pools(spec, counts, most_bytes, overflow, device, shared_parts=shared_parts)
     if not prefix_cache:
         return NoStore(pools, identity)
     if store is not None and "://" in store:
@@ -367,12 +367,12 @@ def _open_pools(
     overflow: Overflow | None,
     device: str,
     *,
-    shared: bool,
+    shared_parts: int,
 ) -> Sequence[PagePool]:
     parts = spec.split()
     if overflow is None:
         nbytes = bytes_for(parts, counts)
-        return open_pools(spec, nbytes, device=device, most_bytes=most_bytes, shared=shared)
+        return open_pools(spec, nbytes, device=device, most_bytes=most_bytes, shared_parts=shared_parts)
     if most_bytes is not None:
         raise UsageError("a pool with an overflow file cannot be resized: leave one of the two out")
     return open_overflow_pools(spec, counts, overflow, device=device)

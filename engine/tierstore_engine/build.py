@@ -54,7 +54,8 @@ from tierstore_engine.pool_sizes import (
 from tierstore_engine.predictor import PredictorDrafter, with_predictor
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.quantised import MatrixKernels
-from tierstore_engine.ranks.share import Share, check_ranks, read_share
+from tierstore_engine.ranks.member import read_weights
+from tierstore_engine.ranks.share import Share, check_ranks
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, has_vocabulary
@@ -62,12 +63,11 @@ from tierstore_engine.vision import Vision
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
     check_tensors,
-    digest_weights,
-    load_weights,
     open_weights,
-    random_weights,
     weights_bytes,
 )
+
+_HEADS, _TOKENS = "--tensor-parallel", "--sequence-parallel"
 
 
 def open_model(
@@ -83,6 +83,7 @@ def open_model(
     adapters: Sequence[str] = (),
     deterministic: bool = False,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     predictor: bool = False,
 ) -> OpenModel:
     """Return the preset called ``model``, or the checkpoint folder or GGUF file at that path (write
@@ -94,8 +95,9 @@ def open_model(
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
     ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
     ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
-    (:mod:`~tierstore_engine.deterministic`). ``tensor_parallel`` is the number of processes that compute the
-    model together (:mod:`~tierstore_engine.ranks`). With ``predictor``, a layer of the checkpoint drafts
+    (:mod:`~tierstore_engine.deterministic`). ``tensor_parallel`` is the number of processes that share the
+    heads and weights, and ``sequence_parallel`` that of the parts of each sequence's tokens
+    (:mod:`~tierstore_engine.ranks`). With ``predictor``, a layer of the checkpoint drafts
     tokens (:mod:`~tierstore_engine.predictor`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
@@ -105,10 +107,11 @@ def open_model(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     check_device(device)
-    if tensor_parallel < 1:
-        raise UsageError(f"--tensor-parallel must be at least 1, got {tensor_parallel}")
-    if tensor_parallel > 1 and adapters:
-        raise UsageError("--tensor-parallel does not work with --adapter")
+    for option, count in ((_HEADS, tensor_parallel), (_TOKENS, sequence_parallel)):
+        if count < 1:
+            raise UsageError(f"{option} must be at least 1, got {count}")
+        if count > 1 and adapters:
+            raise UsageError(f"{option} does not work with --adapter")
     if weights_on_disk and (model in PRESETS or expand_weights):
         why = "a preset has no file" if model in PRESETS else "--expand-weights makes others of them"
         raise UsageError(f"weights cannot stay on disk: {why}")
@@ -120,7 +123,7 @@ def open_model(
         if deterministic:
             config = with_same_bits(config, where)
         bare = OpenModel(config, ByteTokenizer(), None, where, adapters=read_adapters(config, adapters))
-        return _divided(bare, tensor_parallel)
+        return _divided(bare, tensor_parallel, sequence_parallel)
     source = Path(model)
     if not source.exists():
         raise UnknownModelError(
@@ -150,13 +153,14 @@ def open_model(
     )
     if opened.device != "cpu":
         _check_gpu(opened)
-    return _divided(opened, tensor_parallel)
+    return _divided(opened, tensor_parallel, sequence_parallel)
 
 
-def _divided(opened: OpenModel, ranks: int) -> OpenModel:
-    """Return the model for this number of ranks. Raises :class:`UsageError` if it cannot be divided."""
-    if ranks == 1:
+def _divided(opened: OpenModel, heads: int, parts: int) -> OpenModel:
+    """Return the model for ``heads × parts`` ranks. Raises :class:`UsageError` if it cannot be divided."""
+    if heads * parts == 1:
         return opened
+    option = _HEADS if heads > 1 else _TOKENS
     refused = {
         "a GPU: give --device cpu": opened.device != "cpu",
         "--deterministic": bool(opened.config.arithmetic),
@@ -165,11 +169,19 @@ def _divided(opened: OpenModel, ranks: int) -> OpenModel:
     }
     for what, given in refused.items():
         if given:
-            raise UsageError(f"--tensor-parallel does not work with {what}")
+            raise UsageError(f"{option} does not work with {what}")
+    if parts > 1 and not opened.config.attends:
+        raise UsageError(f"{_TOKENS} divides keys and values: this model has only recurrent states")
+    if heads > 1:
+        _check_heads(opened, heads)
+    return replace(opened, heads=heads, parts=parts)
+
+
+def _check_heads(opened: OpenModel, heads: int) -> None:
+    """Raise :class:`UsageError` for a model whose weights and heads cannot be divided."""
     if form := _packed_form(opened):
-        raise UsageError(f"--tensor-parallel does not divide weights in {form}: add --expand-weights")
-    check_ranks(opened.config, ranks)
-    return replace(opened, ranks=ranks)
+        raise UsageError(f"{_HEADS} does not divide weights in {form}: add --expand-weights")
+    check_ranks(opened.config, heads)
 
 
 def _packed_form(opened: OpenModel) -> str | None:
@@ -208,6 +220,7 @@ def open_model_of(options: EngineOptions) -> OpenModel:
         adapters=options.adapter or (),
         deterministic=options.deterministic,
         tensor_parallel=options.tensor_parallel,
+        sequence_parallel=options.sequence_parallel,
         predictor=options.draft == MTP,
         **options.reading(),
     )
@@ -226,6 +239,7 @@ def load_model(
     adapters: Sequence[str] = (),
     deterministic: bool = False,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     predictor: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
@@ -244,6 +258,7 @@ def load_model(
             adapters=adapters,
             deterministic=deterministic,
             tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
             predictor=predictor,
         )
     source = model
@@ -265,21 +280,8 @@ def load_model(
 
 def _read_weights(source: OpenModel, seed: int) -> tuple[ModelWeights, str]:
     """Return the weights of this process, and the digest of all weights."""
-    if source.ranks > 1:
-        return read_share(source.config, source.source, Share(0, source.ranks), seed=seed)
-    if source.source is None:
-        weights = random_weights(source.config, seed=seed, device=source.device)
-    else:
-        kernels = None if source.device == "cpu" else _matrix_kernels(source)
-        weights = load_weights(
-            source.config,
-            source.source,
-            device=source.device,
-            expand=source.expand,
-            on_disk=source.on_disk,
-            kernels=kernels,
-        )
-    return weights, digest_weights(source.config, weights)
+    kernels = None if source.device == "cpu" or source.source is None else _matrix_kernels(source)
+    return read_weights(source, Share(0, source.heads), seed=seed, kernels=kernels)
 
 
 def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
@@ -341,7 +343,8 @@ def build_engine(
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     if overflow is not None:
         if model.divided is not None:
-            raise UsageError("--tensor-parallel does not work with --overflow")
+            option = _HEADS if model.divided.heads > 1 else _TOKENS
+            raise UsageError(f"{option} does not work with --overflow")
         if model.config.arithmetic and model.device != "cpu":
             raise UsageError("--deterministic does not work with --overflow on a GPU")
         overflow.pages(spec.split()[0], pages)  # refuses models that it does not suit, at any size
@@ -358,7 +361,7 @@ def build_engine(
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
         device=model.device,
-        shared=model.divided is not None,
+        shared_parts=model.divided.parts if model.divided is not None else 0,
         model_name=model_name,
         role=role,
     )
@@ -496,6 +499,8 @@ def _check_memory(source: OpenModel) -> None:
             if stored.quantised:
                 wanted, form = stored.nbytes, stored.quantised
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
+    if source.parts > 1:
+        wanted, form = wanted * source.parts, f"{form}, once for each of {source.parts} parts"
     if wanted > memory:
         raise UsageError(
             f"the model's weights take {format_size(wanted)} as {form}, more than the "

@@ -145,8 +145,9 @@ def _pool_pages(
     if options.hbm_bytes is None:
         check_pool(spec, needed, model.device, nbytes=nbytes)
         return needed
-    pages = pages_within(spec, options.hbm_bytes, settings)
-    check_pool(spec, pages, model.device, nbytes=options.hbm_bytes)
+    given = options.hbm_bytes * options.sequence_parallel
+    pages = pages_within(spec, given, settings)
+    check_pool(spec, pages, model.device, nbytes=given)
     overflow = options.overflow_of(model.device)
     total = overflow.pages(spec.split()[0], pages) if overflow is not None else pages
     if total < needed:

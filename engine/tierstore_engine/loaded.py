@@ -26,7 +26,8 @@ from tierstore_engine.tokenizer import Tokenizer
 class OpenModel:
     """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
     tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
-    ``on_disk``: weights stay in their files. ``ranks`` is the number of processes that compute it."""
+    ``on_disk``: weights stay in their files. ``heads`` is the number of ranks that share its heads, and
+    ``parts`` that of the parts of each sequence's tokens (:mod:`tierstore_engine.ranks`)."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -36,7 +37,13 @@ class OpenModel:
     expand: bool = False
     on_disk: bool = False
     adapters: tuple[Adapter, ...] = ()
-    ranks: int = 1
+    heads: int = 1
+    parts: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of processes that compute it."""
+        return self.heads * self.parts
 
     @property
     def gguf(self) -> Path | None:

@@ -62,9 +62,9 @@ class SelfAttention:
             attended = attended * each(torch.sigmoid, lse - weights.sinks.float()).unsqueeze(-1).to(
                 attended.dtype
             )
-        attended = attended.reshape(len(hidden), -1)
+        attended = attended.flatten(1)
         if gates is not None:
-            attended = attended * each(torch.sigmoid, gates.reshape(len(hidden), -1))
+            attended = attended * each(torch.sigmoid, gates.flatten(1))
         return linear(attended, weights.o, weights.o_bias)
 
     def remember(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> None:
@@ -83,7 +83,7 @@ class SelfAttention:
         queries, keys, values = torch.split(projected, list(heads), dim=1)
         gates = None
         if config.gated_attention:
-            queries, gates = queries.reshape(len(hidden), config.heads, -1).chunk(2, dim=-1)
+            queries, gates = queries.reshape(len(hidden), config.heads, 2 * config.head_dim).chunk(2, dim=-1)
         if not config.qk_norm_late:
             queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
         return self._write((queries, keys, values), layout, positions), gates
@@ -162,7 +162,8 @@ class LatentAttention:
         inner = hidden
         if weights.q_down is not None and weights.q_norm is not None:
             inner = self._norm(linear(hidden, weights.q_down), weights.q_norm)
-        queries = linear(inner, weights.q).view(len(hidden), self._heads, -1)
+        width = latent.nope_dim + latent.rope_dim
+        queries = linear(inner, weights.q).view(len(hidden), self._heads, width)
         queries, turning = torch.split(queries, [latent.nope_dim, latent.rope_dim], dim=-1)
         rotations = positions.rotations[self._rope]
         to_keys, to_values = torch.split(weights.kv_up, [latent.nope_dim, latent.value_dim], dim=1)

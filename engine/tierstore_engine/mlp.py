@@ -54,6 +54,8 @@ class MLPs:
 
     def compute(self, hidden: torch.Tensor, weights: MLPWeights | ExpertsWeights) -> torch.Tensor:
         """Compute ``hidden [tokens, hidden_size]`` of any tokens. Return the same shape."""
+        if not len(hidden):
+            return hidden
         if isinstance(weights, MLPWeights):
             inner = linear(hidden, weights.gate_up, weights.gate_up_bias)
             if self._gate_scale != 1.0:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from tierstore_engine.adapters import Adapter, adapted
-from tierstore_engine.attention.base import Attention, WithoutFirst
+from tierstore_engine.attention.base import Attention, BatchLayout, WithoutFirst
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.delta import DeltaStates, GatedDelta
 from tierstore_engine.layer_weights import (
@@ -36,6 +36,7 @@ from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.products import same_bits
 from tierstore_engine.quantised import AdapterRows, embedded, linear
 from tierstore_engine.ranks.collective import Ranks
+from tierstore_engine.ranks.sequence import TokenSplit
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.short_conv import CpuShortConvStates, ShortConv
@@ -63,11 +64,13 @@ class Model:
         device: str,
         adapters: Sequence[Adapter] = (),
         ranks: Ranks | None = None,
+        split: TokenSplit | None = None,
     ) -> None:
-        """With ``ranks``, ``config`` and ``weights`` are the share of one rank. All ranks compute each
-        step."""
+        """With ``ranks``, ``config`` and ``weights`` are the share of one rank. With ``split``, the model
+        computes the rows of one part. All ranks compute each step."""
         self.config = config
         self._ranks = ranks
+        self.split = split
         self.device = device
         self._adapter_rows = AdapterRows()
         self._weights = adapted(weights, adapters, self._adapter_rows, device)
@@ -130,6 +133,8 @@ class Model:
     def forward(self, step: StepInput) -> torch.Tensor:
         """Return logits, float32 ``[len(logit_rows), vocab_size]``. On the CPU the pages then have what the
         layers remember of all rows."""
+        if self.split is not None:
+            step = self.split.begin(step)
         with self._bits():
             return self._logits(step, self._through(step, self._embedded(step), range(self.config.layers)))
 
@@ -242,7 +247,7 @@ class Model:
         if mixer is None:  # another rank computes it
             given = torch.zeros_like(hidden)
         elif isinstance(mixer, GatedDelta | Mamba1 | Mamba2 | ShortConv):
-            given = mixer.compute(hidden, layout)
+            given = self._remembered(mixer, hidden, layout)
         elif isinstance(mixer, SharedBlock):
             given = mixer.compute(hidden, self._embedded(step), layout, positions)
         else:
@@ -250,10 +255,20 @@ class Model:
         given = self._summed(given)
         return given if scale == 1.0 else given * scale
 
+    def _remembered(
+        self, mixer: GatedDelta | Mamba1 | Mamba2 | ShortConv, hidden: torch.Tensor, layout: BatchLayout
+    ) -> torch.Tensor:
+        """Compute a mixer with a state, which needs all rows of a sequence."""
+        if self.split is None:
+            return mixer.compute(hidden, layout)
+        return self.split.at_first(hidden, lambda whole: mixer.compute(whole, layout))
+
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
         if self.config.predictor:
             self.outputs = self._pointwise.norm(hidden, self._weights.norm)
-        return self._head(self._pointwise.norm(hidden[step.logit_rows], self._weights.norm))
+        rows = step.logit_rows
+        last = hidden[rows] if self.split is None else self.split.last(hidden, rows)
+        return self._head(self._pointwise.norm(last, self._weights.norm))
 
     def _head(self, normed: torch.Tensor) -> torch.Tensor:
         self._begin(len(self._weights.layers))

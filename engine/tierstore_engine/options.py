@@ -141,6 +141,13 @@ class EngineOptions(ModelOptions):
         int,
         typer.Option(help="On a CPU: number of processes that compute the model together (docs/serving.md)"),
     ] = 1
+    sequence_parallel: Annotated[
+        int,
+        typer.Option(
+            help="On a CPU: number of processes that hold --hbm-bytes of pages each, and compute the tokens "
+            "in them (docs/serving.md)"
+        ),
+    ] = 1
     adapter: Annotated[
         list[str] | None,
         typer.Option(

@@ -98,14 +98,14 @@ def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int
 
 
 def pages_wanted(options: EngineOptions, device: str, spec: KVSpec, settings: EngineSettings) -> int | None:
-    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` holds. Without this option,
-    return the pages for 65,536 tokens on a CPU, and None (all free memory) on a GPU. Raises the errors of
+    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` of each part holds. Without
+    it, return the pages for 65,536 tokens on a CPU, and None (all free memory) on a GPU. Raises the errors of
     :func:`check_pool`."""
     if options.hbm_bytes is None and device != "cpu":
         return None
     pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)
     if options.hbm_bytes is not None:
-        pages = pages_within(spec, options.hbm_bytes, settings)
+        pages = pages_within(spec, options.hbm_bytes * options.sequence_parallel, settings)
     check_pool(spec, pages, device, nbytes=pool_bytes(spec, pages, settings))
     return pages
 

@@ -48,6 +48,7 @@ AXES: Mapping[str, Sequence[str]] = {
     "deterministic": ("no", "yes"),
     "plan": ("load", "both-ends"),
     "ranks": ("1", "2"),
+    "parts": ("1", "2"),
 }
 
 LABELS: Mapping[tuple[str, str], str] = {
@@ -82,6 +83,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("deterministic", "yes"): "`--deterministic`",
     ("plan", "both-ends"): "`--plan both-ends`",
     ("ranks", "2"): "`--tensor-parallel`",
+    ("parts", "2"): "`--sequence-parallel`",
 }
 """The names of the values in the documents. The others are what an engine has without options."""
 
@@ -120,6 +122,21 @@ REFUSALS = (
         ("family", ("states",)),
         ("ranks", ("2",)),
         "--tensor-parallel divides attention and MLPs: this model has only recurrent states",
+    ),
+    Refusal(
+        ("family", ("states",)),
+        ("parts", ("2",)),
+        "--sequence-parallel divides keys and values: this model has only recurrent states",
+    ),
+    Refusal(
+        ("deterministic", ("yes",)),
+        ("parts", ("2",)),
+        "--sequence-parallel does not work with --deterministic",
+    ),
+    Refusal(
+        ("draft", ("mtp",)),
+        ("parts", ("2",)),
+        "--sequence-parallel does not work with --draft mtp",
     ),
     Refusal(
         ("deterministic", ("yes",)),

@@ -99,6 +99,7 @@ class Rig:
             draft={**DRAFTS, "model": self.draft, "alike": self.model}[row["draft"]],
             plan=row["plan"],
             tensor_parallel=int(row["ranks"]),
+            sequence_parallel=int(row["parts"]),
         )
 
     def plain(self) -> ServeOptions:
@@ -174,16 +175,18 @@ def answers(
 
 def check_equal(found: Completion, expected: Completion, row: Row) -> None:
     """The tokens are the same. With quantised KV, logits may differ by a rounding that a draw is just at. In
-    a few places they may differ by more: another code can change which expert computes a token."""
+    a few places they may differ by more: another code can change which expert computes a token. Parts sum in
+    another order than one rank, so there are more such places with them."""
     assert found.logits is not None
     assert expected.logits is not None
     quantised = row["kv"] != "auto"
     most = MAX_QUANTISED_DIFF if quantised else MAX_LOGIT_DIFF
+    few = len(found.tokens) // 3 if row["parts"] == "2" else MOST_FAR
     far = 0
     for place, (token, wanted) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
         difference = np.abs(found.logits[place] - expected.logits[place]).max()
         far += difference > (0 if row["deterministic"] == "yes" else most)
-        assert far <= (MOST_FAR if quantised and row["deterministic"] == "no" else 0)
+        assert far <= (few if quantised and row["deterministic"] == "no" else 0)
         if token != wanted:
             assert quantised
             assert difference > 0

@@ -25,13 +25,13 @@ def open_group_pools(
     device: Device | None = None,
     layered_bytes: int | None = None,
     compute: Stream | None = None,
-    shared: bool = False,
+    shared_parts: int = 0,
 ) -> tuple[PagePool, ...]:
     """Open pools for these layouts (of one group each: :meth:`KVSpec.split`) in one memory of ``nbytes``
     bytes of ``device`` (None: of this process). :meth:`PagePool.resize` of any of them can grow the memory to
     ``most_bytes``. ``layered_bytes`` is the size from which a device's loads are copied layer by layer (None:
-    the default). ``compute`` is the stream of computation on a device (None: a new one). Other processes can
-    map ``shared`` memory of this process (:func:`attach_group_pools`).
+    the default). ``compute`` is the stream of computation on a device (None: a new one). With
+    ``shared_parts``, other processes can map memory of this process (:func:`attach_group_pools`).
 
     Raise :class:`UsageError` if the memory is too small for a page of each, or the device has less.
 
@@ -50,7 +50,7 @@ def open_group_pools(
     present = nbytes // pages.large_bytes
     most = None if most_bytes is None else most_bytes // pages.large_bytes
     if device is None:
-        region = HostRegion(pages.large_bytes, present, most=most, shared=shared)
+        region = HostRegion(pages.large_bytes, present, most=most, shared_parts=shared_parts)
         books = books_of(page_bytes, pages, region.large_pages)
         return tuple(PagePool.within(spec, region, each) for spec, each in zip(specs, books, strict=True))
     from tierstore.tiers.device_pool import LAYERED_BYTES, DevicePool  # import only if there is a device
@@ -71,11 +71,13 @@ def open_group_pools(
     )
 
 
-def attach_group_pools(specs: Sequence[KVSpec], fd: int, large_bytes: int, count: int) -> list[PagePool]:
-    """Return the pools of another process, whose shared memory has ``count`` large pages. Takes over ``fd``.
-    Their pages can be read and written; which of them are free is known to the other process only. Raise
-    :class:`UsageError` if the memory cannot be mapped."""
-    region = HostRegion.attach(fd, large_bytes, count)
+def attach_group_pools(
+    specs: Sequence[KVSpec], fd: int, large_bytes: int, count: int, *, first: int = 0
+) -> list[PagePool]:
+    """Return the pools of another process, with ``count`` large pages of their shared memory from ``first``
+    on. Takes over ``fd``. Pages are numbered from ``first``. They can be read and written; which of them are
+    free is known to the other process only. Raise :class:`UsageError` if the memory cannot be mapped."""
+    region = HostRegion.attach(fd, large_bytes, count, first=first)
     if len(specs) == 1:
         return [PagePool.within(specs[0], region, WholePages(region.large_pages))]
     sizes = [spec.page_bytes for spec in specs]

@@ -15,12 +15,12 @@ import numpy as np
 
 from tierstore import copying
 from tierstore.errors import UsageError
-from tierstore.memory import Memory
+from tierstore.memory import ALIGNMENT, Memory
 from tierstore.spec import KVSpec
 from tierstore.tiers.device import Event
 from tierstore.tiers.large_pages import Books, HostBacking, LargePages, PoolSize, WholePages
 from tierstore.tiers.pinned import Pin
-from tierstore.units import format_size
+from tierstore.units import format_size, round_up
 
 
 class PendingCopy(Protocol):
@@ -94,7 +94,7 @@ def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> C
 class HostRegion:
     """Memory of this process for the pools of a model: ``present`` large pages of ``large_bytes`` bytes,
     which may grow to ``most``, in one mapping. If it is not ``touched``, a page takes memory when it is
-    written. Other processes can map ``shared`` memory (:meth:`attach`)."""
+    written. If it has ``shared_parts``, other processes can map it, or one of its parts (:meth:`attach`)."""
 
     device = "cpu"
 
@@ -105,34 +105,43 @@ class HostRegion:
         *,
         most: int | None = None,
         touched: bool = True,
-        shared: bool = False,
+        shared_parts: int = 0,
     ) -> None:
-        count = max(present, most or 0)
+        parts = max(shared_parts, 1)
+        count = round_up(max(present, most or 0), parts)
         reserve = count > present or not touched
-        memory = Memory(count * large_bytes, shared=shared, reserve=reserve, huge_pages=touched)
+        memory = Memory(count * large_bytes, shared=shared_parts > 0, reserve=reserve, huge_pages=touched)
+        self._take(
+            memory,
+            LargePages(large_bytes, count, present=present, backing=HostBacking(memory), parts=parts),
+        )
         if touched:
-            memory.populate(nbytes=present * large_bytes)
+            for first, pages in self.large_pages.present_parts():
+                memory.populate(first=first * large_bytes, nbytes=pages * large_bytes)
         else:
             memory.allow_huge_pages(large_bytes)
-        self._take(memory, large_bytes, present, count)
 
     @classmethod
-    def attach(cls, fd: int, large_bytes: int, count: int) -> HostRegion:
-        """Map the shared memory of another process's region, which has ``count`` large pages at most. Takes
-        over ``fd``. Which pages are free is known to the other process only. Raise :class:`UsageError` if
-        the memory cannot be mapped."""
+    def attach(cls, fd: int, large_bytes: int, count: int, *, first: int = 0) -> HostRegion:
+        """Map ``count`` large pages of the shared memory of another process's region, from ``first`` on.
+        Takes over ``fd``. Which pages are free is known to the other process only. Raise
+        :class:`UsageError` if the memory cannot be mapped."""
+        start = first * large_bytes
+        skipped = start % ALIGNMENT  # a file is mapped in whole system pages
+        memory = Memory.attach(fd, skipped + count * large_bytes, offset=start - skipped)
         region = cls.__new__(cls)
-        region._take(Memory.attach(fd, count * large_bytes), large_bytes, count, count)
+        region._take(memory, LargePages(large_bytes, count), skipped)
         return region
 
-    def _take(self, memory: Memory, large_bytes: int, present: int, count: int) -> None:
+    def _take(self, memory: Memory, large_pages: LargePages, skipped: int = 0) -> None:
         self.memory = memory
-        self.address = memory.address
-        self.large_pages = LargePages(large_bytes, count, present=present, backing=HostBacking(memory))
+        self._skipped = skipped
+        self.address = memory.address + skipped
+        self.large_pages = large_pages
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
         """Return the memory as uint8 ``[count, nbytes]``, with rows ``stride`` bytes apart."""
-        rows = np.frombuffer(self.memory.view(0, count * stride), np.uint8)
+        rows = np.frombuffer(self.memory.view(self._skipped, count * stride), np.uint8)
         return rows.reshape(count, stride)[:, :nbytes]
 
 
@@ -168,12 +177,13 @@ class PagePool:
     """A numpy array on a CPU. On other devices, an object that the device's libraries accept."""
 
     def __init__(
-        self, spec: KVSpec, num_pages: int, *, most: int | None = None, shared: bool = False
+        self, spec: KVSpec, num_pages: int, *, most: int | None = None, shared_parts: int = 0
     ) -> None:
         """Open a pool of ``num_pages`` pages, which :meth:`resize` can grow to ``most`` (None:
-        ``num_pages``). Other processes can map ``shared`` memory: see :meth:`HostRegion.attach`."""
+        ``num_pages``). With ``shared_parts``, other processes can map the memory (:meth:`HostRegion.attach`),
+        and pages are taken from all parts in turn."""
         check_pages(spec, num_pages)
-        region = HostRegion(spec.page_bytes, num_pages, most=most, shared=shared)
+        region = HostRegion(spec.page_bytes, num_pages, most=most, shared_parts=shared_parts)
         self._place(spec, region, WholePages(region.large_pages))
 
     @classmethod

@@ -11,6 +11,10 @@ the owner of cached pages evicts some. Memory is mapped and released in granules
 the driver, which need not be large pages. A granule is released when all large pages that overlap it are
 absent, so every byte of a present large page always has memory.
 
+The memory can have *parts* of equal size, one behind the other, for processes that hold a part each. Large
+pages are then taken from the part with the most free ones. So the parts fill evenly, and a part that is full
+leaves its turn to the others. They also grow and shrink evenly.
+
 Large page 0 is always present, because libraries look at the first byte of device memory when they make a
 view of it.
 
@@ -21,11 +25,14 @@ view of it.
 (None, 1)
 >>> large_pages.resize(3)
 3
+>>> LargePages(4096, 6, parts=2).take(5)
+[0, 3, 1, 4, 2]
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -89,7 +96,8 @@ def _bytes(granules: range) -> tuple[int, int]:
 
 class LargePages:
     """``count`` large pages of ``large_bytes`` bytes each: which of them are free, and which have
-    memory (``present`` at first). Thread-safe: pools with separate locks share one object.
+    memory (``present`` at first). Thread-safe: pools with separate locks share one object. There are
+    ``parts`` of ``part_size`` large pages each.
 
     Without a ``backing``, no memory can be released, and :meth:`resize` raises :class:`UsageError` with
     ``fixed`` as the reason.
@@ -103,16 +111,23 @@ class LargePages:
         present: int | None = None,
         backing: Backing | None = None,
         fixed: str = "",
+        parts: int = 1,
     ) -> None:
         self.large_bytes = large_bytes
         self.count = count
+        self.parts = parts
+        self.part_size = count // parts
         self.present = self.target = count if present is None else present
         self._backing = backing
         self._fixed = fixed
         self._lock = threading.Lock()
+        self._order = sorted(range(count), key=self._turn)  # in which large pages become present
         # Guarded by the lock: all mutable state.
-        self._free = list(range(self.present - 1, -1, -1))  # popped from the end: large page 0 first
-        self._there = bytearray(b"\1" * self.present + b"\0" * (count - self.present))
+        self._there = bytearray(count)
+        self._free: list[list[int]] = [[] for _ in range(parts)]  # by part, popped from the end: lowest first
+        for large_page in reversed(self._order[: self.present]):
+            self._there[large_page] = 1
+            self._free[large_page // self.part_size].append(large_page)
 
     @property
     def nbytes(self) -> int:
@@ -127,13 +142,25 @@ class LargePages:
     @property
     def free(self) -> int:
         """Number of large pages that no pool has."""
-        return len(self._free)
+        return sum(map(len, self._free))
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Number of large pages that pools have, in each part."""
+        present = self.present_parts()
+        return tuple(there - len(free) for (_, there), free in zip(present, self._free, strict=True))
+
+    def present_parts(self) -> list[tuple[int, int]]:
+        """Return the first large page of each part, and how many of the part are present."""
+        starts = [part * self.part_size for part in range(self.parts)]
+        with self._lock:
+            return [(at, sum(self._there[at : at + self.part_size])) for at in starts]
 
     @property
     def free_large(self) -> frozenset[int]:
         """The large pages that no pool has, for checks."""
         with self._lock:
-            return frozenset(self._free)
+            return frozenset(itertools.chain(*self._free))
 
     @property
     def excess(self) -> int:
@@ -141,18 +168,18 @@ class LargePages:
         return max(self.present - self.target, 0)
 
     def take(self, count: int = 1) -> list[int] | None:
-        """Take ``count`` free large pages, lowest first where possible. Return None if fewer are free."""
+        """Take ``count`` free large pages, lowest first where possible, each from the part with the most free
+        ones. Return None if fewer are free."""
         with self._lock:
-            if count > len(self._free):
+            if count > self.free:
                 return None
-            taken = self._free[len(self._free) - count :]
-            del self._free[len(self._free) - count :]
-        return taken[::-1]
+            return [max(self._free, key=len).pop() for _ in range(count)]
 
     def give(self, large_pages: Sequence[int]) -> None:
         """Return large pages that are free again."""
         with self._lock:
-            self._free.extend(reversed(large_pages))
+            for large_page in reversed(large_pages):
+                self._free[large_page // self.part_size].append(large_page)
             if self.present > self.target:
                 self._shrink()
 
@@ -175,8 +202,9 @@ class LargePages:
     def check(self) -> None:
         """Assert that the bookkeeping is consistent."""
         with self._lock:
-            free = set(self._free)
-            assert len(free) == len(self._free), "a large page is free twice"
+            free = set(itertools.chain(*self._free))
+            assert len(free) == self.free, "a large page is free twice"
+            assert all(each // self.part_size == part for part, own in enumerate(self._free) for each in own)
             assert all(self._there[large_page] for large_page in free), "a large page without memory is free"
             assert sum(self._there) == self.present
             assert not (self.excess and free - {0}), "a large page is kept that should have been given back"
@@ -184,9 +212,10 @@ class LargePages:
     # -- inside, under the lock ------------------------------------------------------------------------
 
     def _shrink(self) -> None:
-        going = [large_page for large_page in heapq.nlargest(self.excess, self._free) if large_page]
+        last = heapq.nlargest(self.excess, itertools.chain(*self._free), key=self._turn)
+        going = [large_page for large_page in last if large_page]
         gone = set(going)
-        self._free = [large_page for large_page in self._free if large_page not in gone]
+        self._free = [[each for each in free if each not in gone] for free in self._free]
         for large_page in going:
             self._there[large_page] = 0
             self.present -= 1
@@ -196,10 +225,10 @@ class LargePages:
 
     def _grow(self) -> None:
         come: list[int] = []
-        large_page = -1
+        absent = iter([large_page for large_page in self._order if not self._there[large_page]])
         try:
             while self.present < self.target:
-                large_page = self._there.index(0, large_page + 1)
+                large_page = next(absent)
                 missing = self._granules(large_page)
                 if self._backing is not None and missing and not self._backing.back(missing):
                     break
@@ -207,7 +236,13 @@ class LargePages:
                 self.present += 1
                 come.append(large_page)
         finally:
-            self._free[:0] = reversed(come)  # large pages that were present before are taken first
+            for part, free in enumerate(self._free):  # large pages that were present before are taken first
+                free[:0] = [each for each in reversed(come) if each // self.part_size == part]
+
+    def _turn(self, large_page: int) -> tuple[int, int]:
+        """Return a key that sorts large pages by their place in their parts."""
+        part, place = divmod(large_page, self.part_size)
+        return place, part
 
     def _granules(self, large_page: int) -> range:
         """Return the granules that overlap ``large_page`` but no other present large page."""

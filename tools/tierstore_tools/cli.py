@@ -97,7 +97,10 @@ def longctx(
     ] = "dynamic",
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a page")] = 64,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 2048,
-    ranks: Annotated[int, typer.Option(min=1, help="On CPUs: processes that compute the model")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="On CPUs: processes that share the heads")] = 1,
+    parts: Annotated[
+        int, typer.Option(min=1, help="On CPUs: parts of the tokens, with --ranks processes each")
+    ] = 1,
     sweep: Annotated[str | None, typer.Option(help="More prompt lengths to compare: 1000,4000,…")] = None,
     beyond: Annotated[
         str | None,
@@ -114,7 +117,7 @@ def longctx(
     if beyond is not None:
         from tierstore_tools.longctx import beyond as bench
 
-        if prompt_file or kv_dtype != "auto" or sweep or throttle or plot or ranks != 1:
+        if prompt_file or kv_dtype != "auto" or sweep or throttle or plot or ranks * parts != 1:
             raise UsageError(
                 "--beyond takes --model, --tokens, --store, --dtype, --chunk-tokens and --json only"
             )
@@ -145,6 +148,7 @@ def longctx(
             chunk_tokens=chunk_tokens,
             prefill_chunk=prefill_chunk,
             ranks=ranks,
+            parts=parts,
             throttle=parse_throttle(throttle) if throttle else {},
             sweep=_lengths("--sweep", sweep) if sweep else (),
         ),

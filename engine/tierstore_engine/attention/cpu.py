@@ -17,9 +17,10 @@ computed in float32 for every page format: quantised data is dequantised on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tierstore.spec import LayerKind
@@ -28,8 +29,8 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.overflow import OverflowPool
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.beyond import BeyondMemory
-from tierstore_engine.attention.in_place import InPlace
-from tierstore_engine.attention.pages import heads_of, kv_pages
+from tierstore_engine.attention.in_place import InPlace, SeenTokens
+from tierstore_engine.attention.pages import KVPages, heads_of, kv_pages
 from tierstore_engine.config import ModelConfig
 
 BLOCK_TOKENS = 8192
@@ -121,6 +122,31 @@ class CpuAttention(Attention):
                 row = rows.stop
         return out, lse
 
+    def over(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        seen: Sequence[SeenTokens],
+        staged: KVPages | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention of ``queries [rows, heads, head_dim]`` over the tokens that they see, in float32,
+        and LSEs as :meth:`partial` does. ``seen`` has all rows in order. Its pages are those of the pool, or
+        of ``staged``."""
+        wide = queries.float().contiguous()
+        out, lse = torch.empty_like(wide), torch.empty(queries.shape[:2])
+        few = self._in_place if staged is None else None
+        if few is not None:
+            few.attend_over(layer, wide, seen, out, lse)
+        groups = wide.view(-1, self._kv_heads, self._heads // self._kv_heads, self._width)
+        for each in seen:
+            tokens = len(each.firsts)
+            if few is None or not few.takes(tokens):
+                rows = slice(each.first_row, each.first_row + tokens)
+                part = self._within(layer, groups[rows].permute(1, 2, 0, 3), each, staged or self._pages)
+                out[rows] = part.out.permute(2, 0, 1, 3).reshape(tokens, self._heads, self._width)
+                lse[rows] = part.lse.permute(2, 0, 1, 3).reshape(tokens, self._heads)
+        return out, lse
+
     def prepare(self, batch: BatchLayout) -> None:
         """Give memory to the pages that a batch writes, and start to read its pages that have none. Do
         nothing if the batch is prepared. Raises the errors of :meth:`OverflowPool.prepare
@@ -189,7 +215,12 @@ class CpuAttention(Attention):
         return own if past is None else past.merge(own)
 
     def _over_past(
-        self, layer: int, queries: torch.Tensor, table: torch.Tensor, past: range
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        table: torch.Tensor,
+        past: range,
+        staged: KVPages | None = None,
     ) -> _Partial | None:
         """Return attention of all queries over the tokens of ``past``; None if it is empty."""
         kv_heads, groups, tokens, head_dim = queries.shape
@@ -197,7 +228,7 @@ class CpuAttention(Attention):
         folded = queries.reshape(kv_heads, 1, groups * tokens, head_dim)
         merged: _Partial | None = None
         for start, stop in _cut(past.start, past.stop, self._block):
-            part = self._flash(folded, *self._gather(layer, table, start, stop))
+            part = self._flash(folded, *self._gather(layer, table, start, stop, staged))
             merged = part if merged is None else merged.merge(part)
         if merged is None:
             return None
@@ -215,19 +246,40 @@ class CpuAttention(Attention):
         mutual: bool,
     ) -> _Partial:
         """Return attention of each query over the last ``window`` tokens up to itself, and over all later
-        ones if they are ``mutual``, with masks of at most tokens × block."""
+        ones if they are ``mutual``."""
+        ends = np.arange(start, stop) + 1
+        stops = np.full_like(ends, stop) if mutual else ends
+        seen = SeenTokens(0, table, np.maximum(ends - window, 0), stops)
+        return self._within(layer, queries, seen, self._pages)
+
+    def _within(self, layer: int, queries: torch.Tensor, seen: SeenTokens, pages: KVPages) -> _Partial:
+        """Return attention of each query over the tokens that it sees, with masks of at most tokens × block.
+        The tokens that all queries see need no mask."""
+        common = range(int(seen.firsts.max()), int(seen.stops.min()))
+        oldest, newest = int(seen.firsts.min()) // self._chunk * self._chunk, int(seen.stops.max())
+        if not common:
+            return self._masked(layer, queries, seen, range(oldest, newest), pages)
+        merged = self._over_past(layer, queries, seen.table, common, pages)
+        assert merged is not None
+        for edge in (range(oldest, common.start), range(common.stop, newest)):
+            if edge:
+                merged = merged.merge(self._masked(layer, queries, seen, edge, pages))
+        return merged
+
+    def _masked(
+        self, layer: int, queries: torch.Tensor, seen: SeenTokens, tokens: range, pages: KVPages
+    ) -> _Partial:
+        """Return attention of each query over those of ``tokens`` that it sees."""
         merged: _Partial | None = None
-        positions = torch.arange(start, stop)[:, None]
-        oldest = max(start - window + 1, 0) // self._chunk * self._chunk
-        for first, end in _cut(oldest, stop, self._block):
+        firsts, stops = (torch.from_numpy(each)[:, None] for each in (seen.firsts, seen.stops))
+        for first, end in _cut(tokens.start, tokens.stop, self._block):
             others = torch.arange(first, end)[None, :]
-            hidden = others <= positions - window
-            if not mutual:
-                hidden |= others > positions
+            hidden = (others >= stops) | (others < firsts)
             # Not -inf: a query that sees nothing in this block would be nan. Its huge negative lse removes
             # the block's part when merging.
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
-            part = self._flash(queries, *self._gather(layer, table, first, end), mask=mask[None, None])
+            found = self._gather(layer, seen.table, first, end, pages)
+            part = self._flash(queries, *found, mask=mask[None, None])
             merged = part if merged is None else merged.merge(part)
         assert merged is not None
         return merged
@@ -251,7 +303,7 @@ class CpuAttention(Attention):
         return _Partial(out, lse.unsqueeze(-1))
 
     def _gather(
-        self, layer: int, table: torch.Tensor, start: int, stop: int
+        self, layer: int, table: torch.Tensor, start: int, stop: int, staged: KVPages | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``; latents
         are both. The next call overwrites them."""
@@ -261,7 +313,7 @@ class CpuAttention(Attention):
         if self._beyond is not None and self._beyond.active:
             self._beyond.gather(layer, pages, out, self._pages)
         else:
-            self._pages.gather(layer, pages, out)
+            (staged or self._pages).gather(layer, pages, out)
         begin = first * self._chunk
         planes = self._gathered[:, :, start - begin : stop - begin].unsqueeze(2)
         return planes[0], planes[-1]

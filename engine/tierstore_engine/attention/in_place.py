@@ -60,6 +60,18 @@ class _Layer(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """The tokens of one sequence's pages that some queries see. ``table`` (int64) has the pages, and must
+    stay. The query of row ``first_row + i`` sees the tokens ``firsts[i] … stops[i]`` of all tokens of these
+    pages in a row, at least one."""
+
+    first_row: int
+    table: torch.Tensor
+    firsts: Numbers
+    stops: Numbers
+
+
+@dataclass(frozen=True, slots=True)
 class _Rows:
     """The queries of a batch that are attended to in place, and the tokens of KV that they see together."""
 
@@ -143,18 +155,44 @@ class InPlace:
         :class:`IndexError` if a token sees a chunk without a page."""
         sight = self._sight(layer)
         rows = self._rows.setdefault(sight, Prepared()).of(batch, lambda: self._rows_of(sight, batch))
-        if not len(rows.rows):
+        self._attend_rows(layer, rows.rows, rows.tokens, queries, out, lse)
+
+    def attend_over(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        seen: Sequence[SeenTokens],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Compute the queries of ``seen`` with a few rows each; see
+        :meth:`~tierstore_engine.attention.cpu.CpuAttention.over`."""
+        made = np.concatenate(
+            [np.empty(0, _ROW), *(_rows_over(each) for each in seen if self.takes(len(each.firsts)))]
+        )
+        self._attend_rows(layer, made, int((made["stop"] - made["first"]).sum()), queries, out, lse)
+
+    def _attend_rows(
+        self,
+        layer: int,
+        rows: np.ndarray[tuple[int], np.dtype[np.void]],
+        tokens: int,
+        queries: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        if not len(rows):
             return
         self._library.tierstore_attend(
             ctypes.byref(self._layers[layer]),
-            rows.rows.ctypes.data,
-            len(rows.rows),
+            rows.ctypes.data,
+            len(rows),
             queries.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
             None,
             True,
-            threads_for(rows.tokens * self._token_bytes),
+            threads_for(tokens * self._token_bytes),
         )
 
     def plan(self, batch: BatchLayout, tables: Sequence[Numbers], beyond: BeyondMemory) -> list[Numbers]:
@@ -231,6 +269,14 @@ class InPlace:
             number += span.tokens
         made = np.array(rows, _ROW)
         return _Rows(made, int((made["stop"] - made["first"]).sum()), batch.block_tables)
+
+
+def _rows_over(seen: SeenTokens) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    rows = np.empty(len(seen.firsts), _ROW)
+    rows["number"] = np.arange(seen.first_row, seen.first_row + len(rows))
+    rows["table"] = seen.table.data_ptr()
+    rows["first"], rows["stop"] = seen.firsts, seen.stops
+    return rows
 
 
 def knows(config: ModelConfig, group: LayerGroup) -> bool:

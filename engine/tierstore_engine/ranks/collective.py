@@ -1,7 +1,8 @@
-"""Sums over all ranks, and logits gathered at rank 0, by gloo over this host's loopback."""
+"""Tensors between ranks, by gloo over this host's loopback."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,9 +16,22 @@ _LONGEST_S = 3600.0
 """How long gloo waits for a rank. A rank that does not answer is found much earlier, by its heartbeat."""
 
 
+class Passing(Protocol):
+    """Tensors on their way."""
+
+    def wait(self) -> None:
+        """Block until all have arrived and those that were sent may be overwritten."""
+
+
 class Ranks(Protocol):
-    """The other ranks, as a model sees them. All ranks call the methods in the same order, with tensors of
-    the same shapes."""
+    """A group of ranks, as one of them sees it. All ranks call the methods in the same order, and know the
+    shapes of each other's tensors. ``share`` is this rank's."""
+
+    share: Share
+
+    @property
+    def sent_bytes(self) -> float:
+        """Return the bytes that this rank has sent."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' ``x``, with the same bits in each. ``x`` may be overwritten."""
@@ -26,15 +40,34 @@ class Ranks(Protocol):
         """At rank 0, return the parts of all ranks side by side: ``total`` columns. At other ranks, return
         ``part``."""
 
+    def exchange(self, to: Mapping[int, torch.Tensor], of: Mapping[int, torch.Tensor]) -> Passing:
+        """Start to send a tensor to each of some ranks, and to receive tensors of others. These must stay
+        until :meth:`Passing.wait` returns. Empty tensors are not sent."""
+
+    def meet(self, number: float) -> list[float]:
+        """Wait for all ranks. Return each rank's ``number``. Its bytes do not count."""
+
+
+class _Works:
+    def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors  # kept until they have gone
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
 
 class Collective:
-    """:class:`Ranks` of one process, by gloo. ``summed_bytes`` are those of the tensors passed to sums."""
+    """:class:`Ranks` of one process, by gloo. ``summed_bytes`` are those of the tensors passed to sums, and
+    ``passed_bytes`` those of the tensors sent to single ranks."""
 
     def __init__(self, share: Share, meeting: str) -> None:
         """Connect all ranks through the file ``meeting``, which does not exist yet. Block until all are
         connected."""
         self.share = share
         self.summed_bytes = 0
+        self.passed_bytes = 0
         gloo = _distributed.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=_LONGEST_S)
@@ -42,18 +75,19 @@ class Collective:
         store = _distributed.FileStore(meeting, share.count)
         store.set_timeout(timedelta(seconds=_MEETING_S))
         self._group = gloo(store, share.rank, share.count, options)
-        self._group.allreduce([torch.zeros(1)]).wait()  # after this no rank needs the file
+        self.meet(0)  # after this no rank needs the file
 
     @property
     def sent_bytes(self) -> float:
-        """Return the bytes that this rank sends if sums use a ring: ``2 (n - 1) / n`` of each tensor
-        (Patarasuk and Yuan 2009). Gathers do not count, because rank 0 only receives them."""
-        return self.summed_bytes * 2 * (self.share.count - 1) / self.share.count
+        """Return the bytes that this rank sends. Sums count as if they use a ring: ``2 (n - 1) / n`` of each
+        tensor (Patarasuk and Yuan 2009). Gathers do not count, because rank 0 only receives them."""
+        return self.summed_bytes * 2 * (self.share.count - 1) / self.share.count + self.passed_bytes
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        self.summed_bytes += x.nbytes
-        self._group.allreduce([x]).wait()
+        if x.nbytes:
+            self.summed_bytes += x.nbytes
+            self._group.allreduce([x]).wait()
         return x
 
     def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
@@ -69,6 +103,20 @@ class Collective:
         parts = [torch.empty_like(mine) for _ in widths]
         self._group.gather([parts], [mine], _root()).wait()
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
+
+    def exchange(self, to: Mapping[int, torch.Tensor], of: Mapping[int, torch.Tensor]) -> Passing:
+        going = {rank: tensor.contiguous() for rank, tensor in to.items() if tensor.nbytes}
+        coming = {rank: tensor for rank, tensor in of.items() if tensor.nbytes}
+        works = [self._group.recv([tensor], rank, 0) for rank, tensor in coming.items()]
+        works += [self._group.send([tensor], rank, 0) for rank, tensor in going.items()]
+        self.passed_bytes += sum(tensor.nbytes for tensor in going.values())
+        return _Works(works, [*going.values(), *coming.values()])
+
+    def meet(self, number: float) -> list[float]:
+        numbers = torch.zeros(self.share.count, dtype=torch.float64)
+        numbers[self.share.rank] = number
+        self._group.allreduce([numbers]).wait()
+        return numbers.tolist()
 
 
 def _root() -> Any:

@@ -6,24 +6,25 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierstore_engine.loaded import OpenModel
-from tierstore_engine.ranks.share import Share
+from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.step import Step
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
     """The first message. ``groups`` are the layouts of the layer groups' pages. ``fd`` is the inherited
-    descriptor of the pools' memory, which has ``large_pages`` large pages. ``digest`` is the digest of rank
-    0's weights."""
+    descriptor of the pools' memory, which has ``part_large_pages`` large pages in each part.
+    ``digest`` is the digest of all weights, as rank 0 has read them. ``meeting`` is the folder of the files
+    through which ranks connect."""
 
     opened: OpenModel
-    share: Share
+    place: RankPlace
     seed: int
     digest: str
     groups: tuple[str, ...]
     fd: int
     large_bytes: int
-    large_pages: int
+    part_large_pages: int
     meeting: str
     threads: int
 

@@ -27,13 +27,14 @@ from tierstore.tiers.hbm import HostRegion, PagePool
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.ranks.messages import FromRank, RankFailed, RankPing, RankReady, RankSetup, ToRank
-from tierstore_engine.ranks.share import Share
+from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.tokenizer import ByteTokenizer
 
 _PING_S = 1.0
 _SILENT_S = 8.0
 """A rank that does not answer for this long counts as hanging. Ranks answer during a step, too."""
-_START_S = 600.0
+_LOADING_S = 60.0  # the same until the rank is ready: it reads weights
+_START_S = 600.0  # the same until its first answer: it imports libraries
 _REASON_S = 2.0  # a failed step waits at most this long for the watcher's reason
 
 
@@ -41,7 +42,7 @@ class Others:
     """All ranks but rank 0, and their processes. The constructor starts them."""
 
     def __init__(self, model: LoadedModel, pools: Sequence[PagePool], meeting: str) -> None:
-        """``meeting`` is the file through which the collectives of all ranks connect."""
+        """``meeting`` is the folder of the files through which all ranks connect."""
         assert model.divided is not None
         count = model.divided.ranks
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -62,13 +63,13 @@ class Others:
             self._start(
                 RankSetup(
                     opened=replace(model.divided, tokenizer=ByteTokenizer(), folder=None),
-                    share=Share(rank, count),
+                    place=RankPlace.of(rank, heads=model.divided.heads, parts=model.divided.parts),
                     seed=model.seed,
                     digest=model.digest,
                     groups=tuple(pool.spec.describe() for pool in pools),
                     fd=region.memory.fd,
                     large_bytes=region.large_pages.large_bytes,
-                    large_pages=region.large_pages.count,
+                    part_large_pages=region.large_pages.part_size,
                     meeting=meeting,
                     threads=threads,
                 )
@@ -143,6 +144,7 @@ class Others:
 
     def _watch(self) -> None:
         heard = dict.fromkeys(self._connections, time.monotonic())
+        limits = dict.fromkeys(self._connections, _START_S)
         starting = set(self._connections)
         pinged = 0.0
         while self._lost is None and not self._closing:
@@ -151,12 +153,13 @@ class Others:
                 if self._receive(connection):
                     starting.discard(connection)
                 heard[connection] = time.monotonic()
+                limits[connection] = _LOADING_S if connection in starting else _SILENT_S
             if not starting:
                 self._started.set()
             now = time.monotonic()
-            for connection in heard.keys() - starting:
-                if now - heard[connection] > _SILENT_S:
-                    self._lose(f"{self._name(connection)} has not answered for {_SILENT_S:g} s")
+            for connection, limit in limits.items():
+                if now - heard[connection] > limit:
+                    self._lose(f"{self._name(connection)} has not answered for {limit:g} s")
             # Do not wait for a thread that sends: it may wait for a rank that hangs.
             if now - pinged > _PING_S and self._sending.acquire(blocking=False):
                 try:

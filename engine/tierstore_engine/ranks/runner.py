@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.loaded import LoadedModel, make_memory
+from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
-from tierstore_engine.ranks.collective import Collective
+from tierstore_engine.ranks.member import RankGroups, model_of
 from tierstore_engine.ranks.others import Others
-from tierstore_engine.ranks.share import Share, config_of
+from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.sampling import Choice, Draw
 from tierstore_engine.step import PartialStep, Step
 
@@ -22,42 +21,51 @@ from tierstore_engine.step import PartialStep, Step
 class RankedRunner:
     """A model over several ranks. Used by one thread. Made by :meth:`start`."""
 
-    def __init__(self, config: ModelConfig, model: Model, others: Others, ranks: Collective) -> None:
+    def __init__(self, config: ModelConfig, model: Model, others: Others, groups: RankGroups) -> None:
         self.config = config
         self._model = model
         self._others = others
-        self._ranks = ranks
+        self._groups = groups
 
     @classmethod
     def start(cls, model: LoadedModel, pools: Sequence[PagePool]) -> RankedRunner:
         """Start a process for each other rank of a divided model. Block until all ranks have their weights.
         The memory of ``pools`` is shared. Raises :class:`RankLostError` if a rank ends before that."""
         assert model.divided is not None
-        share = Share(0, model.divided.ranks)
+        place = RankPlace.of(0, heads=model.divided.heads, parts=model.divided.parts)
         with tempfile.TemporaryDirectory(prefix="tierstore-ranks-") as folder:
-            meeting = str(Path(folder) / "meeting")
-            others = Others(model, pools, meeting)
+            others = Others(model, pools, folder)
             try:
                 with others.watched():
                     others.wait_ready()
-                    ranks = Collective(share, meeting)
-                    own = config_of(model.config, share)
-                    memories = [make_memory(pool, own) for pool in pools]
-                    part = Model(own, model.weights, memories, device="cpu", ranks=ranks)
+                    groups = RankGroups.meet(place, folder)
+                    part = model_of(
+                        model.config,
+                        model.weights,
+                        pools,
+                        place,
+                        groups.heads,
+                        groups.tokens,
+                        pools[0].large_pages.part_size,
+                    )
             except BaseException:
                 others.close()
                 raise
-        return cls(model.config, part, others, ranks)
+        return cls(model.config, part, others, groups)
 
     @property
     def summed_bytes(self) -> int:
-        """The bytes of the tensors that rank 0 passed to sums."""
-        return self._ranks.summed_bytes
+        """The bytes of the tensors that rank 0 passed to sums over the heads."""
+        return 0 if self._groups.heads is None else self._groups.heads.summed_bytes
 
     @property
-    def sent_bytes(self) -> float:
-        """See :attr:`Collective.sent_bytes <tierstore_engine.ranks.collective.Collective.sent_bytes>`."""
-        return self._ranks.sent_bytes
+    def sent_bytes(self) -> list[float]:
+        """The bytes that the first rank of each part has sent to other ranks; see
+        :attr:`Collective.sent_bytes <tierstore_engine.ranks.collective.Collective.sent_bytes>`."""
+        if self._model.split is not None:
+            return self._model.split.sent_bytes
+        assert self._groups.heads is not None
+        return [self._groups.heads.sent_bytes]
 
     def compute(self, step: Step) -> torch.Tensor:
         with self._others.watched():

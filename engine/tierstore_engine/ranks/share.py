@@ -65,6 +65,23 @@ class Share:
         return range(head * group + part.start, head * group + part.stop), range(head, head + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of a rank: its share of the heads, and its part of each sequence's tokens.
+
+    >>> RankPlace.of(3, heads=2, parts=2)
+    RankPlace(heads=Share(rank=1, count=2), tokens=Share(rank=1, count=2))
+    """
+
+    heads: Share
+    tokens: Share
+
+    @classmethod
+    def of(cls, number: int, *, heads: int, parts: int) -> RankPlace:
+        """Return the place of rank ``number`` of ``heads × parts`` ranks."""
+        return cls(Share(number % heads, heads), Share(number // heads, parts))
+
+
 def divides_attention(config: ModelConfig) -> bool:
     """Return whether attention is divided by heads. Otherwise rank 0 computes it alone."""
     normed_together = config.qk_norm and config.qk_norm_over == "all"
@@ -102,7 +119,7 @@ def check_ranks(config: ModelConfig, count: int) -> None:
 
 def config_of(config: ModelConfig, share: Share) -> ModelConfig:
     """Return the configuration of a rank: its heads are the rank's heads only."""
-    if not divides_attention(config):
+    if share.count == 1 or not divides_attention(config):
         return config
     if config.latent is not None:
         heads = len(share.cut(config.heads))

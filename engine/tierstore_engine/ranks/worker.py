@@ -18,9 +18,8 @@ import torch
 from tierstore.errors import TierStoreError
 from tierstore.spec import KVSpec
 from tierstore.tiers.group_pools import attach_group_pools
-from tierstore_engine.loaded import make_memory
 from tierstore_engine.model import Model
-from tierstore_engine.ranks.collective import Collective
+from tierstore_engine.ranks.member import RankGroups, model_of, read_weights
 from tierstore_engine.ranks.messages import (
     FromRank,
     RankFailed,
@@ -30,7 +29,6 @@ from tierstore_engine.ranks.messages import (
     RankSetup,
     ToRank,
 )
-from tierstore_engine.ranks.share import config_of, read_share
 from tierstore_engine.step import Step
 
 
@@ -80,19 +78,18 @@ def main() -> None:
 
 def _model(setup: RankSetup, wire: Wire) -> Model:
     torch.set_num_threads(setup.threads)
-    config = setup.opened.config
-    weights, digest = read_share(config, setup.opened.source, setup.share, seed=setup.seed)
+    place, part = setup.place, setup.part_large_pages
+    weights, digest = read_weights(setup.opened, place.heads, seed=setup.seed)
     if digest != setup.digest:
         raise TierStoreError(
             "its weights differ from those of rank 0: the checkpoint changed while the engine started"
         )
     specs = [KVSpec.parse(group) for group in setup.groups]
-    pools = attach_group_pools(specs, setup.fd, setup.large_bytes, setup.large_pages)
-    own = config_of(config, setup.share)
-    memories = [make_memory(pool, own) for pool in pools]
+    first = part * place.tokens.rank
+    pools = attach_group_pools(specs, setup.fd, setup.large_bytes, part, first=first)
     wire.send(RankReady())
-    ranks = Collective(setup.share, setup.meeting)
-    return Model(own, weights, memories, device="cpu", ranks=ranks)
+    groups = RankGroups.meet(place, setup.meeting)
+    return model_of(setup.opened.config, weights, pools, place, groups.heads, groups.tokens, part)
 
 
 if __name__ == "__main__":

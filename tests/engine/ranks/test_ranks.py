@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.outputs import Completion
+from tierstore_engine.ranks import others as others_of
+from tierstore_engine.ranks.messages import RankSetup
 from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -40,14 +43,16 @@ MODELS = ("tiny", "tiny-moe", "tiny-deepseek", "tiny-gemma3", "tiny-qwen3-next")
 
 @pytest.fixture
 def engine_with(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Makes an engine of a preset with a number of ranks over one store directory."""
+    """Makes an engine of a preset over one store directory. ``ranks`` share the heads of each part."""
     engines: list[Engine] = []
 
-    def make(ranks: int, name: str = "tiny", *, store: str | None = "store") -> Engine:
+    def make(
+        ranks: int, name: str = "tiny", *, parts: int = 1, store: str | None = "store", pages: int = 64
+    ) -> Engine:
         engines.append(
             build_engine(
-                load_model(name, device="cpu", tensor_parallel=ranks),
-                pool_pages=64,
+                load_model(name, device="cpu", tensor_parallel=ranks, sequence_parallel=parts),
+                pool_pages=pages,
                 store=None if store is None else str(tmp_path / store),
                 host_bytes=16 << 20,
                 disk_bytes=64 << 20,
@@ -88,8 +93,8 @@ def test_pages_of_any_number_of_ranks_serve_any_other(name: str, engine_with: Ca
     """A saved page has all heads."""
     prompt = a_prompt(1)
     expected = answer(engine_with(1, name, store=None), prompt).tokens
-    for number, ranks in enumerate([2, 1, 3]):
-        engine = engine_with(ranks, name)
+    for number, (ranks, parts) in enumerate([(2, 1), (1, 2), (1, 1)]):
+        engine = engine_with(ranks, name, parts=parts)
         found = answer(engine, prompt)
         engine.close()
         assert found.tokens == expected
@@ -102,13 +107,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("ranks", [2])
-def test_a_lost_rank_ends_the_engine(fault: str, ranks: int, engine_with: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(("fault", "ranks", "parts"), [("killed", 2, 1), ("hanging", 2, 1), ("killed", 1, 2)])
+def test_a_lost_rank_ends_the_engine(
+    fault: str, ranks: int, parts: int, engine_with: Callable[..., Engine]
+) -> None:
     number, sentence = FAULTS[fault]
     prompt = a_prompt(2)
     expected = answer(engine_with(1, store=None), prompt).tokens
-    engine = engine_with(ranks)
+    engine = engine_with(ranks, parts=parts)
     engine.add(prompt, GREEDY)
     for _ in range(8):
         engine.step()
@@ -132,7 +138,8 @@ def test_kills_at_any_time(engine_with: Callable[..., Engine]) -> None:
     expected = [answer(engine_with(1, store=None), prompt).tokens for prompt in prompts]
     draw = random.Random(7)
     for _ in range(200):
-        engine = engine_with(draw.choice([2, 3, 4]))
+        ranks, parts = draw.choice([(2, 1), (3, 1), (1, 2), (1, 4), (2, 2)])
+        engine = engine_with(ranks, parts=parts)
         for prompt in prompts:
             engine.add(prompt, GREEDY)
         with suppress(RankLostError):
@@ -156,7 +163,66 @@ def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]
     assert isinstance(runner, RankedRunner)
     rows = completion.metrics.prompt_tokens + completion.metrics.generated_tokens - 1
     assert runner.summed_bytes == rows * 2 * config.layers * config.hidden_size * 4
-    assert runner.sent_bytes == runner.summed_bytes
+    assert runner.sent_bytes == [runner.summed_bytes]
+
+
+@pytest.mark.parametrize("name", chosen(MODELS, "tiny"))
+def test_a_prompt_longer_than_one_part(name: str, engine_with: Callable[..., Engine]) -> None:
+    """Each of two parts holds about half of it. They send what docs/serving.md says."""
+    prompt = a_prompt(8, 864)  # 54 pages
+    expected = answer(engine_with(1, name, store=None, pages=80), prompt).tokens
+    engine = engine_with(1, name, parts=2, store=None, pages=60)
+    runner, passed = engine.model, passing(engine)
+    assert isinstance(runner, RankedRunner)
+    large = engine.connector.pools[0].large_pages
+    if name == "tiny":
+        assert large.part_size == 30
+    engine.add(prompt, GREEDY)
+    while not engine.step():
+        pass
+    one, other = large.used
+    assert abs(one - other) <= (1 if len(engine.connector.pools) == 1 else 3)  # windows let pages go
+    assert max(one, other) <= large.part_size
+    [pid] = others(engine)
+    part = large.part_size * large.large_bytes
+    assert part <= mapped_bytes(pid) <= part + 2 * 4096  # whole system pages of a file
+    finish(engine)
+    assert answer(engine, prompt).tokens == expected
+    if len(engine.connector.pools) == 1:
+        assert sum(runner.sent_bytes) == passed() > 0
+
+
+def passing(engine: Engine) -> Callable[[], int]:
+    """Return a function that counts the bytes between the parts of an engine, token by token."""
+    runner, config, [pool, *_] = engine.model, engine.model.config, engine.connector.pools
+    assert isinstance(runner, RankedRunner)
+    [group], chunk = pool.spec.groups, pool.spec.chunk_tokens
+    size, parts = pool.large_pages.part_size, pool.large_pages.parts
+    out = group.head_dim if config.latent is None else config.latent.rank
+    row = config.heads * (group.head_dim + out + 1) * 4
+    steps: list[Step] = []
+
+    def compute(step: Step) -> torch.Tensor:
+        steps.append(step)
+        return whole(step)
+
+    whole, runner.compute = runner.compute, compute  # type: ignore[method-assign]
+
+    def count() -> int:
+        total = 0
+        for step in steps:
+            [span] = step.spans
+            owners = [page // size for page in span.block_table]
+            of_token = [owners[at // chunk] for at in range(span.stop)]
+            asking = sum(len({*of_token[: at + 1]} - {of_token[at]}) for at in range(span.start, span.stop))
+            tokens = -(-span.stop // chunk) * chunk
+            by_kv = (parts - 1) * tokens * group.planes * group.kv_heads * group.head_dim * 4
+            total += config.layers * min(asking * row, by_kv)
+            last = sum(of_token[span.start + row] != 0 for row in step.logit_rows)
+            total += last * config.hidden_size * 4
+        return total
+
+    return count
 
 
 def test_an_error_at_rank_0_ends_all(
@@ -175,6 +241,33 @@ def test_an_error_at_rank_0_ends_all(
         answer(engine, a_prompt(5))
     engine.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_rank_that_hangs_while_it_starts(
+    engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for its first message when it is stopped, and has answered a ping."""
+    start, started = subprocess.Popen, []
+
+    def noted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args, **options))
+        return started[-1]
+
+    class Stopping(Connection):
+        def send(self, message: Any) -> None:
+            if not isinstance(message, RankSetup):
+                super().send(message)
+
+        def recv(self) -> Any:
+            message = super().recv()
+            os.kill(started[0].pid, signal.SIGSTOP)
+            return message
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(others_of, "Connection", Stopping)
+    monkeypatch.setattr(others_of, "_LOADING_S", 0.5)
+    with pytest.raises(RankLostError, match=r"^rank 1 of 2 has not answered for 0\.5 s: restart the engine$"):
+        engine_with(2)
 
 
 def test_an_interrupt_of_a_terminal_reaches_rank_0_only(
@@ -205,8 +298,11 @@ def test_other_weights_are_refused(tmp_path: Path, checkpoints: Callable[..., Pa
         build_engine(model, pool_pages=64, chunk_tokens=16)
 
 
-def test_a_resized_pool_gives_its_memory_back(engine_with: Callable[..., Engine]) -> None:
-    engine = engine_with(2, store=None)
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 1), (1, 2)])
+def test_a_resized_pool_gives_its_memory_back(
+    ranks: int, parts: int, engine_with: Callable[..., Engine]
+) -> None:
+    engine = engine_with(ranks, parts=parts, store=None)
     region = engine.connector.pool.region
     assert isinstance(region, HostRegion)
     fd, prompt = region.memory.fd, a_prompt(3)
@@ -215,6 +311,7 @@ def test_a_resized_pool_gives_its_memory_back(engine_with: Callable[..., Engine]
     held = os.fstat(fd).st_blocks
     engine.resize_pool(region.large_pages.large_bytes * 24)
     assert os.fstat(fd).st_blocks < held / 2
+    assert [count for _, count in region.large_pages.present_parts()] == [24 // parts] * parts
     assert answer(engine, prompt).tokens == expected
 
 
@@ -260,6 +357,13 @@ def children(process: Forked) -> list[int]:
     """Return the process ids of a process's children."""
     tasks = Path(f"/proc/{process.pid}/task").iterdir()
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
+def mapped_bytes(pid: int) -> int:
+    """Return the bytes of pool memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    ends = (line.split()[0].split("-") for line in lines if "tierstore-arena" in line)
+    return sum(int(stop, 16) - int(start, 16) for start, stop in ends)
 
 
 def running(pid: int) -> bool:

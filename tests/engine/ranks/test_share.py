@@ -3,8 +3,9 @@ own; ``test_ranks.py`` has processes."""
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from pathlib import Path
@@ -52,6 +53,10 @@ class Threads:
     def __init__(self, count: int) -> None:
         self._parts: list[torch.Tensor] = [torch.empty(0)] * count
         self._barrier = threading.Barrier(count, timeout=60)
+        self.count = count
+        self.wires: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            pair: queue.Queue() for pair in product(range(count), repeat=2)
+        }
 
     def rank(self, number: int) -> OneThread:
         return OneThread(self, number)
@@ -70,6 +75,8 @@ class OneThread:
     def __init__(self, ranks: Threads, number: int) -> None:
         self._ranks = ranks
         self._number = number
+        self.share = Share(number, ranks.count)
+        self.sent_bytes = 0.0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(tuple(self._ranks.exchange(self._number, x.clone()))).sum(0)
@@ -77,6 +84,32 @@ class OneThread:
     def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
         parts = self._ranks.exchange(self._number, part)
         return torch.cat(tuple(parts), dim=1) if self._number == 0 else part
+
+    def exchange(self, to: Mapping[int, torch.Tensor], of: Mapping[int, torch.Tensor]) -> Arriving:
+        for rank, tensor in to.items():
+            if tensor.nbytes:
+                self.sent_bytes += tensor.nbytes
+                self._ranks.wires[self._number, rank].put(tensor.clone())
+        return Arriving(
+            [(self._ranks.wires[rank, self._number], tensor) for rank, tensor in of.items() if tensor.nbytes]
+        )
+
+    def meet(self, number: float) -> list[float]:
+        return [float(each) for each in self._ranks.exchange(self._number, torch.tensor(number))]
+
+
+class Arriving:
+    """Tensors that other threads send."""
+
+    def __init__(self, awaited: Sequence[tuple[queue.Queue[torch.Tensor], torch.Tensor]]) -> None:
+        self._awaited = awaited
+
+    def wait(self) -> None:
+        for wire, tensor in self._awaited:
+            found = wire.get(timeout=60)
+            assert found.shape == tensor.shape
+            assert found.dtype == tensor.dtype
+            tensor.copy_(found)
 
 
 def steps(pools: Sequence[PagePool], states: frozenset[int]) -> list[Step]:
@@ -177,6 +210,12 @@ REFUSED = {
     "so give at most 4": {"tensor_parallel": 5},
     "at least 1": {"tensor_parallel": 0},
     "only recurrent states": {"model": "tiny-mamba2"},
+    "^--sequence-parallel does not work with --adapter$": {
+        "adapters": ["a=/nowhere"],
+        "tensor_parallel": 1,
+        "sequence_parallel": 2,
+    },
+    "^--sequence-parallel must be at least 1, got -1$": {"sequence_parallel": -1},
 }
 
 

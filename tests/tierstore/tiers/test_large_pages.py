@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device import DeviceError
-from tierstore.tiers.group_pools import open_group_pools
-from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.group_pools import attach_group_pools, open_group_pools
+from tierstore.tiers.hbm import HostRegion, PagePool
 from tierstore.tiers.large_pages import LargePages
 from tierstore.tiers.two_level import check
 
@@ -49,11 +51,13 @@ class Elastic(RuleBasedStateMachine):
         sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
         count=st.integers(1, 12),
         left=st.integers(9, 120),
+        parts=st.integers(1, 3),
     )
-    def open(self, sizes, count, left):
+    def open(self, sizes, count, left, parts):
         large_page, granule = sizes
         self.backing = Granules(granule, left)
-        self.large_pages = LargePages(large_page, count, present=0, backing=self.backing)
+        count *= parts
+        self.large_pages = LargePages(large_page, count, present=0, backing=self.backing, parts=parts)
         self.large_pages.resize(1)
         self.held: set[int] = set()
 
@@ -77,6 +81,13 @@ class Elastic(RuleBasedStateMachine):
         taken = self.large_pages.take(count)
         assert (taken is None) == (count > len(free))
         assert free.issuperset(taken or ())
+        for page in taken or ():  # the part with the most free ones had its turn
+            part, left = (
+                page // self.large_pages.part_size,
+                Counter(each // self.large_pages.part_size for each in free),
+            )
+            assert left[part] == max(left.values())
+            free -= {page}
         self.held.update(taken or ())
 
     @rule(data=st.data())
@@ -102,6 +113,12 @@ class Elastic(RuleBasedStateMachine):
             for byte in range(large_page * size, (large_page + 1) * size)
         }
         assert needed == self.backing.there
+        sizes = [count for _, count in self.large_pages.present_parts()]
+        assert sum(sizes) == self.large_pages.present
+        assert self.large_pages.used == tuple(
+            sum(held // self.large_pages.part_size == part for held in self.held)
+            for part in range(len(sizes))
+        )
 
 
 TestElastic = Elastic.TestCase
@@ -197,3 +214,23 @@ def test_frames_that_came_before_a_device_failed_are_there():
     large_pages.give([3, 2, 1, 0])
     assert large_pages.resize(2) == 2
     large_pages.check()
+
+
+def test_a_process_maps_one_part() -> None:
+    """Parts need not begin at whole system pages."""
+    spec = KVSpec((LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 24),), "float32", 5)
+    pool = PagePool(spec, 10, shared_parts=3)  # of 4 pages, of which 2 are absent
+    pages = pool.allocate(10)
+    assert pages is not None
+    assert pool.large_pages.used == (4, 3, 3)
+    for page in pages:
+        pool.array[page] = page + 1
+    assert isinstance(pool.region, HostRegion)
+    assert pool.region.memory.fd is not None
+    for part in range(3):
+        fd = os.dup(pool.region.memory.fd)
+        [own] = attach_group_pools([spec], fd, spec.page_bytes, 4, first=4 * part)
+        held = [page - 4 * part for page in pages if page // 4 == part]
+        assert [set(own.array[page].tolist()) for page in held] == [{page + 4 * part + 1} for page in held]
+        own.array[held[0]] = 99
+        assert (pool.array[held[0] + 4 * part] == 99).all()

@@ -83,14 +83,23 @@ class SweepRow:
 
 
 @dataclass(frozen=True)
+class RankedPart:
+    """One part of the tokens, in the cold run. ``sent_bytes_per_token`` is what one of its ranks sends, per
+    token of all parts. ``held_bytes`` is the memory of the pages that it keeps for the prompt."""
+
+    sent_bytes_per_token: float
+    held_bytes: int
+
+
+@dataclass(frozen=True)
 class LongContextResult:
-    """All results. ``save_overhead`` is (cold with a store − without) / without. ``sent_bytes_per_token`` is
-    what each rank sends for a token of the cold run, None with one rank."""
+    """All results. ``save_overhead`` is (cold with a store − without) / without. ``parts`` is empty with one
+    rank."""
 
     limits: MachineLimits
     rows: tuple[LongContextRow, ...]
     save_overhead: float
-    sent_bytes_per_token: float | None
+    parts: tuple[RankedPart, ...]
     sweep: tuple[SweepRow, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -98,7 +107,7 @@ class LongContextResult:
             "limits": self.limits.to_json(),
             "rows": [asdict(row) for row in self.rows],
             "save_overhead": self.save_overhead,
-            "sent_bytes_per_token": self.sent_bytes_per_token,
+            "parts": [asdict(part) for part in self.parts],
             "sweep": [asdict(row) for row in self.sweep],
         }
 
@@ -113,6 +122,7 @@ def run(settings: LongContext, phases: Phases) -> LongContextResult:
             kv_dtype=settings.kv_dtype,
             kv_scales=settings.kv_scales,
             tensor_parallel=settings.ranks,
+            sequence_parallel=settings.parts,
         )
         prompt = corpus.long_prompt(
             model.tokenizer.encode, settings.tokens, text=settings.prompt_text, question=corpus.QUESTION
@@ -123,7 +133,7 @@ def run(settings: LongContext, phases: Phases) -> LongContextResult:
     experiment = _LongContextExperiment(settings, model, sizes, measured, phases)
     rows, overhead = experiment.run(prompt)
     sweep = [_sweep_one(settings, model, tokens, phases) for tokens in settings.sweep]
-    return LongContextResult(measured, tuple(rows), overhead, experiment.sent_bytes_per_token, tuple(sweep))
+    return LongContextResult(measured, tuple(rows), overhead, experiment.parts, tuple(sweep))
 
 
 def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
@@ -144,10 +154,15 @@ def _measured_bytes(model: LoadedModel, sizes: Sizes, settings: LongContext) -> 
     return min(max(nbytes // MIB * MIB, _LEAST_MEASURED), _MOST_MEASURED)
 
 
-def _sent_bytes(engine: Engine) -> float | None:
-    """Return the bytes that a rank has sent; None for an engine with one rank."""
-    runner = engine.model
-    return runner.sent_bytes if isinstance(runner, RankedRunner) else None
+def _parts_of(engine: Engine, tokens: int) -> tuple[RankedPart, ...]:
+    """Return the parts of an engine after its first ``tokens`` tokens."""
+    if not isinstance(engine.model, RankedRunner):
+        return ()
+    large = engine.connector.pools[0].large_pages
+    return tuple(
+        RankedPart(sent / tokens, held * large.large_bytes)
+        for sent, held in zip(engine.model.sent_bytes, large.used, strict=True)
+    )
 
 
 @contextmanager
@@ -171,7 +186,7 @@ class _LongContextExperiment:
         self._limits = measured
         self._phases = phases
         self._first_hit: LongContextAnswer | None = None  # the reference for all other hits of the prompt
-        self.sent_bytes_per_token: float | None = None
+        self.parts: tuple[RankedPart, ...] = ()
 
     def run(self, prompt: Sequence[int]) -> tuple[list[LongContextRow], float]:
         with ExitStack() as stack:
@@ -181,11 +196,8 @@ class _LongContextExperiment:
             engine = self._open(str(directory))
             stack.callback(engine.close)
 
-            before = _sent_bytes(without)
             off, cold = self._cold(without, engine, prompt)
-            if before is not None:
-                tokens = len(prompt) + len(off.tokens) - 1
-                self.sent_bytes_per_token = ((_sent_bytes(without) or 0.0) - before) / tokens
+            self.parts = _parts_of(engine, len(prompt) + len(cold.tokens) - 1)
             pages = page_digests(engine, prompt)
             rows = [
                 self._row("store_off", [off], cold, len(prompt)),
@@ -269,6 +281,7 @@ class _LongContextExperiment:
             settings.chunk_tokens,
             settings.prefill_chunk,
             settings.ranks,
+            settings.parts,
             sizes.pool_pages,
             sizes.host_bytes,
             sizes.disk_bytes,
@@ -290,11 +303,13 @@ class _LongContextExperiment:
     ) -> LongContextRow:
         """Return a row of hits of ``prompt``, compared also with its first hit."""
         first = self._first_hit = self._first_hit or answers[0]
-        hits_identical = all(same_bits(answer, first) for answer in answers)
+        # The order of sums depends on which part has a page.
+        alone = self._settings.parts == 1
+        hits_identical = all(same_bits(answer, first) for answer in answers) if alone else None
         row = self._row(case, answers, cold, len(prompt), limit=limit)
         return replace(
             row,
-            identical=row.identical and hits_identical and pages_identical,
+            identical=row.identical and hits_identical is not False and pages_identical,
             hits_identical=hits_identical,
             pages_identical=pages_identical,
         )

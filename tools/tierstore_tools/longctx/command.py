@@ -70,5 +70,8 @@ def _show(result: cases.LongContextResult, *, to_stderr: bool) -> None:
         f"limits: memcpy {limits.memcpy_gb_per_s:.1f} GB/s, disk read {limits.disk.read:.1f}, "
         f"write {limits.disk.write:.1f}; save overhead {100 * result.save_overhead:+.1f} % of cold TTFT"
     )
-    if result.sent_bytes_per_token is not None:
-        console.print(f"each rank sends {result.sent_bytes_per_token:,.0f} bytes a token")
+    for number, part in enumerate(result.parts):
+        console.print(
+            f"part {number}: a rank sends {part.sent_bytes_per_token:,.0f} bytes a token, "
+            f"and holds {format_size(part.held_bytes)} of pages"
+        )

@@ -18,7 +18,7 @@ TAIL_TOKENS = 1024
 @dataclass(frozen=True)
 class LongContext:
     """The options. The store is made in ``directory``. ``prompt_text`` replaces the standard library as text.
-    ``ranks`` is the number of processes that compute the model."""
+    ``ranks`` processes share the heads of each of ``parts`` parts of the tokens."""
 
     model: str
     tokens: int
@@ -28,6 +28,7 @@ class LongContext:
     kv_dtype: str = "auto"
     kv_scales: str = "dynamic"
     ranks: int = 1
+    parts: int = 1
     prompt_text: str | None = None
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     prefill_chunk: int = 2048

@@ -39,6 +39,7 @@ class WorkerJob:
     chunk_tokens: int
     prefill_chunk: int
     ranks: int
+    parts: int
     pool_pages: int
     host_bytes: int
     disk_bytes: int
@@ -91,6 +92,7 @@ def main(job_file: str, result_file: str) -> None:
         kv_dtype=job.kv_dtype,
         kv_scales=job.kv_scales,
         tensor_parallel=job.ranks,
+        sequence_parallel=job.parts,
     )
     sizes = Sizes(job.pool_pages, job.host_bytes, job.disk_bytes)
     engine = open_engine(

@@ -1,0 +1,85 @@
+"""The model and the weights of one rank, connected to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.cpu import CpuAttention
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.layer_weights import ModelWeights
+from tierstore_engine.loaded import OpenModel, make_memory
+from tierstore_engine.model import Model
+from tierstore_engine.quantised import MatrixKernels
+from tierstore_engine.ranks.collective import Collective, Ranks
+from tierstore_engine.ranks.sequence import SequenceAttention, TokenSplit
+from tierstore_engine.ranks.share import RankPlace, Share, config_of, read_share
+from tierstore_engine.weights import digest_weights, load_weights, random_weights
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """The groups of ranks that a rank is in, each None if it would be alone. The ranks of ``heads`` share the
+    heads of one part of the tokens. The ranks of ``tokens`` have the same heads of different parts."""
+
+    heads: Collective | None
+    tokens: Collective | None
+
+    @classmethod
+    def meet(cls, place: RankPlace, folder: str) -> RankGroups:
+        """Connect all ranks through files in ``folder``. Block until all ranks are connected."""
+        heads, tokens = place.heads, place.tokens
+        groups = cls(
+            Collective(heads, f"{folder}/heads-{tokens.rank}") if heads.count > 1 else None,
+            Collective(tokens, f"{folder}/tokens-{heads.rank}") if tokens.count > 1 else None,
+        )
+        for group in (groups.heads, groups.tokens):
+            if group is not None:
+                group.meet(0)  # after this no rank of any group needs its file
+        return groups
+
+
+def read_weights(
+    opened: OpenModel, share: Share, *, seed: int, kernels: MatrixKernels | None = None
+) -> tuple[ModelWeights, str]:
+    """Return a rank's weights of a model, and the digest of all weights. Weights that stay quantised on a GPU
+    take ``kernels``. Raises the errors of :func:`read_share`."""
+    config, source = opened.config, opened.source
+    if share.count > 1:
+        return read_share(config, source, share, seed=seed)
+    if source is None:
+        weights = random_weights(config, seed=seed, device=opened.device)
+    else:
+        weights = load_weights(
+            config,
+            source,
+            device=opened.device,
+            expand=opened.expand,
+            on_disk=opened.on_disk,
+            kernels=kernels,
+        )
+    return weights, digest_weights(config, weights)
+
+
+def model_of(
+    config: ModelConfig,
+    weights: ModelWeights,
+    pools: Sequence[PagePool],
+    place: RankPlace,
+    heads: Ranks | None,
+    tokens: Ranks | None,
+    part_large_pages: int,
+) -> Model:
+    """Return the model of one rank, whose ``config`` is that of all. The pages of its part are the first of
+    ``pools``. A part has ``part_large_pages`` large pages."""
+    own = config_of(config, place.heads)
+    memories = [make_memory(pool, own) for pool in pools]
+    if tokens is None:
+        return Model(own, weights, memories, device="cpu", ranks=heads)
+    split = TokenSplit(tokens, heads, own, [part_large_pages * pool.books.per_large for pool in pools])
+    divided = [
+        SequenceAttention(memory, pool, own, split, group) if isinstance(memory, CpuAttention) else memory
+        for group, (memory, pool) in enumerate(zip(memories, pools, strict=True))
+    ]
+    return Model(own, weights, divided, device="cpu", ranks=heads, split=split)

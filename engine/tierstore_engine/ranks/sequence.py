@@ -1,0 +1,434 @@
+"""The tokens of a sequence over several ranks (``--sequence-parallel N``).
+
+The pages of a sequence are dealt over N *parts* of the pool's memory
+(:mod:`~tierstore.tiers.large_pages`), and each rank has one part. A rank computes the rows of the tokens
+whose pages are in its part, with whole weights, and writes their KV there. So only attention needs other
+ranks. A query sees the same tokens as with one rank: some of them in each part. Attention over disjoint
+tokens merges exactly by the logarithms of the softmax denominators (LSE), as in
+:mod:`tierstore_engine.attention.cpu`. So each span of a step is attended to in one of two ways:
+
+- *pass the queries*: each query goes to the other ranks with tokens that it sees. These return outputs and
+  LSEs, which the query's rank merges. A decode step does this.
+- *pass the KV*: the pages of one layer go round a ring of all ranks. Each rank attends to the pages of one
+  part while the next ones arrive (Liu et al., Ring Attention, arXiv:2310.01889).
+
+:meth:`SequenceAttention.bytes_passed` has the bytes of both, and a span takes the way with fewer. (Yang et
+al., arXiv:2411.01783, choose in the same way.) All ranks know the whole step, so all choose alike and know
+which tensors will arrive.
+
+A group's pages are dealt independently of other groups' pages. The rows follow the first group with KV. The
+KV of another group goes to the rank with its page. Rank 0 computes recurrent states, and the logits.
+
+On one host rank 0 maps all parts, so the store and the scheduler know nothing of ranks: rank 0 copies pages
+and states in any part. The other ranks map only their own parts. With several hosts, the copies of a part
+would be a task of its rank.
+
+With tensor parallelism, several ranks compute each part and share its heads
+(:class:`~tierstore_engine.ranks.share.RankPlace`). The ranks with the same share of heads pass tokens to each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from tierstore.spec import LayerKind
+from tierstore.tiers.beyond import Numbers
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
+from tierstore_engine.attention.cpu import BLOCK_TOKENS, CpuAttention
+from tierstore_engine.attention.in_place import SeenTokens
+from tierstore_engine.attention.pages import kv_pages
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.ranks.collective import Ranks
+from tierstore_engine.step import StepInput
+
+
+class TokenSplit:
+    """The rows of each step over the ranks of all parts. ``part_pages`` has, for each layer group, the pages
+    of a part. ``heads`` are the ranks that share the heads of this part, None without others. Used by one
+    thread; all ranks call the same methods in the same order."""
+
+    def __init__(
+        self, ranks: Ranks, heads: Ranks | None, config: ModelConfig, part_pages: Sequence[int]
+    ) -> None:
+        self.ranks = ranks
+        self._heads = heads
+        self.part_pages = tuple(part_pages)
+        self.sent_bytes: list[float] = [0.0] * ranks.share.count
+        """The bytes that each rank has sent to all others, in all steps so far."""
+        self._leading = min(group for group in range(len(part_pages)) if group not in config.states)
+        self.owners: Numbers = np.empty(0, np.int64)
+        """The rank of each row of the step."""
+        self.places: Numbers = np.empty(0, np.int64)
+        """The place of each row among its rank's rows."""
+
+    def begin(self, step: StepInput) -> StepInput:
+        """Return the step with the tokens of this rank's rows only. Layouts and ``logit_rows`` stay those of
+        all rows."""
+        self.owners = step.layouts[self._leading].pages.numpy() // self.part_pages[self._leading]
+        self.places = np.empty_like(self.owners)
+        for rank in range(self.ranks.share.count):
+            rows = self.rows_of(rank)
+            self.places[rows] = np.arange(len(rows))
+        mine = torch.from_numpy(self.rows_of(self.ranks.share.rank))
+        part = replace(step, tokens=step.tokens[mine], positions=step.positions[mine])
+        if step.embedded_rows is None or step.embeddings is None:
+            return part
+        rows = step.embedded_rows.numpy()
+        own = self.owners[rows] == self.ranks.share.rank
+        places = torch.from_numpy(self.places[rows[own]])
+        return replace(part, embedded_rows=places, embeddings=step.embeddings[torch.from_numpy(own)])
+
+    def rows_of(self, rank: int) -> Numbers:
+        """Return the rows of a rank, in order."""
+        return np.flatnonzero(self.owners == rank)
+
+    def at_first(self, hidden: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return ``compute(hidden)`` of this rank's rows, computed at rank 0 with all rows together."""
+        share = self.ranks.share
+        if not share.first:
+            self.ranks.exchange({0: hidden}, {}).wait()
+            found = torch.empty_like(hidden)
+            self.ranks.exchange({}, {0: found}).wait()
+            return found
+        rows = [torch.from_numpy(self.rows_of(rank)) for rank in range(share.count)]
+        whole = compute(self._collected(hidden, rows))
+        self.ranks.exchange({rank: whole[rows[rank]] for rank in range(1, share.count)}, {}).wait()
+        return whole[rows[0]]
+
+    def last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """At rank 0, return ``hidden`` of these rows of the step. At other ranks, return no row. After this,
+        all ranks have written all KV of the step."""
+        share, wanted = self.ranks.share, rows.numpy()
+        owners = self.owners[wanted]
+        mine = hidden[torch.from_numpy(self.places[wanted[owners == share.rank]])]
+        if share.first:
+            places = [torch.from_numpy(np.flatnonzero(owners == rank)) for rank in range(share.count)]
+            found = self._collected(mine, places)
+        else:
+            self.ranks.exchange({0: mine}, {}).wait()
+            found = hidden[:0]
+        of_heads = 0.0 if self._heads is None else self._heads.sent_bytes
+        self.sent_bytes = self.ranks.meet(self.ranks.sent_bytes + of_heads)
+        return found
+
+    def _collected(self, mine: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor with the rows ``rows[rank]`` of each rank; ``mine`` are those of rank 0."""
+        whole = mine.new_empty(sum(map(len, rows)), *mine.shape[1:])
+        found = {
+            rank: mine.new_empty(len(rows[rank]), *mine.shape[1:])
+            for rank in range(1, self.ranks.share.count)
+        }
+        self.ranks.exchange({}, found).wait()
+        whole[rows[0]] = mine
+        for rank, part in found.items():
+            whole[rows[rank]] = part
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """``to[rank]`` are this rank's rows whose KV goes to a rank, as places among its rows. ``counts[rank]``
+    is the number of rows that come from a rank. ``layout`` is where they are written in this part: the
+    rank's own ones, then those of each other rank."""
+
+    to: tuple[torch.Tensor, ...]
+    counts: tuple[int, ...]
+    layout: BatchLayout
+
+
+@dataclass(frozen=True, slots=True)
+class _AskedRows:
+    """The queries that attend to tokens of one part. ``rows`` are rows of the step, and ``seen`` is what each
+    of them sees, in the part's own page numbers."""
+
+    rows: Numbers
+    seen: tuple[SeenTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """One part's pages on their way round the ring. ``pages`` are those that are passed. ``mine`` are places
+    among this rank's rows: the queries that see tokens of it, as ``seen`` says with page numbers of the
+    passed block."""
+
+    pages: torch.Tensor
+    mine: torch.Tensor
+    seen: tuple[SeenTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """How a batch is attended to. ``to[rank]`` are the queries that go to a rank, as places among this rank's
+    rows. ``of[rank]`` are the queries that come from a rank, as places among ``asked.rows``. ``visits`` are
+    the parts in the order of the ring, empty if no span passes its KV."""
+
+    asked: _AskedRows
+    to: tuple[torch.Tensor, ...]
+    of: tuple[torch.Tensor, ...]
+    visits: tuple[_Visit, ...]
+
+
+class SequenceAttention(Attention):
+    """Attention of this rank's rows over the pages of all parts. ``inner`` attends to the pages of this part.
+    ``group`` is the layer group's index. Not thread-safe."""
+
+    def __init__(
+        self, inner: CpuAttention, pool: PagePool, config: ModelConfig, split: TokenSplit, group: int
+    ) -> None:
+        self._inner = inner
+        self._split = split
+        self._ranks = split.ranks
+        self._config = config
+        self._spec = pool.spec
+        self._memory = torch.from_numpy(pool.array)
+        self._part_pages = split.part_pages[group]
+        [layers] = pool.spec.groups
+        self._width = layers.head_dim
+        self._out_width = layers.head_dim if config.latent is None else config.latent.rank
+        self._slice = pool.spec.layer(layers.layers[0]).nbytes  # bytes of a layer of a page
+        self._writes: Prepared[_Writes] = Prepared()
+        self._ways: dict[tuple[int | None, bool], Prepared[_Ways]] = {}
+
+    def pointwise(self, config: ModelConfig) -> Pointwise:
+        return self._inner.pointwise(config)
+
+    @property
+    def _row_bytes(self) -> tuple[int, int]:
+        """Return the bytes of a row's queries, and of its outputs and LSEs in float32."""
+        heads, dtype = self._config.heads, getattr(torch, self._config.dtype)
+        return heads * self._width * dtype.itemsize, heads * (self._out_width + 1) * 4
+
+    def bytes_passed(self, asking: int, pages: int) -> tuple[int, int]:
+        """Return the bytes that all ranks together send for one layer of a span, if queries are passed, and
+        if KV is passed. ``asking`` counts the queries at other ranks than their own, once for each of these
+        ranks. ``pages`` is the number of pages of all parts; each is sent to all ranks."""
+        return asking * sum(self._row_bytes), (self._ranks.share.count - 1) * pages * self._slice
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
+        writes = self._writes.of(batch, lambda: self._plan_writes(batch))
+        share = self._ranks.share
+        new = torch.stack([keys] if values is None else [keys, values], dim=1)
+        found = {rank: new.new_empty(count, *new.shape[1:]) for rank, count in enumerate(writes.counts)}
+        del found[share.rank]
+        passed = {rank: new[rows] for rank, rows in enumerate(writes.to) if rank != share.rank}
+        self._ranks.exchange(passed, found).wait()
+        here = torch.cat([new[writes.to[share.rank]], *found.values()])
+        if len(here):
+            self._inner.write(layer, here[:, 0], None if values is None else here[:, 1], writes.layout)
+
+    def _plan_writes(self, batch: BatchLayout) -> _Writes:
+        share, split = self._ranks.share, self._split
+        to = batch.pages.numpy() // self._part_pages
+        between = [
+            [np.flatnonzero((split.owners == of) & (to == rank)) for rank in range(share.count)]
+            for of in range(share.count)
+        ]
+        others = [between[of][share.rank] for of in range(share.count) if of != share.rank]
+        rows = torch.from_numpy(np.concatenate([between[share.rank][share.rank], *others]))
+        local = batch.pages[rows] - share.rank * self._part_pages
+        return _Writes(
+            tuple(torch.from_numpy(split.places[rows]) for rows in between[share.rank]),
+            tuple(len(each[share.rank]) for each in between),
+            BatchLayout((), (), local, batch.offsets[rows], batch.group),
+        )
+
+    # -- attending -------------------------------------------------------------------------------------
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        return self.attend_with_lse(layer, queries, batch)[0]
+
+    def attend_with_lse(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        window = self._config.window(layer)
+        chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION
+        plans = self._ways.setdefault((window, chunked), Prepared())
+        ways = plans.of(batch, lambda: self._plan(batch, window, chunked=chunked))
+        # Outputs and LSEs are side by side, as they are passed.
+        found = torch.zeros(*queries.shape[:2], self._out_width + 1)
+        found[..., -1] = -torch.inf
+        self._pass_queries(layer, queries, ways, found)
+        if ways.visits:
+            self._pass_kv(layer, queries, ways.visits, found)
+        return found[..., :-1].to(queries.dtype), found[..., -1].contiguous()
+
+    def _pass_queries(self, layer: int, queries: torch.Tensor, ways: _Ways, found: torch.Tensor) -> None:
+        share = self._ranks.share
+        others = [rank for rank in range(share.count) if rank != share.rank]
+        asked = queries.new_empty(len(ways.asked.rows), *queries.shape[1:])
+        arriving = {rank: queries.new_empty(len(ways.of[rank]), *queries.shape[1:]) for rank in others}
+        self._ranks.exchange({rank: queries[ways.to[rank]] for rank in others}, arriving).wait()
+        asked[ways.of[share.rank]] = queries[ways.to[share.rank]]
+        for rank, each in arriving.items():
+            asked[ways.of[rank]] = each
+        answers = self._over(layer, asked, ways.asked.seen)
+        _merge(found, ways.to[share.rank], answers[ways.of[share.rank]])
+        returned = {rank: found.new_empty(len(ways.to[rank]), *found.shape[1:]) for rank in others}
+        self._ranks.exchange({rank: answers[ways.of[rank]] for rank in others}, returned).wait()
+        for rank in others:
+            _merge(found, ways.to[rank], returned[rank])
+
+    def _pass_kv(
+        self, layer: int, queries: torch.Tensor, visits: Sequence[_Visit], found: torch.Tensor
+    ) -> None:
+        share = self._ranks.share
+        after, before = (share.rank + 1) % share.count, (share.rank - 1) % share.count
+        start = self._spec.layer(layer).start
+        block = self._memory[:, start : start + self._slice][visits[0].pages]
+        for number, visit in enumerate(visits):
+            passing = None
+            if number + 1 < len(visits):
+                arriving = block.new_empty(len(visits[number + 1].pages), self._slice)
+                passing = self._ranks.exchange({after: block}, {before: arriving})
+            if visit.seen:
+                answers = self._over(layer, queries[visit.mine], visit.seen, block)
+                _merge(found, visit.mine, answers)
+            if passing is not None:
+                passing.wait()
+                block = arriving
+
+    def _over(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        seen: Sequence[SeenTokens],
+        block: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return outputs and LSEs, side by side, over pages of this part, or of a passed ``block``."""
+        staged = None
+        if block is not None:
+            most = BLOCK_TOKENS // self._spec.chunk_tokens + 2
+            staged = kv_pages(block, self._spec, self._config, gathered=most, start_of=lambda layer: 0)
+        out, lse = self._inner.over(layer, queries, seen, staged)
+        return torch.cat([out[..., : self._out_width], lse.unsqueeze(-1)], dim=-1)
+
+    # -- planning --------------------------------------------------------------------------------------
+
+    def _plan(self, batch: BatchLayout, window: int | None, *, chunked: bool) -> _Ways:
+        share, split = self._ranks.share, self._split
+        tables = [table.numpy() for table in batch.block_tables]
+        starts = [0, *accumulate(span.tokens for span in batch.spans)]
+        asked: list[list[_AskedRows]] = [[] for _ in range(share.count)]
+        passed: list[list[_AskedRows]] = [[] for _ in range(share.count)]
+        for span, table, first in zip(batch.spans, tables, starts, strict=False):
+            rows = np.arange(first, first + span.tokens)
+            each = [
+                self._seen(span, table, rows, part, window, chunked=chunked) for part in range(share.count)
+            ]
+            asking = sum(int((split.owners[one.rows] != part).sum()) for part, one in enumerate(each))
+            pages = sum(len(seen.table) for one in each for seen in one.seen)
+            by_query, by_kv = self.bytes_passed(asking, pages)
+            for part, one in enumerate(each):
+                (passed if by_kv < by_query else asked)[part].append(one)
+        mine = _joined(asked[share.rank])
+        everywhere = [np.concatenate([one.rows for one in each] or [np.empty(0, np.int64)]) for each in asked]
+        return _Ways(
+            mine,
+            tuple(
+                torch.from_numpy(split.places[rows[split.owners[rows] == share.rank]]) for rows in everywhere
+            ),
+            tuple(
+                torch.from_numpy(np.flatnonzero(split.owners[mine.rows] == rank))
+                for rank in range(share.count)
+            ),
+            self._visits(passed),
+        )
+
+    def _seen(
+        self,
+        span: Span,
+        table: Numbers,
+        rows: Numbers,
+        part: int,
+        window: int | None,
+        *,
+        chunked: bool,
+    ) -> _AskedRows:
+        """Return the rows of a span that see tokens of a part, and what they see."""
+        chunk = self._spec.chunk_tokens
+        positions = np.arange(span.start, span.stop)
+        oldest = np.zeros_like(positions)
+        if window is not None:
+            oldest = positions - positions % window if chunked else np.maximum(positions - window + 1, 0)
+        here = np.append(table // self._part_pages == part, False)
+        if (table[oldest[0] // chunk : (span.stop - 1) // chunk + 1] < 0).any():
+            raise IndexError(f"tokens {span.start} … {span.stop} see a page that is not in the pool")
+        pages_before = np.concatenate([[0], np.cumsum(here)])
+
+        def before(at: Numbers) -> Numbers:
+            """Return how many of the part's tokens are before each position."""
+            return pages_before[at // chunk] * chunk + here[at // chunk] * (at % chunk)
+
+        ends = np.array([span.sees(at) for at in range(span.start, span.stop)])
+        firsts, stops = before(oldest), before(ends)
+        seeing = firsts < stops
+        rows, firsts, stops = rows[seeing], firsts[seeing], stops[seeing]
+        if not len(rows):
+            return _AskedRows(rows, ())
+        first, last = int(firsts.min()) // chunk, -(-int(stops.max()) // chunk)
+        pages = (table[here[:-1]] - part * self._part_pages)[first:last]
+        seen = SeenTokens(0, torch.from_numpy(pages), firsts - first * chunk, stops - first * chunk)
+        return _AskedRows(rows, (seen,))
+
+    def _visits(self, passed: Sequence[Sequence[_AskedRows]]) -> tuple[_Visit, ...]:
+        """Return the parts of the spans that pass their KV, in the order in which they visit this rank."""
+        if not any(passed):
+            return ()
+        share, split = self._ranks.share, self._split
+        visits = []
+        for step in range(share.count):
+            found = passed[(share.rank - step) % share.count]
+            pages, mine = [np.empty(0, np.int64)], []
+            for each in found:
+                for seen in each.seen:
+                    own = split.owners[each.rows] == share.rank
+                    at = sum(map(len, pages))
+                    table = torch.arange(at, at + len(seen.table))
+                    pages.append(seen.table.numpy())
+                    if own.any():
+                        mine.append(
+                            _AskedRows(
+                                each.rows[own],
+                                (SeenTokens(0, table, seen.firsts[own], seen.stops[own]),),
+                            )
+                        )
+            joined = _joined(mine)
+            visits.append(
+                _Visit(
+                    torch.from_numpy(np.concatenate(pages)),
+                    torch.from_numpy(split.places[joined.rows]),
+                    joined.seen,
+                )
+            )
+        return tuple(visits)
+
+
+def _joined(parts: Sequence[_AskedRows]) -> _AskedRows:
+    """Return the queries of all spans in a row."""
+    starts = accumulate((len(part.rows) for part in parts), initial=0)
+    seen = [
+        replace(each, first_row=start)
+        for start, part in zip(starts, parts, strict=False)
+        for each in part.seen
+    ]
+    return _AskedRows(np.concatenate([np.empty(0, np.int64), *(part.rows for part in parts)]), tuple(seen))
+
+
+def _merge(found: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
+    """Merge outputs and LSEs over further tokens into these rows of ``found``."""
+    if not len(rows):
+        return
+    one = found[rows]
+    lse = torch.logaddexp(one[..., -1:], part[..., -1:])
+    out = one[..., :-1] * (one[..., -1:] - lse).exp_() + part[..., :-1] * (part[..., -1:] - lse).exp_()
+    found[rows] = torch.cat([out, lse], dim=-1)
