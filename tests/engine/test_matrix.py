@@ -33,6 +33,7 @@ from tierstore_engine.opening import open_draft, open_engine
 from tierstore_engine.options import ServeOptions
 from tierstore_engine.outputs import Completion, RequestId
 from tierstore_engine.pool_sizes import pages_wanted
+from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 
 from .test_meeting import FixedPlanner
@@ -51,6 +52,7 @@ ANSWER = SamplingParams(
     logit_bias=dict.fromkeys((65, 66, 67, 68), 50.0),
 )
 MAX_QUANTISED_DIFF = 0.05  # a number at the border of two codes may move by a step
+OTHER_EXPERTS = 4  # tokens of an answer whose experts such a step may change
 TIERS = {"pool": "hbm", "host": "host", "disk": "disk"}
 DRAFTS = {"none": None, "lookup": "prompt-lookup", "model": "tiny", "mtp": "mtp"}
 
@@ -149,14 +151,20 @@ def answers(
 
 
 def check_equal(found: Completion, expected: Completion, row: Row) -> None:
-    """The tokens are the same. With quantised KV, logits may differ by a rounding that a draw is just at."""
+    """The tokens are the same. With quantised KV, logits may differ by a rounding that a draw is just at, or
+    that a few tokens' experts are just at."""
     assert found.logits is not None
     assert expected.logits is not None
     quantised = row["kv"] != "auto"
     most = MAX_QUANTISED_DIFF if quantised else MAX_LOGIT_DIFF
+    others = OTHER_EXPERTS if quantised and preset(FAMILIES[row["family"]]).experts else 0
     for place, (token, wanted) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
         difference = np.abs(found.logits[place] - expected.logits[place]).max()
-        assert difference <= (0 if row["deterministic"] == "yes" else most)
+        if row["deterministic"] == "yes":
+            assert difference == 0
+        elif difference > most:
+            assert others > 0, difference
+            others -= 1
         if token != wanted:
             assert quantised
             assert difference > 0
