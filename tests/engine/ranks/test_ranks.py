@@ -28,6 +28,7 @@ from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.outputs import Completion
+from tierstore_engine.ranks.others import Others
 from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -35,6 +36,7 @@ from tierstore_engine.step import Step
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 LONGEST_S = 10.0
+FRESH = Others.spawn  # before conftest.py replaces it
 MODELS = ("tiny", "tiny-moe", "tiny-deepseek", "tiny-gemma3", "tiny-qwen3-next")
 
 
@@ -181,14 +183,13 @@ def test_an_interrupt_of_a_terminal_reaches_rank_0_only(
     engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also before a rank's program can ignore it."""
-    start = subprocess.Popen
 
-    def interrupted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = start(*args, **options)
+    def interrupted(*args: Any) -> subprocess.Popen[bytes]:
+        process = FRESH(*args)
         process.send_signal(signal.SIGINT)
         return process
 
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    monkeypatch.setattr(Others, "spawn", staticmethod(interrupted))
     engine = engine_with(2)
     assert answer(engine, a_prompt(6)).tokens
 
