@@ -8,21 +8,26 @@ how a program starts begin with a fresh interpreter instead.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
 _REQUEST_BYTES = 1 << 20
+_OUT_OF_THE_WAY = 512  # descriptors from here on have no fixed use
 # Imported by programs when they run. Only newer versions of typer have adapters.
 _STORE = ("tierstore.backend", "tierstore.client.backend", "tierstore.daemon.daemon", "typer._adapters")
 _ENGINE = ("tierstore_engine.build", "tierstore_engine.server.run", "tierstore_connectors.bundled")
@@ -51,13 +56,17 @@ class Forked:
         arguments: Sequence[str],
         streams: Sequence[int] = (0, 1, 2),
         cwd: str | os.PathLike[str] = ".",
+        *,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        request = json.dumps([module, list(arguments), dict(os.environ), os.path.abspath(cwd)])
+        """``streams`` become its stdin, stdout and stderr. ``pass_fds`` keep their numbers."""
+        numbers = [*range(len(streams)), *pass_fds]
+        request = json.dumps([numbers, module, list(arguments), dict(os.environ), os.path.abspath(cwd)])
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             with_torch = module.endswith(".py") or module.startswith(("tierstore_engine", "tierstore_tools"))
             server = _server(_WITH_TORCH if with_torch else module)
-            socket.send_fds(server, [request.encode()], [theirs.fileno(), *streams])
+            socket.send_fds(server, [request.encode()], [theirs.fileno(), *streams, *pass_fds])
         self.pid = int(self._line.recv(64))
         self.returncode: int | None = None
 
@@ -116,22 +125,53 @@ def run(module: str, *arguments: object, cwd: str | os.PathLike[str] = ".") -> t
 
 @cache
 def _server(module: str) -> socket.socket:
-    """Start the process that imports ``module``. Return the socket that takes its requests."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen([sys.executable, "-m", "tests.forked", module], stdin=theirs)
+    """Return a connection to the process that imports ``module``. The workers of a run share it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+    folder = Path(tempfile.gettempdir()) / f"forked-{run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    place = folder / module
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connection = _connected(place)
+        if connection is None:
+            _start(module, place)
+            connection = _connected(place)
+    finally:
+        os.close(lock)
+    assert connection is not None, f"the server of {module} has ended"
+    atexit.register(connection.close)
+    return connection
+
+
+def _connected(place: Path) -> socket.socket | None:
+    """Connect to the server at ``place``. Return None if it is not there, or about to end."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with suppress(OSError):
+        connection.connect(str(place))
+        if connection.recv(1):
+            return connection
+    connection.close()
+    return None
+
+
+def _start(module: str, place: Path) -> None:
+    place.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(place))
+        listener.listen(64)
+        process = subprocess.Popen([sys.executable, "-m", "tests.forked", module, str(place)], stdin=listener)
 
     def end() -> None:
-        mine.close()
-        process.wait(30)
+        with suppress(subprocess.TimeoutExpired):  # another worker uses it
+            process.wait(30)
 
-    atexit.register(end)
-    return mine
+    atexit.register(end)  # runs after the connection was closed
 
 
-def _serve(module: str) -> None:
-    """Fork twice for each request: a child that waits for the program, and the program. End when the socket
-    is closed."""
+def _serve(module: str, place: Path) -> None:
+    """Fork twice for each request: a child that waits for the program, and the program. End with the last
+    connection."""
     for name in _LATER.get(module, _STORE):
         with suppress(ModuleNotFoundError):
             import_module(name)
@@ -139,35 +179,58 @@ def _serve(module: str) -> None:
         _become(module, ["--help"], dict(os.environ), os.getcwd())  # imports what any call of it does
     gc.collect()
     gc.freeze()  # collections leave what is shared alone
-    requests = socket.socket(fileno=os.dup(0))
+    listener = socket.socket(fileno=os.dup(0))
+    connections: list[socket.socket] = []
     while True:
-        text, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
-        with suppress(ChildProcessError):  # `time make test` counts the time of those that were waited for
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not text:
-            return
-        waiting = os.fork()
-        if waiting:
+        for ready in select.select([listener, *connections], [], [])[0]:
+            if ready is listener:
+                connections.append(listener.accept()[0])
+                connections[-1].send(b"+")
+                continue
+            text, descriptors, _, _ = socket.recv_fds(ready, _REQUEST_BYTES, 16)
+            with suppress(
+                ChildProcessError
+            ):  # `time make test` counts the time of those that were waited for
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if not text:
+                ready.close()
+                connections.remove(ready)
+                continue
+            if not os.fork():
+                for each in (listener, *connections):
+                    each.close()
+                _run(text, descriptors)
+                return
             for descriptor in descriptors:
                 os.close(descriptor)
-            continue
-        requests.close()
-        line = socket.socket(fileno=descriptors[0])
-        program = os.fork()
-        if program:
-            for descriptor in descriptors[1:]:
-                os.close(descriptor)
-            _wait(line, program)
-        line.close()
-        for number, descriptor in enumerate(descriptors[1:]):
-            os.dup2(descriptor, number)
+        if not connections:
+            place.unlink(missing_ok=True)
+            with suppress(OSError):  # another server is there
+                place.parent.rmdir()
+            return
+
+
+def _run(text: bytes, descriptors: Sequence[int]) -> None:
+    """Be the child that waits, and in its child the program."""
+    line = socket.socket(fileno=descriptors[0])
+    program = os.fork()
+    if program:
+        for descriptor in descriptors[1:]:
             os.close(descriptor)
-        # The server's own may think that they can seek.
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        _become(*json.loads(text))
-        return
+        _wait(line, program)
+    line.close()
+    numbers, *request = json.loads(text)
+    received = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for each in descriptors[1:]]
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
+    for number, descriptor in zip(numbers, received, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # The server's own may think that they can seek.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _become(*request)
 
 
 def _wait(line: socket.socket, program: int) -> None:
@@ -196,4 +259,4 @@ def _become(module: str, arguments: list[str], environment: dict[str, str], dire
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], Path(sys.argv[2]))

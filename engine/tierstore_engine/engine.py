@@ -248,11 +248,10 @@ class Engine:
     def cancel(self, request_id: RequestId) -> bool:
         """End a request now; the next step returns its completion. Return False if it had already ended."""
         sequence = self._roster.get(request_id)
-        if sequence is None:
-            return False
-        text = sequence.finish(FinishReason.CANCELLED)
-        self._cancelled.append(self._retire(sequence, text, ()))
-        return True
+        if sequence is not None:
+            text = sequence.finish(FinishReason.CANCELLED)
+            self._cancelled.append(self._retire(sequence, text, ()))
+        return sequence is not None
 
     def pool_size(self) -> PoolSize:
         """Return the size of the page pool."""
@@ -268,7 +267,7 @@ class Engine:
         """
         for sequence in self._roster:
             group = self._beams.of(sequence)
-            self.limits.check_resize(nbytes, sequence, group.search.width if group is not None else 1)
+            self.limits.check_resize(nbytes, sequence, group.search.width if group else 1)
         size = self.connector.resize(nbytes)
         self._scheduler.room_grew()  # may be False: then they continue to wait
         return size
@@ -285,8 +284,7 @@ class Engine:
             self.cancel(sequence.request_id)
 
     def computed_tokens(self, request_id: RequestId) -> int:
-        """Return how many of a request's tokens have their KV in pages, loaded or computed; 0 after its
-        end."""
+        """Return how many of a request's tokens are in pages, loaded or computed; 0 after its end."""
         sequence = self._roster.get(request_id)
         return sequence.computed if sequence is not None else 0
 

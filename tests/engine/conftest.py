@@ -16,6 +16,7 @@ import torch
 import tierstore
 from tests.engine.grouped import CHUNK, GroupedEngines
 from tests.engine.stored import Stored
+from tests.forked import Forked
 from tests.tiny_models import VOCAB, reference_model, train_tokenizer
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore.tiers.hbm import PagePool
@@ -27,6 +28,7 @@ from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
+from tierstore_engine.ranks.others import Others
 from tierstore_engine.settings import EngineSettings
 
 # The first call of anything in torch takes longer than a test case usually may.
@@ -46,6 +48,16 @@ class Oracle:
     prompt: list[int]
     tokens: list[int]
     logits: torch.Tensor
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> None:
+    """Most of the time that a rank takes to start goes into imports."""
+
+    def spawn(module: str, arguments: Sequence[str], pass_fds: Sequence[int]) -> Forked:
+        return Forked(module, arguments, pass_fds=pass_fds)
+
+    Others.spawn = staticmethod(spawn)  # type: ignore[method-assign,assignment]
 
 
 @pytest.fixture(scope="session")

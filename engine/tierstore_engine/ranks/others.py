@@ -77,14 +77,20 @@ class Others:
         self._watcher = threading.Thread(target=self._watch, name="tierstore-ranks", daemon=True)
         self._watcher.start()
 
+    @staticmethod
+    def spawn(module: str, arguments: Sequence[str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        """Start ``python -m module``, which inherits ``pass_fds``. Replace it to start all ranks in another
+        way."""
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, pass_fds=pass_fds, stdin=subprocess.DEVNULL)
+
     def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair()
-        command = (sys.executable, "-m", "tierstore_engine.ranks.worker", str(theirs.fileno()))
         fds = (theirs.fileno(), setup.fd)
         # A terminal sends SIGINT to all. Rank 0 ends the others in order.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+            process = self.spawn("tierstore_engine.ranks.worker", [str(fds[0])], fds)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
         theirs.close()

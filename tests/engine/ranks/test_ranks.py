@@ -31,6 +31,7 @@ from tierstore_engine.errors import RankLostError
 from tierstore_engine.outputs import Completion
 from tierstore_engine.ranks import others as others_of
 from tierstore_engine.ranks.messages import RankSetup
+from tierstore_engine.ranks.others import Others
 from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -38,6 +39,7 @@ from tierstore_engine.step import Step
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 LONGEST_S = 10.0
+FRESH = Others.spawn  # before conftest.py replaces it
 MODELS = ("tiny", "tiny-moe", "tiny-deepseek", "tiny-gemma3", "tiny-qwen3-next")
 
 
@@ -247,10 +249,10 @@ def test_a_rank_that_hangs_while_it_starts(
     engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for its first message when it is stopped, and has answered a ping."""
-    start, started = subprocess.Popen, []
+    started = []
 
-    def noted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(start(*args, **options))
+    def noted(*args: Any) -> subprocess.Popen[bytes]:
+        started.append(FRESH(*args))
         return started[-1]
 
     class Stopping(Connection):
@@ -263,7 +265,7 @@ def test_a_rank_that_hangs_while_it_starts(
             os.kill(started[0].pid, signal.SIGSTOP)
             return message
 
-    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(Others, "spawn", staticmethod(noted))
     monkeypatch.setattr(others_of, "Connection", Stopping)
     monkeypatch.setattr(others_of, "_LOADING_S", 0.5)
     with pytest.raises(RankLostError, match=r"^rank 1 of 2 has not answered for 0\.5 s: restart the engine$"):
@@ -274,14 +276,13 @@ def test_an_interrupt_of_a_terminal_reaches_rank_0_only(
     engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also before a rank's program can ignore it."""
-    start = subprocess.Popen
 
-    def interrupted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = start(*args, **options)
+    def interrupted(*args: Any) -> subprocess.Popen[bytes]:
+        process = FRESH(*args)
         process.send_signal(signal.SIGINT)
         return process
 
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    monkeypatch.setattr(Others, "spawn", staticmethod(interrupted))
     engine = engine_with(2)
     assert answer(engine, a_prompt(6)).tokens
 
