@@ -175,9 +175,9 @@ def answers(
 
 
 def check_equal(found: Completion, expected: Completion, row: Row) -> None:
-    """The tokens are the same. With quantised KV, logits may differ by a rounding that a draw is just at. In a
-    mixture of experts another code can change the experts of a few tokens, whose logits then differ by more.
-    Parts sum in another order than one rank, so there are more such tokens with them."""
+    """The tokens are the same. With quantised KV, logits may differ by a rounding that a draw is just at. In
+    a mixture of experts another code can change the experts of a few tokens, whose logits then differ by
+    more. Parts sum in another order than one rank, so there are more such tokens with them."""
     assert found.logits is not None
     assert expected.logits is not None
     quantised = row["kv"] != "auto"
