@@ -8,8 +8,9 @@ the same for every image. In the keys of pages they are *words*, which say which
 
 A word has 31 bits of a digest over the contents of this image and of all earlier ones, and a high bit that no
 token id has. A hit that ends within the first eight words has compared fewer than 248 bits, so it is cut to
-the image's beginning. Behind an image of fewer tokens, the next tokens of the text are words as well, whose
-digests have these tokens in them. So pages of one image are never those of another one.
+the image's beginning. Behind an image of fewer tokens, the next tokens of the text are words as well: each
+token plus a digest over the image and the tokens between. So pages of one image are never those of another
+one, and different text never has the same words.
 
 With a ``grid`` an image has two-dimensional positions (M-RoPE): its tokens have a row and a column, and the
 text behind it continues after the larger one of both sizes. Tokens of a ``mutual`` image see one another, so
@@ -126,8 +127,10 @@ class PromptImages:
             words[image.start : image.stop] = np.frombuffer(stream, TOKEN_DTYPE) | _WORD
             chain_of_text = chain
             for at in range(image.stop, min(image.start + _COMPARED, len(tokens))):
+                # A digest over the token itself would be the same for some tokens: 31 bits are few.
+                shift = int.from_bytes(chain_of_text[:TOKEN_BYTES], "little")
+                words[at] = (int(tokens[at]) + shift) % _WORD | _WORD
                 chain_of_text = hashlib.sha256(chain_of_text + int(tokens[at]).to_bytes(8, "little")).digest()
-                words[at] = int.from_bytes(chain_of_text[:TOKEN_BYTES], "little") | _WORD
         return words.astype(TOKEN_DTYPE)
 
     def _positions_of(self, tokens: int) -> torch.Tensor:

@@ -277,6 +277,14 @@ def test_words_tell_images_apart(prompt: tuple[list[int], list[PromptImage]], da
         assert not any(each.start < safe < each.start + 8 for each in images)
 
 
+def test_words_of_text_behind_an_image_are_as_different_as_the_text() -> None:
+    """Among 150,000 tokens, some digests of 31 bits would be equal."""
+    image = PromptImage(1, torch.zeros(6, 4), bytes(32))
+    words = {int(PromptImages([7, *[5] * 6, token], [image]).words[7]) for token in range(150_000)}
+    assert len(words) == 150_000
+    assert min(words) >= 1 << 31
+
+
 @given(prompts(), st.integers(1, 20))
 def test_no_step_ends_inside_a_mutual_image(prompt: tuple[list[int], list[PromptImage]], chunk: int) -> None:
     tokens, images = prompt
