@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MOST_IMAGES = 64
 MOST_PIXELS = 7680 * 4320
 _FORMATS = ("PNG", "JPEG", "WEBP")
+_ORIENTATION = 0x0112  # a tag of EXIF
 _URL = re.compile(r"data:image/(?:png|jpe?g|webp);base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -54,7 +55,7 @@ def read_image(url: str) -> Image:
         raise _refused("the bytes of an image are not valid base64") from None
     try:
         from PIL import Image as Pillow
-        from PIL import ImageOps, UnidentifiedImageError
+        from PIL import UnidentifiedImageError
     except ImportError as error:
         raise _refused(f"images need Pillow ({error}): {install('images')}") from None
     try:
@@ -68,13 +69,41 @@ def read_image(url: str) -> Image:
             if image.format in ("PNG", "WEBP") and image.is_animated:
                 raise _refused("animated images are not supported: send one frame")
             image.load()
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _upright(image).convert("RGB")
     except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning):
         raise _refused(f"an image has more than {MOST_PIXELS} pixels: make it smaller") from None
     except UnidentifiedImageError:
         raise _refused("an image is not a readable PNG, JPEG or WebP") from None
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        TypeError,
+        EOFError,
+        LookupError,
+        struct.error,
+        zlib.error,
+    ) as error:
         raise _refused(f"an image is damaged: {str(error)[:200] or type(error).__name__}") from None
+
+
+def _upright(image: Image) -> Image:
+    """Return an image in the orientation that its EXIF data give. (Pillow's own function for this also writes
+    the data again, and some cannot be written.)"""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    orientation = image.getexif().get(_ORIENTATION)
+    turn = turns.get(orientation) if isinstance(orientation, int) else None
+    return image if turn is None else image.transpose(turn)
 
 
 def _refused(why: str) -> ApiError:

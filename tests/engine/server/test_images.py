@@ -192,6 +192,15 @@ def test_a_damaged_image_is_an_image_or_one_error(
         assert found.size == (30, 20)  # upright
 
 
+def test_an_image_is_upright_whatever_else_its_exif_data_say() -> None:
+    """Also with a resolution that is text, which Pillow cannot write again."""
+    entries = struct.pack("<HHIHxx", 0x0112, 3, 1, 6) + struct.pack("<HHI4s", 0x011A, 2, 4, b"abc")
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + entries + bytes(4)
+    shown = picture(1, 20, 30)
+    found = read_image(url_of(bytes_of(shown, "webp", exif=exif, lossless=True), "webp"))
+    assert found.tobytes() == shown.transpose(Image.Transpose.ROTATE_270).tobytes()
+
+
 @pytest.mark.parametrize("name", ["qwen"])
 def test_images_need_transformers(
     engine: Pictured, live: Live, name: str, monkeypatch: pytest.MonkeyPatch
