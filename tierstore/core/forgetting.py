@@ -48,7 +48,7 @@ from tierstore.core.quotas import Pins
 from tierstore.core.state import StoreState
 from tierstore.errors import StoreUnavailableError
 from tierstore.index import Page, Tier
-from tierstore.keys import Identity, outer_tenant
+from tierstore.keys import Identity, PageKey, outer_tenant
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.disk.keyring import Scope, scope_name
 from tierstore.types import ForgetReceipt, Forgettable
@@ -352,25 +352,52 @@ class Forgetting:
     # -- sessions ------------------------------------------------------------------------------------
 
     def _forget_session(self, tenant: str, name: str) -> dict[str, int]:
-        with self._state.lock:
-            pages = self._state.sessions.forget(tenant, name)
+        state = self._state
+        with state.lock:
+            number = state.sessions.forget(tenant, name)
+            pages = state.index.of_session(number)
             own = set(pages)
             self._pins.forget(own.__contains__)
             self._log.add(tenant, None)
         marked = self._mark(pages, erased=True)
-        with self._state.lock:  # also pages whose writing has not ended
+        with state.lock:  # also pages whose writing has not ended
+            unloaded = self._unloaded(number, pages)
             on_disk = {
                 page.serial: page.record.created_s
                 for page in pages
                 if page.copies[Tier.DISK] is not None and page.record is not None
             }
+        keys = {(page.identity, page.key) for page in pages}
         try:
             if self._disk is not None:
+                records = list(filter(None, self._disk.records(unloaded)))
+                keys.update((record.identity, PageKey(record.key)) for record in records)
+                on_disk.update((record.serial, record.created_s) for record in records)
                 self._disk.forgets.note(on_disk)
         finally:
-            self._tell(ForgottenPages(pages=frozenset((page.identity, page.key) for page in pages)))
+            self._tell(ForgottenPages(pages=frozenset(keys)))
             self._clean_up(pages, lambda: sorted(on_disk), erased=True)
         return {"identities": 0, "host_pages": marked, "keys": 0}
+
+    def _unloaded(self, number: int, pages: list[Page]) -> list[int]:
+        """Return the serials of a session's pages that are not in the tree. No lookup loads them any more.
+        Pages that came into the tree after ``pages`` are marked and added to these. Needs the lock."""
+        state = self._state
+        if state.page_table is None or not number:
+            return []
+        serials = state.page_table.of_session(number)
+        loaded = state.index.by_serial
+        come = [
+            page
+            for page in map(loaded.get, serials)
+            if page is not None and page.session == number and page.ready_tier() is not None
+        ]
+        for page in come:
+            state.residency.condemn(page, erased=True)
+        pages += come
+        unloaded = [serial for serial in serials if serial not in loaded]
+        state.residency.erased.update(unloaded)
+        return unloaded
 
     # -- pools ---------------------------------------------------------------------------------------
 

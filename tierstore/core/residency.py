@@ -75,9 +75,11 @@ class AccessLog:
         self._noted.update(noted)
 
     def note_before_unload(self, page: Page) -> None:
-        """Pass on the uses of ``page`` before it is unloaded from the tree."""
+        """Pass on the uses and the session of ``page`` before it is unloaded from the tree."""
         if page in self._used:
             self.note()
+        if self.page_table is not None:
+            self.page_table.keep_session(page.serial, page.session)
 
     # -- for a commit --------------------------------------------------------------------------------
 
@@ -229,6 +231,7 @@ class Residency:
         page_table = self._access_log.page_table
         assert page_table is not None
         page.tombstone = page_table.children(page.serial) > 0
+        self.erased.discard(page.serial)
         return self._index.drop_copy(page, Tier.DISK)
 
     # -- change logs ---------------------------------------------------------------------------------

@@ -198,12 +198,13 @@ class StoreState:
                 return False  # removed or moved since
             if record.nbytes != parent.nbytes:
                 return False  # saved under this identity with another page size
-            if self.ages.is_over(record.created_s):
+            if self.ages.is_over(record.created_s) or record.serial in self.residency.erased:
                 return False
             hits = page_table.use(record.serial).hits if page_table is not None else 0
             parent = self.index.reload(parent, record, hits)
             if parent.record is record and parent.copies[Tier.HOST] is None:
                 self.ages.begin(parent, record.created_s)
+                parent.session = page_table.session(record.serial) if page_table is not None else 0
             if parent.serial != record.serial:
                 return False  # the page is on disk twice, or is being written a second time
         return True

@@ -393,6 +393,11 @@ class Index:
         self.by_serial[record.serial] = page
         self.add_copy(page, Tier.DISK, record.place, ready=ready, leases=leases)
 
+    def of_session(self, number: int) -> list[Page]:
+        """Return the pages in the tree that belong to this session alone, parents first; none for number
+        0."""
+        return [page for page in self.tree.walk() if page.session == number] if number else []
+
     def unload(self, page: Page) -> None:
         """Remove an idle page from the tree. Remaining references to it show a page without copies."""
         assert page.may_unload(), f"{page} is not idle"

@@ -6,9 +6,10 @@ the end of a session does not evict it. So a system prompt stays, although most 
 ended.
 
 For each session, its last saved pages are remembered. The pages before them are their parents. Named pages
-have no parents and are remembered one by one. Unloaded pages (old, and on disk) are not remembered. Sessions
-without activity for an hour are forgotten when there are too many, and all sessions after a restart. This
-module holds no pages.
+have no parents and are remembered one by one. Unloaded pages (old, and on disk) are not remembered. So the end
+of a session may miss some of its pages. A forget must not: it searches all pages for the session's number
+(:meth:`Sessions.forget`, :meth:`Index.of_session`). Sessions without activity for an hour are forgotten when
+there are too many, and all sessions after a restart. This module holds no pages.
 
 A "likely" hint applies to all pages of the prompt that belong to its session: those saved now and earlier
 ones. An "unlikely" hint applies to the pages saved now, and only to those that no other session has used:
@@ -112,12 +113,12 @@ class Sessions:
         self.give_hint(own, PageHint(Reuse.DONE))
         return len(own)
 
-    def forget(self, tenant: str, name: str) -> list[Page]:
-        """Forget a session. Return the pages that no other session has used, parents first; none for an
+    def forget(self, tenant: str, name: str) -> int:
+        """Forget a session. Return its number, which the pages have that no other session has used; 0 for an
         unknown session. Raise :class:`~tierstore.errors.UsageError` for an invalid name."""
         checked_session(text("a session's name", name))
         session = self._sessions.pop((tenant, name), None)
-        return sorted(self._own(session), key=lambda page: page.depth) if session is not None else []
+        return session.number if session is not None else NO_SESSION
 
     def _own(self, session: _Conversation) -> list[Page]:
         own: dict[Page, None] = {}

@@ -535,7 +535,7 @@ class PoolForgetting:
         hbm = self._hbm
         with hbm.lock:
             if what.session is not None:
-                pages = hbm.sessions.forget("", what.session)
+                pages = hbm.index.of_session(hbm.sessions.forget("", what.session))
             else:
                 covered = {
                     digest

@@ -633,6 +633,45 @@ def test_a_forgotten_session_is_gone_after_a_crash(place, monkeypatch):
         assert payload[:512] not in data
 
 
+def test_a_session_is_forgotten_with_all_branches_and_unloaded_pages(place):
+    """A session may go in more directions than are remembered, and old pages are on disk only."""
+    with place.open() as store:
+        state = store.backend.core.state
+        for number in range(10):
+            save(store, "acme", number, session="private").wait(WAIT_S)
+        save(store, "acme", 3, session="another").wait(WAIT_S)
+        assert store.flush(WAIT_S)
+        store.evict("host", 100)
+        part = prompt_of("acme", 9).part(range(2))
+        with store.lookup(part), state.lock:  # these two pages stay in the tree, and not those behind them
+            state._loaded_pages_most = 0
+            while state.unload_idle():
+                pass
+            state._loaded_pages_most = 1 << 15
+            assert state.index.tree.pages == 2
+        disk = store.backend.core.disk
+        payloads = [_payload(disk, serial) for serial, _ in disk.scan()]
+        store.forget(session="private")
+        assert found(store, range(10)) == {3: 70}
+        assert store.backend.core.forgetting.wait(WAIT_S)
+        assert store.save(part, pages_of(part.tokens)).wait(WAIT_S) == 32
+        assert store.flush(WAIT_S)
+        assert found(store, range(10)) == {3: 70, 9: 32}
+        store.check()
+    with place.open() as store:
+        assert found(store, range(10)) == {3: 70, 9: 32}
+    data = raw(place.disk / "extents")
+    assert sum(payload[:512] in data for payload in payloads) <= 5 + 2
+
+
+def found(store, numbers):
+    """The tokens that are found of these prompts of a tenant, without those of which none is found."""
+    hits = {number: store.lookup(prompt_of("acme", number)) for number in numbers}
+    for hit in hits.values():
+        hit.release()
+    return {number: hit.tokens for number, hit in hits.items() if hit.tokens}
+
+
 def _payload(disk, serial):
     [record] = disk.stored_records([serial])
     view = memoryview(bytearray(record.nbytes))

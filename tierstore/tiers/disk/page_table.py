@@ -219,6 +219,7 @@ _COLUMNS = {
     "priority": np.int8,
     "expires_s": np.float64,
     "alive": np.bool_,
+    "session": np.int64,
 }
 
 
@@ -324,6 +325,7 @@ class PageTable:
             columns["nbytes"][rows] = [record.room for record in records]
             self._set_uses(rows, [first_use(record, used) for record in records])
             columns["alive"][rows] = True
+            columns["session"][rows] = 0
             self._alive += len(records)
             above = self._find(np.array(parents, np.int64))
             np.add.at(columns["children"], above[above >= 0], 1)
@@ -382,6 +384,28 @@ class PageTable:
                 if hint.expires_s > EXPIRED:
                     self._expires_s = min(self._expires_s, hint.expires_s)
             return row is not None
+
+    def keep_session(self, serial: int, session: int) -> None:
+        """Note the number of a page's session, as long as the tree does not have the page."""
+        with self._lock:
+            row = self._alive_row(serial)
+            if row is not None:
+                self._columns["session"][row] = session
+
+    def session(self, serial: int) -> int:
+        """Return what :meth:`keep_session` has noted; 0 for an unknown page."""
+        with self._lock:
+            row = self._alive_row(serial)
+            return 0 if row is None else int(self._columns["session"][row])
+
+    def of_session(self, session: int) -> list[int]:
+        """Return the serials of the pages with this noted session, ascending."""
+        with self._lock:
+            columns = {name: self._columns[name][: self._rows] for name in ("serial", "alive", "session")}
+            serials: list[int] = columns["serial"][
+                columns["alive"] & (columns["session"] == session)
+            ].tolist()
+            return serials
 
     def expire_hints(self, now_s: float) -> None:
         """Treat pages whose time to live is over as finished. Searches all pages if any may have expired."""

@@ -296,6 +296,13 @@ class DiskTier:
             found = self._index_db.records_from(serial, count)
         return [(number, self._opened(record)) for number, record in found]
 
+    def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
+        """Return the record of each serial; None if it is missing, or cannot be read. Raise :class:`OSError`
+        if the disk fails."""
+        with self.in_flight.call():
+            found = list(self._index_db.records(serials))
+        return [self._opened(record) for record in found]
+
     def may_lead(
         self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
     ) -> bool:
