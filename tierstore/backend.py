@@ -420,10 +420,12 @@ class Reservation:
 
 class ForgottenPages(NamedTuple):
     """The pages that a forget has removed: all of ``identities`` (digests), and single ``pages`` (digest and
-    key) with all pages behind them. Pools drop their copies."""
+    key) with all pages behind them. Pools drop their copies. With these, they have been told of all forgets
+    up to number ``told``."""
 
     identities: frozenset[bytes] = frozenset()
     pages: frozenset[tuple[bytes, PageKey]] = frozenset()
+    told: int = 0
 
 
 class Backend(Protocol):

@@ -81,7 +81,7 @@ class Connection:
         # Told what the daemon's clients forget, and how long pages may be kept; guarded by _changed.
         self._followers: list[tuple[Callable[[ForgottenPages], None], Callable[[float], None]]] = []
         self._max_age_s: float | None = None  # None before the first link
-        self._forgets: int | None = None  # number of the last known forget; None before the first link
+        self._forgets: int | None = None  # told of all forgets up to this number; None before the first link
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
         try:

@@ -99,7 +99,7 @@ class DaemonLink:
     arena: Arena | None
     identities: dict[bytes, int] = field(default_factory=dict)
     cluster: bool = False  # whether pages can be fetched from other hosts
-    forgets: int = 0  # number of forgets so far
+    forgets: int = 0  # number up to which engines have been told of forgets
     max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
     forgotten: dict[bytes, int] = field(default_factory=dict)  # number of the last forget, by digest
     current: bool = True

@@ -132,6 +132,8 @@ class Forgetting:
         self.followers: list[Callable[[ForgottenPages], None]] = []
         self._expiry: threading.Thread | None = None
         self._log = ForgetLog(disk.forgets.log() if disk is not None else b"")  # guarded by the state's lock
+        self._telling = threading.Lock()  # held while pools are told, so that numbers arrive in order
+        self._untold: set[int] = set()  # numbers of forgets that pools are not told of; by the state's lock
 
     def start(self) -> None:
         """Drop pages that become too old from now on, in the background."""
@@ -149,7 +151,7 @@ class Forgetting:
             self._state.require_open()
         try:
             if what.session is not None:
-                counts = self._forget_session(what.tenant or "", what.session)
+                counts = self._forget_session(what, what.session)
             else:
                 counts = self._forget_identities(what)
             self._keep_log()
@@ -169,10 +171,22 @@ class Forgetting:
         )
 
     @property
-    def forgets(self) -> int:
-        """Number of forgets so far, also before a restart if there is a disk."""
+    def told(self) -> int:
+        """Pools have been told of all forgets up to this number, also before a restart if there is a disk.
+        Several forgets may run at once, and end in any order."""
         with self._state.lock:
-            return self._log.last
+            return self._told_but(0)
+
+    def _told_but(self, number: int) -> int:
+        """Return :attr:`told` as if pools were told of forget ``number``, too. Needs the state's lock."""
+        return min(self._untold - {number}, default=self._log.last + 1) - 1
+
+    def _note(self, what: Forgettable) -> int:
+        """Note a forget in the log. Return its number. Needs the state's lock."""
+        of_session = what.session is not None
+        self._log.add((what.tenant or "") if of_session else what.tenant, None if of_session else what.model)
+        self._untold.add(self._log.last)
+        return self._log.last
 
     def latest(self, registration: Registration) -> int:
         """Return the number of the last forget that covers pages of an identity; see
@@ -292,7 +306,7 @@ class Forgetting:
         encrypted = disk is not None and disk.keyring is not None
         with state.lock:
             self._pins.forget(lambda page: page.identity in digests)
-            self._log.add(what.tenant, what.model)
+            forget = self._note(what)
         pages = self._in_tree(digests)
         marked = self._mark(pages, erased=not encrypted)
         keys, find = 0, None
@@ -307,7 +321,7 @@ class Forgetting:
                 self._mark(again, erased=not encrypted)
                 pages += again
         finally:
-            self._tell(ForgottenPages(frozenset(digests)))
+            self._tell(ForgottenPages(frozenset(digests)), forget)
             self._clean_up(pages, find, erased=not encrypted)
         return {"identities": len(digests), "host_pages": marked, "keys": keys}
 
@@ -351,14 +365,14 @@ class Forgetting:
 
     # -- sessions ------------------------------------------------------------------------------------
 
-    def _forget_session(self, tenant: str, name: str) -> dict[str, int]:
+    def _forget_session(self, what: Forgettable, name: str) -> dict[str, int]:
         state = self._state
         with state.lock:
-            number = state.sessions.forget(tenant, name)
+            number = state.sessions.forget(what.tenant or "", name)
             pages = state.index.of_session(number)
             own = set(pages)
             self._pins.forget(own.__contains__)
-            self._log.add(tenant, None)
+            forget = self._note(what)
         marked = self._mark(pages, erased=True)
         with state.lock:  # also pages whose writing has not ended
             unloaded = self._unloaded(number, pages)
@@ -375,7 +389,7 @@ class Forgetting:
                 on_disk.update((record.serial, record.created_s) for record in records)
                 self._disk.forgets.note(on_disk)
         finally:
-            self._tell(ForgottenPages(pages=frozenset(keys)))
+            self._tell(ForgottenPages(pages=frozenset(keys)), forget)
             self._clean_up(pages, lambda: sorted(on_disk), erased=True)
         return {"identities": 0, "host_pages": marked, "keys": 0}
 
@@ -401,10 +415,16 @@ class Forgetting:
 
     # -- pools ---------------------------------------------------------------------------------------
 
-    def _tell(self, forgotten: ForgottenPages) -> None:
-        """Tell the pools. No lookup has found the pages since they were marked."""
-        for follower in list(self.followers):
-            follower(forgotten)
+    def _tell(self, forgotten: ForgottenPages, forget: int = 0) -> None:
+        """Tell the pools, after forget number ``forget``. No lookup has found the pages since they were
+        marked."""
+        with self._telling:
+            with self._state.lock:
+                told = self._told_but(forget)
+            for follower in list(self.followers):
+                follower(forgotten._replace(told=told))
+            with self._state.lock:
+                self._untold.discard(forget)
 
     def _keep_log(self) -> None:
         with self._state.lock:

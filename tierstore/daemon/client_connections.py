@@ -208,7 +208,7 @@ class ClientConnection:
         pages = [(number, keys[digest]) for digest, number in numbers if digest in keys]
         if not identities and not pages:
             return None
-        return p.PagesForgotten(0, self.backend.core.forgetting.forgets, identities, pages)
+        return p.PagesForgotten(0, forgotten.told, identities, pages)
 
     # -- waiting -------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class Service:
             self._settings.lease_s,
             self._settings.reserve_bytes,
             connection.cluster is not None,
-            self._core.forgetting.forgets,
+            self._core.forgetting.told,
             self._settings.max_age_days * 86400.0,
         )
 

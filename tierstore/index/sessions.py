@@ -6,10 +6,10 @@ the end of a session does not evict it. So a system prompt stays, although most 
 ended.
 
 For each session, its last saved pages are remembered. The pages before them are their parents. Named pages
-have no parents and are remembered one by one. Unloaded pages (old, and on disk) are not remembered. So the end
-of a session may miss some of its pages. A forget must not: it searches all pages for the session's number
-(:meth:`Sessions.forget`, :meth:`Index.of_session`). Sessions without activity for an hour are forgotten when
-there are too many, and all sessions after a restart. This module holds no pages.
+have no parents and are remembered one by one. Unloaded pages (old, and on disk) are not remembered. So the
+end of a session may miss some of its pages. A forget must not: it searches all pages for the session's number
+(:meth:`Sessions.forget`). Sessions without activity for an hour are forgotten when there are too many, and
+all sessions after a restart. This module holds no pages.
 
 A "likely" hint applies to all pages of the prompt that belong to its session: those saved now and earlier
 ones. An "unlikely" hint applies to the pages saved now, and only to those that no other session has used:

@@ -78,7 +78,7 @@ class Welcome(Message):
     lease_s: float  # the length of a lease, from the daemon's answer on
     reserve_bytes: int  # limit of one client's reservations
     cluster: bool = False  # whether pages can be fetched from other hosts
-    forgets: int = 0  # number of forgets so far
+    forgets: int = 0  # engines have been told of all forgets up to this number
     max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
 
 
@@ -503,8 +503,9 @@ class Forgotten(Message):
 
 
 class PagesForgotten(Message):
-    """Sent without a request (``id`` is 0) after forget number ``number``: all pages of ``identities``, and
-    the pages with these keys of an identity, with those behind them, are not to be used any more."""
+    """Sent without a request (``id`` is 0) after a forget: all pages of ``identities``, and the pages with
+    these keys of an identity, with those behind them, are not to be used any more. With this message, the
+    client has been told of all forgets up to ``number``."""
 
     id: int
     number: int

@@ -538,6 +538,30 @@ def test_the_log_of_forgets_has_the_last_one_that_covers_an_identity(forgets):
         assert log.latest(nested_tenant(tenant, "user"), "x", model) == expected
 
 
+def test_pools_know_up_to_which_forget_they_were_told(pooled, monkeypatch):
+    """Also when a later forget ends first: after a break, an engine finds out the earlier one."""
+    forgetting = pooled.backend.core.forgetting
+    marking, go_on, told = threading.Event(), threading.Event(), []
+    forgetting.followers.append(lambda forgotten: told.append(forgotten.told))
+    mark = forgetting._mark
+
+    def slow(pages, *, erased):
+        if threading.current_thread() is first:
+            marking.set()
+            assert go_on.wait(WAIT_S)
+        return mark(pages, erased=erased)
+
+    monkeypatch.setattr(forgetting, "_mark", slow)
+    first = threading.Thread(target=forgetting.forget, args=[Forgettable("acme")])
+    first.start()
+    assert marking.wait(WAIT_S)
+    forgetting.forget(Forgettable("globex"))
+    assert (told, forgetting.told) == ([0], 0)
+    go_on.set()
+    first.join()
+    assert (told, forgetting.told) == ([0, 2], 2)
+
+
 def test_a_forget_that_has_left_the_log_counts_for_everyone():
     log = ForgetLog()
     for number in range(1000):
