@@ -482,9 +482,11 @@ class Forgetting:
                     return
                 try:
                     removed = self._remove(find(), pages, Cause.BY_REQUEST, erased=erased)
-                    self._disk.forgets.settle(self._left)
-                    if erased and removed and not self._closing:
-                        self._disk.forgets.discard_freed()
+                    try:
+                        if erased and removed and not self._closing:
+                            self._disk.forgets.discard_freed()
+                    finally:  # the next opening would remove them again
+                        self._disk.forgets.settle(self._left)
                 except OSError as error:
                     _log.warning("disk tier: forgotten pages are not removed yet: %s", error)
                 else:

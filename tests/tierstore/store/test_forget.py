@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -28,6 +29,7 @@ from tierstore.keys import nested_tenant
 from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.tiers.disk.index_db import IndexDB
+from tierstore.tiers.disk.io import FileIO
 from tierstore.types import Forgettable
 from tierstore.units import KIB, MIB
 
@@ -655,6 +657,23 @@ def test_a_forgotten_session_is_gone_after_a_crash(place, monkeypatch):
     data = raw(crashed / "extents")
     for payload in payloads:
         assert payload[:512] not in data
+
+
+def test_a_forget_is_finished_on_a_file_system_without_holes(place, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(FileIO, "free", refused)
+    crashed = place.disk.with_name("crashed")
+    with place.open() as store:
+        save(store, "acme", session="private").wait(WAIT_S)
+        assert store.flush(WAIT_S)
+        monkeypatch.setattr(store.backend.core.forgetting, "_clean_up", lambda *_, **__: None)
+        store.forget(session="private")
+        _copy(place.disk, crashed)
+    for _ in range(2):
+        with place.open(crashed) as store:
+            assert found(store, [0]) == {}
 
 
 def test_a_session_is_forgotten_with_all_branches_and_unloaded_pages(place):

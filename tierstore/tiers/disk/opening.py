@@ -6,6 +6,7 @@ because they find their pages in the index. Writes and evictions do.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -461,9 +462,14 @@ class _Opening:
             ]
         )
         index_db.forget([record.serial for record in records])
+        try:
+            discard_freed(index_db, self._io)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            _log.warning("disk tier: removed records stay in free parts of the index: %s", error)
         note_forgotten(index_db, {})
         if records:
-            discard_freed(index_db, self._io)
             _log.info("disk tier: removed %d forgotten pages from %s", len(records), self._directory.path)
 
     def _is_resized(self, meta: StoreMeta) -> bool:
