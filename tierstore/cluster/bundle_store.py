@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -110,6 +111,7 @@ class BundleStore(SharedStore):
         self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # when to read again; uses of other hosts
         self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
         self._writes = False  # whether this agent has written a bundle
+        self._writing_bytes = 0  # of bundles that are being written, or about to be
         self._listed = False  # without a listing, the limits are unknown
         try:
             self._refresh()
@@ -139,17 +141,18 @@ class BundleStore(SharedStore):
         bundle, head = make_bundle(names, of[0][1], origin)
         pages = [memoryview((ctypes.c_char * nbytes).from_address(address)) for address, nbytes in of]
         try:
-            if self._pausing or not self._listed or not self._make_room(bundle.nbytes):
-                return [False] * len(names)
-            self.bucket.write(f"{_BUNDLES}/{bundle.name}", b"".join([head, *pages]))
+            with self._under_way(bundle.nbytes):
+                if self._pausing or not self._listed or not self._make_room(bundle.nbytes):
+                    return [False] * len(names)
+                self.bucket.write(f"{_BUNDLES}/{bundle.name}", b"".join([head, *pages]))
+                with self._lock:
+                    self.index.add(bundle)
+                    self._uses[bundle.name] += 1
         except BucketError as error:
             self._failed(error)
             return [False] * len(names)
         self._answered()
         self._writes = True
-        with self._lock:
-            self.index.add(bundle)
-            self._uses[bundle.name] += 1
         return [True] * len(names)
 
     def remove(self, name: str) -> None:
@@ -299,13 +302,31 @@ class BundleStore(SharedStore):
 
     # -- limits --------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _under_way(self, nbytes: int) -> Iterator[None]:
+        """Count a bundle of ``nbytes`` against the limit, while it is written in this block: another thread
+        may write one, too."""
+        with self._lock:
+            self._writing_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writing_bytes -= nbytes
+
+    @property
+    def _excess(self) -> int:
+        """The bytes beyond the limit, with the bundles that are under way."""
+        with self._lock:
+            return self.index.nbytes + self._writing_bytes - self._options.most_bytes
+
     def _make_room(self, nbytes: int) -> bool:
-        """Delete bundles until a new one of ``nbytes`` fits. Return False if it is larger than the limit.
-        Raise :class:`BucketError` if the bucket does not answer."""
+        """Delete bundles until a new one of ``nbytes``, which is under way, fits. Return False if it is
+        larger than the limit. Raise :class:`BucketError` if the bucket does not answer."""
         most = self._options.most_bytes
         if nbytes > most:
             return False
-        excess = self.index.nbytes + nbytes - most
+        excess = self._excess
         if excess > 0 or self.index.excess:
             uses = self.uses()
             with self._lock:
@@ -344,11 +365,18 @@ class BundleStore(SharedStore):
             if len(last.pages.keys) < KEY_BYTES * sum(each.pages for each in run):
                 raise BundleError("the origin has fewer chunks than the bundles")
             bundle, head = merged_bundle(run, last)
+        except NoObjectError:  # another host has deleted it since the last listing
+            self._discard(run[-1])
+            return
         except BundleError:
             self._damaged(run[-1])
             return
-        if self.index.nbytes + bundle.nbytes > self._options.most_bytes:
-            return  # there is room after the next deletion
+        with self._under_way(bundle.nbytes):
+            if self._excess <= 0:  # otherwise there is room after the next deletion
+                self._write_merged(run, bundle, head)
+
+    def _write_merged(self, run: Sequence[Bundle], bundle: Bundle, head: bytes) -> None:
+        """Write the ``bundle`` of all pages of a run, behind its ``head``."""
         pages = []
         for part in run:
             try:

@@ -472,6 +472,35 @@ def test_a_damaged_bundle_is_not_merged(url, seaweed, prefix):
     assert agent.store.exists(names(1, 0, 10)) == [True] * 4 + [False] * 2 + [True] * 4
 
 
+def test_a_merge_of_a_bundle_that_another_host_has_deleted(url):
+    """It is no trouble of the bucket: other pages stay a hit."""
+    agent, other = Agent().open(url), Agent().open(url)
+    steps(agent, 1, 5)
+    other.store._refresh()
+    other.store.remove(names(1, 9, 1)[0])
+    agent.store.compact()
+    assert (agent.counted("merged_objects"), agent.troubles) == (0, [])
+    assert agent.store.exists(names(1, 0, 10)) == [True] * 8 + [False] * 2
+    agent.store.compact()
+    assert agent.counted("merged_objects") == 4
+
+
+def test_a_merge_while_a_prompt_is_written_stays_within_the_limit(url, seaweed, prefix, monkeypatch):
+    agent = Agent().open(url, most_bytes=2 * 10 * PAGE + 8_000)
+    steps(agent, 1, 5)
+    write, sizes = agent.store.bucket.write, []
+
+    def write_later(path: str, data: bytes) -> None:
+        monkeypatch.setattr(agent.store.bucket, "write", write)
+        assert agent.put(2) == [True] * 4
+        write(path, data)
+        sizes.append(sum(objects(seaweed, prefix).values()))
+
+    monkeypatch.setattr(agent.store.bucket, "write", write_later)
+    agent.store.compact()
+    assert sizes[0] <= 2 * 10 * PAGE + 8_000
+
+
 def test_a_merge_never_exceeds_the_limit(url, seaweed, prefix):
     agent = Agent().open(url, most_bytes=120_000)
     steps(agent, 1, 5)
