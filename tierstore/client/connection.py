@@ -82,6 +82,7 @@ class Connection:
         self._followers: list[tuple[Callable[[ForgottenPages], None], Callable[[float], None]]] = []
         self._max_age_s: float | None = None  # None before the first link
         self._forgets: int | None = None  # told of all forgets up to this number; None before the first link
+        self._forget_log = b""  # the list that this number is of
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
         try:
@@ -278,10 +279,12 @@ class Connection:
         for _, limit_age in followers:
             limit_age(max_age_s)
         seen, self._forgets = self._forgets, link.forgets
+        same_log = self._forget_log == link.forget_log
+        self._forget_log = link.forget_log
         if seen is None:
             return
-        restarted = link.forgets < seen  # the daemon's log began anew
-        late = [digest for digest, number in link.forgotten.items() if restarted or number > seen]
+        lost = bool(seen) and not same_log  # what it had after ``seen`` is not known
+        late = [digest for digest, number in link.forgotten.items() if lost or number > seen]
         if late:
             self._forgotten(ForgottenPages(frozenset(late)))
 

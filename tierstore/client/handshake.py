@@ -101,6 +101,7 @@ class DaemonLink:
     cluster: bool = False  # whether pages can be fetched from other hosts
     forgets: int = 0  # number up to which engines have been told of forgets
     max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
+    forget_log: bytes = b""  # the list that numbers of forgets are of
     forgotten: dict[bytes, int] = field(default_factory=dict)  # number of the last forget, by digest
     current: bool = True
     silent: bool = False  # a request was late, and nothing has arrived since
@@ -202,6 +203,7 @@ class Handshake:
             cluster=welcome.cluster,
             forgets=welcome.forgets,
             max_age_s=welcome.max_age_s,
+            forget_log=welcome.forget_log,
         )
         for start in range(0, len(registrations), _AT_ONCE):
             if not self._register(wire, link, registrations[start : start + _AT_ONCE]):

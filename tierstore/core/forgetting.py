@@ -32,6 +32,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import struct
 import threading
 import time
@@ -60,7 +61,8 @@ _AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
 _READ_AT_ONCE = 4096  # records
 _MOST_UNCOMMITTED = 4096  # removals that wait for a commit
 _KEPT_FORGETS = 256
-_NUMBER = struct.Struct("<Q")
+_NAME_BYTES = 8
+_HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, number of the last forget
 _LOGGED = struct.Struct("<16s16s")  # tenant, model
 _ANY = bytes(16)
 
@@ -68,6 +70,7 @@ _ANY = bytes(16)
 class ForgetLog:
     """The last forgets of tenants and models, numbered from 1. A client that was away finds out which of its
     identities were forgotten meanwhile. A session counts as its tenant. Names are hashed. Not thread-safe.
+    ``name`` is random: it tells a client that another log has begun, whose numbers mean other forgets.
 
     >>> log = ForgetLog()
     >>> log.add("acme", None)
@@ -78,10 +81,10 @@ class ForgetLog:
     def __init__(self, stored: bytes = b"") -> None:
         """Continue with the value of :meth:`dump`; empty: begin anew."""
         self._entries: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT_FORGETS)
-        self.last = 0
-        if len(stored) % _LOGGED.size == _NUMBER.size:
-            (self.last,) = _NUMBER.unpack_from(stored)
-            self._entries.extend(_LOGGED.iter_unpack(stored[_NUMBER.size :]))
+        self.last, self.name = 0, os.urandom(_NAME_BYTES)
+        if len(stored) % _LOGGED.size == _HEAD.size:
+            self.name, self.last = _HEAD.unpack_from(stored)
+            self._entries.extend(_LOGGED.iter_unpack(stored[_HEAD.size :]))
 
     def add(self, tenant: str | None, model: str | None) -> None:
         """Note a forget."""
@@ -99,7 +102,7 @@ class ForgetLog:
         return self.last - len(self._entries)
 
     def dump(self) -> bytes:
-        return _NUMBER.pack(self.last) + b"".join(itertools.starmap(_LOGGED.pack, self._entries))
+        return _HEAD.pack(self.name, self.last) + b"".join(itertools.starmap(_LOGGED.pack, self._entries))
 
 
 def expiry_s(max_age_s: float) -> float:
@@ -176,6 +179,11 @@ class Forgetting:
         Several forgets may run at once, and end in any order."""
         with self._state.lock:
             return self._told_but(0)
+
+    @property
+    def log_name(self) -> bytes:
+        """See :attr:`ForgetLog.name`."""
+        return self._log.name
 
     def _told_but(self, number: int) -> int:
         """Return :attr:`told` as if pools were told of forget ``number``, too. Needs the state's lock."""

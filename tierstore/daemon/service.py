@@ -95,6 +95,7 @@ class Service:
             connection.cluster is not None,
             self._core.forgetting.told,
             self._settings.max_age_days * 86400.0,
+            self._core.forgetting.log_name,
         )
 
     def end(self, connection: ClientConnection) -> None:

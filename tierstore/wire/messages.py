@@ -80,6 +80,7 @@ class Welcome(Message):
     cluster: bool = False  # whether pages can be fetched from other hosts
     forgets: int = 0  # engines have been told of all forgets up to this number
     max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
+    forget_log: Payload = b""  # which list of forgets the numbers are of: a restart may begin a new one
 
 
 class Register(Message):

@@ -21,6 +21,7 @@ import tierstore
 from tests.portions import portion
 from tests.small_store import SPEC, load_bytes, pages_of
 from tierstore import Identity, KVSpec, Prompt, UsageError
+from tierstore.client.handshake import Handshake
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client
 from tierstore.core.forgetting import ForgetLog
@@ -521,6 +522,33 @@ def test_an_engine_that_was_away_forgets_when_it_comes_back(daemon, tmp_path):
         assert engine.lookup(prompt_of("acme")).tokens == 0
         assert in_pool(engine, "globex") == 70
         assert engine.stats().tiers["hbm"].pages == 5
+
+
+def test_an_engine_does_not_take_one_list_of_forgets_for_another(tmp_path, monkeypatch):
+    """A daemon without a disk begins a new one, which soon has the same numbers."""
+    daemon, come_back = DaemonProcess(tmp_path, host_bytes=2 * MIB, disk=False).start(), threading.Event()
+    greet = Handshake.open
+
+    def late(handshake, registrations):
+        if threading.current_thread() is engine.backend.connection._thread:
+            assert come_back.wait(WAIT_S)
+        return greet(handshake, registrations)
+
+    try:
+        with engine_at(daemon, False) as engine:
+            with tierstore.connect(daemon.url, SPEC) as operator:
+                operator.forget(tenant="acme")
+            wait_until(lambda: engine.stats().tiers["hbm"].pages == 5)
+            monkeypatch.setattr(Handshake, "open", late)
+            daemon.kill()
+            daemon.start()
+            with tierstore.connect(daemon.url, SPEC) as operator:
+                operator.forget(tenant="globex")
+            come_back.set()
+            wait_until(lambda: engine.connected)
+            assert in_pool(engine, "globex") == 0
+    finally:
+        daemon.kill()
 
 
 @given(forgets=st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.sampled_from([None, "m", "n"]))))
