@@ -503,8 +503,9 @@ class Forgotten(Message):
 
 
 class PagesForgotten(Message):
-    """Sent without a request (``id`` is 0) after forget number ``number``: all pages of ``identities``, and
-    the pages with these keys of an identity, with those behind them, are not to be used any more."""
+    """Sent without a request (``id`` is 0) after forget number ``number``. The client must use no page of
+    ``identities`` any more. It must also not use the pages with these keys of an identity, and pages behind
+    them."""
 
     id: int
     number: int

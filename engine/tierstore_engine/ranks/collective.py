@@ -17,7 +17,7 @@ _LONGEST_S = 3600.0
 
 
 class Passing(Protocol):
-    """Tensors on their way."""
+    """Tensors that are being sent and received."""
 
     def wait(self) -> None:
         """Block until all have arrived and those that were sent may be overwritten."""
@@ -45,7 +45,7 @@ class Ranks(Protocol):
         until :meth:`Passing.wait` returns. Empty tensors are not sent."""
 
     def meet(self, number: float) -> list[float]:
-        """Wait for all ranks. Return each rank's ``number``. Its bytes do not count."""
+        """Wait for all ranks. Return each rank's ``number``. The bytes of these messages do not count."""
 
 
 class _Works:
