@@ -55,8 +55,7 @@ Answer: TypeAlias = "Callable[[list[int]], tuple[float, int]]"
 
 @dataclass(frozen=True)
 class Pair:
-    """Medians of the TTFT in seconds. ``ratio`` is the median over the rounds of one time divided by the
-    other."""
+    """Medians of the TTFT in seconds. ``ratio`` is the median of computed / loaded over the rounds."""
 
     loader: str
     saver: str

@@ -10,9 +10,9 @@ hash, so they are never known.
 SGLang's names are not trusted: each entry is kept under a SHA-256 that was computed here. A wrong operation
 can only make an entry that no request asks for.
 
-**Copies.** A host pool has K and V of all layers of the model. SGLang keeps the whole past of window layers,
-too, and may cut a loaded prefix anywhere. So a page of SGLang is saved as one page of each layer group, and
-is found only if all of them are there.
+**Copies.** A host pool has K and V of all layers of the model. SGLang keeps all tokens in window layers too,
+and may cut a loaded prefix anywhere. So a page of SGLang is saved as one page of each layer group, and is
+found only if all of them are there.
 """
 
 from __future__ import annotations

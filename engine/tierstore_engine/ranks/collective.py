@@ -20,7 +20,7 @@ class Passing(Protocol):
     """Tensors that are being sent and received."""
 
     def wait(self) -> None:
-        """Block until all have arrived and those that were sent may be overwritten."""
+        """Block until all tensors have arrived, and the sent ones may be overwritten."""
 
 
 class Ranks(Protocol):
@@ -51,7 +51,7 @@ class Ranks(Protocol):
 class _Works:
     def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         self._works = works
-        self._tensors = tensors  # kept until they have gone
+        self._tensors = tensors  # must stay alive until they are sent
 
     def wait(self) -> None:
         for work in self._works:
