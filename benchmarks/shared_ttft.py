@@ -1,10 +1,10 @@
-"""Measure the TTFT of pages that other engines have saved, beside computing them, for each pair of engines.
+"""Measure the TTFT of an engine for prompts that other engines have saved, and for prompts that it computes.
 
     python benchmarks/shared_ttft.py --tp --vllm-python .venv-vllm/bin/python \\
         --sglang-python .venv-sglang/bin/python --s3 's3://BUCKET/PREFIX?refresh_s=0.2'
 
-Every engine first saves prompts of its own over one daemon, alone on the machine. Then each engine takes
-turns: it computes a prompt, and loads one of each other engine. ``--tp`` adds vLLM with two ranks. With
+Every engine first saves prompts of its own over one daemon, alone on the machine. Then each engine in turn
+computes one prompt, and loads one prompt of each other engine. ``--tp`` adds vLLM with two ranks. With
 ``--s3`` the daemon publishes all pages there, and the bundled engine also loads the prompts from a new daemon
 that fetches them. Use a new prefix for each run. Without the other interpreters only the bundled engine runs.
 
@@ -55,7 +55,7 @@ Answer: TypeAlias = "Callable[[list[int]], tuple[float, int]]"
 
 @dataclass(frozen=True)
 class Pair:
-    """Medians of the TTFT in seconds. ``ratio`` is that of the two times in each round."""
+    """Medians of the TTFT in seconds. ``ratio`` is the median of computed / loaded over the rounds."""
 
     loader: str
     saver: str

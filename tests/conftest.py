@@ -6,9 +6,14 @@ import shutil
 import sys
 import tempfile
 
+import hypothesis
 import pytest
 
 pytest.register_assert_rewrite("tierstore.testing")  # the conformance suites say what they compared
+
+# A busy machine makes any case slow. Tests do not depend on clocks.
+hypothesis.settings.register_profile("tierstore", deadline=None)
+hypothesis.settings.load_profile("tierstore")
 
 # Where these are set, pytest looks for the best alignment of two things that ought to be equal. For two pages
 # of random bytes that takes longer than any test may; without it the first difference is said, at once.

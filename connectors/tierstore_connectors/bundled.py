@@ -151,7 +151,7 @@ class StoreConnector(Connector):
         beside: Callable[[KVSpec, Identity], Store] | None = None,
     ) -> None:
         """``daemon``: the store is at a daemon, where other engines find its pages. ``beside`` opens a store
-        of embeddings in the same tiers. By default they are those of an embedded ``store``."""
+        of embeddings in the same tiers (None: in the tiers of the embedded ``store``)."""
         if not store.pools:
             raise UsageError("the bundled engine needs a store with a page pool")
         self.pools = store.pools

@@ -86,7 +86,7 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
 
 
 def _images_of(work: Ints[Work]) -> StepImages:
-    """Return what the images of all sequences put into the rows of a step."""
+    """Return the embeddings and positions of all images in the rows of a step."""
     rows, embeddings, positions = list[int](), list[torch.Tensor](), list[torch.Tensor]()
     first, on_axes = 0, False
     for item in work:

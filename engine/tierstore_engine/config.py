@@ -46,7 +46,8 @@ class RopeConfig:
     interleaved: bool = False
     """Whether dimension 2i pairs with 2i + 1 instead of i with i + half."""
     sections: tuple[int, ...] = ()
-    """How many pairs turn by each of three positions (time, height, width); empty if a token has one."""
+    """The number of pairs that rotate by each of three positions (time, height, width). Empty if tokens have
+    one position."""
 
     def facts(self) -> dict[str, Any]:
         return _facts(self, since="beta_fast")

@@ -11,7 +11,7 @@ With ``--deterministic``, a token's logits depend on the tokens before it only:
   (:func:`~tierstore_engine.products.same_bits`, :mod:`~tierstore_engine.attention.in_place`), on a GPU our
   kernels do (:mod:`~tierstore_engine.kernels.products`, :mod:`~tierstore_engine.attention.cuda`).
 - Everything else treats rows one by one. On the CPU torch computes the same bits for a row if it uses the
-  same instructions for all numbers of it. So rows are padded to whole vectors
+  same instructions for all its numbers. So rows are padded to whole vectors
   (:func:`~tierstore_engine.pointwise.each`), and torch works in one thread. On a GPU torch's operations on
   single numbers, and on the few scores of a router, do not depend on the number of rows. Its sums over long
   rows do, so norms must be those of our kernels.
@@ -80,7 +80,7 @@ def check_gpu(config: ModelConfig) -> None:
     refused = {
         "recurrent states": bool(config.states),
         "norms other than RMSNorm with plain weights": others,
-        "norms over numbers that are no multiple of 8": any(width % 8 for width in normed),
+        "norms over widths that are not multiples of 8": any(width % 8 for width in normed),
     }
     for what, given in refused.items():
         if given:

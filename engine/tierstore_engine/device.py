@@ -74,8 +74,8 @@ class CudaRunner(Runner):
             for each in pools:
                 each.gather = _gather(each)
             self.graphs: DecodeGraphs | None = None
-            # Captured steps decode with kernels whose bits are not those of prefill. The host takes part in a
-            # step over pages beyond the memory, so it cannot be captured.
+            # A captured step uses other kernels than prefill, and their last bits differ. The host takes part
+            # in a step over pages beyond the memory, so it cannot be captured.
             if beyond is None and not model.config.arithmetic:
                 self.graphs = self._capture(memories, -(-positions // pool.spec.chunk_tokens))
             if beyond is not None:

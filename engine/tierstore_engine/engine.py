@@ -137,9 +137,9 @@ class Engine:
         vision: Vision | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``adapters`` has the digest of each of the model's adapters, by name. ``vision`` makes the images
-        of :meth:`add` for its callers. ``clock`` is the clock of the scheduler. Deadlines count from its
-        value in :meth:`add`."""
+        """``adapters`` has the digest of each of the model's adapters, by name. Callers of :meth:`add` make
+        their images with ``vision``. ``clock`` is the clock of the scheduler. Deadlines count from its value
+        in :meth:`add`."""
         self.model = model
         self.tokenizer = tokenizer
         self.vision = vision

@@ -122,7 +122,7 @@ def _qwen2(raw: Raw) -> ModelConfig:
 
 
 def _qwen2_5_vl(raw: Raw) -> ModelConfig:
-    """Read the text part of a Qwen2.5 for images, whose older files have no object for it."""
+    """Read the text part of Qwen2.5-VL. In older files its fields are not in an object of their own."""
     given = dict(rope_fields(raw))
     sections = tuple(int(each) for each in given.get("mrope_section") or ())
     if rope_kind(given) == "mrope":

@@ -1,4 +1,4 @@
-"""Images in a prompt: which tokens they take, what is fed in the place of these, and how the prompt is found.
+"""Images in a prompt: their tokens, the embeddings that replace these tokens, and the keys of their pages.
 
 An image takes the tokens ``start … stop`` of its prompt. In the token ids they are placeholders, which are
 the same for every image. In the keys of pages they are *words*, which say which image it is::
@@ -75,26 +75,27 @@ class PromptImages:
 
     @property
     def longest_mutual(self) -> int:
-        """Return the tokens of the largest image whose tokens see one another; 0 without one."""
+        """Return the number of tokens of the largest image whose tokens see one another; 0 without one."""
         return max((len(each.embedding) for each in self._images if each.mutual), default=0)
 
     def shortened(self, tokens: int) -> int:
-        """Return the end of a hit of ``tokens`` tokens without images that were not compared completely."""
+        """Return the end of a hit of ``tokens`` tokens. A hit that ends within an image's first words is cut
+        to the image's beginning."""
         for image in reversed(self._images):
             if image.start < tokens < image.start + _COMPARED:
                 tokens = image.start
         return tokens
 
     def step_end(self, start: int, stop: int) -> int:
-        """Return where a step from ``start`` that could compute up to ``stop`` ends, without dividing a
-        mutual image."""
+        """Return the end of a step from ``start``, at most ``stop`` unless a mutual image begins at
+        ``start``: a step divides no mutual image."""
         for image in self._images:
             if image.mutual and image.start < stop < image.stop:
                 return image.start if image.start > start else image.stop
         return stop
 
     def mutual(self, start: int, stop: int) -> tuple[range, ...]:
-        """Return the tokens of mutual images in ``start … stop``, as far as they are in it."""
+        """Return the parts of mutual images that are in ``start … stop``."""
         parts = (range(max(each.start, start), min(each.stop, stop)) for each in self._images if each.mutual)
         return tuple(part for part in parts if part)
 

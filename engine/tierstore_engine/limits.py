@@ -69,7 +69,7 @@ class Limits:
                 raise RequestError(f"an embedding has {width} numbers a row, the model {config.hidden_size}")
             if image.grid is not None and (not config.rope.sections or prod(image.grid) != rows):
                 raise RequestError(
-                    f"an image of {rows} rows cannot have positions of a grid {image.grid} here"
+                    f"an image of {rows} rows cannot have positions of a grid {image.grid} in this model"
                 )
         if placed.longest_mutual > prefill_chunk:
             raise RequestError(

@@ -25,7 +25,7 @@ from tierstore_engine.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class OpenModel:
     """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
-    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights do not stay so.
+    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights are expanded.
     ``on_disk``: weights stay in their files. ``heads`` is the number of ranks that share its heads, and
     ``parts`` that of the parts of each sequence's tokens (:mod:`tierstore_engine.ranks`)."""
 

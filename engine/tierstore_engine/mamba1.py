@@ -46,9 +46,9 @@ class CpuMamba1States:
         decay: torch.Tensor,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Take a layer's states through the tokens of the layout's spans. Return the outputs, ``[tokens,
-        width]``. All is float32: ``added`` and ``steps`` are ``[tokens, width]``, ``keys`` and ``queries``
-        ``[tokens, state_dim]``, ``decay [state_dim, width]`` is below 0."""
+        """Update a layer's states with the tokens of the layout's spans. Return the outputs,
+        ``[tokens, width]``. All is float32: ``added`` and ``steps`` are ``[tokens, width]``, ``keys`` and
+        ``queries`` ``[tokens, state_dim]``, ``decay [state_dim, width]`` is below 0."""
         tokens = Tokens(
             queries.unsqueeze(1), keys.unsqueeze(1), added.unsqueeze(1), steps.unsqueeze(1), fading=decay
         )

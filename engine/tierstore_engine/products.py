@@ -7,8 +7,8 @@ more rows where it is faster: with AVX2 in bfloat16, for which torch has no inst
 rows in float32. With AVX2, oneDNN computes longer products in float32: it takes 0.9 of the time of MKL, which
 torch would use (AMD EPYC).
 
-A row has the same bits in every product of the compiled part. Within :func:`same_bits`, it computes all
-products on the CPU; on a GPU, kernels with the same property do.
+In products of the compiled part, a row's bits do not depend on other rows. Within :func:`same_bits`, it
+computes all products on the CPU; on a GPU, kernels with the same property do.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class StepImages:
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step before it is on a device. ``tokens`` are the tokens of all spans, concatenated. ``adapters`` has
-    the digest of each span's adapter, empty without one; no span has one if it is empty. ``images`` is None
-    if no sequence has images."""
+    the digest of each span's adapter (empty: none), or nothing if no span has one. ``images`` is None if no
+    sequence has images."""
 
     spans: tuple[Span, ...]
     tokens: Sequence[int]

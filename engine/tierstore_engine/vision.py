@@ -1,8 +1,8 @@
-"""The images of a model: its processor and its encoder, which transformers computes, and their embeddings.
+"""The images of a model: the processor and the encoder, both of transformers, and the embeddings.
 
-The encoder is not what this engine exists for, so it is the one of transformers, on the CPU and in the
-model's dtype. The first image imports transformers and Pillow, and reads the encoder's weights. Models for
-images compute text without them.
+This engine does not exist for encoders, so it uses those of transformers, on the CPU and in the model's
+dtype. The first image imports transformers and Pillow, and reads the encoder's weights. Prompts of text need
+neither.
 
 An embedding is found by a SHA-256 over the processor's output, under an identity with the encoder's weights,
 its configuration and the version of transformers. So the encoder runs only for an image that the store does
@@ -242,8 +242,8 @@ class Vision:
             raise RequestError("images of Gemma 3 are computed on the CPU only: start with --device cpu")
 
     def process(self, image: Image) -> ProcessedImage:
-        """Return what the model's processor makes of an image. Raises :class:`RequestError` for an image that
-        it refuses, and :class:`ModelError` if the processor cannot be used."""
+        """Run the model's processor on an image, and return its output. Raises :class:`RequestError` for an
+        image that it refuses, and :class:`ModelError` if the processor cannot be used."""
         with self._lock:
             self._open()
             try:
@@ -271,7 +271,7 @@ class Vision:
         return first + "".join(image + part for image, part in zip(images, after, strict=True))
 
     def places(self, tokens: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """Return the first token of each image in the tokens of an expanded chat."""
+        """Return the index of each image's first token in the tokens of an expanded chat."""
         places = [at for at, token in enumerate(tokens) if token == self._family.token]
         firsts = (
             [places[sum(rows[:number])] for number in range(len(rows))] if len(places) == sum(rows) else []
@@ -284,8 +284,8 @@ class Vision:
         return firsts
 
     def embed(self, image: ProcessedImage, start: int = 0) -> PromptImage:
-        """Return an image with its embedding, from the store or else from the encoder, which the store then
-        gets. Raises :class:`ModelError` if the encoder does not fit its configuration."""
+        """Return an image with its embedding, from the store or else from the encoder. The store then gets
+        the encoder's. Raises :class:`ModelError` if the encoder does not fit its configuration."""
         with self._lock:
             self._open()
             assert self._identity is not None

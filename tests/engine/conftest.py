@@ -9,7 +9,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
@@ -30,10 +29,6 @@ from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.others import Others
 from tierstore_engine.settings import EngineSettings
-
-# The first call of anything in torch takes longer than a test case usually may.
-hypothesis.settings.register_profile("engine", deadline=None)
-hypothesis.settings.load_profile("engine")
 
 PROMPT_TOKENS = 333
 NEW_TOKENS = 64

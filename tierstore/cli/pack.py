@@ -158,7 +158,7 @@ def export(
     """Write the stored pages of some prompts to a file.
 
     The pack has whole chunks with their tokens, identity and checksums. A beginning that prompts share is
-    written once. With --key, only who has the key can read it.
+    written once. With --key, only holders of the key can read it.
     """
     from tierstore.packs import PageHash, Signer, export_pack
 

@@ -231,8 +231,8 @@ class BundleIndex:
         return list(chosen)
 
     def superseded(self, before: float) -> list[str]:
-        """Return the bundles all of whose pages are in a larger bundle that was written before a time of the
-        server."""
+        """Return the bundles whose pages are all in one larger bundle, which was written before the server's
+        time ``before``."""
         table, found = self._table, []
         firsts = _keys(b"".join(each.page_name(0) for each in table.bundles))
         starts, stops = (np.searchsorted(table.keys, firsts, side=side) for side in ("left", "right"))
@@ -258,7 +258,7 @@ class BundleIndex:
 
     def mergeable(self, least: int, most_bytes: int) -> list[list[Bundle]]:
         """Return runs of bundles to merge: each bundle continues the one before it. A run has at least
-        ``least`` bundles and at most ``most_bytes`` of pages, and at least twice those of its largest
+        ``least`` bundles and at most ``most_bytes`` of pages. It has at least twice the pages of its largest
         bundle. So a page is written again only if the size of its bundle doubles."""
         gone = set(self.superseded(float("inf")))
         small = [

@@ -116,9 +116,9 @@ class Bucket:
             self._writing = opened(_WRITE_S, 3)
 
     def list(self, folder: str) -> Iterator[Listed]:
-        """Yield the objects of a folder, as they arrive, and those in folders below it. Some may come twice:
-        if one below has a name that obstore cannot read, such as ``a//b``, those of the folder itself are
-        listed again, all at once."""
+        """Yield the objects of a folder, as they arrive, and those in folders below it. If obstore cannot
+        read a name below it, such as ``a//b``, the folder itself is listed again without folders below. Then
+        some objects come twice."""
         with self._reporting():
             try:
                 for part in self._api.list(self._reading, folder, chunk_size=_LISTED):

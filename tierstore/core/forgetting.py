@@ -131,7 +131,7 @@ class Forgetting:
         self._one = threading.Lock()  # held while something is forgotten, and while the disk is cleaned up
         self._closing = False
         self._cleaners: list[threading.Thread] = []
-        self._oldest_s = -math.inf  # no page on disk was saved before
+        self._oldest_s = -math.inf  # no page on disk was saved earlier
         self.followers: list[Callable[[ForgottenPages], None]] = []
         self._expiry: threading.Thread | None = None
         self._log = ForgetLog(disk.forgets.log() if disk is not None else b"")  # guarded by the state's lock

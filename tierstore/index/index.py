@@ -136,8 +136,8 @@ class Hints:
 
 
 class Ages:
-    """When pages become older than ``most_s`` seconds (inf: never) on ``clock``. Not thread-safe: the store
-    locks."""
+    """The ages of pages. Pages older than ``most_s`` seconds on ``clock`` are too old (inf: none is). Not
+    thread-safe: the store locks."""
 
     def __init__(self, tree: Tree, most_s: float, clock: Callable[[], float]) -> None:
         self.most_s = most_s

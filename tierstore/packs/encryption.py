@@ -1,4 +1,4 @@
-"""An encrypted pack: a pack's bytes in segments, each sealed with AES-256-GCM, for who has the key file.
+"""An encrypted pack: a pack's bytes in segments, each sealed with AES-256-GCM. Its readers need the key file.
 
 ::
 
@@ -9,8 +9,8 @@
 
 The salt is random and gives the file a key of its own. The nonce is the segment's number, with a mark for the
 last one. So a segment that was changed, moved, left out or added does not open, and a cut file is noticed.
-Inside is an ordinary pack, with its own hashes and signature: the key says who may read, and the signature
-who has written. Like a plain pack, it is written and read from beginning to end, also through a pipe.
+Inside is an ordinary pack, with its own hashes and signature: the key decides who can read, and the signature
+proves who has written. Like a plain pack, it is written and read from beginning to end, also through a pipe.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ the driver, which need not be large pages. A granule is released when all large 
 absent, so every byte of a present large page always has memory.
 
 The memory can have *parts* of equal size, one behind the other, for processes that hold a part each. Large
-pages are then taken from the part with the most free ones. So the parts fill evenly, and a part that is full
-leaves its turn to the others. They also grow and shrink evenly.
+pages are then taken from the part with the most free ones. So the parts fill evenly, and a full part is
+skipped. They also grow and shrink evenly.
 
 Large page 0 is always present, because libraries look at the first byte of device memory when they make a
 view of it.

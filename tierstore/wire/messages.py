@@ -504,9 +504,9 @@ class Forgotten(Message):
 
 
 class PagesForgotten(Message):
-    """Sent without a request (``id`` is 0) after a forget: all pages of ``identities``, and the pages with
-    these keys of an identity, with those behind them, are not to be used any more. With this message, the
-    client has been told of all forgets up to ``number``."""
+    """Sent without a request (``id`` is 0) after a forget. The client must use no page of ``identities`` any
+    more. It must also not use the pages with these keys of an identity, and pages behind them. The client has
+    then been told of all forgets up to ``number``."""
 
     id: int
     number: int

@@ -62,7 +62,7 @@ def storage_options(url: str, **extra: Any) -> dict[str, Any]:
 
 class SglangEngine(RunningEngine):
     """A running SGLang on a CPU. ``options`` are arguments of ``sglang.Engine``, instead of the defaults
-    above. ``stand_ins`` is a folder with modules for what SGLang has for GPUs only. Raises
+    above. ``stand_ins`` is a folder with modules that replace SGLang's modules for GPUs. Raises
     :class:`~tierstore_tools.vllm.engine.EngineDiedError`."""
 
     def __init__(

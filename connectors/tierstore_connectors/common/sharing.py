@@ -101,9 +101,8 @@ def shared_identity(
 
 
 class SharedPrompt(Prompt):
-    """The whole chunks of a prompt as one lookup of pages that engines share: their keys and names are made
-    from tokens only. ``model`` is the whole model's identity, and ``identities`` has that of each part of
-    each layer group."""
+    """A prompt for one lookup of pages that engines share. Its keys and names need tokens only. ``model`` is
+    the identity of the whole model, and ``identities`` has one for each part of each layer group."""
 
     __slots__ = ("_identities",)
 
@@ -121,12 +120,12 @@ class SharedPrompt(Prompt):
 def shared_chunks(
     model: Identity, identity: Identity, tokens: bytes, chunks: range, chunk_tokens: int, *, named: bool
 ) -> tuple[Prompt, int]:
-    """Return a prompt that finds shared pages of one layer group, and the place of the first of ``chunks`` in
+    """Return a prompt that finds shared pages of one layer group, and the index of the first of ``chunks`` in
     it.
 
     ``model`` is the whole model's identity and ``identity`` that of the pages. ``tokens`` (uint32,
-    little-endian) are those of the prompt, at least up to the last of ``chunks``. ``named``: the group's
-    pages are found by name."""
+    little-endian) are the prompt's, at least up to the end of ``chunks``. ``named``: the group's pages are
+    found by name."""
     whole = tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES]
     if not named:
         return Prompt(identity, np.frombuffer(whole, TOKEN_DTYPE), chunk_tokens=chunk_tokens), chunks.start

@@ -20,8 +20,8 @@ _MOST = 256
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """A lookup of the pages ``keys``. ``hit`` may hold pages before them, too: ``before`` is the place of the
-    first of ``keys`` in the looked up prompt."""
+    """A lookup of the pages ``keys``. ``hit`` may also hold pages before them. ``before`` is the index of the
+    first of ``keys`` in the prompt."""
 
     store: Store
     identity: Identity
@@ -31,8 +31,8 @@ class Query:
 
     @property
     def positions(self) -> Sequence[int]:
-        """The place of each of the hit's pages among ``keys``, ascending. Pages before them have negative
-        places."""
+        """The index in ``keys`` of each page that the hit holds, ascending. Pages before ``keys`` have
+        negative indices."""
         if self.before:
             return range(-self.before, self.hit.num_pages - self.before)
         return self.hit.positions or range(self.hit.num_pages)

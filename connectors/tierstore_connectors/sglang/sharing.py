@@ -10,9 +10,9 @@ hash, so they are never known.
 SGLang's names are not trusted: each entry is kept under a SHA-256 that was computed here. A wrong operation
 can only make an entry that no request asks for.
 
-**Copies.** A host pool has K and V of all layers of the model. SGLang keeps the whole past of window layers,
-too, and may cut a loaded prefix anywhere. So a page of SGLang is saved as one page of each layer group, and
-is found only if all of them are there.
+**Copies.** A host pool has K and V of all layers of the model. SGLang keeps all tokens in window layers too,
+and may cut a loaded prefix anywhere. So a page of SGLang is saved as one page of each layer group, and is
+found only if all of them are there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PageTokens:
 
     def record(self, before: str | None, tokens: Sequence[int]) -> None:
         """Note the pages of ``tokens``, which follow the page ``before`` (None: they begin a prompt). Tokens
-        from the first on that is no id of 32 bits are left out."""
+        are left out from the first one on that does not fit 32 bits."""
         ids = np.asarray(tokens, np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids > 0xFFFFFFFF))
         encoded = ids[: wrong[0] if len(wrong) else None].astype(TOKEN_DTYPE).tobytes()
@@ -178,7 +178,7 @@ class PageTokens:
 
 
 def _name(key: str) -> bytes:
-    """Return the bytes of SGLang's name; a name of another form is never known."""
+    """Return the bytes of SGLang's name. A name of another form gives bytes that are never recorded."""
     try:
         return bytes.fromhex(key) or b"?"
     except ValueError:
@@ -216,7 +216,7 @@ class SharedPages:
 
     def prompt(self, identity: Identity, keys: Sequence[str], before: int) -> tuple[Prompt, int] | None:
         """Return a prompt that finds the pages ``keys``, and the place of the first in it. Return None if
-        their tokens are not known. ``before`` is not used: the tokens say it."""
+        their tokens are not known. ``before`` is not used, because the tokens determine it."""
         tokens = self.tokens.tokens_to(keys)
         if tokens is None:
             return None
@@ -225,8 +225,8 @@ class SharedPages:
         return shared_chunks(self.model, identity, tokens, chunks, self.chunk_tokens, named=self.named)
 
     def runs(self, indices: Any, pages: int) -> list[int]:
-        """Return the numbers of the pool's pages at ``indices``. Raises :class:`ValueError` for indices of
-        another number of pages or of none: a wrong number must not become a wrong address."""
+        """Return the numbers of the pool's pages at ``indices``. Raises :class:`ValueError` if they are not
+        those of ``pages`` pages of the pool: a wrong number must not become a wrong address."""
         slots = np.asarray(indices, np.int64)[:: self.chunk_tokens]
         numbers: list[int] = (slots // self.chunk_tokens).tolist()
         if len(numbers) != pages or any(not 0 <= each < self.pool.page_num for each in numbers):

@@ -133,8 +133,8 @@ class Attention(ABC):
         return Pointwise.of(config)
 
     def product(self, config: ModelConfig) -> Product | None:
-        """Return the products of this device whose rows have the same bits in each; None for the compiled
-        part's."""
+        """Return this device's products, in which a row's bits do not depend on the other rows. None: the
+        compiled part computes them."""
         return None
 
     @abstractmethod

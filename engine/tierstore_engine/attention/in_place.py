@@ -62,8 +62,8 @@ class _Layer(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
     """The tokens of one sequence's pages that some queries see. ``table`` (int64) has the pages, and must
-    stay. The query of row ``first_row + i`` sees the tokens ``firsts[i] … stops[i]`` of all tokens of these
-    pages in a row, at least one."""
+    stay alive. Tokens are numbered through these pages. The query of row ``first_row + i`` sees the tokens
+    ``firsts[i] … stops[i]``, at least one."""
 
     first_row: int
     table: torch.Tensor
@@ -165,7 +165,7 @@ class InPlace:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Compute the queries of ``seen`` with a few rows each; see
+        """Compute attention for those of ``seen`` that have few rows; see
         :meth:`~tierstore_engine.attention.cpu.CpuAttention.over`."""
         made = np.concatenate(
             [np.empty(0, _ROW), *(_rows_over(each) for each in seen if self.takes(len(each.firsts)))]

@@ -111,8 +111,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ProductSet:
-    """The kernels for products whose rows have the same bits in each: of at most ``few.rows`` rows, and of
-    more."""
+    """The kernels for products in which a row's bits do not depend on other rows: one for at most
+    ``few.rows`` rows, one for more."""
 
     few: Product
     many: Product

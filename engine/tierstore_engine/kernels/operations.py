@@ -338,9 +338,8 @@ class AttentionKernels(MergingKernels):
 
 
 class PointwiseKernels(Pointwise):
-    """Sums with their norms, and gates, in one launch each. Rows whose width is not a multiple of 8, or that
-    are empty, are left to torch, and gates that are not contiguous. ``dtype`` is ``float16`` or
-    ``bfloat16``."""
+    """Sums with their norms, and gates, in one launch each. torch computes rows that are empty or whose width
+    is not a multiple of 8, and gates that are not contiguous. ``dtype`` is ``float16`` or ``bfloat16``."""
 
     def __init__(self, launcher: Launcher, *, dtype: str, epsilon: float) -> None:
         super().__init__(epsilon)

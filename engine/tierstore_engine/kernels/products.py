@@ -1,8 +1,8 @@
-"""Products on a GPU whose rows have the same bits in every product (``--deterministic``), as an operation on
-tensors like those in :mod:`~tierstore_engine.kernels.operations`.
+"""Products on a GPU in which a row's bits do not depend on other rows (``--deterministic``). They are
+operations on tensors, like those in :mod:`~tierstore_engine.kernels.operations`.
 
-A library chooses its kernel by the number of rows, and another kernel sums in another order. These kernels
-sum by the columns alone.
+A library chooses its kernel by the number of rows, and another kernel sums in another order. In these kernels
+the order of a sum depends on the columns only.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ _LONGEST_S = 3600.0
 
 
 class Passing(Protocol):
-    """Tensors on their way."""
+    """Tensors that are being sent and received."""
 
     def wait(self) -> None:
-        """Block until all have arrived and those that were sent may be overwritten."""
+        """Block until all tensors have arrived, and the sent ones may be overwritten."""
 
 
 class Ranks(Protocol):
@@ -45,13 +45,13 @@ class Ranks(Protocol):
         until :meth:`Passing.wait` returns. Empty tensors are not sent."""
 
     def meet(self, number: float) -> list[float]:
-        """Wait for all ranks. Return each rank's ``number``. Its bytes do not count."""
+        """Wait for all ranks. Return each rank's ``number``. The bytes of these messages do not count."""
 
 
 class _Works:
     def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         self._works = works
-        self._tensors = tensors  # kept until they have gone
+        self._tensors = tensors  # must stay alive until they are sent
 
     def wait(self) -> None:
         for work in self._works:

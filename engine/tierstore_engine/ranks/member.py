@@ -20,8 +20,9 @@ from tierstore_engine.weights import digest_weights, load_weights, random_weight
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """The groups of ranks that a rank is in, each None if it would be alone. The ranks of ``heads`` share the
-    heads of one part of the tokens. The ranks of ``tokens`` have the same heads of different parts."""
+    """The groups of ranks that a rank is in. None: the rank would be alone in it. The ranks of ``heads``
+    share the heads of one part of the tokens. The ranks of ``tokens`` have the same heads of different
+    parts."""
 
     heads: Collective | None
     tokens: Collective | None

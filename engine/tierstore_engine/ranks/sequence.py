@@ -1,20 +1,20 @@
 """The tokens of a sequence over several ranks (``--sequence-parallel N``).
 
-The pages of a sequence are dealt over N *parts* of the pool's memory
-(:mod:`~tierstore.tiers.large_pages`), and each rank has one part. A rank computes the rows of the tokens
-whose pages are in its part, with whole weights, and writes their KV there. So only attention needs other
-ranks. A query sees the same tokens as with one rank: some of them in each part. Attention over disjoint
-tokens merges exactly by the logarithms of the softmax denominators (LSE), as in
-:mod:`tierstore_engine.attention.cpu`. So each span of a step is attended to in one of two ways:
+The pages of a sequence are dealt over N *parts* of the pool's memory (:mod:`~tierstore.tiers.large_pages`),
+and each rank has one part. A rank computes the rows of the tokens whose pages are in its part, with whole
+weights, and writes their KV there. So only attention needs other ranks. A query sees the same tokens as with
+one rank: some of them in each part. Attention over disjoint tokens merges exactly by the logarithms of the
+softmax denominators (LSE), as in :mod:`tierstore_engine.attention.cpu`. Attention of each span of a step is
+computed in one of two ways:
 
 - *pass the queries*: each query goes to the other ranks with tokens that it sees. These return outputs and
   LSEs, which the query's rank merges. A decode step does this.
 - *pass the KV*: the pages of one layer go round a ring of all ranks. Each rank attends to the pages of one
   part while the next ones arrive (Liu et al., Ring Attention, arXiv:2310.01889).
 
-:meth:`SequenceAttention.bytes_passed` has the bytes of both, and a span takes the way with fewer. (Yang et
-al., arXiv:2411.01783, choose in the same way.) All ranks know the whole step, so all choose alike and know
-which tensors will arrive.
+:meth:`SequenceAttention.bytes_passed` has the bytes of both, and the smaller number decides. (Yang et al.,
+arXiv:2411.01783, choose in the same way.) All ranks know the whole step, so all choose alike and know which
+tensors will arrive.
 
 A group's pages are dealt independently of other groups' pages. The rows follow the first group with KV. The
 KV of another group goes to the rank with its page. Rank 0 computes recurrent states, and the logits.
@@ -51,9 +51,9 @@ from tierstore_engine.step import StepInput
 
 
 class TokenSplit:
-    """The rows of each step over the ranks of all parts. ``part_pages`` has, for each layer group, the pages
-    of a part. ``heads`` are the ranks that share the heads of this part, None without others. Used by one
-    thread; all ranks call the same methods in the same order."""
+    """The division of each step's rows among the ranks of all parts. ``part_pages`` has, for each layer
+    group, the pages of a part. ``heads`` are the ranks that share the heads of this part, None without
+    others. Used by one thread; all ranks call the same methods in the same order."""
 
     def __init__(
         self, ranks: Ranks, heads: Ranks | None, config: ModelConfig, part_pages: Sequence[int]
@@ -135,9 +135,9 @@ class TokenSplit:
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """``to[rank]`` are this rank's rows whose KV goes to a rank, as places among its rows. ``counts[rank]``
-    is the number of rows that come from a rank. ``layout`` is where they are written in this part: the
-    rank's own ones, then those of each other rank."""
+    """``to[rank]`` are the indices of this rank's rows whose KV goes to that rank. ``counts[rank]`` is the
+    number of rows that come from that rank. ``layout`` says where rows are written in this part: first the
+    rank's own, then those of each other rank."""
 
     to: tuple[torch.Tensor, ...]
     counts: tuple[int, ...]
@@ -155,9 +155,9 @@ class _AskedRows:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """One part's pages on their way round the ring. ``pages`` are those that are passed. ``mine`` are places
-    among this rank's rows: the queries that see tokens of it, as ``seen`` says with page numbers of the
-    passed block."""
+    """Pages of one part, which pass this rank in the ring. ``mine`` are the indices of this rank's rows whose
+    queries see tokens of these ``pages``. ``seen`` says which tokens, with page numbers of the passed
+    block."""
 
     pages: torch.Tensor
     mine: torch.Tensor
@@ -166,9 +166,9 @@ class _Visit:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """How a batch is attended to. ``to[rank]`` are the queries that go to a rank, as places among this rank's
-    rows. ``of[rank]`` are the queries that come from a rank, as places among ``asked.rows``. ``visits`` are
-    the parts in the order of the ring, empty if no span passes its KV."""
+    """The exchange for attention of a batch. ``to[rank]`` are the indices of this rank's rows whose queries
+    go to that rank. ``of[rank]`` are the indices in ``asked.rows`` of the queries that come from that rank.
+    ``visits`` are the parts in the order of the ring, empty if no span passes its KV."""
 
     asked: _AskedRows
     to: tuple[torch.Tensor, ...]
@@ -208,8 +208,8 @@ class SequenceAttention(Attention):
 
     def bytes_passed(self, asking: int, pages: int) -> tuple[int, int]:
         """Return the bytes that all ranks together send for one layer of a span, if queries are passed, and
-        if KV is passed. ``asking`` counts the queries at other ranks than their own, once for each of these
-        ranks. ``pages`` is the number of pages of all parts; each is sent to all ranks."""
+        if KV is passed. ``asking`` is the number of queries that are sent, each counted once for each
+        receiving rank. ``pages`` is the number of pages of all parts; each is sent to all ranks."""
         return asking * sum(self._row_bytes), (self._ranks.share.count - 1) * pages * self._slice
 
     # -- writing ---------------------------------------------------------------------------------------

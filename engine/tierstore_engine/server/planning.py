@@ -152,7 +152,7 @@ class RequestPlanner:
         positions: int,
         vision: Vision | None = None,
     ) -> None:
-        """``vision`` has the images of the model; None if it takes none."""
+        """``vision`` processes the model's images; None if the model takes none."""
         self._vision = vision
         self._config = config
         self._tokenizer = tokenizer

@@ -158,7 +158,7 @@ def test_kills_at_any_time(engine_with: Callable[..., Engine]) -> None:
 
 
 def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]) -> None:
-    """As docs/serving.md says."""
+    """Each sum has ``hidden_size`` numbers in float32."""
     engine = engine_with(2, store=None)
     completion = answer(engine, a_prompt(4))
     runner, config = engine.model, engine.model.config
@@ -170,7 +170,7 @@ def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]
 
 @pytest.mark.parametrize("name", chosen(MODELS, "tiny"))
 def test_a_prompt_longer_than_one_part(name: str, engine_with: Callable[..., Engine]) -> None:
-    """Each of two parts holds about half of it. They send what docs/serving.md says."""
+    """Each of two parts holds about half of it. They send queries or KV, by the smaller number of bytes."""
     prompt = a_prompt(8, 864)  # 54 pages
     expected = answer(engine_with(1, name, store=None, pages=80), prompt).tokens
     engine = engine_with(1, name, parts=2, store=None, pages=60)

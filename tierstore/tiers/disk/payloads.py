@@ -221,8 +221,8 @@ Fill = Callable[[int, memoryview], None]
 
 
 class FilledBuffer(PageBuffer):
-    """The buffer of a page while it is written. The first thread that writes a part of it fills it before,
-    so that one page is filled while others are written."""
+    """The buffer of a page while it is written. The first thread that writes a part of it fills it first. So
+    one page is filled while others are written."""
 
     __slots__ = ("_fill", "_lock", "_number")
 

@@ -129,9 +129,9 @@ class GDSF(Policy):
     """Greedy-dual size frequency. A page's score is the clock at its last use plus uses × cost ÷ bytes. The
     clock is the score of the last evicted page, so unused pages lose their value over time.
 
-    Cost is the time to compute a page if all pages before it are there. The part of the weights is
-    constant, the part of attention grows with the page's depth. Both are equal after ``doubling_depth``
-    pages: about 500 for 64-token pages of an 8-billion-parameter model."""
+    Cost is the time to compute a page if all pages before it are held. The time of products with weights is
+    the same for each page. The time of attention grows with the page's depth. Both are equal after
+    ``doubling_depth`` pages: about 500 for 64-token pages of an 8-billion-parameter model."""
 
     name = "gdsf"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -163,7 +164,6 @@ class _Worker:
 
     subject: Subject
     shares: _Shares
-    parent: int
 
 
 class _Stopped(Exception):
@@ -172,7 +172,16 @@ class _Stopped(Exception):
 
 def _start(subject: Subject, shares: _Shares) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process stops the others
-    _Worker.subject, _Worker.shares, _Worker.parent = subject, shares, os.getppid()
+    _Worker.subject, _Worker.shares = subject, shares
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent was killed, also while it waits for work."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work_on(number: int, case: AnyCase) -> AnyRow:
@@ -180,8 +189,6 @@ def _work_on(number: int, case: AnyCase) -> AnyRow:
         _Worker.shares[number] = share
         if _Worker.shares[-1]:
             raise _Stopped
-        if os.getppid() != _Worker.parent:
-            os._exit(1)  # the parent was killed
 
     return _Worker.subject.replay(case, advance)
 
