@@ -90,6 +90,7 @@ def in_other_steps(sequences: Sequences, chance: random.Random) -> list[torch.Te
 
 FAMILIES = (*ARCHITECTURES, *GROUPED, *VARIANTS, *STATES, *LLAMA_LIKE)
 EVENTS = {"from hbm", "from host", "from disk", "preempted"}
+LATENTS = ("deepseek-v2", "deepseek-v3")  # GPUs compute no quantised latents
 WITH_STATES = ("qwen3-next", "falcon-h1", "nemotron-h", "jamba", "lfm2", "mamba", "zamba2")
 KINDS = ("llama3", "gemma3", "deepseek-v3", "qwen2-moe", "gpt-oss", "qwen3-next", "falcon-h1", "jamba")
 
@@ -192,7 +193,7 @@ def test_requests_on_the_executor_have_the_bits_of_a_cold_step(
         str(checkpoints(name)),
         device="cpu",
         dtype=chance.choice(["float16", "bfloat16"]),
-        kv_dtype="auto" if name in (*STATES, "deepseek-v3") else chance.choice(["auto", "int8"]),
+        kv_dtype="auto" if name in (*STATES, *LATENTS) else chance.choice(["auto", "int8"]),
     )
     model = replace(model, config=replace(model.config, arithmetic="of a test"))
     if why := refused_on_a_gpu(model):

@@ -87,6 +87,8 @@ class FakeDaemon:
                 return p.Found(m.id, 0, 0, 0, [], 0, 0)
             case p.FindHit():
                 return hit_found(m)
+            case p.Stats():
+                return p.Refused(m.id, "busy", "ask later")
             case _:
                 return None
 
