@@ -77,10 +77,14 @@ def command(
     with where.operator() as operator:
         forget = messages.Forget(0, what.tenant, what.model, what.session)
         receipt = operator.ask(forget, messages.Forgotten, wait_s=_PATIENCE_S).receipt
+        elsewhere = operator.cluster
     if json or sign is not None:
         show.write_json(to_json(receipt, signer))
     else:
         show.line(_summary(receipt))
+    if elsewhere:
+        note = "pages that other hosts or a bucket hold are not forgotten, and a lookup may bring them back"
+        typer.echo(f"tierstore forget: {note}", err=True)
 
 
 def to_json(receipt: ForgetReceipt, signer: Signer) -> dict[str, object]:

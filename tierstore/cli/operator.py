@@ -94,7 +94,8 @@ class Operator:
             self._wire = ZmqTransport(self._connect(self._context, address))
         try:
             hello = messages.Hello(0, token, f"tierstore operator, pid {os.getpid()}")
-            self.connection = self.ask(hello, messages.Welcome, wait_s=_GREETING_S).connection
+            welcome = self.ask(hello, messages.Welcome, wait_s=_GREETING_S)
+            self.connection, self.cluster = welcome.connection, welcome.cluster
         except BaseException:
             self.close()
             raise

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.forked import run
+from tests.tierstore.cli.commands import run
 from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, alive, check, prompt, published
 from tierstore.backend import Registration
 from tierstore.cluster import supervisor
@@ -76,6 +77,12 @@ def test_tenants_and_other_models_find_nothing(start):
     assert other.fetch_remote(prompt(2), identity=tenant) == (0, 0)
     assert other.fetch_remote(prompt(2), identity=Identity.of(SPEC, model="n")) == (0, 0)
     assert other.fetch_remote(prompt(2)) == (128, 128)
+
+
+def test_a_forget_says_that_it_reaches_one_host(start):
+    code, _, err = run("forget", "--connect", start().url, "--tenant", "acme")
+    assert code == 0
+    assert "pages that other hosts or a bucket hold are not forgotten" in err
 
 
 def test_a_secret_keeps_others_out(start, tmp_path):
