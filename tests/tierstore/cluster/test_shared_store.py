@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.forked import run
-from tests.tierstore.cli.commands import run
+from tests.tierstore.cli import commands
 from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, alive, check, prompt, published
 from tierstore.backend import Registration
 from tierstore.cluster import supervisor
@@ -80,7 +80,7 @@ def test_tenants_and_other_models_find_nothing(start):
 
 
 def test_a_forget_says_that_it_reaches_one_host(start):
-    code, _, err = run("forget", "--connect", start().url, "--tenant", "acme")
+    code, _, err = commands.run("forget", "--connect", start().url, "--tenant", "acme")
     assert code == 0
     assert "pages that other hosts or a bucket hold are not forgotten" in err
 
