@@ -80,6 +80,7 @@ class LocalBackend:
         self._state = core.state
         self._owns_core = owns_core
         self._registrations: dict[bytes, Registration] = {}
+        self._followers: list[Callable[[ForgottenPages], None]] = []
         with self._state.lock:
             core.clients[self.client.number] = self.client
 
@@ -294,6 +295,7 @@ class LocalBackend:
         self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
     ) -> None:
         limit_age(self._state.ages.most_s)
+        self._followers.append(follower)
         self.core.forgetting.followers.append(follower)
 
     def flush(self, timeout: float | None) -> bool:
@@ -338,6 +340,8 @@ class LocalBackend:
             expected.cancel()
         for reserved in waiting:
             reserved.cancel()
+        while self._followers:
+            self.core.forgetting.followers.remove(self._followers.pop())
         self.core.arrivals.wake()
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ _AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
 _READ_AT_ONCE = 4096  # records
 _MOST_UNCOMMITTED = 4096  # removals that wait for a commit
 _KEPT_FORGETS = 256
+_PAUSE_S = 0.5  # between two rounds for pages that lookups found too old: each round searches all pools
 _NAME_BYTES = 8
 _HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, number of the last forget
 _LOGGED = struct.Struct("<16s16s")  # tenant, model
@@ -271,6 +272,7 @@ class Forgetting:
                     state.counters.disk_write_errors += 1
                 _log.warning("disk tier: pages that are too old are not removed yet: %s", error)
             with state.lock:
+                state.changed.wait_for(lambda: self._closing, _PAUSE_S)
                 left_s = max(due - time.monotonic(), 0.0)
                 state.changed.wait_for(lambda: self._closing or state.too_old, left_s)
 

@@ -27,6 +27,7 @@ from tierstore.core.clients import Client
 from tierstore.core.forgetting import ForgetLog
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import nested_tenant
+from tierstore.store.store import Store
 from tierstore.testing.clock import wait_until
 from tierstore.testing.processes import DaemonProcess, free_port
 from tierstore.tiers.disk.index_db import IndexDB
@@ -590,6 +591,15 @@ def test_pools_know_up_to_which_forget_they_were_told(pooled, monkeypatch):
     go_on.set()
     first.join()
     assert (told, forgetting.told) == ([0, 2], 2)
+
+
+def test_a_closed_store_follows_a_shared_core_no_more(pooled):
+    core = pooled.backend.core
+    pool = tierstore.PagePool(SPEC, 2)
+    other = Store(LocalBackend(core), SPEC, pools=[pool], lookup_s=10.0)
+    assert len(core.forgetting.followers) == 2
+    other.close()
+    assert len(core.forgetting.followers) == 1
 
 
 def test_a_forget_that_has_left_the_log_counts_for_everyone():
