@@ -33,7 +33,7 @@ def test_pages_behind_a_prefix_that_is_held(start):
     publish(one, prompt(1, pages=200))
     other.save(prompt(1, pages=30), again=False)
     assert other.fetch_remote(prompt(1, pages=200)) == (170 * 16, 200 * 16)
-    assert other.counts()["fetched_pages"] == 170
+    other.has_counted("fetched_pages", 170)
 
 
 _GET_ONE_OF_TWO = """

@@ -128,7 +128,7 @@ def test_an_engine_waits_for_what_another_hosts_engine_has_promised(tmp_path):
         hosts[0].wait_for(lambda stats: stats.cluster.counts["published_pages"] == 11)
         complete(first, first.add(others, PARAMS))
         hosts[0].wait_for(lambda stats: stats.store.pages >= 22)
-        assert hosts[0].counts()["published_pages"] == 11
+        hosts[0].has_counted("published_pages", 11)
         expected = complete(first, first.add(others, ONE, hint=ELSEWHERE))
         answer = complete(second, second.add(others, PARAMS, promise=PROMISE))
         assert answer.metrics.reused_tokens == 640

@@ -254,9 +254,9 @@ def test_states_of_another_host(engine, hosts):
     load(second, Request("c", TOKENS), 64)
     assert (second.memory[0][50] == state_of(TOKENS[:64])).all()
     assert equal_blocks(first, second, zip(OTHER[:8], OTHER[:8], strict=True), group=1)
-    assert hosts[1].counts()["fetched_pages"] == 5  # four of attention, and one state
+    hosts[1].has_counted("fetched_pages", 5)  # four of attention, and one state
     assert second.matched(Request("d", [*TOKENS[:40], *range(200, 230)])) == 0
-    assert hosts[1].counts()["fetched_pages"] == 5
+    hosts[1].has_counted("fetched_pages", 5)
     other = [*range(300, 370)]
     promised = {"do_remote_prefill": True, "tierstore": {"tokens": 64, "until_s": 10}}
     waits = Request("e", other, kv_transfer_params=promised)

@@ -52,6 +52,12 @@ class Host:
     def counts(self):
         return self.stats().cluster.counts
 
+    def has_counted(self, name, count):
+        """Wait until the count ``name`` is reached, and check that it is not exceeded. Pages may be used
+        before their agent has reported them."""
+        stats = self.wait_for(lambda stats: stats.cluster.counts.get(name, 0) >= count)
+        assert stats.cluster.counts[name] == count
+
     def wait_for(self, condition):
         """Until ``condition(stats)`` holds: those stats."""
         seen = []

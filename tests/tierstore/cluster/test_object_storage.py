@@ -66,7 +66,7 @@ def test_hosts_share_a_bucket_and_agents_may_die(start, url, proxy, seaweed):
     proxy.only, proxy.fault = "/bundles/", "flip"
     assert other.fetch_remote(prompt(3)) == (128, 64), "the byte is in the fifth of eight pages"
     proxy.fault = ""
-    assert other.counts()["damaged_pages"] == 1
+    other.has_counted("damaged_pages", 1)
     assert other.stats().service.reserved_bytes == 0
     # A server that fails is one line, and the daemon goes on.
     proxy.only, proxy.fault = "", "status"

@@ -38,7 +38,7 @@ def test_what_one_host_has_used_twice_another_one_brings(start, pool):
     published(one, 8)
     assert other.fetch_remote(prompt(2)) == (128, 128)
     assert other.fetch_remote(prompt(1)) == (0, 0), "used once: nobody else's"
-    assert other.counts()["fetched_pages"] == 8
+    other.has_counted("fetched_pages", 8)
     # And what was brought is not published again, nor asked for.
     assert other.fetch_remote(prompt(2)) == (0, 128)
     assert "published_pages" not in other.counts()
@@ -51,7 +51,7 @@ def test_pages_behind_a_prefix_that_is_held(start):
     published(one, 20)
     other.save(prompt(1, pages=7), again=False)
     assert other.fetch_remote(prompt(1, pages=20)) == (13 * 16, 20 * 16)
-    assert other.counts()["fetched_pages"] == 13
+    other.has_counted("fetched_pages", 13)
     # A prompt that goes another way behind it gets what is common.
     tokens = np.concatenate([prompt(1, pages=10), prompt(5, pages=5)])
     assert other.fetch_remote(tokens) == (0, 160)
@@ -162,7 +162,7 @@ def test_bytes_that_come_after_the_call_change_nothing(start, pool):
             store.save(tokens, pages_of(tokens, SPEC)).wait(10)
         time.sleep(max(began + 1.5 - time.monotonic(), 0))
         assert sum(check(store, prompt(number, pages=40)) for number in range(2, 30)) > 0
-    assert other.counts()["poisoned_lanes"] == 1
+    other.has_counted("poisoned_lanes", 1)
     assert other.fetch_remote(prompt(1, pages=40)) == (640, 640)
 
 
@@ -180,7 +180,7 @@ def test_an_agent_that_hangs_is_killed_and_costs_a_miss(start, pool):
         # Lookups come late three times, and then it is left alone.
         for number in range(10, 20):
             assert store.lookup(prompt(number)).remote_tokens == 0
-        assert other.counts()["late_looks"] == 3
+        other.has_counted("late_looks", 3)
     agents = other.agents()
     other.wait_for(lambda stats: stats.cluster.counts.get("agent_kills", 0) >= 1)
     set_faults(pool)
@@ -487,7 +487,7 @@ def test_what_another_host_goes_on_with_is_published_at_once(start):
         assert (check(store, new), check(store, old)) == (128, 128)
         store.expect(kept, Promise(128, 0.1)).wait(30)
         assert check(store, kept) == 0
-    assert one.counts()["published_pages"] == 16
+    one.has_counted("published_pages", 16)
     assert one.stats().service.refused == reader.stats().service.refused == {}
     assert "published_pages" not in reader.counts()
 
