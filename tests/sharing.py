@@ -7,10 +7,25 @@ import contextlib
 import numpy as np
 
 import tierstore
+from tests.portions import chosen
+from tests.vllm import models
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.sharing import shared_identity
 
 CHUNK = 64
+LONG, SHORT = 4_096, 1_024  # tokens that are shared
+MODELS = chosen(
+    [
+        (models.LLAMA, LONG),
+        (models.LLAMA3, SHORT),
+        (models.QWEN2, SHORT),
+        (models.QWEN3, SHORT),
+        (models.GEMMA, SHORT),
+    ],
+    (models.LLAMA, LONG),
+    (models.GEMMA, SHORT),
+)
+"""Kinds of models, each with a number of tokens."""
 SAME_LOGITS = 1e-4  # float32
 SAME_KV = 1e-3
 

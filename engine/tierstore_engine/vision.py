@@ -379,8 +379,7 @@ def _read_weights(encoder: torch.nn.Module, folder: Path) -> str:
             if name not in found:
                 raise ModelError(f"{folder}: tensor {name} of the encoder of images is missing")
             read = stored.read(found[name], tensor.shape)
-            digest.update(f"{name}{list(read.shape)}{read.dtype}".encode())
-            digest.update(read.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            _hash(digest, name, read)
             tensor.copy_(read)
     return digest.hexdigest()
 
@@ -400,6 +399,11 @@ def _own_name(name: str, state: Mapping[str, torch.Tensor]) -> str:
 def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in sorted(inputs.items()):
-        digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.contiguous().numpy().data)
+        _hash(digest, name, tensor)
     return digest.digest()
+
+
+def _hash(digest: hashlib._Hash, name: str, tensor: torch.Tensor) -> None:
+    """Add a tensor's name, shape, dtype and bytes to a digest."""
+    digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tierstore_tools.sglang import HIERARCHICAL, ON_CPU
+
 _RESULT = "RESULT "
 _START_S = 400
 _SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 10, "vocab_size": 512}
@@ -138,30 +140,12 @@ def arguments(model: pathlib.Path | str, ranks: int = 1) -> dict[str, Any]:
     return {
         "model_path": str(model),
         "tp_size": ranks,
-        "device": "cpu",
+        **ON_CPU,
         "dtype": "bfloat16",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "skip_tokenizer_init": True,
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
-        "mem_fraction_static": 0.3,
         "max_total_tokens": 4096,
         "page_size": 16,
-        "random_seed": 1,
         "log_level": "warning",
     }
-
-
-HIERARCHICAL: dict[str, Any] = {
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 2.0,
-    "hicache_io_backend": "direct",
-    "hicache_mem_layout": "page_first_direct",
-    "hicache_write_policy": "write_through",
-    "hicache_storage_prefetch_policy": "wait_complete",
-}
 
 
 def storage(store: str) -> dict[str, str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.portions import chosen
 from tests.serving import make_daemon
 from tests.sharing import (
     CHUNK,
+    LONG,
+    MODELS,
     SAME_KV,
     SAME_LOGITS,
     answer,
@@ -31,7 +32,6 @@ from tierstore_tools.vllm.asks import Ask, greatest_difference
 __all__ = ["make_daemon"]
 
 pytestmark = pytest.mark.timeout(1500)
-LONG, SHORT = 4_096, 1_024  # tokens that are shared
 STAND_INS = Path(__file__).parent / "cpu"
 VLLM = os.environ.get("VLLM_PYTHON")
 
@@ -71,20 +71,7 @@ def folder(tmp_path_factory):
     return lambda kind: models.model(kind, cache)
 
 
-@pytest.mark.parametrize(
-    ("kind", "whole"),
-    chosen(
-        [
-            (models.LLAMA, LONG),
-            (models.LLAMA3, SHORT),
-            (models.QWEN2, SHORT),
-            (models.QWEN3, SHORT),
-            (models.GEMMA, SHORT),
-        ],
-        (models.LLAMA, LONG),
-        (models.GEMMA, SHORT),
-    ),
-)
+@pytest.mark.parametrize(("kind", "whole"), MODELS)
 def test_both_directions(folder, daemon, kind, whole):
     """Gemma's pages come from SGLang only: it needs the whole past of a window, which others do not keep."""
     folder, theirs, ours = folder(kind), prompt(whole + 4, seed=1), prompt(whole + 4, seed=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.portions import chosen
 from tests.sharing import (
     CHUNK,
+    MODELS,
     SAME_KV,
     SAME_LOGITS,
     answer,
@@ -22,23 +22,8 @@ from tests.vllm.harness import patient, wait_hit, wait_stored
 from tests.vllm.models import prompt
 from tierstore.spec import KVSpec
 
-LONG, SHORT = 4_096, 1_024  # tokens that are shared
 
-
-@pytest.mark.parametrize(
-    ("kind", "whole"),
-    chosen(
-        [
-            (models.LLAMA, LONG),
-            (models.LLAMA3, SHORT),
-            (models.QWEN2, SHORT),
-            (models.QWEN3, SHORT),
-            (models.GEMMA, SHORT),
-        ],
-        (models.LLAMA, LONG),
-        (models.GEMMA, SHORT),
-    ),
-)
+@pytest.mark.parametrize(("kind", "whole"), MODELS)
 def test_both_directions(model, daemon, kind, whole):
     folder = model(kind)
     from_vllm, from_ours = prompt(whole + 4, seed=1), prompt(whole + 4, seed=2)

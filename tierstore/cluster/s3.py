@@ -31,11 +31,8 @@ _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"\b[45]\d\d (?:[A-Z][A-Za-z]+ ?){1,4}")
 _UNREADABLE = ("<Code>InvalidRange</Code>", "<Code>InvalidObjectState</Code>")
 _INSTANCE = ("/latest/api/token", "/latest/meta-data", "169.254.170.")
-_ODD_NAME = (
-    "EmptySegment",
-    "BadSegment",
-    "InvalidPath",
-)  # of one object; no listing of all folders goes past it
+# Errors about the name of one object: no listing that has it can be read.
+_ODD_NAME = ("EmptySegment", "BadSegment", "InvalidPath")
 _ADVICE = {
     "RequestTimeTooSkewed": "set this host's clock",
     "NoSuchBucket": "create the bucket, or correct its name",

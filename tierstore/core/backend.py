@@ -389,7 +389,7 @@ def open_core(
     if path is not None and not host_bytes:
         raise UsageError("a disk tier needs a host tier: pages pass through it (give host_bytes)")
     lease_s = seconds("lease_s", lease_s)
-    max_age_s(max_age_days)
+    most_age_s = max_age_s(max_age_days)
     host_bytes = _checked_room("host_bytes", host_bytes, page_bytes)
     if path is not None:
         disk_bytes = _checked_room("disk_bytes", disk_bytes, page_bytes)
@@ -419,7 +419,7 @@ def open_core(
         lease_s=lease_s,
         stall_s=seconds("stall_s", stall_s),
         disk_write_budget=whole_number("disk_write_budget", disk_write_budget, least=0),
-        max_age_s=max_age_s(max_age_days),
+        max_age_s=most_age_s,
         clock=clock,
         wall=wall,
     )

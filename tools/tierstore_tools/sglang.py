@@ -18,9 +18,8 @@ from tierstore_tools.vllm.asks import SHOWN_LOGPROBS, Answers, Ask, Batch, Engin
 from tierstore_tools.vllm.child import main
 from tierstore_tools.vllm.engine import ANSWER_S, RunningEngine
 
-_OPTIONS: dict[str, Any] = {
+ON_CPU: dict[str, Any] = {
     "device": "cpu",
-    "dtype": "float32",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
@@ -28,21 +27,26 @@ _OPTIONS: dict[str, Any] = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.3,
-    "page_size": 64,
     "random_seed": 1,
+}
+"""SGLang's arguments for a small model on a CPU."""
+_OPTIONS: dict[str, Any] = {
+    **ON_CPU,
+    "dtype": "float32",
+    "page_size": 64,
     "log_level": "info",
     "max_total_tokens": 16_384,
     "chunked_prefill_size": 8192,
 }
-_STORAGE: dict[str, Any] = {
+HIERARCHICAL: dict[str, Any] = {
     "enable_hierarchical_cache": True,
     "hicache_ratio": 2.0,
     "hicache_io_backend": "direct",
     "hicache_mem_layout": "page_first_direct",
     "hicache_write_policy": "write_through",
     "hicache_storage_prefetch_policy": "wait_complete",
-    "hicache_storage_backend": "dynamic",
 }
+"""SGLang's arguments for a hierarchical cache that waits for its storage."""
 
 
 def storage_options(url: str, **extra: Any) -> dict[str, Any]:
@@ -57,7 +61,11 @@ def storage_options(url: str, **extra: Any) -> dict[str, Any]:
         "store": url,
         **extra,
     }
-    return {**_STORAGE, "hicache_storage_backend_extra_config": json.dumps(settings)}
+    return {
+        **HIERARCHICAL,
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(settings),
+    }
 
 
 class SglangEngine(RunningEngine):

@@ -39,17 +39,17 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True)
-class _Partial:
+class Partial:
     """Attention over a part of the keys: ``out [kv_heads, groups, tokens, head_dim]``, and ``lse`` in the
     same shape with a last dimension of 1."""
 
     out: torch.Tensor
     lse: torch.Tensor
 
-    def merge(self, other: _Partial) -> _Partial:
+    def merge(self, other: Partial) -> Partial:
         lse = torch.logaddexp(self.lse, other.lse)
         out = self.out * (self.lse - lse).exp_() + other.out * (other.lse - lse).exp_()
-        return _Partial(out, lse)
+        return Partial(out, lse)
 
 
 class CpuAttention(Attention):
@@ -198,7 +198,7 @@ class CpuAttention(Attention):
 
     def _attend_span(
         self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int, *, mutual: bool
-    ) -> _Partial:
+    ) -> Partial:
         """Return attention of ``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop``
         of one sequence. A token sees the tokens before it, and the later ones too if they are ``mutual``."""
         first, chunk = 0, self._chunked(layer)
@@ -221,18 +221,18 @@ class CpuAttention(Attention):
         table: torch.Tensor,
         past: range,
         staged: KVPages | None = None,
-    ) -> _Partial | None:
+    ) -> Partial | None:
         """Return attention of all queries over the tokens of ``past``; None if it is empty."""
         kv_heads, groups, tokens, head_dim = queries.shape
         # Every query sees the whole past, so queries that share a KV head are rows of one product.
         folded = queries.reshape(kv_heads, 1, groups * tokens, head_dim)
-        merged: _Partial | None = None
+        merged: Partial | None = None
         for start, stop in _cut(past.start, past.stop, self._block):
             part = self._flash(folded, *self._gather(layer, table, start, stop, staged))
             merged = part if merged is None else merged.merge(part)
         if merged is None:
             return None
-        return _Partial(merged.out.reshape(queries.shape), merged.lse.reshape(kv_heads, groups, tokens, 1))
+        return Partial(merged.out.reshape(queries.shape), merged.lse.reshape(kv_heads, groups, tokens, 1))
 
     def _windowed(
         self,
@@ -244,7 +244,7 @@ class CpuAttention(Attention):
         window: int,
         *,
         mutual: bool,
-    ) -> _Partial:
+    ) -> Partial:
         """Return attention of each query over the last ``window`` tokens up to itself, and over all later
         ones if they are ``mutual``."""
         ends = np.arange(start, stop) + 1
@@ -252,7 +252,7 @@ class CpuAttention(Attention):
         seen = SeenTokens(0, table, np.maximum(ends - window, 0), stops)
         return self._within(layer, queries, seen, self._pages)
 
-    def _within(self, layer: int, queries: torch.Tensor, seen: SeenTokens, pages: KVPages) -> _Partial:
+    def _within(self, layer: int, queries: torch.Tensor, seen: SeenTokens, pages: KVPages) -> Partial:
         """Return attention of each query over the tokens that it sees, with masks of at most tokens × block.
         The tokens that all queries see need no mask."""
         common = range(int(seen.firsts.max()), int(seen.stops.min()))
@@ -268,9 +268,9 @@ class CpuAttention(Attention):
 
     def _masked(
         self, layer: int, queries: torch.Tensor, seen: SeenTokens, tokens: range, pages: KVPages
-    ) -> _Partial:
+    ) -> Partial:
         """Return attention of each query over those of ``tokens`` that it sees."""
-        merged: _Partial | None = None
+        merged: Partial | None = None
         firsts, stops = (torch.from_numpy(each)[:, None] for each in (seen.firsts, seen.stops))
         for first, end in _cut(tokens.start, tokens.stop, self._block):
             others = torch.arange(first, end)[None, :]
@@ -292,7 +292,7 @@ class CpuAttention(Attention):
         *,
         causal: bool = False,
         mask: torch.Tensor | None = None,
-    ) -> _Partial:
+    ) -> Partial:
         if self._cap is not None:
             return _capped(queries, keys, values, self._scale, self._cap, causal=causal, mask=mask)
         # KV heads are the batch here. Heads that share one see it through a stride of 0.
@@ -300,7 +300,7 @@ class CpuAttention(Attention):
         out, lse = _flash(
             queries, keys.expand(shape), values.expand(shape), 0.0, causal, attn_mask=mask, scale=self._scale
         )
-        return _Partial(out, lse.unsqueeze(-1))
+        return Partial(out, lse.unsqueeze(-1))
 
     def _gather(
         self, layer: int, table: torch.Tensor, start: int, stop: int, staged: KVPages | None = None
@@ -328,7 +328,7 @@ def _capped(
     *,
     causal: bool,
     mask: torch.Tensor | None,
-) -> _Partial:
+) -> Partial:
     """Return attention whose scores ``s`` become ``cap × tanh(s / cap)``."""
     kv_heads, groups, tokens, width = queries.shape
     folded = queries.reshape(kv_heads, groups * tokens, width)
@@ -340,7 +340,7 @@ def _capped(
         scores = scores + mask
     lse = scores.logsumexp(-1, keepdim=True)
     shares = (scores - lse).exp().view(kv_heads, groups * tokens, -1)
-    return _Partial((shares @ values.squeeze(1)).view(queries.shape), lse)
+    return Partial((shares @ values.squeeze(1)).view(queries.shape), lse)
 
 
 def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:

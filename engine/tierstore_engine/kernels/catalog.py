@@ -101,7 +101,7 @@ def pointwise_set(dtype: str) -> PointwiseSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ProductKernel:
     """A kernel for products. One block computes ``rows × products`` numbers."""
 
     instance: Instance
@@ -114,8 +114,8 @@ class ProductSet:
     """The kernels for products in which a row's bits do not depend on other rows: one for at most
     ``few.rows`` rows, one for more."""
 
-    few: Product
-    many: Product
+    few: ProductKernel
+    many: ProductKernel
 
 
 def product_set(dtype: str) -> ProductSet:
@@ -123,11 +123,11 @@ def product_set(dtype: str) -> ProductSet:
     return ProductSet(_product(dtype, 16, 32, (16, 16), 4), _product(dtype, 64, 128, (32, 64), 3))
 
 
-def _product(dtype: str, rows: int, products: int, of_warp: tuple[int, int], stages: int) -> Product:
+def _product(dtype: str, rows: int, products: int, of_warp: tuple[int, int], stages: int) -> ProductKernel:
     threads = rows // of_warp[0] * (products // of_warp[1]) * 32
     shape = f"{rows}, {products}, {of_warp[0]}, {of_warp[1]}, {stages}"
     name = f"multiply_rows<{_C_TYPES[dtype]}, {shape}>"
-    return Product(
+    return ProductKernel(
         Instance("product.cu", name, threads, stages * (rows + products) * 128),
         rows,
         products,

@@ -41,7 +41,7 @@ from tierstore.spec import LayerKind
 from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
-from tierstore_engine.attention.cpu import BLOCK_TOKENS, CpuAttention
+from tierstore_engine.attention.cpu import BLOCK_TOKENS, CpuAttention, Partial
 from tierstore_engine.attention.in_place import SeenTokens
 from tierstore_engine.attention.pages import kv_pages
 from tierstore_engine.config import ModelConfig
@@ -428,7 +428,6 @@ def _merge(found: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
     """Merge outputs and LSEs over further tokens into these rows of ``found``."""
     if not len(rows):
         return
-    one = found[rows]
-    lse = torch.logaddexp(one[..., -1:], part[..., -1:])
-    out = one[..., :-1] * (one[..., -1:] - lse).exp_() + part[..., :-1] * (part[..., -1:] - lse).exp_()
-    found[rows] = torch.cat([out, lse], dim=-1)
+    one, other = (Partial(each[..., :-1], each[..., -1:]) for each in (found[rows], part))
+    merged = one.merge(other)
+    found[rows] = torch.cat([merged.out, merged.lse], dim=-1)
