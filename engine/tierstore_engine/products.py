@@ -4,8 +4,8 @@ A decode step has few rows. Then the time of a product is that of reading the ma
 libraries reach for one row only: on the CPU they take twice that time for four rows. The compiled part
 (``tierstore/native/decode.c``) takes about as long for four rows as for one. It also computes products of
 more rows where it is faster: with AVX2 in bfloat16, for which torch has no instructions there, and up to 128
-rows in float32. With AVX2, oneDNN computes longer products in float32: it takes 0.9 of the time of MKL, which
-torch would use (AMD EPYC).
+rows in float32. On AMD's processors and with AVX2, oneDNN computes longer products in float32. On an AMD EPYC
+it takes 0.9 of the time of MKL, which torch would use, with AVX2, and half of it with AVX-512.
 
 In products of the compiled part, a row's bits do not depend on other rows. Within :func:`same_bits`, it
 computes all products on the CPU; on a GPU, kernels with the same property do.
@@ -26,12 +26,22 @@ from tierstore import native
 FEW_ROWS = 16
 """A product of more rows is not bound by reading the matrix."""
 
+
+def _made_by_amd() -> bool:
+    try:
+        with open("/proc/cpuinfo") as facts:
+            return "AuthenticAMD" in next((line for line in facts if line.startswith("vendor_id")), "")
+    except OSError:  # not Linux
+        return False
+
+
 # With AVX2 the compiled part is the faster one: in bfloat16 always, in float32 up to this number of rows
 # (benchmarks/products.py).
 _AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 _MOST_ROWS = 128 if _AVX2 else FEW_ROWS
 # Torch's compiler calls this too. It takes the weights as they are.
-_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_ONEDNN = _LINEAR if _AVX2 or _made_by_amd() else None
 _THREADED_BYTES = 1 << 20  # fewer are read before further threads have begun
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
 
@@ -129,7 +139,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def _by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if _AVX2 and _ONEDNN is not None and x.dtype is torch.float32 and x.device.type == "cpu" and x.dim() == 2:
+    if _ONEDNN is not None and x.dtype is torch.float32 and x.device.type == "cpu" and x.dim() == 2:
         whole = None if bias is None else bias.contiguous()  # oneDNN ignores a bias's stride
         product: torch.Tensor = _ONEDNN(x, weight, whole, "none", [], "")
         return product
