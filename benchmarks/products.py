@@ -17,7 +17,7 @@ import typer
 from tierstore import native
 from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
-from tierstore_engine.products import multiply, same_bits
+from tierstore_engine.products import by_torch, multiply, same_bits
 from tierstore_tools import machine, report
 
 _MATRICES = 6
@@ -64,7 +64,7 @@ def ratio(matrices: list[torch.Tensor], rows: int, times: int) -> float:
     for turn in range(times):
         one, other = (matrices[(turn + half) % len(matrices)] for half in (0, len(matrices) // 2))
         begun = time.perf_counter()
-        torch.nn.functional.linear(x, one)
+        by_torch(x, one, None)
         between = time.perf_counter()
         with same_bits():
             multiply(x, other)

@@ -1,11 +1,13 @@
 """Products of activations with a weight matrix.
 
-A decode step has few rows. Then the time of a product is that of reading the matrix once, which torch's
-libraries reach for one row only: on the CPU they take twice that time for four rows. The compiled part
-(``tierstore/native/decode.c``) takes about as long for four rows as for one. It also computes products of
-more rows where it is faster: with AVX2 in bfloat16, for which torch has no instructions there, and up to 128
-rows in float32. On AMD's processors and with AVX2, oneDNN computes longer products in float32. On an AMD EPYC
-it takes 0.9 of the time of MKL, which torch would use, with AVX2, and half of it with AVX-512.
+A decode step has few rows. Then the time of a product is that of reading the matrix once. The compiled part
+(``tierstore/native/decode.c``) takes about as long for four rows as for one, and MKL twice as long. So the
+compiled part computes products of few rows, and of more rows where it is faster: with AVX2 in bfloat16, for
+which torch has no instructions there, and up to 128 rows in float32. Where torch has AVX-512 instructions for
+a dtype, they take 0.3 to 0.8 of the compiled part's time from two rows on, and it computes single rows only.
+
+With AVX2, and on AMD's processors, oneDNN computes the other products in float32. On an AMD EPYC it takes 0.9
+of the time of MKL, which torch would use, with AVX2, and half of it with AVX-512.
 
 In products of the compiled part, a row's bits do not depend on other rows. Within :func:`same_bits`, it
 computes all products on the CPU; on a GPU, kernels with the same property do.
@@ -13,6 +15,7 @@ computes all products on the CPU; on a GPU, kernels with the same property do.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,13 +38,25 @@ def _made_by_amd() -> bool:
         return False
 
 
-# With AVX2 the compiled part is the faster one: in bfloat16 always, in float32 up to this number of rows
-# (benchmarks/products.py).
-_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-_MOST_ROWS = 128 if _AVX2 else FEW_ROWS
+_CAPABILITY = torch.backends.cpu.get_cpu_capability()
 # Torch's compiler calls this too. It takes the weights as they are.
 _LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_ONEDNN = _LINEAR if _AVX2 or _made_by_amd() else None
+_ONEDNN = _LINEAR if _CAPABILITY == "AVX2" or _made_by_amd() else None
+
+
+def _most_rows() -> dict[torch.dtype, int]:
+    """Return up to how many rows the compiled part is faster than torch (benchmarks/products.py)."""
+    if _CAPABILITY == "AVX2":
+        return {torch.float32: 128, torch.bfloat16: sys.maxsize}
+    wide = _CAPABILITY == "AVX512"
+    of_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)
+    return {
+        torch.float32: 1 if wide and _ONEDNN is not None else FEW_ROWS,
+        torch.bfloat16: 1 if wide and of_bfloat16() else FEW_ROWS,
+    }
+
+
+_MOST_ROWS = _most_rows()
 _THREADED_BYTES = 1 << 20  # fewer are read before further threads have begun
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
 
@@ -104,8 +119,9 @@ def arithmetic() -> str:
 
 
 def compiled_takes(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether the compiled part, where there is one, computes products of ``rows`` rows."""
-    return rows <= _MOST_ROWS or bits_are_same() or (_AVX2 and dtype is torch.bfloat16)
+    """Return whether the compiled part, where there is one, computes products of ``rows`` rows with a matrix
+    of ``dtype``."""
+    return rows <= _MOST_ROWS.get(dtype, FEW_ROWS) or bits_are_same()
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -120,7 +136,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     if not _compiled(x, weight):
         if bits_are_same():
             raise RuntimeError(f"no product of {x.dtype} has the same bits for any number of rows")
-        return _by_torch(x, weight, bias)
+        return by_torch(x, weight, bias)
     assert native.DECODE is not None
     rows, wide = len(x), x.float().contiguous()
     out = torch.empty(rows, len(weight))
@@ -138,7 +154,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     return out.to(x.dtype)
 
 
-def _by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if _ONEDNN is not None and x.dtype is torch.float32 and x.device.type == "cpu" and x.dim() == 2:
         whole = None if bias is None else bias.contiguous()  # oneDNN ignores a bias's stride
         product: torch.Tensor = _ONEDNN(x, weight, whole, "none", [], "")

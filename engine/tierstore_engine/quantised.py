@@ -284,7 +284,8 @@ def _multiply_by_kernels(
 
 def _multiply_on_the_cpu(x: torch.Tensor, packed: PackedMatrix, inner: int, out: torch.Tensor) -> None:
     known = packed.compiled and x.dtype in (torch.float32, torch.bfloat16)
-    if known and products.compiled_takes(len(x), x.dtype):
+    # Torch would have to dequantise the matrix first.
+    if known and (len(x) <= products.FEW_ROWS or products.compiled_takes(len(x), x.dtype)):
         out.copy_(packed.multiply(x, inner, out.shape[1]))
         return
 

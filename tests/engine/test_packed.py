@@ -160,9 +160,9 @@ def test_a_product_is_the_same_as_with_expanded_weights(form: str, dtype: torch.
     x = torch.randn(5, 1280).to(dtype)
     dense = QuantisedMatrix(70, 1280, dtype=dtype)
     dense.put(PackedMatrix(dense_format(dtype), matrix.expanded().to(dtype).view(torch.uint8)))
-    assert torch.equal(quantised(matrix, dtype).multiply(x), dense.multiply(x))
     many = torch.cat([torch.randn(FEW_ROWS + 3, 1280).to(dtype), x])
     with same_bits():
+        assert torch.equal(quantised(matrix, dtype).multiply(x), dense.multiply(x))
         found = quantised(matrix, dtype).multiply(many)
         assert torch.equal(found, dense.multiply(many))
     assert torch.equal(found[-len(x) :], quantised(matrix, dtype).multiply(x))
