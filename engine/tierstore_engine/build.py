@@ -56,14 +56,17 @@ from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.member import read_weights
 from tierstore_engine.ranks.share import Share, check_ranks
+from tierstore_engine.ranks.shared import SharedWeights
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, has_vocabulary
 from tierstore_engine.vision import Vision
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
+    WeightsDigest,
     check_tensors,
     open_weights,
+    states_of,
     weights_bytes,
 )
 
@@ -264,24 +267,39 @@ def load_model(
     source = model
     if not source.on_disk:
         _check_memory(source)
-    weights, digest = _read_weights(source, seed)
+    digest, files = WeightsDigest(), states_of(source.source)
+    weights, shared = _read_weights(source, seed, digest)
     return LoadedModel(
         source.config,
         source.tokenizer,
         weights,
-        digest,
+        digest.hexdigest(),
         source.device,
         source.adapters,
         source.source,
         divided=source if source.ranks > 1 else None,
         seed=seed,
+        files=files,
+        shared=shared,
     )
 
 
-def _read_weights(source: OpenModel, seed: int) -> tuple[ModelWeights, str]:
-    """Return the weights of this process, and the digest of all weights."""
+def _read_weights(
+    source: OpenModel, seed: int, digest: WeightsDigest
+) -> tuple[ModelWeights, SharedWeights | None]:
+    """Return the weights of this process, and the memory that other ranks may map. Add all weights to
+    ``digest``."""
+    if _shares_weights(source):
+        shared = SharedWeights(source.config)
+        shared.fill(source.source, seed=seed, digest=digest)
+        return shared.weights, shared
     kernels = None if source.device == "cpu" or source.source is None else _matrix_kernels(source)
-    return read_weights(source, Share(0, source.heads), seed=seed, kernels=kernels)
+    return read_weights(source, Share(0, source.heads), seed=seed, kernels=kernels, digest=digest), None
+
+
+def _shares_weights(source: OpenModel) -> bool:
+    """Return whether all ranks have the same weights, in one memory."""
+    return source.parts > 1 and source.heads == 1 and _packed_form(source) is None
 
 
 def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
@@ -499,7 +517,7 @@ def _check_memory(source: OpenModel) -> None:
             if stored.quantised:
                 wanted, form = stored.nbytes, stored.quantised
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
-    if source.parts > 1:
+    if source.parts > 1 and not _shares_weights(source):
         wanted, form = wanted * source.parts, f"{form}, once for each of {source.parts} parts"
     if wanted > memory:
         raise UsageError(

@@ -12,10 +12,14 @@ without ranks, and each rank reads and writes the heads of its share. So lookups
 drafts do not depend on ranks. A hit serves all ranks, and an engine with any number of ranks can use the
 pages of any other.
 
+Rank 0 reads all weights, because the pages' identity has their digest. With tensor parallelism, each other
+rank reads only its slices of the files. With sequence parallelism alone, all ranks map one copy.
+
 Rank 0 alone computes layers with a recurrent state. With tensor parallelism, blocks that layers share are
 refused, and the first rank of each part computes attention that norms all heads together.
 
 - :mod:`~.share`: the part of each rank, and its weights
+- :mod:`~.shared`: one copy of the weights for several ranks
 - :mod:`~.collective`: tensors between ranks
 - :mod:`~.sequence`: the rows of a part, and attention over all parts
 - :mod:`~.member`: the model of each rank

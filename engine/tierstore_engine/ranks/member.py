@@ -15,7 +15,7 @@ from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.collective import Collective, Ranks
 from tierstore_engine.ranks.sequence import SequenceAttention, TokenSplit
 from tierstore_engine.ranks.share import RankPlace, Share, config_of, read_share
-from tierstore_engine.weights import digest_weights, load_weights, random_weights
+from tierstore_engine.weights import WeightsDigest, load_weights, random_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,18 @@ class RankGroups:
 
 
 def read_weights(
-    opened: OpenModel, share: Share, *, seed: int, kernels: MatrixKernels | None = None
-) -> tuple[ModelWeights, str]:
-    """Return a rank's weights of a model, and the digest of all weights. Weights that stay quantised on a GPU
-    take ``kernels``. Raises the errors of :func:`read_share`."""
+    opened: OpenModel,
+    share: Share,
+    *,
+    seed: int,
+    kernels: MatrixKernels | None = None,
+    digest: WeightsDigest | None = None,
+) -> ModelWeights:
+    """Return a rank's weights of a model, and add all weights to ``digest``. Weights that stay quantised on a
+    GPU take ``kernels``. Raises the errors of :func:`read_share`."""
     config, source = opened.config, opened.source
     if share.count > 1:
-        return read_share(config, source, share, seed=seed)
+        return read_share(config, source, share, seed=seed, device=opened.device, digest=digest)
     if source is None:
         weights = random_weights(config, seed=seed, device=opened.device)
     else:
@@ -60,7 +65,9 @@ def read_weights(
             on_disk=opened.on_disk,
             kernels=kernels,
         )
-    return weights, digest_weights(config, weights)
+    if digest is not None:
+        digest.add_all(config, weights)
+    return weights
 
 
 def model_of(

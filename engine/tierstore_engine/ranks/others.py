@@ -65,7 +65,8 @@ class Others:
                     opened=replace(model.divided, tokenizer=ByteTokenizer(), folder=None),
                     place=RankPlace.of(rank, heads=model.divided.heads, parts=model.divided.parts),
                     seed=model.seed,
-                    digest=model.digest,
+                    files=model.files,
+                    weights_fd=None if model.shared is None else model.shared.fd,
                     groups=tuple(pool.spec.describe() for pool in pools),
                     fd=region.memory.fd,
                     large_bytes=region.large_pages.large_bytes,
@@ -86,7 +87,7 @@ class Others:
 
     def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair()
-        fds = (theirs.fileno(), setup.fd)
+        fds = [theirs.fileno(), *(fd for fd in (setup.fd, setup.weights_fd) if fd is not None)]
         # A terminal sends SIGINT to all. Rank 0 ends the others in order.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
