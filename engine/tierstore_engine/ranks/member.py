@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tierstore.tiers.divided_pool import DeviceShare
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.config import ModelConfig
@@ -28,17 +29,25 @@ class RankGroups:
     tokens: Collective | None
 
     @classmethod
-    def meet(cls, place: RankPlace, folder: str) -> RankGroups:
-        """Connect all ranks through files in ``folder``. Block until all ranks are connected."""
+    def meet(cls, place: RankPlace, folder: str, device: str) -> RankGroups:
+        """Connect all ranks through files in ``folder``. Block until all ranks are connected. This rank
+        computes on ``device``."""
         heads, tokens = place.heads, place.tokens
         groups = cls(
-            Collective(heads, f"{folder}/heads-{tokens.rank}") if heads.count > 1 else None,
+            Collective(heads, f"{folder}/heads-{tokens.rank}", device) if heads.count > 1 else None,
             Collective(tokens, f"{folder}/tokens-{heads.rank}") if tokens.count > 1 else None,
         )
         for group in (groups.heads, groups.tokens):
             if group is not None:
                 group.meet(0)  # after this no rank of any group needs its file
         return groups
+
+    def abort(self) -> None:
+        """End what waits for a lost rank; see :meth:`Collective.abort
+        <tierstore_engine.ranks.collective.Collective.abort>`."""
+        for group in (self.heads, self.tokens):
+            if group is not None:
+                group.abort()
 
 
 def read_weights(
@@ -78,16 +87,20 @@ def model_of(
     heads: Ranks | None,
     tokens: Ranks | None,
     part_large_pages: int,
+    device: str = "cpu",
 ) -> Model:
-    """Return the model of one rank, whose ``config`` is that of all. The pages of its part are the first of
-    ``pools``. A part has ``part_large_pages`` large pages."""
+    """Return the model of one rank on ``device``. ``config`` is that of all ranks. The pages of its part are
+    the first of ``pools``. A part has ``part_large_pages`` large pages."""
     own = config_of(config, place.heads)
+    if isinstance(pools[0].region, DeviceShare):  # these pages have the rank's heads only
+        kv = own.kv.of_heads(range(own.first_kv_head, own.first_kv_head + own.kv_heads))
+        own = replace(own, first_kv_head=0, kv=kv)
     memories = [make_memory(pool, own) for pool in pools]
     if tokens is None:
-        return Model(own, weights, memories, device="cpu", ranks=heads)
+        return Model(own, weights, memories, device=device, ranks=heads)
     split = TokenSplit(tokens, heads, own, [part_large_pages * pool.books.per_large for pool in pools])
     divided = [
         SequenceAttention(memory, pool, own, split, group) if isinstance(memory, CpuAttention) else memory
         for group, (memory, pool) in enumerate(zip(memories, pools, strict=True))
     ]
-    return Model(own, weights, divided, device="cpu", ranks=heads, split=split)
+    return Model(own, weights, divided, device=device, ranks=heads, split=split)

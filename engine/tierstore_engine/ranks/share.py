@@ -82,6 +82,23 @@ class RankPlace:
         return cls(Share(number % heads, heads), Share(number // heads, parts))
 
 
+def device_of(device: str, rank: int) -> str:
+    """Return the device of a rank, if ``device`` is that of rank 0.
+
+    >>> device_of("cpu", 2), device_of("cuda", 2), device_of("cuda:1", 2)
+    ('cpu', 'cuda:2', 'cuda:3')
+    """
+    if device == "cpu":
+        return device
+    kind, _, first = device.partition(":")
+    return f"{kind}:{int(first or 0) + rank}"
+
+
+def kv_heads_of(config: ModelConfig, share: Share) -> range:
+    """Return the KV heads of a page that a rank computes with. Latents have one."""
+    return range(1) if config.latent is not None else share.heads(config.heads, config.kv_heads)[1]
+
+
 def divides_attention(config: ModelConfig) -> bool:
     """Return whether attention is divided by heads. Otherwise rank 0 computes it alone."""
     normed_together = config.qk_norm and config.qk_norm_over == "all"

@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 import torch
 
 from tierstore.errors import TierStoreError
-from tierstore.spec import KVSpec
-from tierstore.tiers.group_pools import attach_group_pools
 from tierstore_engine.layer_weights import ModelWeights
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import RankGroups, model_of, read_weights
@@ -81,14 +79,15 @@ def main() -> None:
 
 def _model(setup: RankSetup, wire: Wire) -> Model:
     torch.set_num_threads(setup.threads)
-    place, part = setup.place, setup.part_large_pages
-    weights = _weights(setup)
-    specs = [KVSpec.parse(group) for group in setup.groups]
-    first = part * place.tokens.rank
-    pools = attach_group_pools(specs, setup.fd, setup.large_bytes, part, first=first)
+    config, device = setup.opened.config, setup.opened.device
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    weights, pools = _weights(setup), setup.pools.open()
     wire.send(RankReady())
-    groups = RankGroups.meet(place, setup.meeting)
-    return model_of(setup.opened.config, weights, pools, place, groups.heads, groups.tokens, part)
+    groups = RankGroups.meet(setup.place, setup.meeting, device)
+    return model_of(
+        config, weights, pools, setup.place, groups.heads, groups.tokens, setup.part_large_pages, device
+    )
 
 
 def _weights(setup: RankSetup) -> ModelWeights:
