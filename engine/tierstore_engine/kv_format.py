@@ -146,7 +146,11 @@ class KVFormat:
         return f"{self.name},scale=vector" if self.quantised else "raw"
 
     def of_heads(self, heads: range) -> KVFormat:
-        """Return the format of these KV heads of a page."""
+        """Return the format of these KV heads of a page.
+
+        >>> KVFormat("int8", "int8", (((1.0, 2.0), (3.0, 4.0)),)).of_heads(range(1, 2)).ranges
+        (((2.0,), (4.0,)),)
+        """
         chosen = slice(heads.start, heads.stop)
         layers = (tuple(plane[chosen] for plane in planes) for planes in self.ranges)
         return replace(self, ranges=tuple(layers))

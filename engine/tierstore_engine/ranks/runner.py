@@ -14,7 +14,7 @@ from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import RankGroups, model_of
 from tierstore_engine.ranks.others import Others
 from tierstore_engine.ranks.pools import own_pools
-from tierstore_engine.ranks.share import RankPlace
+from tierstore_engine.ranks.share import RankPlace, device_of
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.step import PartialStep, Step
 
@@ -42,12 +42,13 @@ class RankedRunner:
         The memory of ``pools`` is shared. Raises :class:`RankLostError` if a rank ends before that."""
         assert model.divided is not None
         place = RankPlace.of(0, heads=model.divided.heads, parts=model.divided.parts)
+        device = device_of(model.device, 0)
         folder = tempfile.TemporaryDirectory(prefix="tierstore-ranks-")
         others = Others(model, pools, folder.name)
         try:
             with others.watched():
                 others.wait_ready()
-                groups = RankGroups.meet(place, folder.name, model.device)
+                groups = RankGroups.meet(place, folder.name, device)
                 others.when_lost = groups.abort
                 part = model_of(
                     model.config,
@@ -57,13 +58,13 @@ class RankedRunner:
                     groups.heads,
                     groups.tokens,
                     pools[0].large_pages.part_size,
-                    model.device,
+                    device,
                 )
         except BaseException:
             others.close()
             folder.cleanup()
             raise
-        if model.device == "cpu":  # NCCL may look at its files later
+        if device == "cpu":  # NCCL may look at its files later
             folder.cleanup()
         return cls(model.config, part, others, groups, folder)
 

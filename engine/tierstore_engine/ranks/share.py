@@ -208,7 +208,7 @@ class _Part:
             view, numbers = view.transpose(-1, -2), numbers.transpose(-1, -2)
         # A line is the last dimension of a matrix, or one number of a vector.
         width = self.whole.shape[-1] if self.whole.ndim > 1 else 1
-        shape, strides = (view.shape, view.stride())
+        shape, strides = view.shape, view.stride()
         if self.whole.ndim > 1:
             assert view.stride(-1) == 1
             assert view.shape[-1] == width

@@ -23,6 +23,8 @@ from tests.engine.ranks import on_devices
 from tests.forked import Forked
 from tests.portions import chosen
 from tierstore.errors import UsageError
+from tierstore.keys import Identity
+from tierstore.testing.processes import DaemonProcess
 from tierstore.tiers.device import Device
 from tierstore.tiers.divided_pool import DividedRegion, open_divided_pools
 from tierstore.tiers.group_pools import bytes_for
@@ -66,21 +68,28 @@ def engine_on_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(member, "make_memory", on_devices.memory_on_device)
     engines: list[Engine] = []
 
-    def make(ranks: int, name: str, *, pages: int = 40, seed: int = 2, **reading: Any) -> Engine:
+    def make(
+        ranks: int, name: str, *, pages: int = 40, seed: int = 2, url: str | None = None, **reading: Any
+    ) -> Engine:
         model = load_model(name, device="cpu", tensor_parallel=ranks, **reading)
         spec, settings = model.kv_spec(chunk_tokens=CHUNK), EngineSettings(prefill_chunk=64, plan="load")
         nbytes = bytes_for(spec.split(), group_pages(spec, pages, settings))
         heads = [kv_heads_of(model.config, Share(rank, ranks)) for rank in range(ranks)]
         shares: dict[Device, range] = {FakeDevice(seed, beside=at): own for at, own in enumerate(heads)}
         pools = open_divided_pools(spec.split(), nbytes, shares)
-        store = tierstore.open(
-            tmp_path / "store",
-            spec,
-            identity=model.identity(spec),
-            pools=pools,
-            host_bytes=16 << 20,
-            disk_bytes=64 << 20,
-        )
+        if url is None:
+            store = tierstore.open(
+                tmp_path / "store",
+                spec,
+                identity=model.identity(spec),
+                pools=pools,
+                host_bytes=16 << 20,
+                disk_bytes=64 << 20,
+            )
+        else:
+            identity = Identity.of(spec, model="ranks with devices")
+            store = tierstore.connect(url, spec, identity=identity, pools=pools, lookup_s=30.0)
+            store.wait_ready()
         runner = RankedRunner.start(model, pools)
         engines.append(Engine(runner, model.tokenizer, StoreConnector(store), settings))
         return engines[-1]
@@ -146,6 +155,18 @@ def assert_close(found: list[np.ndarray], expected: list[np.ndarray], kv_dtype: 
     most = 1e-5 if kv_dtype == "auto" else 0.05  # a number at the border of two codes may move by a step
     for mine, reference in zip(found, expected, strict=True):
         assert np.abs(mine - reference).max() <= most * max(np.abs(reference).max(), 1.0)
+
+
+@needs_driver
+def test_pages_of_a_daemon(shared_daemon: DaemonProcess, engine_on_devices: Callable[..., Engine]) -> None:
+    """Another number of ranks finds them."""
+    prompt = a_prompt(4, 150)
+    expected = alone("tiny", [prompt])
+    for ranks, tier in ((2, ""), (3, "host")):
+        engine = engine_on_devices(ranks, "tiny", url=shared_daemon.url)
+        assert_close([ask(engine, prompt, tier)], expected, "auto")
+        assert engine.connector.store.flush(60)
+        engine.close()
 
 
 @needs_driver
