@@ -333,13 +333,32 @@ def open_pool(
 
 
 def open_pools(
-    spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None, shared_parts: int = 0
+    spec: KVSpec,
+    nbytes: int,
+    *,
+    device: str = "cpu",
+    most_bytes: int | None = None,
+    shared_parts: int = 0,
+    device_heads: Sequence[range] = (),
 ) -> tuple[PagePool, ...]:
     """Return a pool for each layer group of ``spec``, all in one memory of ``nbytes`` bytes on ``device``.
 
-    ``most_bytes`` is the size that the memory may be resized to. Otherwise as :func:`open_pool`."""
+    ``most_bytes`` is the size that the memory may be resized to. With ``device_heads``, the memory is divided
+    over several GPUs from ``device`` on, and each has some KV heads of all pages; it cannot be resized.
+    Otherwise as :func:`open_pool`."""
     from tierstore.tiers import group_pools
 
+    if device_heads:
+        from tierstore.tiers.cuda import CudaDevice
+        from tierstore.tiers.divided_pool import open_divided_pools
+
+        if most_bytes is not None:
+            raise UsageError("a page pool on several devices cannot be resized: give it one size")
+        first = int(device.partition(":")[2] or 0)
+        shares: dict[Device, range] = {
+            CudaDevice(first + number): heads for number, heads in enumerate(device_heads)
+        }
+        return open_divided_pools(spec.split(), nbytes, shares)
     if len(spec.groups) == 1:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         return (

@@ -35,16 +35,24 @@ class Memory:
     Views from :meth:`view` keep the mapping alive. ``close()`` only releases this object's hold.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool, reserve: bool = False, huge_pages: bool = True) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        shared: bool,
+        reserve: bool = False,
+        huge_pages: bool = True,
+        name: str = "tierstore-arena",
+    ) -> None:
         """``reserve``: more may be mapped than the system has memory for. Without ``huge_pages``, only
-        touched system pages take memory."""
+        touched system pages take memory. ``name`` is shown by ``/proc/PID/maps`` if it is ``shared``."""
         nbytes = round_up(nbytes, ALIGNMENT)
         fd = None
         try:
             if shared:
                 # No name in /dev/shm: nothing remains after kill -9, and its size limit (64 MB in many
                 # containers) does not apply.
-                fd = os.memfd_create("tierstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.fchmod(fd, 0o600)
                 os.ftruncate(fd, nbytes)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

@@ -30,6 +30,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,40 @@ class KVSpec:
         if len(self.groups) == 1:
             return (self,)
         return tuple(replace(self, groups=(group,)) for group in self.groups)
+
+    def of_heads(self, heads: range) -> KVSpec:
+        """Return the layout of pages with only these KV heads. Latents and states stay whole.
+
+        >>> spec = KVSpec.uniform(layers=2, kv_heads=4, head_dim=64, dtype="float16")
+        >>> spec.of_heads(range(1, 3)).page_bytes / spec.page_bytes
+        0.5
+        """
+        groups = (
+            replace(group, kv_heads=len(heads)) if group.kind in _KEYS_AND_VALUES else group
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
+
+    def pieces_of(self, heads: range) -> list[tuple[ByteRange, int]]:
+        """Return the pieces of a page that make up a page of :meth:`of_heads`, each with its first byte
+        there.
+
+        >>> spec = KVSpec.uniform(layers=1, kv_heads=2, head_dim=64, dtype="float16")
+        >>> spec.pieces_of(range(1, 2))
+        [(ByteRange(start=8192, stop=16384), 0), (ByteRange(start=24576, stop=32768), 8192)]
+        """
+        wanted: list[ByteRange] = []
+        for group in self.groups:
+            for layer in group.layers:
+                if group.kind not in _KEYS_AND_VALUES:
+                    wanted.append(self.layer(layer))
+                    continue
+                for find in (self.tile, self.scales) if self.scaled else (self.tile,):
+                    for plane in range(group.planes):
+                        first, last = find(layer, plane, heads[0]), find(layer, plane, heads[-1])
+                        wanted.append(ByteRange(first.start, last.stop))
+        starts = accumulate((each.nbytes for each in wanted), initial=0)
+        return list(zip(wanted, starts, strict=False))
 
     def layer(self, layer: int) -> ByteRange:
         """Return where layer ``layer`` (the model's own index) is within a page."""

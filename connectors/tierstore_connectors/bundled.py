@@ -290,6 +290,7 @@ def open_connector(
     disk_codec: str = NONE,
     device: str = "cpu",
     shared_parts: int = 0,
+    device_heads: Sequence[range] = (),
     model_name: str = "",
     role: Role = BOTH,
 ) -> Connector:
@@ -300,7 +301,8 @@ def open_connector(
     largest size that the pool may be resized to (None: on a CPU its first size; a pool on another device is
     not resizable). With ``overflow``, the first group's pool has these pages in memory and further ones in
     the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory. On a CPU, other
-    processes can map the memory of pools with ``shared_parts``.
+    processes can map the memory of pools with ``shared_parts``. With ``device_heads``, each of several GPUs
+    from ``device`` on has these KV heads of all pages.
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
     or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
@@ -326,7 +328,9 @@ def open_connector(
         raise UsageError(
             f"pool_pages needs one number for each of {len(parts)} layer groups, got {len(counts)}"
         )
-    pools = _open_pools(spec, counts, most_bytes, overflow, device, shared_parts=shared_parts)
+    pools = _open_pools(
+        spec, counts, most_bytes, overflow, device, shared_parts=shared_parts, device_heads=device_heads
+    )
     if not prefix_cache:
         return NoStore(pools, identity)
     if store is not None and "://" in store:
@@ -368,11 +372,17 @@ def _open_pools(
     device: str,
     *,
     shared_parts: int,
+    device_heads: Sequence[range],
 ) -> Sequence[PagePool]:
-    parts = spec.split()
     if overflow is None:
-        nbytes = bytes_for(parts, counts)
-        return open_pools(spec, nbytes, device=device, most_bytes=most_bytes, shared_parts=shared_parts)
+        return open_pools(
+            spec,
+            bytes_for(spec.split(), counts),
+            device=device,
+            most_bytes=most_bytes,
+            shared_parts=shared_parts,
+            device_heads=device_heads,
+        )
     if most_bytes is not None:
         raise UsageError("a pool with an overflow file cannot be resized: leave one of the two out")
     return open_overflow_pools(spec, counts, overflow, device=device)

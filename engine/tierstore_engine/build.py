@@ -55,15 +55,18 @@ from tierstore_engine.predictor import PredictorDrafter, with_predictor
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.member import read_weights
-from tierstore_engine.ranks.share import Share, check_ranks
+from tierstore_engine.ranks.share import Share, check_ranks, divides_attention, kv_heads_of
+from tierstore_engine.ranks.shared import SharedWeights
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, has_vocabulary
 from tierstore_engine.vision import Vision
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 from tierstore_engine.weights import (
+    WeightsDigest,
     check_tensors,
     open_weights,
+    states_of,
     weights_bytes,
 )
 
@@ -161,8 +164,10 @@ def _divided(opened: OpenModel, heads: int, parts: int) -> OpenModel:
     if heads * parts == 1:
         return opened
     option = _HEADS if heads > 1 else _TOKENS
+    gpu = opened.device != "cpu"
+    if gpu and parts > 1:
+        raise UsageError(f"{_TOKENS} does not work with a GPU: give --device cpu")
     refused = {
-        "a GPU: give --device cpu": opened.device != "cpu",
         "--deterministic": bool(opened.config.arithmetic),
         "--draft mtp": bool(opened.config.predictor),
         "--weights-on-disk": opened.on_disk,
@@ -174,6 +179,8 @@ def _divided(opened: OpenModel, heads: int, parts: int) -> OpenModel:
         raise UsageError(f"{_TOKENS} divides keys and values: this model has only recurrent states")
     if heads > 1:
         _check_heads(opened, heads)
+        if gpu:
+            _check_gpus(opened, heads)
     return replace(opened, heads=heads, parts=parts)
 
 
@@ -182,6 +189,19 @@ def _check_heads(opened: OpenModel, heads: int) -> None:
     if form := _packed_form(opened):
         raise UsageError(f"{_HEADS} does not divide weights in {form}: add --expand-weights")
     check_ranks(opened.config, heads)
+
+
+def _check_gpus(opened: OpenModel, heads: int) -> None:
+    """Raise :class:`UsageError` if a model cannot be divided over GPUs, or if these are too few."""
+    if opened.config.states or not divides_attention(opened.config):
+        what = "recurrent states" if opened.config.states else "a norm over all heads together"
+        raise UsageError(f"{_HEADS} on GPUs does not work with {what}: give --device cpu")
+    first, count = _device_index(opened.device), torch.cuda.device_count()
+    if first + heads > count:
+        raise UsageError(
+            f"{_HEADS} {heads} needs a GPU for each process, from cuda:{first} on, and torch sees {count}: "
+            f"give at most {count - first}, or --device cpu"
+        )
 
 
 def _packed_form(opened: OpenModel) -> str | None:
@@ -264,24 +284,39 @@ def load_model(
     source = model
     if not source.on_disk:
         _check_memory(source)
-    weights, digest = _read_weights(source, seed)
+    digest, files = WeightsDigest(), states_of(source.source)
+    weights, shared = _read_weights(source, seed, digest)
     return LoadedModel(
         source.config,
         source.tokenizer,
         weights,
-        digest,
+        digest.hexdigest(),
         source.device,
         source.adapters,
         source.source,
         divided=source if source.ranks > 1 else None,
         seed=seed,
+        files=files,
+        shared=shared,
     )
 
 
-def _read_weights(source: OpenModel, seed: int) -> tuple[ModelWeights, str]:
-    """Return the weights of this process, and the digest of all weights."""
+def _read_weights(
+    source: OpenModel, seed: int, digest: WeightsDigest
+) -> tuple[ModelWeights, SharedWeights | None]:
+    """Return the weights of this process, and the memory that other ranks may map. Add all weights to
+    ``digest``."""
+    if _shares_weights(source):
+        shared = SharedWeights(source.config)
+        shared.fill(source.source, seed=seed, digest=digest)
+        return shared.weights, shared
     kernels = None if source.device == "cpu" or source.source is None else _matrix_kernels(source)
-    return read_weights(source, Share(0, source.heads), seed=seed, kernels=kernels)
+    return read_weights(source, Share(0, source.heads), seed=seed, kernels=kernels, digest=digest), None
+
+
+def _shares_weights(source: OpenModel) -> bool:
+    """Return whether all ranks have the same weights, in one memory."""
+    return source.parts > 1 and source.heads == 1 and _packed_form(source) is None
 
 
 def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
@@ -335,15 +370,18 @@ def build_engine(
     spec = model.kv_spec(chunk_tokens=chunk_tokens)
     settings = settings or EngineSettings()
     settings.check_chunk(chunk_tokens)
+    divided = model.divided
     identity = model.shared_identity(spec) if share_engines else model.identity(spec)
     if model.device != "cpu":
         # the pool is sized by the free memory, which includes torch's cache after this
         torch.cuda.empty_cache()
+        if divided is not None and pool_pages is None:
+            raise UsageError(f"{_HEADS} on GPUs needs a size of the page pool: give --hbm-bytes")
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     if overflow is not None:
-        if model.divided is not None:
-            option = _HEADS if model.divided.heads > 1 else _TOKENS
+        if divided is not None:
+            option = _HEADS if divided.heads > 1 else _TOKENS
             raise UsageError(f"{option} does not work with --overflow")
         if model.config.arithmetic and model.device != "cpu":
             raise UsageError("--deterministic does not work with --overflow on a GPU")
@@ -361,7 +399,8 @@ def build_engine(
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
         device=model.device,
-        shared_parts=model.divided.parts if model.divided is not None else 0,
+        shared_parts=divided.parts if divided is not None and model.device == "cpu" else 0,
+        device_heads=_device_heads(divided) if divided is not None and model.device != "cpu" else (),
         model_name=model_name,
         role=role,
     )
@@ -380,6 +419,11 @@ def build_engine(
     return Engine(
         runner, model.tokenizer, connector, settings, drafter=drafter, adapters=adapters, vision=vision
     )
+
+
+def _device_heads(divided: OpenModel) -> list[range]:
+    """Return the KV heads of each rank's GPU."""
+    return [kv_heads_of(divided.config, Share(rank, divided.heads)) for rank in range(divided.heads)]
 
 
 def build_draft_model(
@@ -499,7 +543,9 @@ def _check_memory(source: OpenModel) -> None:
             if stored.quantised:
                 wanted, form = stored.nbytes, stored.quantised
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
-    if source.parts > 1:
+    if device != "cpu":
+        wanted //= source.heads
+    if source.parts > 1 and not _shares_weights(source):
         wanted, form = wanted * source.parts, f"{form}, once for each of {source.parts} parts"
     if wanted > memory:
         raise UsageError(

@@ -13,7 +13,7 @@ a hit would differ from the cold run. A vector's scale costs 2 bytes: 3 % of 64 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -144,6 +144,16 @@ class KVFormat:
         if self.ranges:
             return f"{self.name},scale={xxhash.xxh3_128_hexdigest(msgspec.json.encode(self.ranges))}"
         return f"{self.name},scale=vector" if self.quantised else "raw"
+
+    def of_heads(self, heads: range) -> KVFormat:
+        """Return the format of these KV heads of a page.
+
+        >>> KVFormat("int8", "int8", (((1.0, 2.0), (3.0, 4.0)),)).of_heads(range(1, 2)).ranges
+        (((2.0,), (4.0,)),)
+        """
+        chosen = slice(heads.start, heads.stop)
+        layers = (tuple(plane[chosen] for plane in planes) for planes in self.ranges)
+        return replace(self, ranges=tuple(layers))
 
     def static_scales(self, layer: int, plane: int) -> torch.Tensor:
         """Return the static scales, float32 ``[kv_heads]``."""

@@ -7,8 +7,9 @@ tensor. :mod:`tierstore_engine.weights` loads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -239,3 +240,18 @@ class ModelWeights:
     head: Matrix
     predictor: PredictorWeights | None = None
     stream: WeightStream | None = None  # of weights that stay on disk
+
+
+T = TypeVar("T")
+
+
+def with_tensors(weights: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Return weights in which ``change`` has replaced each tensor, once for each place that has it."""
+    if isinstance(weights, torch.Tensor):
+        return change(weights)  # type: ignore[return-value]
+    if isinstance(weights, tuple):
+        return tuple(with_tensors(each, change) for each in weights)  # type: ignore[return-value]
+    if is_dataclass(weights) and not isinstance(weights, type):
+        values: dict[str, Any] = {each.name: getattr(weights, each.name) for each in fields(weights)}
+        return replace(weights, **{name: with_tensors(value, change) for name, value in values.items()})
+    return weights

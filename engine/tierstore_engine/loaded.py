@@ -18,8 +18,10 @@ from tierstore_engine.layer_weights import ModelWeights
 from tierstore_engine.mamba1 import CpuMamba1States
 from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory
+from tierstore_engine.ranks.shared import SharedWeights
 from tierstore_engine.short_conv import CpuShortConvStates
 from tierstore_engine.tokenizer import Tokenizer
+from tierstore_engine.weights import FileStates
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class OpenModel:
 class LoadedModel:
     """A model ready to run. Several engines may share one. ``digest`` covers all bytes of its weights, and
     ``source`` is where they were read, as in :class:`OpenModel`. With ``divided``, the weights are rank 0's
-    share, and the other ranks read their shares of the model ``divided``."""
+    share, and the other ranks read their shares of the model ``divided``, whose ``files`` must not have
+    changed. If all ranks have the same weights, these are in ``shared`` memory."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -66,6 +69,8 @@ class LoadedModel:
     source: Path | None = None
     divided: OpenModel | None = None
     seed: int = 0
+    files: FileStates = ()
+    shared: SharedWeights | None = None
 
     def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)

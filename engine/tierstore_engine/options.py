@@ -139,7 +139,10 @@ class EngineOptions(ModelOptions):
     ] = False
     tensor_parallel: Annotated[
         int,
-        typer.Option(help="On a CPU: number of processes that compute the model together (docs/serving.md)"),
+        typer.Option(
+            help="Number of processes that compute the model together, each on a GPU or all on the CPU "
+            "(docs/serving.md)"
+        ),
     ] = 1
     sequence_parallel: Annotated[
         int,

@@ -55,12 +55,12 @@ class Slot:
 
     def fill(self, checkpoint: StoredWeights, stored_name: str) -> None:
         """Read the tensor from a checkpoint."""
-        shape, target = torch.Size(self._stored_shape()), self.tensor
-        turned = torch.Size((*shape[:-2], shape[-1], shape[-2])) if self.swapped else shape
-        kept = isinstance(target, QuantisedMatrix)
-        packed = checkpoint.packed(stored_name, shape if kept else turned)
+        target = self.tensor
         if isinstance(target, QuantisedMatrix):
+            shape = torch.Size(self._stored_shape())
+            packed = checkpoint.packed(stored_name, shape)
             if packed is None:
+                turned = torch.Size((*shape[:-2], shape[-1], shape[-2])) if self.swapped else shape
                 plain = checkpoint.read(stored_name, turned)
                 kept = bool(checkpoint.mapped) and not self.swapped
                 packed = _viewed(plain) if kept else _unquantised(plain, target.dtype, self.swapped)
@@ -70,7 +70,15 @@ class Slot:
                     "leave out --weights-on-disk"
                 )
             target.put(packed)
-            return
+        else:
+            target.copy_(self.numbers(checkpoint, stored_name))
+
+    def numbers(self, checkpoint: StoredWeights, stored_name: str) -> torch.Tensor:
+        """Return the tensor's numbers in a checkpoint, in the slot's shape and any dtype. If they are not
+        quantised, they are a view of the file until they are used."""
+        shape = torch.Size(self._stored_shape())
+        turned = torch.Size((*shape[:-2], shape[-1], shape[-2])) if self.swapped else shape
+        packed = checkpoint.packed(stored_name, turned)
         if packed is None:
             stored = checkpoint.read(stored_name, shape)
         else:
@@ -78,9 +86,9 @@ class Slot:
             stored = stored.transpose(-1, -2) if self.swapped else stored
         if self.members is not None:
             first, stop, total = self.members
-            groups, _, width, *rest = target.shape
+            groups, _, width, *rest = self.tensor.shape
             stored = stored.view(groups, total, width, *rest)[:, first:stop]
-        target.copy_(stored)
+        return stored
 
     def _stored_shape(self) -> tuple[int, ...]:
         if self.members is None:

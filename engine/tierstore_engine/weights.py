@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import xxhash
@@ -34,29 +35,27 @@ def open_weights(source: Path, *, mapped: bool = False) -> StoredWeights:
     return (GGUFWeights if source.is_file() else Checkpoint)(source, mapped=mapped)
 
 
-def fill(config: ModelConfig, weights: ModelWeights, source: Path | None, *, seed: int) -> Iterator[Slot]:
-    """Fill slot after slot of ``weights`` on the CPU from a checkpoint, or from ``seed`` without one, and
-    yield it. Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape."""
+def stored_numbers(
+    config: ModelConfig, weights: ModelWeights, source: Path | None, *, seed: int
+) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """Yield each slot of weights, which need no memory, and its numbers on the CPU: from a checkpoint
+    (:meth:`Slot.numbers <tierstore_engine.weight_slots.Slot.numbers>`), or from ``seed`` without one. Raises
+    :class:`ModelError` for a tensor that is missing, unreadable or of another shape."""
     if source is None:
-        yield from _seeded(config, weights, seed, "cpu")
+        generator = torch.Generator("cpu")
+        for slot in slots(config, weights):
+            assert isinstance(slot.tensor, torch.Tensor)
+            # Random numbers depend on strides.
+            numbers = torch.empty_strided(
+                slot.tensor.shape, slot.tensor.stride(), dtype=slot.tensor.dtype, device="cpu"
+            )
+            _seed(replace(slot, tensor=numbers), config, generator, seed)
+            yield slot, numbers
         return
     with open_weights(source) as checkpoint:
-        yield from _read(config, weights, checkpoint)
-
-
-def _read(config: ModelConfig, weights: ModelWeights, checkpoint: StoredWeights) -> Iterator[Slot]:
-    stored = _stored_names(config, checkpoint)
-    for slot in slots(config, weights):
-        slot.fill(checkpoint, stored(slot.name))
-        yield slot
-
-
-def _seeded(config: ModelConfig, weights: ModelWeights, seed: int, device: str) -> Iterator[Slot]:
-    generator = torch.Generator(device)
-    for slot in slots(config, weights):
-        generator.manual_seed(xxhash.xxh3_64_intdigest(slot.name.encode(), seed) >> 1)
-        _seed(slot, config, generator)
-        yield slot
+        stored = _stored_names(config, checkpoint)
+        for slot in slots(config, weights):
+            yield slot, slot.numbers(checkpoint, stored(slot.name))
 
 
 def load_weights(
@@ -77,8 +76,9 @@ def load_weights(
     with open_weights(source, mapped=on_disk) as checkpoint:
         keep = on_disk or (checkpoint.quantised is not None and not expand)
         weights = allocate(config, device, keep=keep, kernels=kernels)
-        for _ in _read(config, weights, checkpoint):
-            pass
+        stored = _stored_names(config, checkpoint)
+        for slot in slots(config, weights):
+            slot.fill(checkpoint, stored(slot.name))
         if not on_disk:
             return weights
         parts = [list(_codes(layer_slots(config, layer))) for layer in weights.layers]
@@ -92,6 +92,20 @@ def _codes(slots_: Iterable[Slot]) -> Iterator[torch.Tensor]:
         if isinstance(slot.tensor, QuantisedMatrix):
             for _, inner, rows, packed in slot.tensor.parts():
                 yield packed.codes[inner : inner + rows]
+
+
+FileStates: TypeAlias = tuple[tuple[str, int, int, int], ...]
+"""The name, inode, size and last change of each of a checkpoint's files."""
+
+
+def states_of(source: Path | None) -> FileStates:
+    """Return the states of the weights' files, which differ after a change of their contents. Raises
+    :class:`OSError`."""
+    if source is None:
+        return ()
+    files = sorted(source.glob("*.safetensors*")) if source.is_dir() else [source]
+    found = ((file.name, file.stat()) for file in files)
+    return tuple((name, state.st_ino, state.st_size, state.st_ctime_ns) for name, state in found)
 
 
 def check_tensors(config: ModelConfig, source: Path) -> None:
@@ -145,18 +159,16 @@ _BACKBONE = {
 def random_weights(config: ModelConfig, *, seed: int, device: str) -> ModelWeights:
     """Return seeded random weights, made in place, tensor by tensor."""
     weights = allocate(config, device)
-    for _ in _seeded(config, weights, seed, device):
-        pass
+    generator = torch.Generator(device)
+    for slot in slots(config, weights):
+        _seed(slot, config, generator, seed)
     return weights
 
 
 def digest_weights(config: ModelConfig, weights: ModelWeights) -> str:
     """Return the :class:`WeightsDigest` of all tensors. It is the same on any device."""
     digest = WeightsDigest()
-    for slot in slots(config, weights):
-        digest.add(slot)
-        if weights.stream is not None:
-            weights.stream.release()
+    digest.add_all(config, weights)
     return digest.hexdigest()
 
 
@@ -174,6 +186,13 @@ class WeightsDigest:
             flat = tensor.reshape(-1).view(torch.uint8)
             for start in range(0, flat.numel(), _DIGEST_STEP_BYTES):
                 self._digest.update(flat[start : start + _DIGEST_STEP_BYTES].cpu().numpy().data)
+
+    def add_all(self, config: ModelConfig, weights: ModelWeights) -> None:
+        """Add all slots of a model."""
+        for slot in slots(config, weights):
+            self.add(slot)
+            if weights.stream is not None:
+                weights.stream.release()
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -215,8 +234,9 @@ _STATE_DECAY = 0.02
 count."""
 
 
-def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator) -> None:
+def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator, seed: int) -> None:
     """Fill a slot so that the greedy continuation depends on the whole context, as in a trained model."""
+    generator.manual_seed(xxhash.xxh3_64_intdigest(slot.name.encode(), seed) >> 1)
     kind, tensor = ".".join(slot.name.split(".")[-2:]), slot.tensor
     assert isinstance(tensor, torch.Tensor)
     if kind.endswith("norm.weight"):

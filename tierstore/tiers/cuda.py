@@ -46,12 +46,20 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_SLEEPS_WITHOUT_TIME = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
 _REGISTER_PORTABLE_MAPPED = 1 | 2
 _IPC_HANDLE_BYTES = 64
+_IPC_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, which the function requires
 _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
 _ALLOCATION_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _LOCATION_DEVICE = 1
 _ACCESS_READ_WRITE = 3
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+
+class _IpcHandle(ctypes.Structure):
+    """``CUipcMemHandle``, which is passed by value."""
+
+    _fields_ = (("reserved", c_ubyte * _IPC_HANDLE_BYTES),)
+
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
@@ -75,6 +83,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
@@ -254,6 +263,12 @@ class CudaDevice:
         handle = ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
         self._call("cuIpcGetMemHandle", handle, address)
         return handle.raw
+
+    def open(self, handle: bytes) -> int:
+        address = c_uint64()
+        given = _IpcHandle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", byref(address), given, _IPC_LAZY_PEER_ACCESS)
+        return address.value
 
     def register(self, address: int, nbytes: int) -> None:
         self._call("cuMemHostRegister_v2", address, nbytes, _REGISTER_PORTABLE_MAPPED)

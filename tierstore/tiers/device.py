@@ -113,6 +113,10 @@ class Device(Protocol):
     def share(self, address: int) -> bytes:
         """Return the handle with which another process opens memory of :meth:`allocate`."""
 
+    def open(self, handle: bytes) -> int:
+        """Return the address of memory that another process shares by this handle. It stays open until this
+        process ends."""
+
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory, populated or not, so that copies access it directly. Takes long for many GiB.
         Refused for memory that is already registered."""

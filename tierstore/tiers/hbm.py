@@ -187,7 +187,7 @@ class PagePool:
         self._place(spec, region, WholePages(region.large_pages))
 
     @classmethod
-    def within(cls, spec: KVSpec, region: HostRegion, books: Books) -> PagePool:
+    def within(cls, spec: KVSpec, region: Region, books: Books) -> PagePool:
         """Return the pool of one layer group in memory that other pools share."""
         pool = cls.__new__(cls)
         pool._place(spec, region, books)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from tierstore.errors import UsageError
 from tierstore.tiers.large_pages import LargePages
-from tierstore.units import format_size
+from tierstore.units import format_size, round_up
 
 _ALIGN = 64  # bytes: alignment of small pages
 _MOST_LARGEST = 16  # largest number of the largest pages in a large page
@@ -61,8 +61,22 @@ def cut(page_bytes: Sequence[int]) -> Cut:
 def _even(large_bytes: int, sizes: Sequence[int]) -> Cut:
     """Return a cut with as many pages as fit, and a large page that all of these numbers divide."""
     per_large = tuple(large_bytes // size for size in sizes)
-    unit = _ALIGN * math.lcm(*per_large)
-    return Cut(-(-large_bytes // unit) * unit, per_large)
+    return Cut(_rounded(large_bytes, per_large), per_large)
+
+
+def large_bytes_for(page_bytes: Sequence[int], per_large: Sequence[int]) -> int:
+    """Return the size of a large page with room for ``per_large`` pages of each of these sizes.
+
+    >>> large_bytes_for([100, 300], (3, 1))
+    384
+    """
+    sizes = zip(page_bytes, per_large, strict=True)
+    return _rounded(max(round_up(size, _ALIGN) * count for size, count in sizes), per_large)
+
+
+def _rounded(large_bytes: int, per_large: Sequence[int]) -> int:
+    """Return the next size that all these numbers divide into aligned pages."""
+    return round_up(large_bytes, _ALIGN * math.lcm(*per_large))
 
 
 def _worst(each: Cut, sizes: Sequence[int]) -> float:

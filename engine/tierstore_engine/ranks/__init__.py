@@ -2,20 +2,30 @@
 
 Each process is a *rank*. With ``--tensor-parallel N``, it computes a share of every layer: some heads of
 attention, some rows of an MLP, some experts of a mixture, and some rows of the head. The outputs of all ranks
-are summed (gloo). With ``--sequence-parallel N``, it has a part of the pages, and computes the tokens in them
+are summed. With ``--sequence-parallel N``, it has a part of the pages, and computes the tokens in them
 (:mod:`~.sequence`). With both, the ranks of a part share its heads. Rank 0 is the engine itself. It alone
 schedules, samples and talks to the store. The other ranks are its child processes. Rank 0 sends them each
 step, and all ranks compute it together.
 
-The page pools are in memory that all ranks of a part map, and rank 0 maps all parts. A page has all heads, as
-without ranks, and each rank reads and writes the heads of its share. So lookups, loads, saves, evictions and
-drafts do not depend on ranks. A hit serves all ranks, and an engine with any number of ranks can use the
-pages of any other.
+On a CPU, the page pools are in memory that all ranks of a part map, and rank 0 maps all parts. A page has all
+heads, as without ranks, and each rank reads and writes the heads of its share. So lookups, loads, saves,
+evictions and drafts do not depend on ranks. A hit serves all ranks, and an engine with any number of ranks
+can use the pages of any other.
+
+On GPUs, which have tensor parallelism only, each rank has a device. Rank 0 makes the pools on all devices,
+and each device has its rank's heads of all pages (:mod:`tierstore.tiers.divided_pool`). All copies are those
+of rank 0. It waits for copies into pages before it sends a step, and for the step on its own device before it
+copies again: the step's last sum needs all ranks. This has not run on a GPU.
+
+Rank 0 reads all weights, because the pages' identity has their digest. With tensor parallelism, each other
+rank reads only its slices of the files. With sequence parallelism alone, all ranks map one copy.
 
 Rank 0 alone computes layers with a recurrent state. With tensor parallelism, blocks that layers share are
 refused, and the first rank of each part computes attention that norms all heads together.
 
 - :mod:`~.share`: the part of each rank, and its weights
+- :mod:`~.shared`: one copy of the weights for several ranks
+- :mod:`~.pools`: the page pools of a rank
 - :mod:`~.collective`: tensors between ranks
 - :mod:`~.sequence`: the rows of a part, and attention over all parts
 - :mod:`~.member`: the model of each rank

@@ -1,4 +1,8 @@
-"""Tensors between ranks, by gloo over this host's loopback."""
+"""Tensors between ranks: on GPUs by NCCL, and otherwise by gloo over this host's loopback.
+
+NCCL has not run on a GPU here. Its sums and gathers are in the order of torch's current stream, so their
+results are valid for work on that stream, and nothing waits on the host.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from tierstore_engine.ranks.share import Share
 _distributed: Any = torch.distributed  # its types leave out process groups that are not the default one
 _MEETING_S = 60.0
 _LONGEST_S = 3600.0
-"""How long gloo waits for a rank. A rank that does not answer is found much earlier, by its heartbeat."""
+"""How long the libraries wait for a rank. One that does not answer is found much earlier, by its
+heartbeat."""
 
 
 class Passing(Protocol):
@@ -59,12 +64,13 @@ class _Works:
 
 
 class Collective:
-    """:class:`Ranks` of one process, by gloo. ``summed_bytes`` are those of the tensors passed to sums, and
+    """:class:`Ranks` of one process. ``summed_bytes`` are those of the tensors passed to sums, and
     ``passed_bytes`` those of the tensors sent to single ranks."""
 
-    def __init__(self, share: Share, meeting: str) -> None:
+    def __init__(self, share: Share, meeting: str, device: str = "cpu") -> None:
         """Connect all ranks through the file ``meeting``, which does not exist yet. Block until all are
-        connected."""
+        connected. The tensors of :meth:`sum` and :meth:`columns` are on ``device``, the others on the
+        CPU."""
         self.share = share
         self.summed_bytes = 0
         self.passed_bytes = 0
@@ -75,6 +81,9 @@ class Collective:
         store = _distributed.FileStore(meeting, share.count)
         store.set_timeout(timedelta(seconds=_MEETING_S))
         self._group = gloo(store, share.rank, share.count, options)
+        self._on_device = self._group
+        if device != "cpu":
+            self._on_device = _nccl(store, share, torch.device(device))
         self.meet(0)  # after this no rank needs the file
 
     @property
@@ -87,7 +96,7 @@ class Collective:
         x = x.contiguous()
         if x.nbytes:
             self.summed_bytes += x.nbytes
-            self._group.allreduce([x]).wait()
+            self._on_device.allreduce([x]).wait()
         return x
 
     def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
@@ -95,13 +104,13 @@ class Collective:
             return part.new_empty(0, total)
         widths = [len(Share(rank, self.share.count).cut(total)) for rank in range(self.share.count)]
         widest = max(widths)
-        mine = torch.zeros(len(part), widest, dtype=part.dtype)
+        mine = part.new_zeros(len(part), widest)
         mine[:, : part.shape[1]] = part
         if not self.share.first:
-            self._group.gather([], [mine], _root()).wait()
+            self._on_device.gather([], [mine], _root()).wait()
             return part
         parts = [torch.empty_like(mine) for _ in widths]
-        self._group.gather([parts], [mine], _root()).wait()
+        self._on_device.gather([parts], [mine], _root()).wait()
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
 
     def exchange(self, to: Mapping[int, torch.Tensor], of: Mapping[int, torch.Tensor]) -> Passing:
@@ -112,11 +121,28 @@ class Collective:
         self.passed_bytes += sum(tensor.nbytes for tensor in going.values())
         return _Works(works, [*going.values(), *coming.values()])
 
+    def abort(self) -> None:
+        """End all sums and gathers on a GPU, whose results are then wrong. Without this, they would wait
+        for a rank that has ended. Any thread may call it. (gloo notices the end by itself.)"""
+        if self._on_device is not self._group:
+            self._on_device.abort()
+
     def meet(self, number: float) -> list[float]:
         numbers = torch.zeros(self.share.count, dtype=torch.float64)
         numbers[self.share.rank] = number
         self._group.allreduce([numbers]).wait()
         return numbers.tolist()
+
+
+def _nccl(store: Any, share: Share, device: torch.device) -> Any:
+    """Return NCCL's group of all ranks. This rank's tensors are on ``device``."""
+    nccl = _distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=_LONGEST_S)
+    options.is_high_priority_stream = False
+    group = nccl(_distributed.PrefixStore("nccl", store), share.rank, share.count, options)
+    group.eager_connect_single_device(device)
+    return group
 
 
 def _root() -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tierstore.tiers.divided_pool import DeviceShare
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.config import ModelConfig
@@ -15,7 +16,7 @@ from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.collective import Collective, Ranks
 from tierstore_engine.ranks.sequence import SequenceAttention, TokenSplit
 from tierstore_engine.ranks.share import RankPlace, Share, config_of, read_share
-from tierstore_engine.weights import digest_weights, load_weights, random_weights
+from tierstore_engine.weights import WeightsDigest, load_weights, random_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,12 @@ class RankGroups:
     tokens: Collective | None
 
     @classmethod
-    def meet(cls, place: RankPlace, folder: str) -> RankGroups:
-        """Connect all ranks through files in ``folder``. Block until all ranks are connected."""
+    def meet(cls, place: RankPlace, folder: str, device: str) -> RankGroups:
+        """Connect all ranks through files in ``folder``. Block until all ranks are connected. This rank
+        computes on ``device``."""
         heads, tokens = place.heads, place.tokens
         groups = cls(
-            Collective(heads, f"{folder}/heads-{tokens.rank}") if heads.count > 1 else None,
+            Collective(heads, f"{folder}/heads-{tokens.rank}", device) if heads.count > 1 else None,
             Collective(tokens, f"{folder}/tokens-{heads.rank}") if tokens.count > 1 else None,
         )
         for group in (groups.heads, groups.tokens):
@@ -40,15 +42,27 @@ class RankGroups:
                 group.meet(0)  # after this no rank of any group needs its file
         return groups
 
+    def abort(self) -> None:
+        """End what waits for a lost rank; see :meth:`Collective.abort
+        <tierstore_engine.ranks.collective.Collective.abort>`."""
+        for group in (self.heads, self.tokens):
+            if group is not None:
+                group.abort()
+
 
 def read_weights(
-    opened: OpenModel, share: Share, *, seed: int, kernels: MatrixKernels | None = None
-) -> tuple[ModelWeights, str]:
-    """Return a rank's weights of a model, and the digest of all weights. Weights that stay quantised on a GPU
-    take ``kernels``. Raises the errors of :func:`read_share`."""
+    opened: OpenModel,
+    share: Share,
+    *,
+    seed: int,
+    kernels: MatrixKernels | None = None,
+    digest: WeightsDigest | None = None,
+) -> ModelWeights:
+    """Return a rank's weights of a model, and add all weights to ``digest``. Weights that stay quantised on a
+    GPU take ``kernels``. Raises the errors of :func:`read_share`."""
     config, source = opened.config, opened.source
     if share.count > 1:
-        return read_share(config, source, share, seed=seed)
+        return read_share(config, source, share, seed=seed, device=opened.device, digest=digest)
     if source is None:
         weights = random_weights(config, seed=seed, device=opened.device)
     else:
@@ -60,7 +74,9 @@ def read_weights(
             on_disk=opened.on_disk,
             kernels=kernels,
         )
-    return weights, digest_weights(config, weights)
+    if digest is not None:
+        digest.add_all(config, weights)
+    return weights
 
 
 def model_of(
@@ -71,16 +87,20 @@ def model_of(
     heads: Ranks | None,
     tokens: Ranks | None,
     part_large_pages: int,
+    device: str = "cpu",
 ) -> Model:
-    """Return the model of one rank, whose ``config`` is that of all. The pages of its part are the first of
-    ``pools``. A part has ``part_large_pages`` large pages."""
+    """Return the model of one rank on ``device``. ``config`` is that of all ranks. The pages of its part are
+    the first of ``pools``. A part has ``part_large_pages`` large pages."""
     own = config_of(config, place.heads)
+    if isinstance(pools[0].region, DeviceShare):  # these pages have the rank's heads only
+        kv = own.kv.of_heads(range(own.first_kv_head, own.first_kv_head + own.kv_heads))
+        own = replace(own, first_kv_head=0, kv=kv)
     memories = [make_memory(pool, own) for pool in pools]
     if tokens is None:
-        return Model(own, weights, memories, device="cpu", ranks=heads)
+        return Model(own, weights, memories, device=device, ranks=heads)
     split = TokenSplit(tokens, heads, own, [part_large_pages * pool.books.per_large for pool in pools])
     divided = [
         SequenceAttention(memory, pool, own, split, group) if isinstance(memory, CpuAttention) else memory
         for group, (memory, pool) in enumerate(zip(memories, pools, strict=True))
     ]
-    return Model(own, weights, divided, device="cpu", ranks=heads, split=split)
+    return Model(own, weights, divided, device=device, ranks=heads, split=split)

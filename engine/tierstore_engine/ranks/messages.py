@@ -6,27 +6,34 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierstore_engine.loaded import OpenModel
+from tierstore_engine.ranks.pools import HostPools, RankPools
 from tierstore_engine.ranks.share import RankPlace
 from tierstore_engine.step import Step
+from tierstore_engine.weights import FileStates
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The first message. ``groups`` are the layouts of the layer groups' pages. ``fd`` is the inherited
-    descriptor of the pools' memory, which has ``part_large_pages`` large pages in each part.
-    ``digest`` is the digest of all weights, as rank 0 has read them. ``meeting`` is the folder of the files
-    through which ranks connect."""
+    """The first message. ``opened`` names the rank's own device. ``files`` are the states of the weights'
+    files when rank 0 began to read them. ``weights_fd`` is the inherited descriptor of weights that all ranks
+    share; None: the rank reads its own. A part has ``part_large_pages`` large pages. ``meeting`` is the
+    folder of the files through which ranks connect."""
 
     opened: OpenModel
     place: RankPlace
     seed: int
-    digest: str
-    groups: tuple[str, ...]
-    fd: int
-    large_bytes: int
+    files: FileStates
+    weights_fd: int | None
+    pools: RankPools
     part_large_pages: int
     meeting: str
     threads: int
+
+    @property
+    def fds(self) -> list[int]:
+        """Return the descriptors that the process inherits."""
+        pools = self.pools.fd if isinstance(self.pools, HostPools) else None
+        return [fd for fd in (pools, self.weights_fd) if fd is not None]
 
 
 @dataclass(frozen=True, slots=True)

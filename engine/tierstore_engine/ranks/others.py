@@ -16,18 +16,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
 import torch
 
-from tierstore.tiers.hbm import HostRegion, PagePool
+from tierstore.tiers.hbm import PagePool
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.ranks.messages import FromRank, RankFailed, RankPing, RankReady, RankSetup, ToRank
-from tierstore_engine.ranks.share import RankPlace
+from tierstore_engine.ranks.pools import pools_of
+from tierstore_engine.ranks.share import RankPlace, device_of
 from tierstore_engine.tokenizer import ByteTokenizer
 
 _PING_S = 1.0
@@ -52,24 +53,24 @@ class Others:
         self._found = threading.Event()  # set when a rank is lost
         self._started = threading.Event()  # set when all ranks are ready, or one is lost
         self._closing = False
+        self.when_lost: Callable[[], None] | None = None
+        """Called once by the watcher's thread when a rank is lost, so that rank 0 does not wait for it."""
         _all.add(self)
         self._former_threads = torch.get_num_threads()
         threads = max((os.cpu_count() or 1) // count, 1)
         torch.set_num_threads(min(self._former_threads, threads))
-        region = pools[0].region
-        assert isinstance(region, HostRegion)
-        assert region.memory.fd is not None, "the pools are not shared"
         for rank in range(1, count):
+            place = RankPlace.of(rank, heads=model.divided.heads, parts=model.divided.parts)
+            device = device_of(model.divided.device, rank)
             self._start(
                 RankSetup(
-                    opened=replace(model.divided, tokenizer=ByteTokenizer(), folder=None),
-                    place=RankPlace.of(rank, heads=model.divided.heads, parts=model.divided.parts),
+                    opened=replace(model.divided, tokenizer=ByteTokenizer(), folder=None, device=device),
+                    place=place,
                     seed=model.seed,
-                    digest=model.digest,
-                    groups=tuple(pool.spec.describe() for pool in pools),
-                    fd=region.memory.fd,
-                    large_bytes=region.large_pages.large_bytes,
-                    part_large_pages=region.large_pages.part_size,
+                    files=model.files,
+                    weights_fd=None if model.shared is None else model.shared.fd,
+                    pools=pools_of(pools, place.heads.rank, place.tokens.rank),
+                    part_large_pages=pools[0].large_pages.part_size,
                     meeting=meeting,
                     threads=threads,
                 )
@@ -86,7 +87,7 @@ class Others:
 
     def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair()
-        fds = (theirs.fileno(), setup.fd)
+        fds = [theirs.fileno(), *setup.fds]
         # A terminal sends SIGINT to all. Rank 0 ends the others in order.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -128,6 +129,7 @@ class Others:
         self.check()
         try:
             yield
+            self.check()  # what was computed with a lost rank is wrong
         except BaseException as error:
             if not self._found.wait(_REASON_S):
                 self._lose(f"rank 0 failed in a step: {type(error).__name__}: {error}")
@@ -195,6 +197,9 @@ class Others:
         self._lost = self._lost or why
         self._kill()
         self._found.set()
+        called, self.when_lost = self.when_lost, None
+        if called is not None:
+            called()
         self._started.set()
 
     def _kill(self) -> None:

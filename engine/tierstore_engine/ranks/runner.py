@@ -13,16 +13,25 @@ from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import RankGroups, model_of
 from tierstore_engine.ranks.others import Others
-from tierstore_engine.ranks.share import RankPlace
-from tierstore_engine.sampling import Choice, Draw
+from tierstore_engine.ranks.pools import own_pools
+from tierstore_engine.ranks.share import RankPlace, device_of
+from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.step import PartialStep, Step
 
 
 class RankedRunner:
     """A model over several ranks. Used by one thread. Made by :meth:`start`."""
 
-    def __init__(self, config: ModelConfig, model: Model, others: Others, groups: RankGroups) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Model,
+        others: Others,
+        groups: RankGroups,
+        folder: tempfile.TemporaryDirectory[str],
+    ) -> None:
         self.config = config
+        self._folder = folder
         self._model = model
         self._others = others
         self._groups = groups
@@ -33,25 +42,31 @@ class RankedRunner:
         The memory of ``pools`` is shared. Raises :class:`RankLostError` if a rank ends before that."""
         assert model.divided is not None
         place = RankPlace.of(0, heads=model.divided.heads, parts=model.divided.parts)
-        with tempfile.TemporaryDirectory(prefix="tierstore-ranks-") as folder:
-            others = Others(model, pools, folder)
-            try:
-                with others.watched():
-                    others.wait_ready()
-                    groups = RankGroups.meet(place, folder)
-                    part = model_of(
-                        model.config,
-                        model.weights,
-                        pools,
-                        place,
-                        groups.heads,
-                        groups.tokens,
-                        pools[0].large_pages.part_size,
-                    )
-            except BaseException:
-                others.close()
-                raise
-        return cls(model.config, part, others, groups)
+        device = device_of(model.device, 0)
+        folder = tempfile.TemporaryDirectory(prefix="tierstore-ranks-")
+        others = Others(model, pools, folder.name)
+        try:
+            with others.watched():
+                others.wait_ready()
+                groups = RankGroups.meet(place, folder.name, device)
+                others.when_lost = groups.abort
+                part = model_of(
+                    model.config,
+                    model.weights,
+                    own_pools(pools),
+                    place,
+                    groups.heads,
+                    groups.tokens,
+                    pools[0].large_pages.part_size,
+                    device,
+                )
+        except BaseException:
+            others.close()
+            folder.cleanup()
+            raise
+        if device == "cpu":  # NCCL may look at its files later
+            folder.cleanup()
+        return cls(model.config, part, others, groups, folder)
 
     @property
     def summed_bytes(self) -> int:
@@ -70,18 +85,25 @@ class RankedRunner:
     def compute(self, step: Step) -> torch.Tensor:
         with self._others.watched():
             self._others.send(step)
-            return self._model.compute(step)
+            logits = self._model.compute(step)
+            # Pages are copied after this. The last sum has parts of all ranks, so none uses a page now.
+            self.wait()
+            return logits
 
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
-        assert layers == range(self.config.layers), "on a CPU all pages have arrived when a step begins"
+        assert layers == range(self.config.layers), "all pages have arrived when a step begins"
         return self.compute(partial.step)
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
-        return self._model.sample(logits, draws, rows)
+        sampled = sample(logits, draws, rows).to_host()
+        self.wait()
+        return sampled.choices()
 
     def wait(self) -> None:
-        """Do nothing: on the CPU everything is done when :meth:`compute` returns."""
+        if self._model.device != "cpu":
+            torch.cuda.synchronize(self._model.device)
 
     def close(self) -> None:
         """End the other ranks."""
         self._others.close()
+        self._folder.cleanup()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -20,10 +19,11 @@ from tierstore_engine.layer_weights import (
     MixerWeights,
     MLPWeights,
     ModelWeights,
+    with_tensors,
 )
 from tierstore_engine.quantised import Matrix
-from tierstore_engine.weight_memory import Maker
-from tierstore_engine.weights import WeightsDigest, fill
+from tierstore_engine.weight_slots import Slot
+from tierstore_engine.weights import WeightsDigest, meta_weights, stored_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,23 @@ class RankPlace:
         return cls(Share(number % heads, heads), Share(number // heads, parts))
 
 
+def device_of(device: str, rank: int) -> str:
+    """Return the device of a rank, if ``device`` is that of rank 0.
+
+    >>> device_of("cpu", 2), device_of("cuda", 2), device_of("cuda:1", 2)
+    ('cpu', 'cuda:2', 'cuda:3')
+    """
+    if device == "cpu":
+        return device
+    kind, _, first = device.partition(":")
+    return f"{kind}:{int(first or 0) + rank}"
+
+
+def kv_heads_of(config: ModelConfig, share: Share) -> range:
+    """Return the KV heads of a page that a rank computes with. Latents have one."""
+    return range(1) if config.latent is not None else share.heads(config.heads, config.kv_heads)[1]
+
+
 def divides_attention(config: ModelConfig) -> bool:
     """Return whether attention is divided by heads. Otherwise rank 0 computes it alone."""
     normed_together = config.qk_norm and config.qk_norm_over == "all"
@@ -129,118 +146,189 @@ def config_of(config: ModelConfig, share: Share) -> ModelConfig:
 
 
 def read_share(
-    config: ModelConfig, source: Path | None, share: Share, *, seed: int
-) -> tuple[ModelWeights, str]:
-    """Return a rank's part of a checkpoint's weights, or of random weights from ``seed``. Also return the
-    digest of all weights, as :func:`~tierstore_engine.weights.digest_weights` does. All weights are read, and
-    memory is needed for the part, one whole layer, the embeddings and the head.
+    config: ModelConfig,
+    source: Path | None,
+    share: Share,
+    *,
+    seed: int,
+    device: str = "cpu",
+    digest: WeightsDigest | None = None,
+) -> ModelWeights:
+    """Return a rank's part of a checkpoint's weights, or of random weights from ``seed``. This reads only the
+    part, unless it adds all weights to ``digest``. Memory is needed for the part and one tensor.
 
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
-    make = Maker(config, "cpu")
-    layers = _Layers(config, make, share)
-    embed, norm = make.matrix(config.vocab_size, config.hidden_size), make.norm()
-    head = embed if config.tied_embeddings else make.matrix(config.vocab_size, config.hidden_size)
-    # The slots are filled in order, so only one layer at a time is whole.
-    whole = ModelWeights(embed, cast("tuple[LayerWeights, ...]", layers), norm, head)
-    digest = WeightsDigest()
-    for slot in fill(config, whole, source, seed=seed):
-        digest.add(slot)
-    rows = _rows(head, share.cut(config.vocab_size), copy=not config.tied_embeddings)
-    return ModelWeights(embed, tuple(layers.kept), norm, rows), digest.hexdigest()
+    whole, parts = meta_weights(config), _Parts(config, share)
+    targets: dict[int, tuple[torch.Tensor, _Part]] = {}  # by the memory of the whole tensor
+
+    def allocate(part: torch.Tensor) -> torch.Tensor:
+        cut = parts.cuts.get(id(part)) or _Part(part, part)
+        place = _place_of(cut.whole)
+        if place not in targets:
+            targets[place] = torch.empty_like(part, device=device), cut
+        return targets[place][0]
+
+    own = with_tensors(parts.of(whole), allocate)
+    for slot, numbers in stored_numbers(config, whole, source, seed=seed):
+        if digest is not None:
+            digest.add(replace(slot, tensor=numbers.to(_tensor(slot.tensor).dtype)))
+        if (found := targets.get(_place_of(slot.tensor))) is not None:
+            target, cut = found
+            cut.fill(target, slot, numbers)
+    if config.tied_embeddings:
+        rows = share.cut(config.vocab_size)
+        own = replace(own, head=own.embed[rows.start : rows.stop])
+    return own
 
 
-class _Layers:
-    """The layers of a model, made one by one. ``kept`` has a rank's part of each layer before the newest."""
+def _place_of(matrix: Matrix) -> int:
+    """Return a number for the memory that a tensor is a view of. Tensors without numbers have one, too."""
+    return int(_tensor(matrix).untyped_storage()._cdata)
 
-    def __init__(self, config: ModelConfig, make: Maker, share: Share) -> None:
-        self.kept: list[LayerWeights] = []
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """``part`` of a ``whole`` tensor: these rows of its first dimension, or these columns of a matrix. None:
+    all of them. Both tensors have shapes and no numbers."""
+
+    whole: torch.Tensor
+    part: torch.Tensor
+    rows: Sequence[range] | None = None
+    columns: range | None = None
+
+    def fill(self, target: torch.Tensor, slot: Slot, numbers: torch.Tensor) -> None:
+        """Copy the part of a slot's ``numbers`` to ``target``. The slot is a view of the whole tensor."""
+        view = _tensor(slot.tensor)
+        if self.columns is not None:
+            assert view.shape == self.whole.shape, "a slot has some rows of a matrix that is cut by columns"
+            target.copy_(numbers[:, self.columns.start : self.columns.stop])
+            return
+        if slot.swapped:
+            view, numbers = view.transpose(-1, -2), numbers.transpose(-1, -2)
+        # A line is the last dimension of a matrix, or one number of a vector.
+        width = self.whole.shape[-1] if self.whole.ndim > 1 else 1
+        shape, strides = view.shape, view.stride()
+        if self.whole.ndim > 1:
+            assert view.stride(-1) == 1
+            assert view.shape[-1] == width
+            shape, strides = shape[:-1], strides[:-1]
+        lines = torch.arange(self.whole.numel() // width)
+        in_slot = lines.as_strided(shape, [each // width for each in strides], view.storage_offset() // width)
+        places = self._places(lines)[in_slot.reshape(-1)]
+        wanted = (places >= 0).nonzero().squeeze(-1)
+        found = numbers.reshape(-1, width)[wanted].to(target.device, target.dtype)
+        target.view(-1, width)[places[wanted].to(target.device)] = found
+
+    def _places(self, lines: torch.Tensor) -> torch.Tensor:
+        """Return the place of each line of the whole tensor in the part; -1: it is in another one."""
+        if self.rows is None:
+            return lines
+        each = len(lines) // self.whole.shape[0]
+        chosen = torch.cat([lines[rows.start * each : rows.stop * each] for rows in self.rows])
+        return torch.full_like(lines, -1).index_copy_(0, chosen, torch.arange(len(chosen)))
+
+
+class _Parts:
+    """The part of a rank in weights that have shapes and no numbers. ``cuts`` has what was divided, by the
+    ids of the parts."""
+
+    def __init__(self, config: ModelConfig, share: Share) -> None:
+        self.cuts: dict[int, _Part] = {}
         self._config = config
-        self._make = make
         self._share = share
 
-    def __iter__(self) -> Iterator[LayerWeights]:
-        for index in range(self._config.layers):
-            layer = self._make.layer(index)
-            yield layer
-            self.kept.append(part_of(self._config, layer, self._share))
+    def of(self, weights: ModelWeights) -> ModelWeights:
+        head = weights.head
+        if not self._config.tied_embeddings:
+            head = self._rows(head, self._share.cut(self._config.vocab_size))
+        return replace(weights, layers=tuple(map(self._layer, weights.layers)), head=head)
 
+    def _layer(self, layer: LayerWeights) -> LayerWeights:
+        mixer = self._mixer(layer.mixer)
+        if isinstance(layer.mlp, ExpertsWeights):
+            return replace(layer, mixer=mixer, mlp=self._experts(layer.mlp))
+        return replace(layer, mixer=mixer, mlp=self._mlp(layer.mlp))
 
-def part_of(config: ModelConfig, layer: LayerWeights, share: Share) -> LayerWeights:
-    """Return a rank's part of a layer. Divided tensors are copied; the others are the layer's own."""
-    mixer = _mixer(config, layer.mixer, share)
-    if isinstance(layer.mlp, ExpertsWeights):
-        return replace(layer, mixer=mixer, mlp=_experts(config, layer.mlp, share))
-    return replace(layer, mixer=mixer, mlp=_mlp(config, layer.mlp, share))
+    def _mixer(self, weights: MixerWeights) -> MixerWeights:
+        if isinstance(weights, LatentWeights):
+            return self._latent(weights)
+        if isinstance(weights, AttentionWeights) and divides_attention(self._config):
+            return self._attention(weights)
+        return weights if self._share.first else Elsewhere()
 
+    def _attention(self, weights: AttentionWeights) -> AttentionWeights:
+        config = self._config
+        queries, kv = self._share.heads(config.heads, config.kv_heads)
+        width, rows_of_head = config.head_dim, config.query_rows // config.heads
+        keys, values = config.query_rows, config.query_rows + config.kv_heads * width
+        rows = [
+            _times(queries, rows_of_head),
+            _moved(_times(kv, width), keys),
+            _moved(_times(kv, width), values),
+        ]
+        each = config.qk_norm_over == "each"
+        return AttentionWeights(
+            qkv=self._rows(weights.qkv, *rows),
+            qkv_bias=self._optional(weights.qkv_bias, *rows),
+            q_norm=self._optional(weights.q_norm, queries) if each else weights.q_norm,
+            k_norm=self._optional(weights.k_norm, kv) if each else weights.k_norm,
+            o=self._columns(weights.o, _times(queries, width)),
+            o_bias=weights.o_bias if self._share.first else None,
+            sinks=self._optional(weights.sinks, queries),
+        )
 
-def _mixer(config: ModelConfig, weights: MixerWeights, share: Share) -> MixerWeights:
-    if isinstance(weights, LatentWeights):
-        return _latent(config, weights, share)
-    if isinstance(weights, AttentionWeights) and divides_attention(config):
-        return _attention(config, weights, share)
-    return weights if share.first else Elsewhere()
+    def _latent(self, weights: LatentWeights) -> LatentWeights:
+        latent, heads = self._config.latent, self._share.cut(self._config.heads)
+        assert latent is not None
+        return replace(
+            weights,
+            q=self._rows(weights.q, _times(heads, latent.nope_dim + latent.rope_dim)),
+            kv_up=self._rows(weights.kv_up, heads),
+            o=self._columns(weights.o, _times(heads, latent.value_dim)),
+        )
 
+    def _mlp(self, weights: MLPWeights | None) -> MLPWeights | None:
+        if weights is None:
+            return None
+        width = weights.down.shape[-1]
+        own = self._share.cut(width)
+        rows = [own, _moved(own, width)] if self._config.gated_mlps else [own]
+        return MLPWeights(
+            gate_up=self._rows(weights.gate_up, *rows),
+            gate_up_bias=self._optional(weights.gate_up_bias, *rows),
+            down=self._columns(weights.down, own),
+            down_bias=weights.down_bias if self._share.first else None,
+            xielu=weights.xielu,
+        )
 
-def _attention(config: ModelConfig, weights: AttentionWeights, share: Share) -> AttentionWeights:
-    queries, kv = share.heads(config.heads, config.kv_heads)
-    width, rows_of_head = config.head_dim, config.query_rows // config.heads
-    keys, values = config.query_rows, config.query_rows + config.kv_heads * width
-    rows = [
-        _times(queries, rows_of_head),
-        _moved(_times(kv, width), keys),
-        _moved(_times(kv, width), values),
-    ]
-    each = config.qk_norm_over == "each"
-    return AttentionWeights(
-        qkv=_joined(weights.qkv, rows),
-        qkv_bias=None if weights.qkv_bias is None else _joined(weights.qkv_bias, rows),
-        q_norm=_part(weights.q_norm, queries) if each else weights.q_norm,
-        k_norm=_part(weights.k_norm, kv) if each else weights.k_norm,
-        o=_columns(weights.o, _times(queries, width)),
-        o_bias=weights.o_bias if share.first else None,
-        sinks=_part(weights.sinks, queries),
-    )
+    def _experts(self, weights: ExpertsWeights) -> ExpertsWeights:
+        assert self._config.experts is not None
+        own = self._share.cut(self._config.experts.count)
+        return replace(
+            weights,
+            gate_up=self._rows(weights.gate_up, own),
+            gate_up_bias=self._optional(weights.gate_up_bias, own),
+            down=self._rows(weights.down, own),
+            down_bias=self._optional(weights.down_bias, own),
+            shared=self._mlp(weights.shared),
+            first=own.start,
+        )
 
+    def _rows(self, matrix: Matrix, *rows: range) -> torch.Tensor:
+        whole = _tensor(matrix)
+        part = whole.new_empty(sum(map(len, rows)), *whole.shape[1:])
+        self.cuts[id(part)] = _Part(whole, part, rows=rows)
+        return part
 
-def _latent(config: ModelConfig, weights: LatentWeights, share: Share) -> LatentWeights:
-    assert config.latent is not None
-    heads, latent = share.cut(config.heads), config.latent
-    return replace(
-        weights,
-        q=_rows(weights.q, _times(heads, latent.nope_dim + latent.rope_dim)),
-        kv_up=weights.kv_up[heads.start : heads.stop].clone(),
-        o=_columns(weights.o, _times(heads, latent.value_dim)),
-    )
+    def _optional(self, tensor: torch.Tensor | None, *rows: range) -> torch.Tensor | None:
+        return None if tensor is None else self._rows(tensor, *rows)
 
-
-def _mlp(config: ModelConfig, weights: MLPWeights | None, share: Share) -> MLPWeights | None:
-    if weights is None:
-        return None
-    width = weights.down.shape[-1]
-    own = share.cut(width)
-    rows = [own, _moved(own, width)] if config.gated_mlps else [own]
-    return MLPWeights(
-        gate_up=_joined(weights.gate_up, rows),
-        gate_up_bias=None if weights.gate_up_bias is None else _joined(weights.gate_up_bias, rows),
-        down=_columns(weights.down, own),
-        down_bias=weights.down_bias if share.first else None,
-        xielu=weights.xielu,
-    )
-
-
-def _experts(config: ModelConfig, weights: ExpertsWeights, share: Share) -> ExpertsWeights:
-    assert config.experts is not None
-    own = share.cut(config.experts.count)
-    return replace(
-        weights,
-        gate_up=_rows(weights.gate_up, own),
-        gate_up_bias=_part(weights.gate_up_bias, own),
-        down=_rows(weights.down, own),
-        down_bias=_part(weights.down_bias, own),
-        shared=_mlp(config, weights.shared, share),
-        first=own.start,
-    )
+    def _columns(self, matrix: Matrix, columns: range) -> torch.Tensor:
+        whole = _tensor(matrix)
+        part = whole.new_empty(len(whole), len(columns))
+        self.cuts[id(part)] = _Part(whole, part, columns=columns)
+        return part
 
 
 def _times(numbers: range, width: int) -> range:
@@ -251,23 +339,6 @@ def _moved(numbers: range, by: int) -> range:
     return range(numbers.start + by, numbers.stop + by)
 
 
-def _plain(matrix: Matrix) -> torch.Tensor:
-    assert isinstance(matrix, torch.Tensor), "quantised weights are refused when they are read"
+def _tensor(matrix: Matrix) -> torch.Tensor:
+    assert isinstance(matrix, torch.Tensor), "quantised weights are refused before they are read"
     return matrix
-
-
-def _joined(matrix: Matrix, parts: list[range]) -> torch.Tensor:
-    return torch.cat([_plain(matrix)[part.start : part.stop] for part in parts])
-
-
-def _rows(matrix: Matrix, rows: range, *, copy: bool = True) -> torch.Tensor:
-    part = _plain(matrix)[rows.start : rows.stop]
-    return part.clone() if copy else part
-
-
-def _columns(matrix: Matrix, columns: range) -> torch.Tensor:
-    return _plain(matrix)[:, columns.start : columns.stop].clone(memory_format=torch.contiguous_format)
-
-
-def _part(tensor: torch.Tensor | None, rows: range) -> torch.Tensor | None:
-    return None if tensor is None else tensor[rows.start : rows.stop].clone()

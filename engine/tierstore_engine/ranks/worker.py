@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from tierstore.errors import TierStoreError
-from tierstore.spec import KVSpec
-from tierstore.tiers.group_pools import attach_group_pools
+from tierstore_engine.layer_weights import ModelWeights
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import RankGroups, model_of, read_weights
 from tierstore_engine.ranks.messages import (
@@ -29,7 +28,9 @@ from tierstore_engine.ranks.messages import (
     RankSetup,
     ToRank,
 )
+from tierstore_engine.ranks.shared import SharedWeights
 from tierstore_engine.step import Step
+from tierstore_engine.weights import states_of
 
 
 class Wire:
@@ -78,18 +79,25 @@ def main() -> None:
 
 def _model(setup: RankSetup, wire: Wire) -> Model:
     torch.set_num_threads(setup.threads)
-    place, part = setup.place, setup.part_large_pages
-    weights, digest = read_weights(setup.opened, place.heads, seed=setup.seed)
-    if digest != setup.digest:
-        raise TierStoreError(
-            "its weights differ from those of rank 0: the checkpoint changed while the engine started"
-        )
-    specs = [KVSpec.parse(group) for group in setup.groups]
-    first = part * place.tokens.rank
-    pools = attach_group_pools(specs, setup.fd, setup.large_bytes, part, first=first)
+    config, device = setup.opened.config, setup.opened.device
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    weights, pools = _weights(setup), setup.pools.open()
     wire.send(RankReady())
-    groups = RankGroups.meet(place, setup.meeting)
-    return model_of(setup.opened.config, weights, pools, place, groups.heads, groups.tokens, part)
+    groups = RankGroups.meet(setup.place, setup.meeting, device)
+    return model_of(
+        config, weights, pools, setup.place, groups.heads, groups.tokens, setup.part_large_pages, device
+    )
+
+
+def _weights(setup: RankSetup) -> ModelWeights:
+    opened = setup.opened
+    if setup.weights_fd is not None:
+        return SharedWeights(opened.config, setup.weights_fd).weights
+    weights = read_weights(opened, setup.place.heads, seed=setup.seed)
+    if states_of(opened.source) != setup.files:
+        raise TierStoreError("the checkpoint has changed since rank 0 began to read it")
+    return weights
 
 
 if __name__ == "__main__":

@@ -23,15 +23,24 @@
 // Registered host memory must be mapped from before it is registered until after it is unregistered, and copies
 // that need it registered must find it so until they have ended: what is not so is counted (fake_strays).
 //
+// There is one device, unless fake_devices says that there are more, which share a schedule and the memory. Each has a
+// context of its own, and a stream is used in the context that it was made in. Other processes that have this
+// driver can open memory by its handle.
+//
 // What computes is a function of the caller's, queued by fake_launch. What it queues on its own stream takes
 // effect where it stands: it is what the stream is doing. cuda.h is included so that every signature here is the
 // header's; only the old cuMemcpyBatchAsync is not, which the header hides behind _v2.
 #include <cuda.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -73,6 +82,13 @@ struct FakeStream {
   std::deque<std::unique_ptr<Item>> items;
   bool busy = false, eager = false, destroyed = false;
   std::thread::id owner;
+  CUcontext context = nullptr;
+};
+
+// What an IPC handle says: the file in which a process has the memory.
+struct Shared {
+  int pid, file;
+  size_t bytes;
 };
 
 struct Driver {
@@ -82,6 +98,7 @@ struct Driver {
   std::vector<std::unique_ptr<FakeStream>> streams;
   std::vector<std::unique_ptr<FakeEvent>> events;
   std::map<CUdeviceptr, size_t> allocated;
+  std::map<CUdeviceptr, Shared> files;  // that the allocated memory is in
   std::set<CUdeviceptr> former;  // of those, memory of earlier tests' devices
   std::map<void*, size_t> registered;
   std::set<void*> formerly_registered;  // by earlier tests
@@ -94,7 +111,7 @@ struct Driver {
   long long batches = 0, copies = 0, registrations = 0, strays = 0;
   bool refuses_registrations = false;
   bool batch_supported = true, maps = true;
-  int device_context = 0;
+  int devices = 1, device_contexts[8] = {};
 
   static bool mapped(void* memory, size_t bytes) { return msync(memory, bytes, MS_ASYNC) == 0; }
 
@@ -262,7 +279,8 @@ Driver driver;
 FakeStream* stream_of(CUstream stream) { return reinterpret_cast<FakeStream*>(stream); }
 // Handles are never used again, so one that was destroyed is known for what it is.
 #define NEEDS_STREAM(stream) \
-  if (stream_of(stream)->destroyed) return CUDA_ERROR_INVALID_HANDLE
+  if (stream_of(stream)->destroyed) return CUDA_ERROR_INVALID_HANDLE; \
+  if (stream_of(stream)->context != contexts.back()) return CUDA_ERROR_INVALID_CONTEXT
 FakeEvent* event_of(CUevent event) { return reinterpret_cast<FakeEvent*>(event); }
 using Guard = std::lock_guard<std::recursive_mutex>;
 
@@ -273,14 +291,14 @@ extern "C" {
 CUresult cuInit(unsigned int) { return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
-  return ordinal == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+  return 0 <= ordinal && ordinal < driver.devices ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
   *value = attribute != CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED || driver.maps;
   return CUDA_SUCCESS;
 }
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
-  *context = reinterpret_cast<CUcontext>(&driver.device_context);
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  *context = reinterpret_cast<CUcontext>(&driver.device_contexts[device]);
   return CUDA_SUCCESS;
 }
 // A thread whose current context is not the device's is refused, as it would be.
@@ -297,7 +315,8 @@ CUresult cuCtxPopCurrent(CUcontext* context) {
 }
 #define NEEDS_CONTEXT \
   Guard guard(driver.mutex); \
-  if (contexts.empty() || contexts.back() != reinterpret_cast<CUcontext>(&driver.device_context)) \
+  if (contexts.empty() || contexts.back() < reinterpret_cast<CUcontext>(driver.device_contexts) || \
+      contexts.back() >= reinterpret_cast<CUcontext>(std::end(driver.device_contexts))) \
   return CUDA_ERROR_INVALID_CONTEXT
 
 CUresult cuGetErrorName(CUresult error, const char** name) {
@@ -317,9 +336,13 @@ CUresult cuMemGetInfo(size_t* free_bytes, size_t* total) {
 CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
   NEEDS_CONTEXT;
   if (bytes > driver.total - driver.used) return CUDA_ERROR_OUT_OF_MEMORY;
-  void* memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  const int file = memfd_create("tests-device", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   memset(memory, SPOILED, bytes);
   *address = reinterpret_cast<CUdeviceptr>(memory);
+  driver.files[*address] = {getpid(), file, bytes};
   driver.allocated[*address] = bytes;
   driver.used += bytes;
   return CUDA_SUCCESS;
@@ -332,15 +355,17 @@ CUresult cuMemFree(CUdeviceptr address) {
     while (driver.any_step(false)) {  // it waits for the device
     }
   driver.used -= found->second;
+  munmap(reinterpret_cast<void*>(address), found->second);
   driver.allocated.erase(found);
-  std::free(reinterpret_cast<void*>(address));
+  close(driver.files[address].file);
+  driver.files.erase(address);
   return CUDA_SUCCESS;
 }
 constexpr size_t GRANULE = 8192;
 
 static bool of_device(const CUmemAllocationProp* wanted) {
   return wanted->type == CU_MEM_ALLOCATION_TYPE_PINNED && wanted->requestedHandleTypes == CU_MEM_HANDLE_TYPE_NONE &&
-         wanted->location.type == CU_MEM_LOCATION_TYPE_DEVICE && wanted->location.id == 0 && !wanted->win32HandleMetaData &&
+         wanted->location.type == CU_MEM_LOCATION_TYPE_DEVICE && wanted->location.id < driver.devices && !wanted->win32HandleMetaData &&
          !wanted->allocFlags.compressionType && !wanted->allocFlags.gpuDirectRDMACapable && !wanted->allocFlags.usage;
 }
 CUresult cuMemGetAllocationGranularity(size_t* granule, const CUmemAllocationProp* wanted, CUmemAllocationGranularity_flags) {
@@ -445,13 +470,29 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
   NEEDS_CONTEXT;
   if (!driver.allocated.count(address)) return CUDA_ERROR_INVALID_VALUE;
   memset(handle, 0, sizeof *handle);
-  memcpy(handle, &address, sizeof address);
+  memcpy(handle, &driver.files[address], sizeof(Shared));
+  return CUDA_SUCCESS;
+}
+CUresult cuIpcOpenMemHandle(CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags) {
+  NEEDS_CONTEXT;
+  Shared shared;
+  memcpy(&shared, &handle, sizeof shared);
+  if (shared.pid == getpid() || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) return CUDA_ERROR_INVALID_VALUE;
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", shared.pid, shared.file);
+  const int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
+  void* memory = mmap(nullptr, shared.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = reinterpret_cast<CUdeviceptr>(memory);
   return CUDA_SUCCESS;
 }
 
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int, int) {
   NEEDS_CONTEXT;
   driver.streams.push_back(std::make_unique<FakeStream>());
+  driver.streams.back()->context = contexts.back();
   driver.streams.back()->eager = driver.eager(driver.streams.size() - 1 - driver.old_streams);
   *stream = reinterpret_cast<CUstream>(driver.streams.back().get());
   return CUDA_SUCCESS;
@@ -562,6 +603,7 @@ void fake_reset(unsigned long long seed, size_t total_bytes, int batch_supported
   for (const auto& [memory, size] : driver.registered) driver.formerly_registered.insert(memory);
   driver.registered.clear();
   driver.maps = true;
+  driver.devices = 1;
 }
 CUresult fake_launch(CUstream stream, Callback callback, long long number) {
   NEEDS_CONTEXT;
@@ -572,6 +614,7 @@ CUresult fake_launch(CUstream stream, Callback callback, long long number) {
   item->ticket = number;
   return driver.queue(stream_of(stream), std::move(item));
 }
+void fake_devices(int count) { driver.devices = count; }
 void fake_cannot_map() { driver.maps = false; }
 size_t fake_mapped() {
   size_t bytes = 0;

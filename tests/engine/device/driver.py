@@ -32,17 +32,27 @@ class FakeDevice(CudaDevice):
     """A device whose asynchronous work happens when the schedule ``seed`` says so. One at a time."""
 
     def __init__(
-        self, seed: int = 0, *, total_bytes: int = 1 << 30, batches: bool = True, maps: bool = True
+        self,
+        seed: int = 0,
+        *,
+        total_bytes: int = 1 << 30,
+        batches: bool = True,
+        maps: bool = True,
+        beside: int = 0,
     ) -> None:
+        """``beside``: another device, after so many that were made for one test. They have one schedule and
+        one memory."""
         library = _library()
-        library.fake_reset(ctypes.c_ulonglong(seed), ctypes.c_size_t(total_bytes), int(batches))
+        if not beside:
+            library.fake_reset(ctypes.c_ulonglong(seed), ctypes.c_size_t(total_bytes), int(batches))
+        library.fake_devices(beside + 1)
         if not maps:
             library.fake_cannot_map()
         self.failure: BaseException | None = None
         self._numbers = itertools.count()
         self._calls: dict[int, Callable[[], None]] = {}
         self._entry = _Callback(self._run)
-        super().__init__(0, driver=library)
+        super().__init__(beside, driver=library)
 
     def view(
         self, address: int, shape: tuple[int, ...], *, stride: int | None = None

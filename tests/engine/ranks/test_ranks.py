@@ -36,6 +36,7 @@ from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
+from tierstore_engine.weights import weights_bytes
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 LONGEST_S = 10.0
@@ -155,6 +156,19 @@ def test_kills_at_any_time(engine_with: Callable[..., Engine]) -> None:
         engine = engine_with(1)
         assert [answer(engine, prompt).tokens for prompt in prompts] == expected
         engine.close()
+
+
+def test_parts_map_one_copy_of_the_weights(
+    checkpoints: Callable[..., Path], engine_with: Callable[..., Engine]
+) -> None:
+    for name in ("tiny", str(checkpoints("falcon-h1"))):
+        expected = answer(engine_with(1, name, store=None), a_prompt(9)).tokens
+        engine = engine_with(1, name, parts=2, store=None)
+        [pid] = others(engine)
+        assert answer(engine, a_prompt(9)).tokens == expected
+        nbytes = weights_bytes(engine.model.config)
+        assert nbytes <= mapped_bytes(pid, "tierstore-weights") < 1.1 * nbytes
+        assert not mapped_bytes(others(engine_with(2, name, store=None))[0], "tierstore-weights")
 
 
 def test_each_layer_sends_two_sums_of_a_token(engine_with: Callable[..., Engine]) -> None:
@@ -295,7 +309,8 @@ def test_other_weights_are_refused(tmp_path: Path, checkpoints: Callable[..., Pa
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] += 1
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(RankLostError, match=r"^rank 1 of 2 failed: its weights differ from those of rank 0"):
+    sentence = "^rank 1 of 2 failed: the checkpoint has changed since rank 0 began to read it: restart"
+    with pytest.raises(RankLostError, match=sentence):
         build_engine(model, pool_pages=64, chunk_tokens=16)
 
 
@@ -360,10 +375,10 @@ def children(process: Forked) -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
-def mapped_bytes(pid: int) -> int:
-    """Return the bytes of pool memory that a process has mapped."""
+def mapped_bytes(pid: int, name: str = "tierstore-arena") -> int:
+    """Return the bytes of pool memory, or of another shared memory, that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    ends = (line.split()[0].split("-") for line in lines if "tierstore-arena" in line)
+    ends = (line.split()[0].split("-") for line in lines if name in line)
     return sum(int(stop, 16) - int(start, 16) for start, stop in ends)
 
 

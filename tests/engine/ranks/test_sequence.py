@@ -125,7 +125,7 @@ def together(
         try:
             place = RankPlace.of(number, heads=heads, parts=pools.parts)
             share, part = place.heads.rank, place.tokens.rank
-            weights, _ = read_weights(opened, place.heads, seed=0)
+            weights = read_weights(opened, place.heads, seed=0)
             own = pools.pools if number == 0 else pools.of(part)
             members[share, part] = by_heads[share].rank(part)
             model = model_of(
