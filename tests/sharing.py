@@ -20,10 +20,10 @@ MODELS = chosen(
         (models.LLAMA3, SHORT),
         (models.QWEN2, SHORT),
         (models.QWEN3, SHORT),
-        (models.GEMMA, SHORT),
+        (models.GEMMA, LONG),
     ],
     (models.LLAMA, LONG),
-    (models.GEMMA, SHORT),
+    (models.GEMMA, LONG),
 )
 """Kinds of models, each with a number of tokens."""
 GROUPS = dict.fromkeys((models.LLAMA, models.LLAMA3, models.QWEN2, models.QWEN3), 1) | {models.GEMMA: 2}

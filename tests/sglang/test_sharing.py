@@ -17,7 +17,6 @@ from tests.sharing import (
     MODELS,
     SAME_KV,
     SAME_LOGITS,
-    SHORT,
     answer,
     bundled,
     kv_difference,
@@ -106,7 +105,7 @@ def test_both_directions(folder, daemon, kind, whole):
 
 
 @pytest.mark.skipif(VLLM is None, reason="VLLM_PYTHON is not set: make test-sglang-vllm")
-@pytest.mark.parametrize(("kind", "whole"), [(models.LLAMA, LONG), (models.GEMMA, SHORT)])
+@pytest.mark.parametrize(("kind", "whole"), [(models.LLAMA, LONG), (models.GEMMA, LONG)])
 def test_with_vllm(folder, daemon, kind, whole):
     """vLLM keeps all pages of windows, so Gemma's pages go both ways."""
     folder, theirs, ours = folder(kind), prompt(whole + 4, seed=1), prompt(whole + 4, seed=2)
