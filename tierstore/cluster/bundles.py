@@ -115,7 +115,7 @@ def _bundle_of(joined: bytes, object_bytes: int, origin: Origin, oldest_at: int 
     parent = name_digest(origin.parent) if origin.parent else _NO_PARENT
     digest = hashlib.sha256(written).digest()
     name = _name(joined, object_bytes)
-    bundle = Bundle(name, object_bytes, len(written), parent, digest, joined, oldest_at)
+    bundle = Bundle(name, object_bytes, len(written), parent, digest, joined, oldest_at=oldest_at)
     head = _HEAD.pack(_MAGIC, bundle.pages, len(written), object_bytes, oldest_at, parent, digest)
     return bundle, head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + joined + written
 
@@ -139,7 +139,7 @@ def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
     names = data[HEAD_BYTES:needed]
     if _name(names, object_bytes) != name:
         raise BundleError(f"bundle {name} is damaged")
-    return Bundle(name, object_bytes, origin_bytes, parent, digest, names, oldest_at)
+    return Bundle(name, object_bytes, origin_bytes, parent, digest, names, oldest_at=oldest_at)
 
 
 def _name(names: bytes, object_bytes: int) -> str:
