@@ -153,6 +153,7 @@ class Engine:
             prefill_chunk=self.settings.prefill_chunk,
             checkpoint_tokens=self.settings.checkpoint_distance(spec),
             rewinds=bool(model.config.predictor),
+            whole_windows=self.settings.whole_windows,
         )
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)

@@ -40,10 +40,12 @@ class PageKeeper:
         prefill_chunk: int = 0,
         checkpoint_tokens: int = 0,
         rewinds: bool = False,
+        whole_windows: bool = False,
     ) -> None:
         """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`. ``checkpoint_tokens`` is the largest
         distance of save points in a model with several layer groups (0: only those that requests make).
-        ``rewinds``: the last token of a hit is computed again, because a drafter needs the model's output."""
+        ``rewinds``: the last token of a hit is computed again, because a drafter needs the model's output.
+        ``whole_windows``: all pages of windows are saved, not only those that hits at save points need."""
         self.connector = connector
         self.chunk_tokens = connector.pool.spec.chunk_tokens
         self.keeps = connector.keeps  # whether other sequences can find saved pages
@@ -51,7 +53,7 @@ class PageKeeper:
         self._prefill_chunk = prefill_chunk
         self._rewinds = rewinds
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may free pages
-        self._empty = empty_tables(connector)
+        self._empty = empty_tables(connector, whole_windows=whole_windows)
         self._has_named = not all(rule.chained for rule in connector.rules)
         self.stateful = any(rule.past is Past.STATE for rule in connector.rules)
         self._checkpoint = checkpoint_tokens if self._has_named else 0
@@ -338,23 +340,23 @@ class PageKeeper:
         """Publish the pages that became full since the last call, and at a save point the pages for hits
         there. Release pages that no later token needs."""
         computed = sequence.computed
-        for table in sequence.tables:
-            table.passed(computed)
-        if sequence.no_save:
-            return
         whole = computed - computed % self.chunk_tokens
         hint = _ELSEWHERE if sequence.hint is not None and sequence.hint.elsewhere else None
         point = SavePoint(sequence.prompt, [whole], hint, sequence.session)
+        for table in sequence.tables:
+            if table.group.saves_all and whole > table.saved_at and not sequence.no_save:
+                saves = table.save(point)
+                if not table.group.rule.chained:
+                    self._park(saves)  # pages that a window releases now stay in place until these end
+            table.passed(computed)
+        if sequence.no_save:
+            return
         # A step that ends where an image ends may have passed a save point.
         at = whole if sequence.images is not None and sequence.images.longest_mutual else computed
         parts = sequence.save_points.get(at)
         here = parts is not None or (self._checkpoint and at % self._checkpoint == 0)
         for table in sequence.tables:
-            if table.group.rule.chained:
-                if whole > table.saved_at:
-                    table.save(point)
-            elif here:
-                # Pages that a window releases meanwhile stay in place until these saves end.
+            if here and not table.group.saves_all:
                 self._park(table.save(replace(point, session=None if parts else sequence.session)))
 
     def leave(self, sequence: Sequence, *, save: bool = True) -> None:

@@ -15,7 +15,8 @@ A full table publishes each page when it is complete. A hit needs few pages of t
 exist only at *save points*: the end of the prompt, the place where other prompts diverge from it, and every
 ``checkpoint_tokens``. All of these are ends of chunks. A step ends at each save point, because a state exists
 only for its last token. A sequence may leave, finished or parked, inside a chunk. Then its partial pages and
-its live state are published.
+its live state are published. With ``whole_windows`` a window table publishes each page when it is complete,
+like a full table. SGLang finds no prompt without them (docs/sharing.md).
 
 A load returns shared pages. The sequence copies the page that a hit ends inside, and the state, before it
 writes to them. (A full group's load makes that copy itself.) Forked sequences share pages by reference: the
@@ -55,10 +56,12 @@ class PageGroup:
     """The pages of one layer group, shared by the tables of all sequences: the connector's methods for this
     group, and how many sequences share each page. Belongs to the engine's thread."""
 
-    def __init__(self, connector: Connector, number: int) -> None:
+    def __init__(self, connector: Connector, number: int, *, whole_windows: bool = False) -> None:
         self.rule = connector.rules[number]
         self.chunk_tokens = connector.pool.spec.chunk_tokens
         self.keeps = connector.keeps  # whether pages can be found again
+        # whether each page is published when it is complete, and not only at save points
+        self.saves_all = self.rule.chained or (whole_windows and self.rule.past is not Past.STATE)
         self._connector = connector
         self._number = number
         # by page: the number of sequences beside the first that have it
@@ -288,7 +291,7 @@ class FullTable(GroupTable):
 
 class NamedTable(GroupTable):
     """A table of a group whose pages are found by name. It takes pages as it grows, and publishes them only
-    at save points."""
+    at save points, unless the group ``saves_all``."""
 
     def lacking(self, tokens: int, coming: int) -> int:
         arrived = self.expected - min(self.expected, coming)
@@ -301,7 +304,9 @@ class NamedTable(GroupTable):
     def save(self, point: SavePoint) -> list[Transfer[int]]:
         saves = []
         for end in point.ends:
-            saving = self._save_at(end, point) if end > self.saved_at else None
+            # If each page is published when it is complete, a hint comes later.
+            hinted = self.group.saves_all and point.hint is not None and end == self.saved_at
+            saving = self._save_at(end, point) if hinted or end > self.saved_at else None
             if saving is not None:
                 saves.append(saving)
                 if not end % self.group.chunk_tokens:
@@ -363,6 +368,10 @@ class WindowTable(NamedTable):
 
     def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
         needed = self.group.rule.pages(end, self.group.chunk_tokens)
+        if self.group.saves_all:
+            # All that it has, under no session: a later save point would supersede them.
+            needed = range(self.pages.count(NO_PAGE), self.group.count(end))
+            point = replace(point, session=None)
         pages = self.pages[needed.start : needed.stop]
         if not needed or len(pages) != len(needed) or NO_PAGE in pages:
             return None
@@ -461,7 +470,8 @@ class StateTable(NamedTable):
 _TABLES: dict[Past, type[GroupTable]] = {Past.ALL: FullTable, Past.STATE: StateTable}
 
 
-def empty_tables(connector: Connector) -> tuple[GroupTable, ...]:
+def empty_tables(connector: Connector, *, whole_windows: bool = False) -> tuple[GroupTable, ...]:
     """Return an empty table for each layer group of the connector's model."""
-    groups = [PageGroup(connector, number) for number in range(len(connector.pools))]
+    numbers = range(len(connector.pools))
+    groups = [PageGroup(connector, number, whole_windows=whole_windows) for number in numbers]
     return tuple(_TABLES.get(group.rule.past, WindowTable)(group) for group in groups)

@@ -171,6 +171,7 @@ class Load:
             plan=chance.choice(PLANS),
             prefill_chunk=self.settings.prefill_chunk,
             checkpoint_tokens=chance.choice([0, 0, 16]),
+            whole_windows=bool(seed % 2),
         )
         self.now_s = 0.0
         self.scheduler = Scheduler(self.keeper, self.settings, clock=lambda: self.now_s)

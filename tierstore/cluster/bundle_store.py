@@ -252,7 +252,7 @@ class BundleStore(SharedStore):
             try:
                 self._refresh()
                 self._write_uses()
-                if self._writes and not self._options.lifetime_s:
+                if self._writes:
                     self.compact()
             except BucketError as error:
                 self._failed(error)
@@ -350,9 +350,12 @@ class BundleStore(SharedStore):
         alone. So a crash at any point loses no page, and a later call continues. The others stay until all
         hosts have listed the merged bundle. Hosts that merge the same bundles write the same object."""
         wait_s = _SUPERSEDED_S + 2 * self.bucket.address.refresh_s
+        lifetime_s = self._options.lifetime_s
         with self._lock:
             superseded = self.index.superseded(self.index.now - wait_s)
-            runs = self.index.mergeable(_MERGED_LEAST, _MERGED_BYTES)
+            # A merged bundle ends with its oldest page: this shortens no page's life by more than half.
+            since = self.index.now - lifetime_s / 2 if lifetime_s else 0.0
+            runs = self.index.mergeable(_MERGED_LEAST, _MERGED_BYTES, since)
         if superseded:
             self._delete(superseded, "superseded_objects")
         if runs:
@@ -364,7 +367,9 @@ class BundleStore(SharedStore):
             last = self.origin(run[-1])
             if len(last.pages.keys) < KEY_BYTES * sum(each.pages for each in run):
                 raise BundleError("the origin has fewer chunks than the bundles")
-            bundle, head = merged_bundle(run, last)
+            with self._lock:
+                oldest_at = self.index.oldest_at(run)
+            bundle, head = merged_bundle(run, last, oldest_at)
         except NoObjectError:  # another host has deleted it since the last listing
             self._discard(run[-1])
             return

@@ -32,7 +32,8 @@ from tierstore.errors import TierStoreError
 from tierstore.wire.messages import MAX_MESSAGE_BYTES
 
 _MAGIC = b"tsbndl1\0"
-_HEAD = struct.Struct("<8sIIQ20s32s")  # magic, pages, bytes of the origin, object_bytes, parent, SHA-256
+# magic, pages, bytes of the origin, object_bytes, oldest_at, parent, SHA-256
+_HEAD = struct.Struct("<8sIIII20s32s")
 _CHECK = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size + _CHECK.size
 _MOST_PAGES = 1 << 20
@@ -47,7 +48,8 @@ class BundleError(TierStoreError):
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """The head and names of a bundle. ``parent`` is the name of the page before the first page, or zeros.
-    ``names`` has 20 bytes for each page."""
+    ``names`` has 20 bytes for each page. ``oldest_at`` is when the first of its pages was written, in whole
+    seconds since 1970; 0 if all were written with the bundle."""
 
     name: str
     object_bytes: int
@@ -55,6 +57,7 @@ class Bundle:
     parent: bytes
     origin_digest: bytes
     names: bytes
+    oldest_at: int = 0
 
     @property
     def pages(self) -> int:
@@ -96,21 +99,24 @@ def make_bundle(names: Sequence[str], object_bytes: int, origin: Origin) -> tupl
     return _bundle_of(b"".join(map(name_digest, names)), object_bytes, origin)
 
 
-def merged_bundle(parts: Sequence[Bundle], last: Origin) -> tuple[Bundle, bytes]:
+def merged_bundle(parts: Sequence[Bundle], last: Origin, oldest_at: float) -> tuple[Bundle, bytes]:
     """Return one bundle of the pages of ``parts``, and the bytes that precede its first page. Each part
-    continues the part before it. ``last`` is the origin of the last part."""
+    continues the part before it. ``last`` is the origin of the last part, and ``oldest_at`` the time at which
+    the first page was written."""
     names = b"".join(each.names for each in parts)
     parent = object_name(parts[0].parent) if parts[0].has_parent else ""
     count = sum(each.pages for each in parts)
-    return _bundle_of(names, parts[0].object_bytes, Origin(last.pages, count, parent))
+    seconds = int(min(max(oldest_at, 0), (1 << 32) - 1))
+    return _bundle_of(names, parts[0].object_bytes, Origin(last.pages, count, parent), seconds)
 
 
-def _bundle_of(joined: bytes, object_bytes: int, origin: Origin) -> tuple[Bundle, bytes]:
+def _bundle_of(joined: bytes, object_bytes: int, origin: Origin, oldest_at: int = 0) -> tuple[Bundle, bytes]:
     written = msgspec.msgpack.encode(origin)
     parent = name_digest(origin.parent) if origin.parent else _NO_PARENT
     digest = hashlib.sha256(written).digest()
-    bundle = Bundle(_name(joined, object_bytes), object_bytes, len(written), parent, digest, joined)
-    head = _HEAD.pack(_MAGIC, bundle.pages, len(written), object_bytes, parent, digest)
+    name = _name(joined, object_bytes)
+    bundle = Bundle(name, object_bytes, len(written), parent, digest, joined, oldest_at=oldest_at)
+    head = _HEAD.pack(_MAGIC, bundle.pages, len(written), object_bytes, oldest_at, parent, digest)
     return bundle, head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + joined + written
 
 
@@ -119,7 +125,7 @@ def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
     short, return how many bytes are needed. Raise :class:`BundleError` if the object is not a bundle."""
     if len(data) < HEAD_BYTES:
         raise BundleError(f"bundle {name} is cut off")
-    magic, pages, origin_bytes, object_bytes, parent, digest = _HEAD.unpack_from(data)
+    magic, pages, origin_bytes, object_bytes, oldest_at, parent, digest = _HEAD.unpack_from(data)
     (check,) = _CHECK.unpack_from(data, _HEAD.size)
     if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(data[: _HEAD.size]):
         raise BundleError(f"object {name} is no bundle of this version")
@@ -133,7 +139,7 @@ def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
     names = data[HEAD_BYTES:needed]
     if _name(names, object_bytes) != name:
         raise BundleError(f"bundle {name} is damaged")
-    return Bundle(name, object_bytes, origin_bytes, parent, digest, names)
+    return Bundle(name, object_bytes, origin_bytes, parent, digest, names, oldest_at=oldest_at)
 
 
 def _name(names: bytes, object_bytes: int) -> str:
