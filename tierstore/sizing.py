@@ -3,7 +3,8 @@
 The kinds of layers are read from a Hugging Face ``config.json``, or from one of ``PRESETS``: the shapes of
 popular models, from their published configurations. The size of a session is what its next turn needs: every
 token of full attention and latents, the pages of a window that cover its last tokens, one snapshot of a
-recurrent state. Embeddings of images and sound are not part of a session.
+recurrent state. Embeddings of images and sound, and KV that cross attention has of them, are not part of a
+session.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tierstore.spec import (
     DTYPE_BITS,
     KVSpec,
     LayerGroup,
+    LayerKind,
     kv_dtype,
     layer_groups,
     positive,
@@ -33,6 +35,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-2-7b": _dense(32, 32, 32, 128, dtype="float16"),
     "llama-3-8b": _dense(32, 32, 8, 128),
     "llama-3-70b": _dense(80, 64, 8, 128),
+    "llama-3.2-11b-vision": _dense(
+        40,
+        32,
+        8,
+        128,
+        hidden_size=4096,
+        cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38],
+        vision_config={"image_size": 560, "patch_size": 14, "max_num_tiles": 4},
+    ),
     "mixtral-8x7b": _dense(32, 32, 8, 128),
     "qwen2.5-0.5b": _dense(24, 14, 2, 64),
     "qwen3-8b": _dense(36, 32, 8, 128),
@@ -83,11 +94,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class GroupSize:
     """The size of one layer group. Each token adds ``token_bytes``. ``state_bytes`` is the group's whole
-    state."""
+    state. In cross attention, each row of an input adds ``row_bytes``."""
 
     group: LayerGroup
     token_bytes: float
     state_bytes: int
+    row_bytes: float = 0.0
 
     def session_bytes(self, tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
         """Return the bytes that the next turn of a session of ``tokens`` tokens needs, in whole pages."""
@@ -118,8 +130,10 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
     sizes = []
     for group in layer_groups(config):
         vectors = len(group.layers) * group.planes * group.kv_heads
-        per_token = vectors * group.head_dim * bits / 8 if not group.state_bytes else 0.0
-        sizes.append(GroupSize(group, per_token, len(group.layers) * group.state_bytes))
+        each = vectors * group.head_dim * bits / 8 if not group.state_bytes else 0.0
+        crosses = group.kind is LayerKind.CROSS_ATTENTION
+        by_token, by_row = (0.0, each) if crosses else (each, 0.0)
+        sizes.append(GroupSize(group, by_token, len(group.layers) * group.state_bytes, by_row))
     return sizes
 
 
@@ -141,7 +155,8 @@ class EmbeddingSize:
 def embedding_size(config: Mapping[str, Any]) -> EmbeddingSize | None:
     """Return the size of the embeddings of a model's encoder, None for a model without one. Embeddings have
     the model's dtype, not that of KV. Models like Qwen3-VL append the outputs of some inner layers
-    (``deepstack_visual_indexes``) to each row.
+    (``deepstack_visual_indexes``) to each row. Llama 3.2 Vision cuts an image into tiles: ``rows`` is for the
+    largest number of tiles.
 
     >>> gemma = {"vision_config": {}, "text_config": {"hidden_size": 5376, "dtype": "bfloat16"}}
     >>> embedding_size({**gemma, "mm_tokens_per_image": 256})
@@ -154,6 +169,8 @@ def embedding_size(config: Mapping[str, Any]) -> EmbeddingSize | None:
     width = positive(shape, "hidden_size") * (1 + len(encoder.get("deepstack_visual_indexes") or ()))
     spec = KVSpec.embedding(width=width, dtype=kv_dtype(config))
     rows = config.get("mm_tokens_per_image") or config.get("image_seq_length")
+    if tiles := encoder.get("max_num_tiles"):
+        rows = int(tiles) * ((positive(encoder, "image_size") // positive(encoder, "patch_size")) ** 2 + 1)
     return EmbeddingSize(int(spec.token_bytes), int(rows) if rows else None)
 
 

@@ -12,7 +12,10 @@ So a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is
 are in different :class:`LayerGroup` objects. The groups of a page follow one another in the given order. If
 each group has pages of its own, :meth:`KVSpec.split` returns their layouts.
 
-Outputs of an encoder (of an image, say) are no KV, and have a spec of their own: :meth:`KVSpec.embedding`. A
+The pages of cross-attention layers hold KV of an encoder's rows instead of tokens. Each input of a prompt (an
+image, say) has pages of its own, and a prompt without inputs has none.
+
+Outputs of an encoder are no KV, and have a spec of their own: :meth:`KVSpec.embedding`. A
 page then holds ``chunk_tokens`` rows, ``[row][width]``.
 
 >>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
@@ -63,11 +66,17 @@ class LayerKind(str, enum.Enum):
     CHUNKED_ATTENTION = "chunked_attention"  # K and V, read within chunks of `window` tokens
     MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
     RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
+    CROSS_ATTENTION = "cross_attention"  # K and V of an encoder's rows, for each input of a prompt
     EMBEDDING = "embedding"  # rows that an encoder made of one input: not of a prompt's tokens
     OPAQUE = "opaque"  # bytes in another engine's own order
 
 
-_KEYS_AND_VALUES = (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
+_KEYS_AND_VALUES = (
+    LayerKind.FULL_ATTENTION,
+    LayerKind.SLIDING_WINDOW,
+    LayerKind.CHUNKED_ATTENTION,
+    LayerKind.CROSS_ATTENTION,
+)
 _WINDOWED = (LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
 _STATES = (LayerKind.RECURRENT_STATE, LayerKind.OPAQUE)  # plain bytes, without tiles
 
@@ -222,8 +231,9 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> float:
-        """KV bytes that one token adds, over all layers."""
-        return self.page_bytes / self.chunk_tokens
+        """Bytes that one token adds, over all layers but those of cross attention."""
+        groups = (group for group in self.groups if group.kind is not LayerKind.CROSS_ATTENTION)
+        return sum(len(group.layers) * self._layer_bytes(group) for group in groups) / self.chunk_tokens
 
     def split(self) -> tuple[KVSpec, ...]:
         """Return one spec for each layer group, in the order of ``groups``, for separate pages of the same
@@ -421,6 +431,11 @@ def is_opaque(layout: str) -> bool:
     return f";{LayerKind.OPAQUE.value}[" in layout
 
 
+def is_cross(layout: str) -> bool:
+    """Return whether the pages of this ``KVSpec.describe()`` line belong to cross-attention layers."""
+    return f";{LayerKind.CROSS_ATTENTION.value}[" in layout
+
+
 def is_hashed(layout: str) -> bool:
     """Return whether this ``KVSpec.describe()`` line is for pages whose "tokens" are the words of a hash."""
     return layout.startswith("hashed;")
@@ -564,6 +579,9 @@ def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
         period, offset = positive(config, "attn_layer_period"), int(config.get("attn_layer_offset") or 0)
         numbers = range(positive(config, "num_hidden_layers"))
         return [_FULL if at % period == offset else LayerKind.RECURRENT_STATE for at in numbers]
+    if (crossing := config.get("cross_attention_layers")) is not None:  # of Llama 3.2 Vision
+        members = range(positive(config, "num_hidden_layers"))
+        return [LayerKind.CROSS_ATTENTION if layer in crossing else _FULL for layer in members]
     for field in ("attn_layer_indices", "full_attn_idxs"):  # of Bamba and LFM2
         if (attending := config.get(field)) is not None:
             members = range(positive(config, "num_hidden_layers"))

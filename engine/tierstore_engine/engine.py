@@ -211,7 +211,7 @@ class Engine:
         digest = "" if adapter is None else self.adapters.get(adapter)
         if digest is None:
             raise RequestError(f"no adapter {adapter!r} (known: {', '.join(self.adapters) or 'none'})")
-        placed = self.limits.place_images(tokens, images, self.settings.prefill_chunk)
+        placed = self.limits.place_images(tokens, images, self.settings.prefill_chunk, params.max_new_tokens)
         sequence = self._roster.new(tokens, params, started, digest, placed)
         sequence.session = session
         sequence.hint = hint

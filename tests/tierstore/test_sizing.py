@@ -149,6 +149,15 @@ def test_the_command(tmp_path):
     assert "1 GiB" in table.output
 
 
+def test_cross_attention_has_a_size_by_row():
+    """Llama 3.2 Vision cuts an image into at most 4 tiles of 1,601 rows."""
+    full, cross = group_sizes(PRESETS["llama-3.2-11b-vision"])
+    assert (full.token_bytes, full.row_bytes, len(full.group.layers)) == (128 << 10, 0, 32)
+    assert (cross.token_bytes, cross.row_bytes, cross.session_bytes(1000)) == (0, 32 << 10, 0)
+    shown = CliRunner().invoke(app, ["size", "llama-3.2-11b-vision"]).output
+    assert "cross attention (not in a session): 32 KiB a row, 202 MiB an input of 6,404 rows" in shown
+
+
 def test_an_image_has_a_size_of_its_own(tmp_path):
     """Gemma 3 has 256 rows for an image, and Qwen3-VL four outputs of its encoder in a row."""
     gemma: dict[str, Any] = {"text_config": {**PRESETS["gemma-3-27b"], "hidden_size": 5376}}

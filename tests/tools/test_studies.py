@@ -96,6 +96,15 @@ def test_products_and_the_same_bits_beside_torch(measured):
     assert min(found["prompt_of_default"], found["step_of_default"]) > 0
 
 
+def test_pools_of_two_levels_waste_least(measured):
+    found = measured("pool_waste.py", "--memory", "8GiB", "--steps", "30", "--embeddings")["rows"]
+    waste = {(row["mix"], row["pool"]): row["waste"] for row in found}
+    assert pytest.approx(0.796, abs=0.0005) == 1 - (43 * 32 + 6193 * 8) / (6236 * 40)  # of Jenga's paper
+    for mix in ("image only", "chat"):
+        assert 0 <= waste[mix, "two-level"] < 0.1
+        assert min(waste[mix, "one slot"], waste[mix, "one page size"]) > 0.3
+
+
 def test_the_curve_is_part_of_a_lookup(measured):
     (cost,) = measured("curve.py", "--tokens", "640", "--seconds", "0.2")["costs"]
     assert cost["tokens"] == 640

@@ -85,6 +85,15 @@ class CpuAttention(Attention):
         for plane, new in enumerate((keys,) if values is None else (keys, values)):
             self._pages.put(layer, plane, batch.pages, batch.offsets, new)
 
+    def write_pages(self, layer: int, keys: torch.Tensor, values: torch.Tensor, pages: Sequence[int]) -> None:
+        """Write whole pages: ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``), and zeros behind
+        them."""
+        places = torch.arange(len(pages) * self._chunk)
+        numbers = torch.tensor(pages, dtype=torch.int64)[places // self._chunk]
+        for plane, new in enumerate((keys, values)):
+            padded = torch.nn.functional.pad(new, (0, 0, 0, 0, 0, len(places) - len(new)))
+            self._pages.put(layer, plane, numbers, places % self._chunk, padded)
+
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         return self.attend_with_lse(layer, queries, batch)[0]
 
