@@ -144,6 +144,8 @@ def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
         bytes_per_s=settings.cluster_bytes_per_s,
         most_bytes=settings.cluster_bytes,
         lifetime_s=settings.cluster_days * 86400,
+        sealed=bool(settings.disk_key),
+        keys_url=settings.cluster_keys,
     )
     return Cluster(options, local)
 
@@ -223,7 +225,9 @@ class Daemon:
             _log.info("listening at %s", endpoint.address)
         if cluster is not None:
             self._cluster = self.service.state.cluster = cluster
-            cluster.start()
+            keyring = self.core.disk.keyring if self.core.disk is not None else None
+            sharing_key = keyring.sharing_key() if keyring is not None else b""
+            cluster.start(sharing_key, self.core.forgetting.forget)
         if site is not None:
             await self._serve_http(self.core, site)
         self.ready = True
