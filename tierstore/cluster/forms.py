@@ -101,18 +101,16 @@ class SealedForm(ObjectForm):
 
     def open(self, places: Sequence[Memory], objects: Sequence[PageObject]) -> list[int]:
         checksums: list[int] = []
-        plain = memoryview(bytearray(objects[0].page_bytes if objects else 0))
         for place, page in zip(places, objects, strict=True):
             header = ctypes.string_at(place[0], SEALED_FIELDS.size)
             magic, page_bytes, name, salt, tag, _ = SEALED_FIELDS.unpack(header)
-            sealed = _view(place[0] + HEADER_BYTES, page.page_bytes)
+            opened = _view(place[0] + HEADER_BYTES, page.page_bytes)  # in place
             expected = (SEALED_MAGIC, page.page_bytes, page.proof[:NAME_BYTES])
             if (magic, page_bytes, name) != expected or not self._key.open(
-                salt, tag, _facts(page), sealed, plain
+                salt, tag, _facts(page), opened, opened
             ):
                 break
-            sealed[:] = plain
-            checksums.append(xxhash.xxh3_64_intdigest(plain))
+            checksums.append(xxhash.xxh3_64_intdigest(opened))
         return checksums
 
     def seal_origin(self, origin: bytes) -> bytes:

@@ -272,8 +272,9 @@ class DataKey:
         return cipher.tag
 
     def open(self, salt: bytes, tag: bytes, facts: bytes, sealed: memoryview, out: memoryview) -> bool:
-        """Open the bytes of :meth:`seal` into ``out``, which has the size of the plain bytes. Return False
-        if anything has changed. Then do not use ``out``."""
+        """Open the bytes of :meth:`seal` into ``out``, which has the size of the plain bytes. It may be the
+        memory of ``sealed``, but may not overlap it otherwise. Return False if anything has changed. Then do
+        not use ``out``."""
         from cryptography.exceptions import InvalidTag
 
         cipher = self._cipher(salt).decryptor()
