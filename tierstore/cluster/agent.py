@@ -402,6 +402,7 @@ def _begin(begin: o.Begin, tell: Tell) -> Agent:
         begin.lifetime_s,
         begin.keys_url,
         begin.sharing_key,
+        begin.held,
         tell,
     )
     try:

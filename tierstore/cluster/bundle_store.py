@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -107,7 +107,7 @@ class BundleStore(SharedStore):
         self.transport = "s3"
         self.bucket = Bucket(S3Address.parse(options.url), _READ_S if watch else _PATIENT_READ_S)
         self.index = BundleIndex()
-        self._options = options
+        self._options = replace(options, sharing_key=b"")  # SharedKeys keeps it where it cannot be swapped
         self._lock = threading.Lock()  # guards changes of the index, and the fields below
         self._again_at = 0.0
         self._pause_s = _AGAIN_S[0]
@@ -118,7 +118,7 @@ class BundleStore(SharedStore):
         self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
         if options.sharing_key:
             keys = Bucket(S3Address.parse(options.keys_url), self.bucket.read_s)
-            self.keys = SharedKeys(keys, options.sharing_key, self._readers, options.tell)
+            self.keys = SharedKeys(keys, options.sharing_key, self._readers, options.tell, options.held)
         self._forms = ObjectForms(b"", self.keys)  # of origins, which no secret changes
         self._writes = False  # whether this agent has written a bundle
         self._writing_bytes = 0  # of bundles that are being written, or about to be

@@ -49,6 +49,10 @@ class Origin(msgspec.Struct, array_like=True):
         return cls(part, len(chunks), "" if pages.named else parent)
 
 
+HeldKeys: TypeAlias = list[tuple[Text, Text, bytes]]
+"""Tenant, model and id of shared keys."""
+
+
 class Begin(AgentOrder):
     """The first message: the addresses of the daemon and of the shared store."""
 
@@ -64,6 +68,7 @@ class Begin(AgentOrder):
     lifetime_s: float = 0.0  # … and of the age of its objects; 0: none
     keys_url: Text = ""  # bucket with the keys of sealed pages
     sharing_key: Payload = b""  # opens them; empty: pages are not sealed
+    held: HeldKeys = msgspec.field(default_factory=list)  # as the last :class:`KeysHeld` has them
 
 
 class Look(AgentOrder):
@@ -166,6 +171,13 @@ class Vanished(AgentOrder):
     model: Text
 
 
+class KeysHeld(AgentOrder):
+    """The shared keys that exist now. If one of them is gone when the next agent starts, another host has
+    forgotten its tenant and model meanwhile."""
+
+    held: HeldKeys
+
+
 class Counted(AgentOrder):
     """Counts since the last such message."""
 
@@ -180,4 +192,6 @@ class Failed(AgentOrder):
 
 
 ToAgent: TypeAlias = Begin | Look | FetchOrder | Stop | Publish | DeleteKeys | Resume
-ToDaemon: TypeAlias = Ready | Away | Trouble | Looked | FetchDone | KeysDeleted | Vanished | Counted | Failed
+ToDaemon: TypeAlias = (
+    Ready | Away | Trouble | Looked | FetchDone | KeysDeleted | Vanished | KeysHeld | Counted | Failed
+)

@@ -20,11 +20,11 @@ this agent has erased its copies. An agent of another host notices at its next l
 and tells its daemon (:class:`~tierstore.cluster.orders.Vanished`). This daemon then forgets the tenant and
 model in its own tiers. In between, the agent uses no new key of this scope, so that no page from before the
 forget is published under it. An agent that cannot list the keys uses none of them after twice ``refresh_s``
-and 5 s. So a forget is in effect on every host after this time.
+and 5 s. So no host reads the forgotten bundles after this time.
 
-A host that starts later than the forget finds no key, and cannot tell that there was one. Its own tiers keep
-their pages. A key that a listing lacks is read once more before it counts as gone, so an incomplete listing
-is no forget.
+A daemon notes on its disk which keys exist (:class:`~tierstore.cluster.orders.KeysHeld`). So a host that was
+down during a forget notices it when it starts. A key that a listing lacks is read once more before it counts
+as gone, so an incomplete listing is no forget.
 
 A program that can write the keys' bucket can make all hosts forget. It can also restore a copy of a key from
 before a forget. It cannot read keys, exchange those of two tenants, or make one that hosts use."""
@@ -35,14 +35,14 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
-from tierstore.cluster.orders import ToDaemon, Vanished
+from tierstore.cluster.orders import Counted, KeysHeld, ToDaemon, Vanished
 from tierstore.cluster.s3 import Bucket, NoObjectError
 from tierstore.cluster.s3_address import S3Address
 from tierstore.errors import UsageError
@@ -70,12 +70,14 @@ class _StoredKey(NamedTuple):
     tag: str  # changes with the object
     id: bytes
     key: DataKey | None = None
+    scope: Scope | None = None  # None if it is not known
 
 
 class SharedKeys:
     """The keys in a bucket. Thread-safe. Only :meth:`find`, :meth:`by_id` and :meth:`resume` never wait for
-    the server. The other methods raise :class:`BucketError` if it does not answer. ``tell`` gets a
-    :class:`Vanished` for each key that another host has deleted."""
+    the server. The other methods raise :class:`BucketError` if it does not answer. ``held`` are the keys that
+    this host knew last: tenant, model and id. ``tell`` gets changes of these, and a :class:`Vanished` for
+    each key that another host has deleted."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class SharedKeys:
         sharing_key: bytes,
         readers: ThreadPoolExecutor,
         tell: Callable[[ToDaemon], None],
+        held: Sequence[tuple[str, str, bytes]] = (),
     ) -> None:
         require_cryptography("a shared store with a disk key")
         self.bucket = bucket
@@ -97,7 +100,11 @@ class SharedKeys:
         # Numbers of Vanished. An agent before this one had others, and those of the daemon are positive.
         self._numbers = itertools.count(-1 - secrets.randbelow(1 << 60), -1)
         self._lock = threading.Lock()  # held by those who change the fields below; readers take no lock
-        self._stored: dict[str, _StoredKey] = {}  # by path
+        self._held = list(held)  # reported last
+        self._stored = {  # by path
+            self._path(scope := Scope(tenant, model)): _StoredKey("unread", id, scope=scope)
+            for tenant, model, id in held
+        }
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
         self._blocks: dict[int, Callable[[Scope], bool]] = {}  # scopes that are being forgotten
@@ -127,6 +134,9 @@ class SharedKeys:
                 if path not in self._stored and not self._late:
                     self.bucket.create(path, self._wrapped(path, scope))
                     self._note(path, "", self._read(path))  # perhaps another host's
+                    self._report()
+            if scope not in self._by_scope:  # the object in its place was changed
+                self._tell(Counted({"unreadable_keys": 1}))
         return self.find(scope)
 
     @property
@@ -171,6 +181,7 @@ class SharedKeys:
                 self._blocks[number] = scope.__eq__
                 self._tell(Vanished(number, *scope))
         self._listed_at = began
+        self._report()
 
     def _read(self, path: str) -> bytes:
         """Return an object; empty if there is none."""
@@ -183,13 +194,14 @@ class SharedKeys:
         """Note what an object has. Return the scope whose key is gone thereby, if there is one."""
         known = self._stored.get(path)
         id = data[len(_MAGIC) : len(_MAGIC) + ID_BYTES]
-        if known is not None and data and known.id == id:
+        same = known is not None and data and known.id == id
+        if known is not None and same and (known.key is not None or known.scope is None):
             self._stored[path] = known._replace(tag=tag)
             return None
-        scope = self._drop(path) if known is not None else None
+        scope = self._drop(path) if known is not None and not same else None
         if data:
             key = self._unwrapped(path, data)
-            self._stored[path] = _StoredKey(tag, id, key)
+            self._stored[path] = _StoredKey(tag, id, key, key.scope if key is not None else None)
             if key is not None:
                 self._by_scope[key.scope] = self._by_id[key.id] = key
         return scope
@@ -198,12 +210,19 @@ class SharedKeys:
         stored = self._stored.pop(path)
         self.gone.add(stored.id)
         key = stored.key
-        if key is None:
-            return None
-        key.dropped = True
-        del self._by_scope[key.scope], self._by_id[key.id]
-        self._memory.erase(key.secret)
-        return key.scope
+        if key is not None:
+            key.dropped = True
+            del self._by_scope[key.scope], self._by_id[key.id]
+            self._memory.erase(key.secret)
+        return stored.scope
+
+    def _report(self) -> None:
+        """Tell the daemon which keys exist, for the next start. Wait while something is forgotten: if the
+        daemon ends before it has forgotten, the next agent must notice again."""
+        held = sorted((*each.scope, each.id) for each in self._stored.values() if each.scope is not None)
+        if held != self._held and not self._blocks:
+            self._held = held
+            self._tell(KeysHeld(held))
 
     # -- the objects ---------------------------------------------------------------------------------
 

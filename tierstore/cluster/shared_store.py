@@ -64,8 +64,8 @@ class SharedStoreOptions:
     """Options of a shared store. ``host`` is this host's address for other hosts (empty: detected).
     ``most_bytes`` and ``lifetime_s`` are limits of an object store; a store without them changes nothing
     there on its own. With a ``sharing_key``, an object store seals its pages, with the keys in the bucket at
-    ``keys_url`` (``shared_keys.py``). The store calls ``tell`` with messages about its health, from any
-    thread."""
+    ``keys_url`` (``shared_keys.py``); ``held`` are those that this host knew last. The store calls ``tell``
+    with messages about its health, from any thread."""
 
     url: str
     protocol: str = "tcp"
@@ -75,6 +75,7 @@ class SharedStoreOptions:
     lifetime_s: float = 0.0
     keys_url: str = ""
     sharing_key: bytes = field(default=b"", repr=False)
+    held: Sequence[tuple[str, str, bytes]] = ()
     tell: Callable[[ToDaemon], None] = _ignore
 
 

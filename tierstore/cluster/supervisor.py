@@ -120,8 +120,15 @@ class ClusterOptions:
         check_keys_url(self.url, self.keys_url)
 
 
-def _ignore(what: Forgettable) -> None:
-    """Forget nothing."""
+@dataclass(frozen=True, slots=True)
+class SealedHost:
+    """The keys and pages of this host, if its pages in the shared store are sealed. All functions may block.
+    ``forget`` and ``keep`` raise :class:`StoreUnavailableError` or :class:`OSError` if the disk fails."""
+
+    sharing_key: Callable[[], bytes | None]  # opens shared keys; None with a locked keyring
+    forget: Callable[[Forgettable], object]  # forgets what another host has forgotten
+    held: Callable[[], bytes]  # the last argument of ``keep``, also after a restart
+    keep: Callable[[bytes], None]
 
 
 class Cluster:
@@ -146,9 +153,11 @@ class Cluster:
             options.keys_url,
         )
         self._logged = ""  # the trouble that was logged last
-        self._getter = _Agent(begin, self._counts, self._log, self._vanished)
-        self._putter = _Agent(begin, self._counts, self._log, self._vanished)
-        self._forget_locally: Callable[[Forgettable], object] = _ignore
+        self._begin = begin
+        self._getter = _Agent(self._first, self._counts, self._log, self._noticed)
+        self._putter = _Agent(self._first, self._counts, self._log, self._noticed)
+        self._host: SealedHost | None = None
+        self._held: o.HeldKeys = []
         self._forgetting: set[asyncio.Task[None]] = set()
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
@@ -166,19 +175,15 @@ class Cluster:
         """Whether its pages are encrypted."""
         return self._options.sealed
 
-    def start(
-        self, sharing_key: bytes | None = b"", forget: Callable[[Forgettable], object] = _ignore
-    ) -> None:
-        """Start the agents. The ``sharing_key`` opens the keys of sealed pages. It is None if the
-        keyring is locked; then no agent starts. ``forget`` forgets pages of
-        this host when another host has forgotten them. It may block, and raises
-        :class:`StoreUnavailableError` if it must be tried again."""
-        self._forget_locally = forget
-        if sharing_key is None:
+    def start(self, host: SealedHost | None = None) -> None:
+        """Start the agents. ``host`` is needed for sealed pages. With a locked keyring, no agent starts."""
+        self._host = host
+        if host is not None and host.sharing_key() is None:
             self._getter.trouble = "the disk key does not open the keyring"
             return
+        if host is not None:
+            self._held = _decoded(host.held())
         for agent in (self._getter, self._putter):
-            agent.begin = msgspec.structs.replace(agent.begin, sharing_key=sharing_key)
             agent.start()
         if not self._options.secret and not self.sealed:
             _log.info(
@@ -223,16 +228,37 @@ class Cluster:
             )
         return replace(receipt, shared_keys=max(each.keys for each in done))
 
-    def _vanished(self, agent: _Agent, order: o.Vanished) -> None:
-        task = asyncio.get_running_loop().create_task(self._forget_here(agent, order))
+    def _first(self) -> o.Begin:
+        """Return the first message to an agent. The sharing key is not kept here, where it could be
+        swapped."""
+        key = self._host.sharing_key() if self._host is not None else None
+        return msgspec.structs.replace(self._begin, sharing_key=key or b"", held=self._held)
+
+    def _noticed(self, agent: _Agent, order: o.Vanished | o.KeysHeld) -> None:
+        if self._host is None:
+            return
+        if isinstance(order, o.Vanished):
+            work = self._forget_here(self._host, agent, order)
+        else:
+            self._held = order.held
+            work = self._keep(self._host)
+        task = asyncio.get_running_loop().create_task(work)
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 
-    async def _forget_here(self, agent: _Agent, order: o.Vanished) -> None:
+    async def _keep(self, host: SealedHost) -> None:
+        """Store which shared keys exist."""
+        try:
+            await asyncio.to_thread(host.keep, msgspec.msgpack.encode(self._held))
+        except OSError as error:
+            self._counts["failed_notes"] += 1
+            _log.warning("cluster: the shared keys cannot be noted: %s", error)
+
+    async def _forget_here(self, host: SealedHost, agent: _Agent, order: o.Vanished) -> None:
         """Forget what another host has forgotten."""
         while True:
             try:
-                await asyncio.to_thread(self._forget_locally, Forgettable(order.tenant, order.model))
+                await asyncio.to_thread(host.forget, Forgettable(order.tenant, order.model))
                 break
             except StoreUnavailableError as error:
                 _log.warning("cluster: another host has forgotten pages: %s", error)
@@ -420,6 +446,14 @@ def _nothing() -> None:
     """Cancel nothing."""
 
 
+def _decoded(held: bytes) -> o.HeldKeys:
+    try:
+        return msgspec.msgpack.decode(held, type=o.HeldKeys) if held else []
+    except msgspec.MsgspecError:
+        _log.warning("cluster: the note of shared keys is damaged: forgets of other hosts may be missed")
+        return []
+
+
 def _numbered(order: o.DeleteKeys, number: int) -> o.DeleteKeys:
     order.id = number
     return order
@@ -454,10 +488,10 @@ class _Asked:
 class _Agent:
     """One agent: a process that is restarted whenever it ends."""
 
-    begin: o.Begin
+    begin: Callable[[], o.Begin]
     counts: Counter[str]
     log: Callable[[str], None]
-    vanished: Callable[[_Agent, o.Vanished], None]
+    noticed: Callable[[_Agent, o.Vanished | o.KeysHeld], None]
     ready: bool = False
     transport: str = ""
     trouble: str = "starting"
@@ -540,7 +574,7 @@ class _Agent:
         watch = asyncio.get_running_loop().create_task(self._watch(process))
         try:
             self._writer = writer
-            self._write(writer, self.begin)
+            self._write(writer, self.begin())
             await self._listen(reader)
         finally:
             self.ready, self.pid, self._writer = False, 0, None
@@ -577,8 +611,8 @@ class _Agent:
                         if not isinstance(order, o.KeysDeleted):
                             order.chunks = max(order.chunks, 0)
                         asked.answer.set_result(order)
-                case o.Vanished():
-                    self.vanished(self, order)
+                case o.Vanished() | o.KeysHeld():
+                    self.noticed(self, order)
                 case o.Counted():
                     self.counts.update(order.counts)
                 case o.Failed():

@@ -44,7 +44,7 @@ from tierstore.units import format_size
 from tierstore.wire import keys
 
 if TYPE_CHECKING:
-    from tierstore.cluster.supervisor import Cluster
+    from tierstore.cluster.supervisor import Cluster, SealedHost
     from tierstore.daemon.http import HttpServer
     from tierstore.dashboard.site import Site
 
@@ -150,6 +150,18 @@ def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
     return Cluster(options, local)
 
 
+def _sealed_host(core: Core) -> SealedHost | None:
+    """Return this host's part of sealed pages in a shared store. None if its pages are not sealed."""
+    from tierstore.cluster.supervisor import SealedHost
+
+    if core.disk is None or core.disk.keyring is None:
+        return None
+    forgets = core.disk.forgets
+    return SealedHost(
+        core.disk.keyring.sharing_key, core.forgetting.forget, forgets.shared_keys, forgets.keep_shared_keys
+    )
+
+
 def _site(settings: Settings) -> Site:
     """Return the dashboard's access rules. Raise :class:`UsageError` for an unusable token."""
     from tierstore.dashboard.site import Site, read_token
@@ -225,9 +237,7 @@ class Daemon:
             _log.info("listening at %s", endpoint.address)
         if cluster is not None:
             self._cluster = self.service.state.cluster = cluster
-            keyring = self.core.disk.keyring if self.core.disk is not None else None
-            sharing_key = keyring.sharing_key() if keyring is not None else b""
-            cluster.start(sharing_key, self.core.forgetting.forget)
+            cluster.start(_sealed_host(self.core))
         if site is not None:
             await self._serve_http(self.core, site)
         self.ready = True
