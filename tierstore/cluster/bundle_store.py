@@ -190,6 +190,10 @@ class BundleStore(SharedStore):
         data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.origin_at, bundle.origin_bytes)
         return bundle.origin(bytes(data), partial(opened_origin, keys=self.keys) if bundle.key_id else bytes)
 
+    def _has_origin(self, bundle: Bundle) -> bool:
+        """Return whether this host can open the origin of a bundle."""
+        return not bundle.key_id if self.keys is None else self.keys.by_id(bundle.key_id) is not None
+
     def uses(self) -> Mapping[str, float]:
         """Return how often each bundle was used: by this host, and by others as far as they have written
         it."""
@@ -376,8 +380,7 @@ class BundleStore(SharedStore):
             # A merged bundle ends with its oldest page: this shortens no page's life by more than half.
             since = self.index.now - lifetime_s / 2 if lifetime_s else 0.0
             runs = self.index.mergeable(_MERGED_LEAST, _MERGED_BYTES, since)
-        if self.keys is not None:
-            runs = [run for run in runs if run[-1].key_id and self.keys.by_id(run[-1].key_id)]
+        runs = [run for run in runs if self._has_origin(run[-1])]
         if superseded:
             self._delete(superseded, "superseded_objects")
         if runs:

@@ -117,7 +117,7 @@ class SharedKeys:
     def find(self, scope: Scope) -> DataKey | None:
         """Return the key of a scope. Return None if none is known, if the scope is being forgotten, or if the
         keys were not listed for too long."""
-        if self._late or any(covers(scope) for covers in list(self._blocks.values())):
+        if self._withheld(scope):
             return None
         return self._by_scope.get(scope)
 
@@ -128,10 +128,10 @@ class SharedKeys:
 
     def find_or_make(self, scope: Scope) -> DataKey | None:
         """Return the key of a scope. Make one if there is none. Return None as :meth:`find` does."""
-        if scope not in self._by_scope:
+        if scope not in self._by_scope and not self._withheld(scope):
             with self._lock:
                 path = self._path(scope)
-                if path not in self._stored and not self._late:
+                if path not in self._stored:
                     self.bucket.create(path, self._wrapped(path, scope))
                     self._note(path, "", self._read(path))  # perhaps another host's
                     self._report()
@@ -139,9 +139,9 @@ class SharedKeys:
                 self._tell(Counted({"unreadable_keys": 1}))
         return self.find(scope)
 
-    @property
-    def _late(self) -> bool:
-        return time.monotonic() - self._listed_at > self._limit_s
+    def _withheld(self, scope: Scope) -> bool:
+        late = time.monotonic() - self._listed_at > self._limit_s
+        return late or any(covers(scope) for covers in list(self._blocks.values()))
 
     # -- following the bucket ------------------------------------------------------------------------
 
