@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -225,6 +225,11 @@ class BundleIndex:
         """Return when the first page of these bundles was written; infinity if none of them is known."""
         stored = (self._stored.get(each.name) for each in bundles)
         return min((each.oldest_at for each in stored if each is not None), default=float("inf"))
+
+    def of_keys(self, ids: Collection[bytes]) -> list[str]:
+        """Return the bundles that these keys seal."""
+        bundles = (each.bundle for each in self._stored.values())
+        return [each.name for each in bundles if each is not None and each.key_id in ids]
 
     def victims(self, nbytes: int, count: int, uses: Mapping[str, float]) -> list[str]:
         """Return at least ``count`` bundles of at least ``nbytes`` bytes in total: the least used first, and

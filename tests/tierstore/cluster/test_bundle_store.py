@@ -19,8 +19,8 @@ from tierstore.cluster.agent import PublishQueue
 from tierstore.cluster.bundle_store import BundleStore
 from tierstore.cluster.objects import HEADER_BYTES, PageObject, name_digest
 from tierstore.cluster.orders import Counted, Origin, PromptPages, Publish, ToDaemon, Trouble
-from tierstore.cluster.shared_store import SharedStoreError, SharedStoreOptions
-from tierstore.errors import UsageError
+from tierstore.cluster.shared_store import SharedStoreOptions
+from tierstore.errors import SharedStoreError, UsageError
 from tierstore.testing.clock import wait_until
 
 PAGE = 10_000
