@@ -149,11 +149,9 @@ class Engine:
         spec = model.config.kv_spec(chunk_tokens=connector.pool.spec.chunk_tokens)
         self._keeper = PageKeeper(
             connector,
-            plan=self.settings.plan,
-            prefill_chunk=self.settings.prefill_chunk,
+            self.settings,
             checkpoint_tokens=self.settings.checkpoint_distance(spec),
             rewinds=bool(model.config.predictor),
-            whole_windows=self.settings.whole_windows,
         )
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)

@@ -19,6 +19,7 @@ from tierstore_connectors.base import Connector, ConnectorHit
 from tierstore_engine.images import PromptImages
 from tierstore_engine.meeting import Meeting
 from tierstore_engine.sequence import InputLoad, Loading, Sequence, SequenceState
+from tierstore_engine.settings import EngineSettings
 from tierstore_engine.tables import CrossTable, GroupTable, SavePoint, empty_tables
 
 T = TypeVar("T")
@@ -37,25 +38,22 @@ class PageKeeper:
     def __init__(
         self,
         connector: Connector,
+        settings: EngineSettings,
         *,
-        plan: str = "load",
-        prefill_chunk: int = 0,
         checkpoint_tokens: int = 0,
         rewinds: bool = False,
-        whole_windows: bool = False,
     ) -> None:
-        """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`. ``checkpoint_tokens`` is the largest
-        distance of save points in a model with several layer groups (0: only those that requests make).
-        ``rewinds``: the last token of a hit is computed again, because a drafter needs the model's output.
-        ``whole_windows``: all pages of windows are saved, not only those that hits at save points need."""
+        """``checkpoint_tokens`` is the largest distance of save points in a model with several layer groups
+        (0: only those that requests make). ``rewinds``: the last token of a hit is computed again, because a
+        drafter needs the model's output."""
         self.connector = connector
         self.chunk_tokens = connector.pool.spec.chunk_tokens
         self.keeps = connector.keeps  # whether other sequences can find saved pages
-        self._plan = plan
-        self._prefill_chunk = prefill_chunk
+        self._plan = settings.plan
+        self._prefill_chunk = settings.prefill_chunk
         self._rewinds = rewinds
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may free pages
-        self._empty = empty_tables(connector, whole_windows=whole_windows)
+        self._empty = empty_tables(connector, whole_windows=settings.whole_windows)
         self._has_named = not all(rule.chained for rule in connector.rules)
         self.stateful = any(rule.past is Past.STATE for rule in connector.rules)
         self._checkpoint = checkpoint_tokens if self._has_named else 0
