@@ -273,7 +273,6 @@ class Vision:
         self._family = family
         self._folder = folder
         self._config = model.config
-        self._device = model.device
         self._tokenizer = model.tokenizer
         self._connector = connector
         self._lock = threading.Lock()
@@ -295,11 +294,6 @@ class Vision:
         if family is None or not isinstance(raw.get("vision_config"), Mapping):
             return None
         return cls(family(raw), model.source, model, connector)
-
-    def check(self) -> None:
-        """Raise :class:`RequestError` if this engine computes no images of this model on its device."""
-        if self._family.mutual and self._device != "cpu":
-            raise RequestError("images of Gemma 3 are computed on the CPU only: start with --device cpu")
 
     def process(self, image: Image) -> ProcessedImage:
         """Run the model's processor on an image, and return its output. Raises :class:`RequestError` for an
