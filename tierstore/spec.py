@@ -56,6 +56,7 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 
 SCALE_BYTES = 2  # a scale is a bfloat16
+MOST_WORTH = 7
 
 
 class LayerKind(str, enum.Enum):
@@ -101,6 +102,9 @@ class LayerGroup:
     head's K or V, of the latent (with its RoPE part) for MLA, or of an embedding. ``window`` is in tokens,
     and only for sliding windows and attention chunks. ``state_bytes`` is per layer, and only for recurrent
     state, which has no tokens, and for opaque pages.
+
+    ``worth`` is only for embeddings: how much longer a byte of them takes to compute than a byte of the KV of
+    text, 0 to 7 doublings. The default policy keeps a page of worth n like one with 2ⁿ times as many uses.
     """
 
     kind: LayerKind
@@ -109,6 +113,7 @@ class LayerGroup:
     head_dim: int = 0
     window: int | None = None
     state_bytes: int = 0
+    worth: int = 0
 
     @property
     def planes(self) -> int:
@@ -180,15 +185,16 @@ class KVSpec:
         return cls((group,), "uint8", chunk_tokens, hashed)
 
     @classmethod
-    def embedding(cls, *, width: int, dtype: str, rows: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
+    def embedding(cls, *, width: int, dtype: str, rows: int = DEFAULT_CHUNK_TOKENS, worth: int = 0) -> KVSpec:
         """Return the spec of an encoder's outputs: ``rows`` rows of ``width`` numbers on a page. An input has
         as many pages as its rows need. They are found by its content: :meth:`Store.embedding
-        <tierstore.Store.embedding>`.
+        <tierstore.Store.embedding>`. The ``worth`` of a model's embeddings (see :class:`LayerGroup`) comes
+        from :func:`tierstore.sizing.embedding_worth`.
 
         >>> KVSpec.embedding(width=4096, dtype="bfloat16").page_bytes
         524288
         """
-        return cls((LayerGroup(LayerKind.EMBEDDING, (0,), 1, width),), dtype, rows)
+        return cls((LayerGroup(LayerKind.EMBEDDING, (0,), 1, width, worth=worth),), dtype, rows)
 
     @classmethod
     def from_hf_config(
@@ -321,7 +327,7 @@ class KVSpec:
             layers = ",".join(map(str, group.layers))
             parts.append(
                 f"{group.kind.value}[{layers}]x{group.kv_heads}x{group.head_dim}"
-                f"/w{group.window or 0}/s{group.state_bytes}"
+                f"/w{group.window or 0}/s{group.state_bytes}" + (f"/v{group.worth}" if group.worth else "")
             )
         return ";".join(parts)
 
@@ -389,6 +395,7 @@ _LAYOUT = re.compile(
 )
 _GROUP = re.compile(
     r"(?P<kind>\w+)\[(?P<layers>[\d,]*)\]x(?P<heads>\d+)x(?P<dim>\d+)/w(?P<window>\d+)/s(?P<state>\d+)"
+    r"(/v(?P<worth>\d))?"
 )
 
 
@@ -399,7 +406,8 @@ def _parsed_group(group: re.Match[str]) -> LayerGroup:
     except ValueError as error:
         raise SpecError(f"not a layer group: {group[0]!r}") from error
     window, state_bytes = int(group["window"]), int(group["state"])
-    return LayerGroup(kind, layers, int(group["heads"]), int(group["dim"]), window or None, state_bytes)
+    shape = int(group["heads"]), int(group["dim"])
+    return LayerGroup(kind, layers, *shape, window or None, state_bytes, int(group["worth"] or 0))
 
 
 def check_page(page_bytes: int, chunk_tokens: int) -> None:
@@ -424,6 +432,17 @@ def layers_label(layout: str) -> str:
         return ", ".join(group.label for group in KVSpec.parse(layout).groups)
     except SpecError:
         return "–"
+
+
+def worth_of(layout: str) -> int:
+    """Return the worth (:class:`LayerGroup`) of pages with this ``KVSpec.describe()`` line; 0 if it is no
+    layout. Of several layer groups in one page, the highest counts."""
+    if "/v" not in layout:  # true for nearly all
+        return 0
+    try:
+        return max(group.worth for group in KVSpec.parse(layout).groups)
+    except SpecError:
+        return 0
 
 
 def is_opaque(layout: str) -> bool:
@@ -457,6 +476,10 @@ def _check_group(group: LayerGroup) -> None:
         )
     if (group.window is not None) != (group.kind in _WINDOWED):
         raise SpecError("only sliding-window and chunked layer groups have a window, and they must have one")
+    if group.worth and group.kind is not LayerKind.EMBEDDING:
+        raise SpecError(f"a layer group of kind {group.kind.value} has no worth")
+    if not isinstance(group.worth, int) or not 0 <= group.worth <= MOST_WORTH:
+        raise SpecError(f"worth must be a whole number between 0 and {MOST_WORTH}, got {group.worth!r}")
 
 
 # -- config.json ---------------------------------------------------------------------------------------

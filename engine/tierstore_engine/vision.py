@@ -24,6 +24,7 @@ import torch
 
 from tierstore.extras import install
 from tierstore.keys import Identity
+from tierstore.sizing import embedding_worth
 from tierstore.spec import KVSpec, positive, read_json
 from tierstore_connectors.base import Connector
 from tierstore_connectors.common.embeddings import EmbeddingKey, embedding_of, pages_of
@@ -272,7 +273,6 @@ class Vision:
         self._family = family
         self._folder = folder
         self._config = model.config
-        self._device = model.device
         self._tokenizer = model.tokenizer
         self._connector = connector
         self._lock = threading.Lock()
@@ -294,11 +294,6 @@ class Vision:
         if family is None or not isinstance(raw.get("vision_config"), Mapping):
             return None
         return cls(family(raw), model.source, model, connector)
-
-    def check(self) -> None:
-        """Raise :class:`RequestError` if this engine computes no images of this model on its device."""
-        if self._family.mutual and self._device != "cpu":
-            raise RequestError("images of Gemma 3 are computed on the CPU only: start with --device cpu")
 
     def process(self, image: Image) -> ProcessedImage:
         """Run the model's processor on an image, and return its output. Raises :class:`RequestError` for an
@@ -405,6 +400,7 @@ class Vision:
             ) from error
         try:
             encoder = self._family.encoder()
+            config = transformers.AutoConfig.for_model(**self._family.raw)  # with defaults
         except (ValueError, TypeError, KeyError) as error:
             raise ModelError(
                 f"{self._folder}: transformers cannot make this encoder of images: {error}"
@@ -413,7 +409,8 @@ class Vision:
         for weight in encoder.parameters():  # the angles of positions stay in float32
             weight.data = weight.data.to(getattr(torch, self._config.dtype))
         self._encoder = encoder.eval().requires_grad_(False)
-        spec = KVSpec.embedding(width=self._config.hidden_size, dtype=self._config.dtype)
+        worth = embedding_worth(config.to_dict())
+        spec = KVSpec.embedding(width=self._config.hidden_size, dtype=self._config.dtype, worth=worth)
         described = json.dumps(self._family.raw, sort_keys=True)
         model = hashlib.sha256(f"{transformers.__version__} {torch.__version__} {described}".encode())
         identity = Identity.of(spec, model=model.hexdigest(), revision=weights, codec="engine-encoder")

@@ -13,10 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.engine.pictured import CHUNK, FAMILIES, Pictured, picture, pictured, write_folder
+from tests.engine.pictured import CHUNK, FAMILIES, Pictured, picture, pictured, reference, write_folder
 from tests.tiny_models import rewrite_json
 from tierstore.errors import UsageError
+from tierstore.sizing import embedding_worth
+from tierstore.spec import worth_of
 from tierstore.testing.processes import DaemonProcess
+from tierstore.tiers.disk.listing import list_store
 from tierstore.tiers.overflow import Overflow, OverflowPool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import _check_gpu, load_model, open_model
@@ -99,6 +102,8 @@ def test_logits_are_those_of_transformers_from_every_tier(
     engine.check(ALL, from_host)
     assert engine.vision.encoded == 3
     engines.end(engine)
+    layouts = [holding.identity.layout for holding in list_store(tmp_path).holdings]
+    assert max(map(worth_of, layouts)) == embedding_worth(reference(name).config.to_dict())
     again = engines.start(name, store=str(tmp_path))
     from_disk = again.answer(ALL)
     assert from_disk.metrics.reused_by_tier["disk"] >= least

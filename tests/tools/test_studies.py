@@ -81,6 +81,14 @@ def test_every_codec_is_exact(measured, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_embeddings_that_cost_more_are_kept(measured):
+    rows = measured("encoder_cost.py", "--capacities", "8GiB", "--turns", "600")["rows"]
+    without, with_worth = [row for row in rows if (row["mix"], row["model"]) == ("questions", "gemma-3-4b")]
+    assert (without["worth"], with_worth["worth"]) == (0, 6)
+    assert with_worth["work_tokens"] < without["work_tokens"]
+    assert with_worth["image_share"] < without["image_share"]
+
+
 def test_a_decode_step_with_and_without_the_compiled_part(measured):
     arguments = ("--model", "tiny", "--past", "20", "--batches", "1,3", "--steps", "2", "--threads", "2")
     document = measured("decode.py", *arguments)

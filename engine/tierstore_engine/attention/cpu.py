@@ -192,13 +192,12 @@ class CpuAttention(Attention):
         if self._past_only:
             yield span.start, span.stop, False
             return
-        at = span.start
-        for image in (*span.mutual, range(span.stop, span.stop)):
-            for first, end in _cut(at, image.start, self._block):
+        for part in span.parts():
+            if part.mutual:
+                yield part.start, part.stop, True
+                continue
+            for first, end in _cut(part.start, part.stop, self._block):
                 yield from ((start, stop, False) for start, stop in _cut(first, end, chunk or self._block))
-            if image:
-                yield image.start, image.stop, True
-            at = image.stop
 
     def _chunked(self, layer: int) -> int | None:
         """Return the tokens of the layer's attention chunks; None without chunks."""

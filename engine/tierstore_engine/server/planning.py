@@ -227,7 +227,6 @@ class RequestPlanner:
             return tokens, ()
         if self._vision is None:
             raise bad_request("this model takes no images here: send text only", param="messages")
-        self._vision.check()
         check_count(urls)
         self._vision.check_text(text, len(urls))
         rows, images, count = list[int](), list[PromptImage](), len(tokens)
