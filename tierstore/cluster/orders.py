@@ -49,7 +49,11 @@ class Origin(msgspec.Struct, array_like=True):
         return cls(part, len(chunks), "" if pages.named else parent)
 
 
-HeldKeys: TypeAlias = list[tuple[Text, Text, bytes]]
+MOST_KEYS = 65_536
+
+HeldKeys: TypeAlias = Annotated[
+    list[tuple[Text, Text, Annotated[bytes, Meta(max_length=64)]]], Meta(max_length=MOST_KEYS)
+]
 """Tenant, model and id of shared keys."""
 
 
@@ -112,7 +116,7 @@ class DeleteKeys(AgentOrder):
     id: int
     tenant: Text | None
     model: Text | None
-    scopes: list[tuple[Text, Text]]
+    scopes: Annotated[list[tuple[Text, Text]], Meta(max_length=1 << 20)]
 
 
 class Resume(AgentOrder):

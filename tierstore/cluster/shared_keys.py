@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tierstore.cluster.orders import Counted, KeysHeld, ToDaemon, Vanished
+from tierstore.cluster.orders import MOST_KEYS, Counted, KeysHeld, ToDaemon, Vanished
 from tierstore.cluster.s3 import Bucket, NoObjectError
 from tierstore.cluster.s3_address import S3Address
 from tierstore.errors import UsageError
@@ -132,6 +132,9 @@ class SharedKeys:
             with self._lock:
                 path = self._path(scope)
                 if path not in self._stored:
+                    if len(self._stored) >= MOST_KEYS:
+                        self._tell(Counted({"keys_beyond_the_limit": 1}))
+                        return None
                     self.bucket.create(path, self._wrapped(path, scope))
                     self._note(path, "", self._read(path))  # perhaps another host's
                     self._report()
@@ -220,6 +223,7 @@ class SharedKeys:
         """Tell the daemon which keys exist, for the next start. Wait while something is forgotten: if the
         daemon ends before it has forgotten, the next agent must notice again."""
         held = sorted((*each.scope, each.id) for each in self._stored.values() if each.scope is not None)
+        del held[MOST_KEYS:]  # agents make no more, but another program might
         if held != self._held and not self._blocks:
             self._held = held
             self._tell(KeysHeld(held))

@@ -13,6 +13,7 @@ import pytest
 from tests.forked import run
 from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, check, prompt, published
 from tests.tierstore.cluster.seaweed import BUCKET
+from tierstore.cluster import shared_keys
 from tierstore.cluster.fetching import objects_of
 from tierstore.cluster.forms import PlainForm
 from tierstore.cluster.orders import Counted, PromptPages, ToDaemon, Vanished
@@ -279,6 +280,17 @@ def test_keys_that_are_gone_replaced_or_exchanged_are_not_used(keys, buckets):
     assert other.find_or_make(scopes[1]).id not in other.gone
     assert other.find_or_make(scopes[0]) is None, "the exchanged object is in the place of its key"
     assert Counted({"unreadable_keys": 1}) in keys.said
+
+
+def test_keys_beyond_the_limit_are_not_made(keys, monkeypatch):
+    monkeypatch.setattr(shared_keys, "MOST_KEYS", 2)
+    one = keys()
+    made = [one.find_or_make(Scope(name, "m")) for name in ("acme", "globex", "initech")]
+    assert [key is not None for key in made] == [True, True, False]
+    assert Counted({"keys_beyond_the_limit": 1}) in keys.said
+    assert one.forget(1, lambda scope: scope.tenant == "acme") == 1
+    one.resume(1)
+    assert one.find_or_make(Scope("initech", "m")) is not None
 
 
 def test_keys_end_when_the_bucket_does_not_answer(keys, monkeypatch):
