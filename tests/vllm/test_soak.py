@@ -15,6 +15,7 @@ from tests.vllm import models
 from tests.vllm.engines import Ask, Engine, connector_options
 from tests.vllm.harness import same
 from tests.vllm.models import prompt
+from tests.vllm.test_images import Engine as ImageEngine
 
 _SOAK_S = float(os.environ.get("SOAK_S", "600"))
 _TRUNKS, _BRANCHES = 4, 6
@@ -108,4 +109,38 @@ def test_requests_flow_while_the_daemon_comes_and_goes(model, make_daemon, kind)
         + ", ".join(f"{name} {metrics.get(f'vllm:tierstore_{name}', 0):.0f}" for name in _SHOWN)
     )
     assert found > 0
+    assert misfortune.kills > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_500_images_while_the_daemon_comes_and_goes(model, make_daemon):
+    """More images than vLLM's own cache holds. The daemon has room for some of them."""
+    chance = random.Random(0)
+    asks = [[chance.randrange(200), None, None] for _ in range(500)]
+    place = model(models.LLAVA)
+    alone = ImageEngine(place, asks)
+    alone.end()
+    daemon = make_daemon(host_bytes=2 << 20, disk_bytes=8 << 20, options=("--page-bytes=64KiB",))
+    misfortune = Misfortune(daemon, seed=0)
+    misfortune.start()
+    store = {"store": daemon.url, "lookup_s": 0.5, "load_s": 2.0}
+    try:
+        engine = ImageEngine(
+            place,
+            asks,
+            ec_transfer_config={
+                "ec_connector": "TierStoreECConnector",
+                "ec_connector_module_path": "tierstore_connectors.vllm",
+                "ec_role": "ec_both",
+                "ec_connector_extra_config": store,
+            },
+        )
+        engine.end()
+    finally:
+        misfortune.stop()
+    saved = alone.found[-1][1] - engine.found[-1][1]
+    print(f"{saved} images less were encoded; {misfortune.kills} kills, {misfortune.hangs} hangs")  # noqa: T201
+    assert [found[2:] for found in engine.found] == [found[2:] for found in alone.found], "bit for bit"
+    assert saved > 0
     assert misfortune.kills > 0
