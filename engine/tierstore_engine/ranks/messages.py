@@ -47,8 +47,13 @@ class RankPong:
 
 
 @dataclass(frozen=True, slots=True)
+class RankLoaded:
+    """The rank has its weights and pools. It will connect to the other ranks and make its model."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
-    """The rank has its weights and waits for steps."""
+    """The rank waits for steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +64,4 @@ class RankFailed:
 
 
 ToRank: TypeAlias = RankSetup | Step | RankPing
-FromRank: TypeAlias = RankPong | RankReady | RankFailed
+FromRank: TypeAlias = RankPong | RankLoaded | RankReady | RankFailed

@@ -47,7 +47,7 @@ class RankedRunner:
         others = Others(model, pools, folder.name)
         try:
             with others.watched():
-                others.wait_ready()
+                others.wait_loaded()
                 groups = RankGroups.meet(place, folder.name, device)
                 others.when_lost = groups.abort
                 part = model_of(

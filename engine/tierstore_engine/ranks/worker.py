@@ -22,6 +22,7 @@ from tierstore_engine.ranks.member import RankGroups, model_of, read_weights
 from tierstore_engine.ranks.messages import (
     FromRank,
     RankFailed,
+    RankLoaded,
     RankPing,
     RankPong,
     RankReady,
@@ -83,11 +84,13 @@ def _model(setup: RankSetup, wire: Wire) -> Model:
     if device != "cpu":
         torch.cuda.set_device(device)
     weights, pools = _weights(setup), setup.pools.open()
-    wire.send(RankReady())
+    wire.send(RankLoaded())
     groups = RankGroups.meet(setup.place, setup.meeting, device)
-    return model_of(
+    model = model_of(
         config, weights, pools, setup.place, groups.heads, groups.tokens, setup.part_large_pages, device
     )
+    wire.send(RankReady())
+    return model
 
 
 def _weights(setup: RankSetup) -> ModelWeights:
