@@ -48,7 +48,12 @@ class RankPong:
 
 @dataclass(frozen=True, slots=True)
 class RankLoaded:
-    """The rank has its weights and pools. It will connect to the other ranks and make its model."""
+    """The rank has its weights and pools, and waits for :class:`RankConnect`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankConnect:
+    """All ranks are loaded. The rank connects to them and makes its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +68,5 @@ class RankFailed:
     why: str
 
 
-ToRank: TypeAlias = RankSetup | Step | RankPing
+ToRank: TypeAlias = RankSetup | RankConnect | Step | RankPing
 FromRank: TypeAlias = RankPong | RankLoaded | RankReady | RankFailed

@@ -21,6 +21,7 @@ from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import RankGroups, model_of, read_weights
 from tierstore_engine.ranks.messages import (
     FromRank,
+    RankConnect,
     RankFailed,
     RankLoaded,
     RankPing,
@@ -85,6 +86,8 @@ def _model(setup: RankSetup, wire: Wire) -> Model:
         torch.cuda.set_device(device)
     weights, pools = _weights(setup), setup.pools.open()
     wire.send(RankLoaded())
+    connect = wire.next()
+    assert isinstance(connect, RankConnect)
     groups = RankGroups.meet(setup.place, setup.meeting, device)
     model = model_of(
         config, weights, pools, setup.place, groups.heads, groups.tokens, setup.part_large_pages, device
