@@ -152,12 +152,14 @@ $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # vLLM for the CPU wants torch's build for the CPU, which not every index has. What is uninstalled is there in
 # builds for CUDA, which break vLLM's imports (torchvision) or do nothing on a CPU; this package needs none of it.
+# The tests of images use torchvision's code in Python, from a folder of its own.
 $(VLLM_VENV)/vllm.stamp: pyproject.toml constraints.txt $(NATIVE) tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0+cpu \
 		|| $(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VLLM_BIN)/python $(PIP_INSTALL) -r tests/vllm/requirements.txt -e .
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/torchvision torchvision==0.28.0
 	touch $@
 
 # --no-deps: SGLang asks for torch's build for CUDA. 3 GB.

@@ -20,18 +20,20 @@ MODELS = chosen(
         (models.LLAMA3, SHORT),
         (models.QWEN2, SHORT),
         (models.QWEN3, SHORT),
-        (models.GEMMA, SHORT),
+        (models.GEMMA, LONG),
     ],
     (models.LLAMA, LONG),
-    (models.GEMMA, SHORT),
+    (models.GEMMA, LONG),
 )
 """Kinds of models, each with a number of tokens."""
+GROUPS = dict.fromkeys((models.LLAMA, models.LLAMA3, models.QWEN2, models.QWEN3), 1) | {models.GEMMA: 2}
+"""The layer groups of each kind of model."""
 SAME_LOGITS = 1e-4  # float32
 SAME_KV = 1e-3
 
 
 @contextlib.contextmanager
-def bundled(folder, store=None, *, share=True):
+def bundled(folder, store=None, *, share=True, whole_windows=False):
     """The bundled engine, over a daemon or with pages of its own pool only."""
     from tierstore_engine.build import build_engine, load_model
     from tierstore_engine.settings import EngineSettings
@@ -41,7 +43,7 @@ def bundled(folder, store=None, *, share=True):
         pool_pages=300,
         store=store,
         chunk_tokens=CHUNK,
-        settings=EngineSettings(plan="load"),
+        settings=EngineSettings(plan="load", whole_windows=whole_windows),
         share_engines=share,
     )
     try:

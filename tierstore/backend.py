@@ -27,7 +27,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from tierstore.errors import UsageError
 from tierstore.explanation import Miss
-from tierstore.groups import GroupRule
+from tierstore.groups import GroupRule, Past
 from tierstore.index import Index, Page
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, named_chunks, names_at
 from tierstore.memory import Memory
@@ -293,11 +293,27 @@ class Registration:
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
     """A layer group whose pages are found by name, as part of a :class:`HitRequest`. The caller itself has
-    the pages that end at the tokens ``here``."""
+    the pages that end at the tokens ``here``. ``names`` is only for cross attention, and has the names of all
+    pages of the prompt's inputs."""
 
     registration: Registration
     rule: GroupRule
     here: Sequence[int] = ()
+    names: Sequence[bytes] = ()
+
+    def names_at(
+        self,
+        ends: Sequence[int],
+        chunk_tokens: int,
+        names: Sequence[bytes],
+        root: bytes,
+        chunk: Callable[[int], bytes],
+    ) -> list[bytes]:
+        """Return the names of its pages that end there, from the names of a request's chunks; see
+        :func:`tierstore.keys.names_at`."""
+        if self.rule.past is Past.CROSS:
+            return [self.names[end // chunk_tokens - 1] for end in ends]
+        return names_at(ends, chunk_tokens, names, root, chunk)
 
 
 @dataclass(slots=True)
@@ -307,9 +323,10 @@ class HitRequest:
 
     ``chains`` has a request for each group that needs every token, all for the same tokens. The caller itself
     has the first ``here[i]`` tokens of ``chains[i]``. ``named`` are the other groups. A page has the same
-    name in each of these groups: ``names[i]`` (:data:`~tierstore.keys.NAME_BYTES`) stands for the tokens up
-    to the end of whole chunk ``i``. ``root`` is the value that the first name was chained to. ``tail`` are
-    the token bytes of the chunk in which ``num_tokens`` end, as far as the prompt has them.
+    name in each of these groups, except cross attention: ``names[i]`` (:data:`~tierstore.keys.NAME_BYTES`)
+    stands for the tokens up to the end of whole chunk ``i``. ``root`` is the value that the first name was
+    chained to. ``tail`` are the token bytes of the chunk in which ``num_tokens`` end, as far as the prompt
+    has them.
     """
 
     chunk_tokens: int
@@ -327,7 +344,7 @@ class HitRequest:
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedRequest:
         """Return a request for the pages of a group that end at these tokens."""
-        names = names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
+        names = group.names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
         keys, data = named_chunks(names, self.chunk_tokens)
         known = group.registration
         return NamedRequest(known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys)

@@ -24,5 +24,9 @@ class StoreUnavailableError(TierStoreError):
     """The store directory cannot be used: not writable, in use, or written by another version."""
 
 
+class SharedStoreError(StoreUnavailableError):
+    """The shared store does not answer, or its answer is malformed."""
+
+
 class StoreClosedError(TierStoreError):
     """A method was called on a store after ``close()``."""

@@ -10,6 +10,9 @@ needs different tokens for this:
 * ``Past.CHUNK`` needs the tokens before L in L's own attention chunk of ``tokens``; none if L begins a chunk.
 * ``Past.STATE`` needs the snapshot that was taken at exactly L, behind token L - 1.
 
+``Past.CROSS`` (cross attention) needs the pages of all inputs that begin before L. They hold rows of an
+encoder instead of tokens. Ranges and ends count the rows of all inputs of the prompt, in whole pages of each.
+
 ``Past.INPUT`` is for embeddings. Their "tokens" are the rows of one input. A hit is the whole input, or
 nothing.
 
@@ -35,14 +38,15 @@ range(34, 50)
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeAlias
 
-from tierstore.errors import UsageError
+from tierstore.errors import SpecError, UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 
 Held: TypeAlias = Sequence[range]
@@ -62,6 +66,7 @@ class Past(enum.Enum):
     WINDOW = "window"
     CHUNK = "chunk"
     STATE = "state"
+    CROSS = "cross"
     INPUT = "input"
 
 
@@ -71,8 +76,17 @@ class GroupRule:
 
     past: Past
     tokens: int = 0  # length of the window or of an attention chunk
+    inputs: tuple[tuple[int, int], ...] = ()
+    """For cross attention: the inputs of one prompt, each with its first token and the end of its rows."""
 
     def __post_init__(self) -> None:
+        pairs = list(pairwise(((-1, 0), *self.inputs)))
+        if any(one[0] >= other[0] or one[1] >= other[1] for one, other in pairs) or (
+            self.inputs and self.past is not Past.CROSS
+        ):
+            raise UsageError(
+                "the inputs of a prompt must be in order, each with rows, and only cross attention has them"
+            )
         least = {Past.WINDOW: 0, Past.CHUNK: 1}.get(self.past)
         if (least is None and self.tokens) or (least is not None and self.tokens < least):
             raise UsageError(
@@ -102,6 +116,23 @@ class GroupRule:
         return cls(Past.STATE)
 
     @classmethod
+    def cross(cls, inputs: Iterable[tuple[int, int]] = (), chunk_tokens: int = 1) -> GroupRule:
+        """Return the rule for cross attention in a prompt with these inputs, each given by its first token
+        and the number of its rows. A page has ``chunk_tokens`` rows.
+
+        >>> rule = GroupRule.cross([(5, 100), (40, 64)], chunk_tokens=64)
+        >>> [rule.needed(tokens) for tokens in (5, 6, 50)]
+        [range(0, 0), range(0, 128), range(0, 192)]
+        >>> rule.longest([range(0, 128)], 50)
+        40
+        """
+        placed, end = [], 0
+        for start, rows in inputs:
+            end += -(-rows // chunk_tokens) * chunk_tokens
+            placed.append((start, end))
+        return cls(Past.CROSS, inputs=tuple(placed))
+
+    @classmethod
     def input(cls) -> GroupRule:
         """Return the rule for the embedding of an input.
 
@@ -120,6 +151,8 @@ class GroupRule:
             return cls.chunked(group.window or 1)
         if group.kind is LayerKind.RECURRENT_STATE:
             return cls.state()
+        if group.kind is LayerKind.CROSS_ATTENTION:
+            return cls.cross()
         if group.kind is LayerKind.EMBEDDING:
             return cls.input()
         return cls.all()
@@ -135,6 +168,9 @@ class GroupRule:
         this is the last token, whose page has the snapshot behind it."""
         if self.past in (Past.ALL, Past.INPUT):
             return range(length)
+        if self.past is Past.CROSS:
+            begun = bisect_left(self.inputs, length, key=_first_token)
+            return range(self.inputs[begun - 1][1] if begun else 0)
         if self.past is Past.WINDOW:
             return range(max(length - self.tokens, 0), length)
         if self.past is Past.CHUNK:
@@ -151,9 +187,21 @@ class GroupRule:
         needed, whole = self.needed(length), length - length % chunk_tokens
         if not needed:
             return range(0)
+        if self.past is Past.CROSS:
+            return range(chunk_tokens, needed.stop + 1, chunk_tokens)
         first = (needed.start // chunk_tokens + 1) * chunk_tokens
         ends = range(first, whole + 1, chunk_tokens)
         return ends if whole == length else [*ends, length]
+
+    def chunk_of(self, end: int, chunk_tokens: int) -> int:
+        """Return the first chunk of the prompt for which a hit needs the page that ends at ``end``.
+
+        >>> GroupRule.all().chunk_of(128, 64), GroupRule.cross([(5, 128)]).chunk_of(128, 64)
+        (1, 0)
+        """
+        if self.past is not Past.CROSS:
+            return (end - 1) // chunk_tokens
+        return self.inputs[bisect_left(self.inputs, end, key=_end_of_rows)][0] // chunk_tokens
 
     def serves(self, held: Held, length: int) -> bool:
         """Return whether the held ranges support a hit of exactly ``length``."""
@@ -170,6 +218,9 @@ class GroupRule:
             return
         if self.past is Past.INPUT:
             yield from {self._longest(_merged(held), limit)} - {0}
+            return
+        if self.past is Past.CROSS:
+            yield from range(1, self._longest(_merged(held), limit) + 1)
             return
         # If the next token needs no earlier token, nothing has to be held.
         if self.past is Past.CHUNK:
@@ -195,6 +246,10 @@ class GroupRule:
             return runs[at - 1].stop if at else 0
         if not self.needed(limit):  # the next token needs no earlier token
             return limit
+        if self.past is Past.CROSS:
+            reached = runs[0].stop if runs and runs[0].start == 0 else 0
+            missing = bisect_right(self.inputs, reached, key=_end_of_rows)
+            return min(limit, self.inputs[missing][0]) if missing < len(self.inputs) else limit
         if self.past in (Past.ALL, Past.INPUT):
             reached = min(limit, runs[0].stop) if runs and runs[0].start == 0 else 0
             return reached if self.past is Past.ALL or reached == limit else 0
@@ -243,6 +298,8 @@ def groups_of(spec: KVSpec) -> tuple[Group, ...]:
     """
     if spec.hashed:
         return (Group(0, GroupRule.all(), spec, named=False),)
+    if all(group.kind is LayerKind.CROSS_ATTENTION for group in spec.groups):
+        raise SpecError("cross attention reads inputs of a prompt: its model needs layers that read tokens")
     groups = []
     for number, part in enumerate(spec.split()):
         rule = GroupRule.of(part.groups[0])
@@ -304,7 +361,8 @@ def longest_of_pages(
 def _ends_held(rule: GroupRule, held: AbstractSet[int], length: int, chunk_tokens: int) -> bool:
     if not rule.needed(length):
         return True
-    return length in held and set(rule.ends(length, chunk_tokens)) <= held
+    here = rule.past is Past.CROSS or length in held
+    return here and set(rule.ends(length, chunk_tokens)) <= held
 
 
 def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Search:
@@ -334,6 +392,8 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     """
     whole = branch - branch % chunk_tokens
     held: dict[int, set[int]] = {group: set() for group in rules}
+    # All rows that any hit needs are among those of ``branch``, so these groups are not scanned.
+    scanned = [group for group, rule in rules.items() if rule.past is not Past.CROSS]
 
     def needed(length: int) -> dict[int, Sequence[int]]:
         ends = {group: rule.ends(length, chunk_tokens) for group, rule in rules.items()}
@@ -357,18 +417,20 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     if branch > whole:
         inside = range(whole + 1, branch)  # other prompts that continued from there may have ended here
         wanted = needed(whole)
-        both = {group: [*wanted.get(group, ()), *inside] for group in rules}
+        both = {**wanted, **{group: [*wanted.get(group, ()), *inside] for group in scanned}}
         asked: dict[int, Sequence[int]] = {group: ends for group, ends in both.items() if ends}
         answer = yield asked
         note(asked, answer)
-        found_inside = any(end > whole for ends in answer.values() for end in ends)
+        found_inside = any(end > whole for group in scanned for end in answer.get(group, ()))
         if whole and longest() == whole and not found_inside:
             return whole
     low, step, length = whole // chunk_tokens, _SCANNED, longest()
     # A longer hit needs no earlier pages, so a hit found behind ``low`` is the longest.
-    while low and length < max(low * chunk_tokens, 1):
+    while scanned and low and length < max(low * chunk_tokens, 1):
         first = max(low - step, 0)
-        asked = dict.fromkeys(rules, range((first + 1) * chunk_tokens, low * chunk_tokens + 1, chunk_tokens))
+        asked = dict.fromkeys(
+            scanned, range((first + 1) * chunk_tokens, low * chunk_tokens + 1, chunk_tokens)
+        )
         low, step = first, 2 * step
         note(asked, (yield asked))
         length = longest()
@@ -399,6 +461,14 @@ def page_ranges(pages: Sequence[int], chunk_tokens: int) -> list[range]:
     """Return the tokens of whole pages, one range for each page, from their positions in the prompt (in any
     order)."""
     return [range(page * chunk_tokens, (page + 1) * chunk_tokens) for page in sorted(set(pages))]
+
+
+def _first_token(given: tuple[int, int]) -> int:
+    return given[0]
+
+
+def _end_of_rows(given: tuple[int, int]) -> int:
+    return given[1]
 
 
 def _merged(held: Held) -> list[range]:

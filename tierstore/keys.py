@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NewType, TypeAlias, cast
 
 import msgspec
@@ -27,8 +27,8 @@ import xxhash
 from tierstore import native
 from tierstore.arguments import text, whole_number
 from tierstore.errors import SpecError, UsageError
-from tierstore.groups import groups_of
-from tierstore.spec import KVSpec, has_whole_pages
+from tierstore.groups import Group, GroupRule, Past, groups_of
+from tierstore.spec import KVSpec, has_whole_pages, is_cross
 
 PageKey = NewType("PageKey", bytes)
 """The 16-byte key of a page."""
@@ -125,6 +125,23 @@ def _page_layouts(layout: str) -> tuple[tuple[str, bool], ...]:
     return tuple((group.spec.describe(), group.named) for group in groups)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """An input of a prompt that cross-attention layers read, such as an image. A hit of more than ``start``
+    tokens needs its pages. ``content`` is a SHA-256 over everything that changes the encoder's ``rows`` rows.
+    Raise :class:`UsageError` for other types, and for less than one row."""
+
+    start: int
+    content: bytes
+    rows: int
+
+    def __post_init__(self) -> None:
+        whole_number("start", self.start, least=0)
+        if not isinstance(self.content, bytes) or len(self.content) != NAME_BYTES:
+            raise UsageError(f"content must be a digest of {NAME_BYTES} bytes, got {self.content!r:.80}")
+        whole_number("rows", self.rows, least=1)
+
+
 class Prompt:
     """A token sequence cut into chunks, with the keys and names that find its pages in every layer group. It
     grows as tokens are generated.
@@ -138,6 +155,9 @@ class Prompt:
     nothing about earlier ones.) The page of an incomplete last chunk is named over the tokens that it has.
     Only a hit that ends behind the last of them finds it.
 
+    **Cross attention** has named pages for each of the prompt's ``inputs``. Their names depend on the input
+    alone. Other keys and names do not depend on the inputs, so tokens behind an input must tell inputs apart.
+
     **Embeddings** are named pages, too (:meth:`of_input`). Their names begin with the content of the input
     (``root``) in the place of tokens.
 
@@ -147,10 +167,12 @@ class Prompt:
     __slots__ = (
         "_data",
         "_digest",
+        "_input_names",
         "_more_keys",
         "_names",
         "chunk_tokens",
         "identity",
+        "inputs",
         "keys",
         "named",
         "pages_before",
@@ -173,12 +195,15 @@ class Prompt:
         self.root = identity.digest
         """The beginning of the first page's name: 32 bytes."""
         self.chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=1)
+        self.inputs: tuple[PromptInput, ...] = ()
+        """The inputs of cross-attention layers, in the order of the prompt. Set by :meth:`place`."""
         self.keys: list[PageKey] = []
         self.points: dict[int, list[int]] = {}
         """Save points of the conversation that this prompt continues, in tokens, by group with named
         pages."""
         self._digest = digest
         self._data = bytearray()
+        self._input_names: dict[int, list[bytes]] = {}  # by group, as far as requested
         self._names: list[bytes] = []  # names of whole chunks, as far as they were requested
         # keys in further groups with chained pages, as far as requested
         self._more_keys: dict[int, list[PageKey]] = {}
@@ -255,9 +280,7 @@ class Prompt:
         ...         image, hit.tokens
         (Prompt(128 tokens, 2 full chunks), 128)
         """
-        if not isinstance(content, bytes) or len(content) != NAME_BYTES:
-            raise UsageError(f"content must be a digest of {NAME_BYTES} bytes, got {content!r:.80}")
-        rows = whole_number("rows", rows, least=1)
+        rows = PromptInput(0, content, rows).rows
         prompt = cls(identity, chunk_tokens=chunk_tokens)
         prompt.root = hashlib.sha256(identity.digest + content + rows.to_bytes(8, "little")).digest()
         prompt._data += bytes(-(-rows // chunk_tokens) * chunk_tokens * TOKEN_BYTES)
@@ -279,6 +302,7 @@ class Prompt:
         twin.named, twin.pages_before, twin.root = self.named, self.pages_before, self.root
         twin._names = list(self._names)
         twin._more_keys = {group: list(keys) for group, keys in self._more_keys.items()}
+        twin.inputs = self.inputs
         twin.points = {group: list(points) for group, points in self.points.items()}
         return twin
 
@@ -351,6 +375,41 @@ class Prompt:
         keys = self.keys_of(group)
         return PageKey(self._digest(self._parent_key(keys, self.identity.groups[group]) + self.tail))
 
+    def place(self, inputs: Sequence[PromptInput]) -> None:
+        """Set the inputs that cross-attention layers read. Tokens behind an input must tell inputs apart,
+        because they alone make keys. Raise :class:`UsageError` for a model without such layers, and for
+        inputs that are not in order or not within the prompt."""
+        if inputs and not any(is_cross(each.layout) for each in self.identities):
+            raise UsageError("this model has no cross-attention layers, which read the inputs of a prompt")
+        starts = [-1, *(each.start for each in inputs), len(self)]
+        if any(one >= other for one, other in pairwise(starts)):
+            raise UsageError(f"inputs must begin at ascending tokens of the prompt, got {starts[1:-1]}")
+        self.inputs = tuple(inputs)
+        self._input_names = {}
+
+    def bound(self, group: Group) -> Group:
+        """Return a layer group of the model with its rule for this prompt, whose inputs it knows."""
+        if group.rule.past is not Past.CROSS:
+            return group
+        inputs = ((each.start, each.rows) for each in self.inputs)
+        return replace(group, rule=GroupRule.cross(inputs, self.chunk_tokens))
+
+    def names_of(self, group: int, ends: Sequence[int]) -> list[bytes]:
+        """Return the names of the pages of a group that end at these tokens, each at least 1. In a group of
+        cross-attention layers, ends count rows."""
+        if self.named or not is_cross(self.identities[group].layout):
+            return self.names_at(ends)
+        names = self._input_names.get(group)
+        if names is None:
+            names = [name for number in range(len(self.inputs)) for name in self._names_in(group, number)]
+            self._input_names[group] = names
+        return [names[end // self.chunk_tokens - 1] for end in ends]
+
+    def _names_in(self, group: int, number: int) -> list[bytes]:
+        given, identity = self.inputs[number], self.identities[group]
+        pages = Prompt.of_input(identity, given.content, given.rows, chunk_tokens=self.chunk_tokens)
+        return pages.names(len(pages.keys))
+
     def names_at(self, ends: Sequence[int]) -> list[bytes]:
         """Return the names of the pages that end at these tokens, each at least 1."""
         names = self.names(max(ends, default=0) // self.chunk_tokens)
@@ -371,7 +430,13 @@ class Prompt:
     def pages_at(self, group: int, ends: Sequence[int]) -> Prompt:
         """Return the pages of a group with named pages that end at these tokens."""
         # Their place in the prompt does not decide which leave first: superseded pages do.
-        names = self.names_at(ends)
+        names = self.names_of(group, ends)
+        return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)
+
+    def pages_of_input(self, group: int, number: int) -> Prompt:
+        """Return the pages of input ``number`` in a group of cross-attention layers. They are the same at any
+        place of any prompt of the model."""
+        names = self._names_in(group, number)
         return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)
 
     def pages_of(self, group: int) -> Prompt:
@@ -382,7 +447,10 @@ class Prompt:
             return self
         if named:
             whole = len(self.keys) * self.chunk_tokens
-            return self.pages_at(group, range(self.chunk_tokens, whole + 1, self.chunk_tokens))
+            rule = self.bound(groups_of(KVSpec.parse(self.identity.layout))[group]).rule
+            if rule.past is not Past.CROSS:
+                rule = GroupRule.all()
+            return self.pages_at(group, rule.ends(whole, self.chunk_tokens))
         identity = self.identity.groups[group]
         keys = self.keys_of(group)
         return Prompt.with_keys(identity, self.token_bytes, keys, chunk_tokens=self.chunk_tokens)

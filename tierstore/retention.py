@@ -40,6 +40,8 @@ def checkpoint_tokens(spec: KVSpec) -> int:
     kept = every = 0  # bytes of a checkpoint, and of a chunk's KV
     for part in spec.split():
         rule = GroupRule.of(part.groups[0])
+        if rule.past is Past.CROSS:  # an input's pages do not belong to a save point
+            continue
         if rule.past is not Past.STATE:
             every += part.page_bytes
         if rule.past is not Past.ALL:

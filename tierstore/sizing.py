@@ -3,11 +3,13 @@
 The kinds of layers are read from a Hugging Face ``config.json``, or from one of ``PRESETS``: the shapes of
 popular models, from their published configurations. The size of a session is what its next turn needs: every
 token of full attention and latents, the pages of a window that cover its last tokens, one snapshot of a
-recurrent state. Embeddings of images and sound are not part of a session.
+recurrent state. Embeddings of images and sound, and KV that cross attention has of them, are not part of a
+session.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +18,13 @@ from tierstore.errors import SpecError
 from tierstore.spec import (
     DEFAULT_CHUNK_TOKENS,
     DTYPE_BITS,
+    MOST_WORTH,
     KVSpec,
     LayerGroup,
+    LayerKind,
+    head_dim_of,
     kv_dtype,
+    kv_heads_of,
     layer_groups,
     positive,
 )
@@ -33,6 +39,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-2-7b": _dense(32, 32, 32, 128, dtype="float16"),
     "llama-3-8b": _dense(32, 32, 8, 128),
     "llama-3-70b": _dense(80, 64, 8, 128),
+    "llama-3.2-11b-vision": _dense(
+        40,
+        32,
+        8,
+        128,
+        hidden_size=4096,
+        cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38],
+        vision_config={"image_size": 560, "patch_size": 14, "max_num_tiles": 4},
+    ),
     "mixtral-8x7b": _dense(32, 32, 8, 128),
     "qwen2.5-0.5b": _dense(24, 14, 2, 64),
     "qwen3-8b": _dense(36, 32, 8, 128),
@@ -83,11 +98,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class GroupSize:
     """The size of one layer group. Each token adds ``token_bytes``. ``state_bytes`` is the group's whole
-    state."""
+    state. In cross attention, each row of an input adds ``row_bytes``."""
 
     group: LayerGroup
     token_bytes: float
     state_bytes: int
+    row_bytes: float = 0.0
 
     def session_bytes(self, tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
         """Return the bytes that the next turn of a session of ``tokens`` tokens needs, in whole pages."""
@@ -118,8 +134,10 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
     sizes = []
     for group in layer_groups(config):
         vectors = len(group.layers) * group.planes * group.kv_heads
-        per_token = vectors * group.head_dim * bits / 8 if not group.state_bytes else 0.0
-        sizes.append(GroupSize(group, per_token, len(group.layers) * group.state_bytes))
+        each = vectors * group.head_dim * bits / 8 if not group.state_bytes else 0.0
+        crosses = group.kind is LayerKind.CROSS_ATTENTION
+        by_token, by_row = (0.0, each) if crosses else (each, 0.0)
+        sizes.append(GroupSize(group, by_token, len(group.layers) * group.state_bytes, by_row))
     return sizes
 
 
@@ -141,7 +159,8 @@ class EmbeddingSize:
 def embedding_size(config: Mapping[str, Any]) -> EmbeddingSize | None:
     """Return the size of the embeddings of a model's encoder, None for a model without one. Embeddings have
     the model's dtype, not that of KV. Models like Qwen3-VL append the outputs of some inner layers
-    (``deepstack_visual_indexes``) to each row.
+    (``deepstack_visual_indexes``) to each row. Llama 3.2 Vision cuts an image into tiles: ``rows`` is for the
+    largest number of tiles.
 
     >>> gemma = {"vision_config": {}, "text_config": {"hidden_size": 5376, "dtype": "bfloat16"}}
     >>> embedding_size({**gemma, "mm_tokens_per_image": 256})
@@ -154,7 +173,71 @@ def embedding_size(config: Mapping[str, Any]) -> EmbeddingSize | None:
     width = positive(shape, "hidden_size") * (1 + len(encoder.get("deepstack_visual_indexes") or ()))
     spec = KVSpec.embedding(width=width, dtype=kv_dtype(config))
     rows = config.get("mm_tokens_per_image") or config.get("image_seq_length")
+    if tiles := encoder.get("max_num_tiles"):
+        rows = int(tiles) * ((positive(encoder, "image_size") // positive(encoder, "patch_size")) ** 2 + 1)
     return EmbeddingSize(int(spec.token_bytes), int(rows) if rows else None)
+
+
+_PATCHES = 4096  # assumed if images differ in size
+_GATED = ("silu", "swish")  # activations of encoders whose MLP has a third matrix
+
+
+def embedding_worth(config: Mapping[str, Any], modality: str = "image") -> int:
+    """Return the ``worth`` of a model's embeddings (:class:`~tierstore.spec.LayerGroup`): log2 of how many
+    more operations a byte of them takes than a byte of KV. ``config`` is a ``config.json`` with the defaults
+    of its model. 0 if it does not say how large the encoder and the language model are.
+
+    >>> encoder = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+    >>> text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "head_dim": 256}
+    >>> text |= {"num_attention_heads": 8, "num_key_value_heads": 4, "dtype": "bfloat16"}
+    >>> gemma_4b = {"vision_config": {**encoder, "image_size": 896, "patch_size": 14}, "text_config": text}
+    >>> embedding_worth({**gemma_4b, "mm_tokens_per_image": 256})
+    6
+    """
+    encoder = config.get("audio_config" if modality == "audio" else "vision_config")
+    text = config.get("text_config") or config
+    if not isinstance(encoder, Mapping):
+        return 0
+    try:
+        row = KVSpec.embedding(width=positive(text, "hidden_size"), dtype=kv_dtype(config)).token_bytes
+        embedding = _row_operations(config, encoder) / row
+        kv = _token_operations(text) / sum(size.token_bytes for size in group_sizes(config))
+        return min(max(round(math.log2(embedding / kv)), 0), MOST_WORTH)
+    except (SpecError, TypeError, ValueError, ArithmeticError):  # of fields that are missing or no numbers
+        return 0
+
+
+def _row_operations(config: Mapping[str, Any], encoder: Mapping[str, Any]) -> float:
+    """Return the encoder's operations for a row of an embedding."""
+    width = _first(encoder, "embed_dim", "d_model", "hidden_size")
+    layers = _first(encoder, "depth", "encoder_layers", "num_hidden_layers")
+    if encoder.get("mlp_ratio"):
+        inner = int(width * encoder["mlp_ratio"])
+    else:
+        inner = _first(encoder, "encoder_ffn_dim", "intermediate_size")
+    matrices = 4 * width * width + (3 if encoder.get("hidden_act") in _GATED else 2) * width * inner
+    patches = int(encoder.get("max_source_positions") or _PATCHES)
+    if "image_size" in encoder:
+        patches = (positive(encoder, "image_size") // positive(encoder, "patch_size")) ** 2
+    # Layers with windows see few patches.
+    full = len(encoder.get("fullatt_block_indexes") or range(layers))
+    rows = config.get("mm_tokens_per_image")
+    merged = patches / rows if rows else (encoder.get("spatial_merge_size") or 1) ** 2
+    return float(merged * (layers * 2 * matrices + full * 4 * patches * width))
+
+
+def _token_operations(text: Mapping[str, Any]) -> float:
+    """Return the language model's operations for a token, without scores of attention and logits."""
+    width, heads = positive(text, "hidden_size"), positive(text, "num_attention_heads")
+    attention = 2 * width * head_dim_of(text) * (heads + kv_heads_of(text))
+    mlp = 3 * width * _first(text, "moe_intermediate_size", "intermediate_size")
+    experts = int(text.get("num_experts_per_tok") or 1)
+    return 2.0 * positive(text, "num_hidden_layers") * (attention + experts * mlp)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these fields that has a value."""
+    return positive(config, next((name for name in names if config.get(name) is not None), names[-1]))
 
 
 def fitting(capacity: int, session_bytes: Iterable[int]) -> int:

@@ -12,7 +12,10 @@ So a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is
 are in different :class:`LayerGroup` objects. The groups of a page follow one another in the given order. If
 each group has pages of its own, :meth:`KVSpec.split` returns their layouts.
 
-Outputs of an encoder (of an image, say) are no KV, and have a spec of their own: :meth:`KVSpec.embedding`. A
+The pages of cross-attention layers hold KV of an encoder's rows instead of tokens. Each input of a prompt (an
+image, say) has pages of its own, and a prompt without inputs has none.
+
+Outputs of an encoder are no KV, and have a spec of their own: :meth:`KVSpec.embedding`. A
 page then holds ``chunk_tokens`` rows, ``[row][width]``.
 
 >>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
@@ -53,6 +56,7 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 
 SCALE_BYTES = 2  # a scale is a bfloat16
+MOST_WORTH = 7
 
 
 class LayerKind(str, enum.Enum):
@@ -63,11 +67,17 @@ class LayerKind(str, enum.Enum):
     CHUNKED_ATTENTION = "chunked_attention"  # K and V, read within chunks of `window` tokens
     MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
     RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
+    CROSS_ATTENTION = "cross_attention"  # K and V of an encoder's rows, for each input of a prompt
     EMBEDDING = "embedding"  # rows that an encoder made of one input: not of a prompt's tokens
     OPAQUE = "opaque"  # bytes in another engine's own order
 
 
-_KEYS_AND_VALUES = (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
+_KEYS_AND_VALUES = (
+    LayerKind.FULL_ATTENTION,
+    LayerKind.SLIDING_WINDOW,
+    LayerKind.CHUNKED_ATTENTION,
+    LayerKind.CROSS_ATTENTION,
+)
 _WINDOWED = (LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
 _STATES = (LayerKind.RECURRENT_STATE, LayerKind.OPAQUE)  # plain bytes, without tiles
 
@@ -92,6 +102,9 @@ class LayerGroup:
     head's K or V, of the latent (with its RoPE part) for MLA, or of an embedding. ``window`` is in tokens,
     and only for sliding windows and attention chunks. ``state_bytes`` is per layer, and only for recurrent
     state, which has no tokens, and for opaque pages.
+
+    ``worth`` is only for embeddings: how much longer a byte of them takes to compute than a byte of the KV of
+    text, 0 to 7 doublings. The default policy keeps a page of worth n like one with 2ⁿ times as many uses.
     """
 
     kind: LayerKind
@@ -100,6 +113,7 @@ class LayerGroup:
     head_dim: int = 0
     window: int | None = None
     state_bytes: int = 0
+    worth: int = 0
 
     @property
     def planes(self) -> int:
@@ -171,15 +185,16 @@ class KVSpec:
         return cls((group,), "uint8", chunk_tokens, hashed)
 
     @classmethod
-    def embedding(cls, *, width: int, dtype: str, rows: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
+    def embedding(cls, *, width: int, dtype: str, rows: int = DEFAULT_CHUNK_TOKENS, worth: int = 0) -> KVSpec:
         """Return the spec of an encoder's outputs: ``rows`` rows of ``width`` numbers on a page. An input has
         as many pages as its rows need. They are found by its content: :meth:`Store.embedding
-        <tierstore.Store.embedding>`.
+        <tierstore.Store.embedding>`. The ``worth`` of a model's embeddings (see :class:`LayerGroup`) comes
+        from :func:`tierstore.sizing.embedding_worth`.
 
         >>> KVSpec.embedding(width=4096, dtype="bfloat16").page_bytes
         524288
         """
-        return cls((LayerGroup(LayerKind.EMBEDDING, (0,), 1, width),), dtype, rows)
+        return cls((LayerGroup(LayerKind.EMBEDDING, (0,), 1, width, worth=worth),), dtype, rows)
 
     @classmethod
     def from_hf_config(
@@ -222,8 +237,9 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> float:
-        """KV bytes that one token adds, over all layers."""
-        return self.page_bytes / self.chunk_tokens
+        """Bytes that one token adds, over all layers but those of cross attention."""
+        groups = (group for group in self.groups if group.kind is not LayerKind.CROSS_ATTENTION)
+        return sum(len(group.layers) * self._layer_bytes(group) for group in groups) / self.chunk_tokens
 
     def split(self) -> tuple[KVSpec, ...]:
         """Return one spec for each layer group, in the order of ``groups``, for separate pages of the same
@@ -311,7 +327,7 @@ class KVSpec:
             layers = ",".join(map(str, group.layers))
             parts.append(
                 f"{group.kind.value}[{layers}]x{group.kv_heads}x{group.head_dim}"
-                f"/w{group.window or 0}/s{group.state_bytes}"
+                f"/w{group.window or 0}/s{group.state_bytes}" + (f"/v{group.worth}" if group.worth else "")
             )
         return ";".join(parts)
 
@@ -379,6 +395,7 @@ _LAYOUT = re.compile(
 )
 _GROUP = re.compile(
     r"(?P<kind>\w+)\[(?P<layers>[\d,]*)\]x(?P<heads>\d+)x(?P<dim>\d+)/w(?P<window>\d+)/s(?P<state>\d+)"
+    r"(/v(?P<worth>\d))?"
 )
 
 
@@ -389,7 +406,8 @@ def _parsed_group(group: re.Match[str]) -> LayerGroup:
     except ValueError as error:
         raise SpecError(f"not a layer group: {group[0]!r}") from error
     window, state_bytes = int(group["window"]), int(group["state"])
-    return LayerGroup(kind, layers, int(group["heads"]), int(group["dim"]), window or None, state_bytes)
+    shape = int(group["heads"]), int(group["dim"])
+    return LayerGroup(kind, layers, *shape, window or None, state_bytes, int(group["worth"] or 0))
 
 
 def check_page(page_bytes: int, chunk_tokens: int) -> None:
@@ -416,9 +434,25 @@ def layers_label(layout: str) -> str:
         return "–"
 
 
+def worth_of(layout: str) -> int:
+    """Return the worth (:class:`LayerGroup`) of pages with this ``KVSpec.describe()`` line; 0 if it is no
+    layout. Of several layer groups in one page, the highest counts."""
+    if "/v" not in layout:  # true for nearly all
+        return 0
+    try:
+        return max(group.worth for group in KVSpec.parse(layout).groups)
+    except SpecError:
+        return 0
+
+
 def is_opaque(layout: str) -> bool:
     """Return whether this ``KVSpec.describe()`` line is for opaque pages."""
     return f";{LayerKind.OPAQUE.value}[" in layout
+
+
+def is_cross(layout: str) -> bool:
+    """Return whether the pages of this ``KVSpec.describe()`` line belong to cross-attention layers."""
+    return f";{LayerKind.CROSS_ATTENTION.value}[" in layout
 
 
 def is_hashed(layout: str) -> bool:
@@ -442,6 +476,10 @@ def _check_group(group: LayerGroup) -> None:
         )
     if (group.window is not None) != (group.kind in _WINDOWED):
         raise SpecError("only sliding-window and chunked layer groups have a window, and they must have one")
+    if group.worth and group.kind is not LayerKind.EMBEDDING:
+        raise SpecError(f"a layer group of kind {group.kind.value} has no worth")
+    if not isinstance(group.worth, int) or not 0 <= group.worth <= MOST_WORTH:
+        raise SpecError(f"worth must be a whole number between 0 and {MOST_WORTH}, got {group.worth!r}")
 
 
 # -- config.json ---------------------------------------------------------------------------------------
@@ -564,6 +602,9 @@ def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
         period, offset = positive(config, "attn_layer_period"), int(config.get("attn_layer_offset") or 0)
         numbers = range(positive(config, "num_hidden_layers"))
         return [_FULL if at % period == offset else LayerKind.RECURRENT_STATE for at in numbers]
+    if (crossing := config.get("cross_attention_layers")) is not None:  # of Llama 3.2 Vision
+        members = range(positive(config, "num_hidden_layers"))
+        return [LayerKind.CROSS_ATTENTION if layer in crossing else _FULL for layer in members]
     for field in ("attn_layer_indices", "full_attn_idxs"):  # of Bamba and LFM2
         if (attending := config.get(field)) is not None:
             members = range(positive(config, "num_hidden_layers"))

@@ -188,7 +188,8 @@ class Forgettable:
 class ForgetReceipt:
     """The result of :meth:`Store.forget <tierstore.Store.forget>`. ``tenant``, ``model`` and ``session`` are
     as given (None: not given). No lookup finds the pages in any tier of this store. With ``encrypted``, the
-    ``keys`` of a tenant or model are gone from the keyring."""
+    ``keys`` of a tenant or model are gone from the keyring. ``shared_keys`` is None unless the store shares
+    encrypted pages with other hosts."""
 
     tenant: _Name | None
     model: _Name | None
@@ -198,6 +199,7 @@ class ForgetReceipt:
     hbm_pages: int = 0  # pages in the store's own pools
     host_pages: int  # pages in host memory
     keys: int  # data keys that were dropped; an encrypted store has one for each tenant and model
+    shared_keys: int | None = None  # … and in the shared store. Other hosts drop them at their next listing
     at_s: float  # wall clock at the beginning, in seconds since 1970
     took_s: float
 

@@ -65,6 +65,11 @@ class ConnectorHit(Protocol):
         tokens than ``by_tier`` counts if pages of other groups are colder."""
 
     @property
+    def positions(self) -> Sequence[int]:
+        """Return, for pages that the caller has named, the place of each loaded page among them: pages in HBM
+        come first. Empty for a prompt's prefix."""
+
+    @property
     def branch(self) -> int:
         """Return how many leading tokens are held by the groups that need every token. This is at least
         ``tokens``. If it is more, the other groups lack pages for a hit there, and saving them there is

@@ -46,6 +46,7 @@ class NoHit:
     by_tier: Mapping[str, int] = field(default_factory=dict)
     branch: int = 0
     hbm_pages: int = 0
+    positions: Sequence[int] = ()
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
         return Transfer.completed(0)

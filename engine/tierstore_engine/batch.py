@@ -11,7 +11,8 @@ import torch
 from tierstore.tiers.hbm import PagePool, arrivals_of
 from tierstore_engine.attention.base import Span
 from tierstore_engine.sequence import Sequence
-from tierstore_engine.step import Step, StepImages
+from tierstore_engine.step import SeenInputs, Step, StepImages, StepInputs
+from tierstore_engine.tables import CrossTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,25 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
         chunk_tokens=pools[0].spec.chunk_tokens,
         adapters=tuple(item.sequence.adapter for item in work),
         images=_images_of(work) if any(item.sequence.images for item in work) else None,
+        inputs=_inputs_of(work) if any(item.sequence.images for item in work) else None,
     )
+
+
+def _inputs_of(work: Ints[Work]) -> StepInputs | None:
+    """Return the images that cross-attention layers read for the rows of a step; None if no row sees any."""
+    sights, new, first = list[SeenInputs](), list[tuple[Ints[int], torch.Tensor]](), 0
+    for item in work:
+        images = item.sequence.images
+        table = next((each for each in item.sequence.tables if isinstance(each, CrossTable)), None)
+        if images is not None and table is not None:
+            shift, inputs = first - item.start, images.inputs
+            for number in table.missing(item.stop):
+                new.append((table.pages_of(number), images.embedding(number)))
+            for tokens, numbers in images.seen(item.start, item.start + item.tokens):
+                seen = tuple((table.pages_of(each), inputs[each].rows) for each in numbers)
+                sights.append(SeenInputs(range(tokens.start + shift, tokens.stop + shift), seen))
+        first += item.tokens
+    return StepInputs(tuple(sights), tuple(new)) if sights else None
 
 
 def _images_of(work: Ints[Work]) -> StepImages:

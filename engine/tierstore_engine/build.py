@@ -135,6 +135,8 @@ def open_model(
     read = config_from_gguf(source, dtype=dtype) if gguf else read_config(source, dtype=dtype)
     config = with_scales(replace(read, kv=kv), kv_scales, source)
     where = resolve_device(device, config.dtype)
+    if adapters and config.cross is not None:
+        raise UsageError("--adapter does not work with cross attention")
     if predictor:
         config = with_predictor(config, source, where)
     if deterministic:
@@ -167,6 +169,7 @@ def _divided(opened: OpenModel, heads: int, parts: int) -> OpenModel:
         "--deterministic": bool(opened.config.arithmetic),
         "--draft mtp": bool(opened.config.predictor),
         "--weights-on-disk": opened.on_disk,
+        "cross attention": opened.config.cross is not None,
     }
     for what, given in refused.items():
         if given:
@@ -222,6 +225,8 @@ def _check_gpu(opened: OpenModel) -> None:
         raise UsageError(
             "layers with Mamba-1 or a short convolution are computed on the CPU only: give --device cpu"
         )
+    if opened.config.cross is not None:
+        raise UsageError("cross attention is computed on the CPU only: give --device cpu")
     if opened.config.kv.quantised and opened.config.latent is not None:
         raise UsageError(
             "quantised latents are computed on the CPU only: give --device cpu, or leave --kv-dtype out"
@@ -460,6 +465,8 @@ def build_draft_model(
 
 def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
     """Raise :class:`UsageError` for models with different vocabularies."""
+    if model.cross is not None or draft.cross is not None:
+        raise UsageError("--draft MODEL does not work with cross attention: give --draft prompt-lookup")
     if draft.vocab_size != model.vocab_size:
         raise UsageError(
             f"a draft model must have the model's vocabulary: it has {draft.vocab_size} tokens, "

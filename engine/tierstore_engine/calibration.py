@@ -16,7 +16,7 @@ from tierstore_engine.build import make_runner, pools_of_one_sequence
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import Ranges
-from tierstore_engine.kv_scales import ScaleCalibration
+from tierstore_engine.kv_scales import ScaleCalibration, check_scales
 from tierstore_engine.loaded import LoadedModel, OpenModel
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
@@ -44,6 +44,7 @@ def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
 
     Raises :class:`ModelError` for numbers that are not finite.
     """
+    check_scales(model.config)
     config, pools = model.config, pools_of_one_sequence(model, len(tokens))
     runner = make_runner(model, pools, EngineSettings())
     tables = tuple(range(pool.num_pages) for pool in pools)

@@ -422,6 +422,8 @@ class ModelConfig:
     """How a checkpoint names the layer that drafts tokens (:mod:`tierstore_engine.predictor`): ``nextn`` as
     in DeepSeek V3, or ``mtp`` as in Qwen3-Next. Empty if no layer does. This layer follows the last of
     ``layers``, and has an entry of its own in ``kinds``."""
+    added_tokens: int = 0
+    """Tokens behind the vocabulary that only prompts have, such as that of an image."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -520,6 +522,22 @@ class ModelConfig:
         found = enumerate(self.groups)
         return frozenset(at for at, group in found if group.kind is LayerKind.RECURRENT_STATE)
 
+    @cached_property
+    def cross(self) -> int | None:
+        """Return the layer group of cross attention; None without one."""
+        kinds = [group.kind for group in self.groups]
+        return kinds.index(LayerKind.CROSS_ATTENTION) if LayerKind.CROSS_ATTENTION in kinds else None
+
+    @cached_property
+    def without_tokens(self) -> frozenset[int]:
+        """Return the layer groups that keep nothing for a token."""
+        return self.states if self.cross is None else self.states | {self.cross}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return how many token ids prompts have."""
+        return self.vocab_size + self.added_tokens
+
     def group_of(self, layer: int) -> int:
         """Return the layer group of ``layer``."""
         return self._group_of[layer]
@@ -571,4 +589,5 @@ _ORDER = (
     LayerKind.SLIDING_WINDOW,
     LayerKind.CHUNKED_ATTENTION,
     LayerKind.RECURRENT_STATE,
+    LayerKind.CROSS_ATTENTION,
 )

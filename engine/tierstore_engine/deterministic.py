@@ -53,6 +53,8 @@ def _check_cpu(config: ModelConfig) -> None:
         raise UsageError(
             "--deterministic needs tierstore's compiled part: install a C compiler, then tierstore again"
         )
+    if config.cross is not None:
+        raise UsageError("--deterministic does not work with cross attention")
     if config.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--deterministic computes in float32 or bfloat16, not {config.dtype}: give --dtype")
     if config.recurrent is not None and config.recurrent.matrices[1] > MOST_ROWS:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ints
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.errors import UsageError
 from tierstore_connectors.base import Connector
@@ -89,7 +89,7 @@ class DraftModel(Drafter):
         spec = model.config.kv_spec(chunk_tokens=connector.pool.spec.chunk_tokens)
         self._keeper = PageKeeper(
             connector,
-            prefill_chunk=settings.prefill_chunk,
+            replace(settings, plan="load"),
             checkpoint_tokens=settings.checkpoint_distance(spec),
         )
         self._shadows: dict[RequestId, _Shadow] = {}

@@ -149,8 +149,7 @@ class Engine:
         spec = model.config.kv_spec(chunk_tokens=connector.pool.spec.chunk_tokens)
         self._keeper = PageKeeper(
             connector,
-            plan=self.settings.plan,
-            prefill_chunk=self.settings.prefill_chunk,
+            self.settings,
             checkpoint_tokens=self.settings.checkpoint_distance(spec),
             rewinds=bool(model.config.predictor),
         )
@@ -210,7 +209,7 @@ class Engine:
         digest = "" if adapter is None else self.adapters.get(adapter)
         if digest is None:
             raise RequestError(f"no adapter {adapter!r} (known: {', '.join(self.adapters) or 'none'})")
-        placed = self.limits.place_images(tokens, images, self.settings.prefill_chunk)
+        placed = self.limits.place_images(tokens, images, self.settings.prefill_chunk, params.max_new_tokens)
         sequence = self._roster.new(tokens, params, started, digest, placed)
         sequence.session = session
         sequence.hint = hint

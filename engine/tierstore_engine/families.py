@@ -219,6 +219,15 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
     )
 
 
+def _mllama(raw: Raw) -> ModelConfig:
+    """Read the text part of Llama 3.2 Vision."""
+    if raw.get("tie_word_embeddings"):
+        raise ModelError("config.json: tie_word_embeddings is not supported with cross-attention layers")
+    kinds = tuple(layer_kinds(raw))
+    check_kinds(kinds)
+    return llama(raw, kinds=kinds, added_tokens=_ADDED_TOKENS)
+
+
 def _llama4(raw: Raw) -> ModelConfig:
     layers, turned = positive(raw, "num_hidden_layers"), rope_layers(raw)
     step = int(raw.get("interleave_moe_layer_step") or 1)
@@ -347,6 +356,7 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
     "Qwen3ForCausalLM": _qwen3,
     "MixtralForCausalLM": _mixtral,
+    "MllamaForConditionalGeneration": _mllama,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Gemma2ForCausalLM": _gemma2,
@@ -377,10 +387,13 @@ _UNREAD_OF: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": _IMAGES,
     "Llama4ForConditionalGeneration": _IMAGES,
     "Mistral3ForConditionalGeneration": _IMAGES,
+    "MllamaForConditionalGeneration": _IMAGES,
     "Qwen2_5_VLForConditionalGeneration": _IMAGES,
     "Qwen3NextForCausalLM": _FURTHER,
     "NemotronHForCausalLM": _FURTHER,
 }
+
+_ADDED_TOKENS = 8  # rows of Llama 3.2 Vision's embeddings behind its vocabulary
 
 # Fields that the text part of a Gemma 3 for images leaves out of its config.json.
 _GEMMA3_DEFAULTS = {

@@ -138,7 +138,7 @@ def _pool_pages(
 ) -> int:
     """Return the size of the pool, after checking that the request fits."""
     config = model.config
-    check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
+    check_tokens(tokens, vocab_size=config.prompt_tokens, limit=config.max_positions)
     most = min(len(tokens) + options.max_new_tokens, config.max_positions)
     needed = pool_pages_for(spec, most, sequences=1)
     nbytes = pool_bytes(spec, needed, settings)

@@ -12,6 +12,10 @@ the image's beginning. Behind an image of fewer tokens, the next tokens of the t
 token plus a digest over the image and the tokens between. So pages of one image are never those of another
 one, and different text never has the same words.
 
+The embedding of a ``crossed`` image takes no places of tokens: cross-attention layers read it, and the image
+is one token. That token sees the image, and so do those behind it up to the next image. If the next image
+follows at once, the tokens behind both see both.
+
 With a ``grid`` an image has two-dimensional positions (M-RoPE): its tokens have a row and a column, and the
 text behind it continues after the larger one of both sizes. Tokens of a ``mutual`` image see one another, so
 no step ends inside of it.
@@ -27,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE
+from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, PromptInput
 from tierstore_engine.errors import RequestError
 
 _COMPARED = 8  # words that tell images apart
@@ -37,18 +41,19 @@ _WORD = 0x80000000
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
     """An image in a prompt. ``embedding [rows, hidden_size]`` takes the places of the tokens from ``start``
-    on. ``content`` is a SHA-256 over everything that changes the embedding. ``grid`` is its height and width
-    in rows of the embedding, None if its tokens have positions like text."""
+    on, unless the image is ``crossed``. ``content`` is a SHA-256 over everything that changes the embedding.
+    ``grid`` is its height and width in rows of the embedding, None if its tokens have positions like text."""
 
     start: int
     embedding: torch.Tensor
     content: bytes
     grid: tuple[int, int] | None = None
     mutual: bool = False
+    crossed: bool = False
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.embedding)
+        return self.start + (1 if self.crossed else len(self.embedding))
 
 
 class PromptImages:
@@ -72,6 +77,32 @@ class PromptImages:
             at = image.stop
         self.words = self._words_of(tokens)
         self._positions = self._positions_of(len(tokens)) if any(each.grid for each in images) else None
+
+    @property
+    def inputs(self) -> tuple[PromptInput, ...]:
+        """Return the images that cross-attention layers read."""
+        crossed = (each for each in self._images if each.crossed)
+        return tuple(PromptInput(each.start, each.content, len(each.embedding)) for each in crossed)
+
+    def embedding(self, number: int) -> torch.Tensor:
+        """Return the embedding of image ``number``."""
+        return self._images[number].embedding
+
+    def seen(self, start: int, stop: int) -> list[tuple[range, tuple[int, ...]]]:
+        """Return the tokens in ``start … stop`` that see crossed images, and the numbers of these images.
+
+        >>> images = [PromptImage(at, torch.zeros(4, 8), bytes(32), crossed=True) for at in (1, 5, 6)]
+        >>> PromptImages([7] * 9, images).seen(0, 9)
+        [(range(1, 5), (0,)), (range(5, 6), (1,)), (range(6, 9), (1, 2))]
+        """
+        found, visible = [], list[int]()
+        ends = [*(each.start for each in self._images[1:]), stop]
+        for number, (image, end) in enumerate(zip(self._images, ends, strict=True)):
+            follows = number > 0 and self._images[number - 1].stop == image.start
+            visible = [*visible, number] if follows else [number]
+            if image.crossed and (part := range(max(image.start, start), min(end, stop))):
+                found.append((part, tuple(visible)))
+        return found
 
     @property
     def longest_mutual(self) -> int:
@@ -105,7 +136,7 @@ class PromptImages:
         found = []
         for image in self._images:
             first, end = max(image.start, start), min(image.stop, stop)
-            if first < end:
+            if first < end and not image.crossed:
                 found.append((first, image.embedding[first - image.start : end - image.start]))
         return found
 
@@ -124,7 +155,7 @@ class PromptImages:
         chain = b""
         for image in self._images:
             chain = hashlib.sha256(chain + image.content).digest()
-            stream = hashlib.shake_256(chain).digest(TOKEN_BYTES * len(image.embedding))
+            stream = hashlib.shake_256(chain).digest(TOKEN_BYTES * (image.stop - image.start))
             words[image.start : image.stop] = np.frombuffer(stream, TOKEN_DTYPE) | _WORD
             chain_of_text = chain
             for at in range(image.stop, min(image.start + _COMPARED, len(tokens))):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Ints
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,9 +16,11 @@ from tierstore.tiers.hbm import arrivals_of
 from tierstore.transfer import Transfer
 from tierstore.types import GroupPages, Hint, Loaded, inferred
 from tierstore_connectors.base import Connector, ConnectorHit
+from tierstore_engine.images import PromptImages
 from tierstore_engine.meeting import Meeting
-from tierstore_engine.sequence import Loading, Sequence, SequenceState
-from tierstore_engine.tables import GroupTable, SavePoint, empty_tables
+from tierstore_engine.sequence import InputLoad, Loading, Sequence, SequenceState
+from tierstore_engine.settings import EngineSettings
+from tierstore_engine.tables import CrossTable, GroupTable, SavePoint, empty_tables
 
 T = TypeVar("T")
 
@@ -35,26 +38,27 @@ class PageKeeper:
     def __init__(
         self,
         connector: Connector,
+        settings: EngineSettings,
         *,
-        plan: str = "load",
-        prefill_chunk: int = 0,
         checkpoint_tokens: int = 0,
         rewinds: bool = False,
     ) -> None:
-        """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`. ``checkpoint_tokens`` is the largest
-        distance of save points in a model with several layer groups (0: only those that requests make).
-        ``rewinds``: the last token of a hit is computed again, because a drafter needs the model's output."""
+        """``checkpoint_tokens`` is the largest distance of save points in a model with several layer groups
+        (0: only those that requests make). ``rewinds``: the last token of a hit is computed again, because a
+        drafter needs the model's output."""
         self.connector = connector
         self.chunk_tokens = connector.pool.spec.chunk_tokens
         self.keeps = connector.keeps  # whether other sequences can find saved pages
-        self._plan = plan
-        self._prefill_chunk = prefill_chunk
+        self._plan = settings.plan
+        self._prefill_chunk = settings.prefill_chunk
         self._rewinds = rewinds
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may free pages
-        self._empty = empty_tables(connector)
+        self._empty = empty_tables(connector, whole_windows=settings.whole_windows)
         self._has_named = not all(rule.chained for rule in connector.rules)
         self.stateful = any(rule.past is Past.STATE for rule in connector.rules)
         self._checkpoint = checkpoint_tokens if self._has_named else 0
+        crosses = [number for number, rule in enumerate(connector.rules) if rule.past is Past.CROSS]
+        self._cross = crosses[0] if crosses else None
 
     def evict_idle(self) -> None:
         """Evict all unused pages from HBM. If groups share memory, a few pages that are cached in place can
@@ -90,9 +94,15 @@ class PageKeeper:
         table = self._empty[0]
         return pages * self.chunk_tokens if table.group.rule.chained else None
 
-    def peaks(self, tokens: int) -> list[int]:
+    def peaks(self, tokens: int, images: PromptImages | None = None) -> list[int]:
         """Return, by layer group, the most pages that a sequence of ``tokens`` tokens has at once."""
-        return [table.peak(tokens, self._prefill_chunk) for table in self._empty]
+        return [table.peak(tokens, self._prefill_chunk) for table in self._tables_for(images)]
+
+    def _tables_for(self, images: PromptImages | None) -> Ints[GroupTable]:
+        """Return empty tables for a prompt with these images; only for reading."""
+        if self._cross is None or images is None:
+            return self._empty
+        return [table.another(images) for table in self._empty]
 
     def step_end(self, sequence: Sequence, stop: int) -> int:
         """Return where a step that could compute up to ``stop`` must end: at the next save point, if that is
@@ -146,7 +156,7 @@ class PageKeeper:
         for sequence in admitted:
             tokens, coming = len(sequence.tokens), sequence.coming
             prefill = sequence.prefills or sequence.state is not SequenceState.RUNNING
-            for number, table in enumerate(sequence.tables or self._empty):
+            for number, table in enumerate(sequence.tables or self._tables_for(sequence.images)):
                 counts[number] += table.lacking(tokens, coming)
                 if prefill:
                     step = min(sequence.remaining, self._prefill_chunk)
@@ -170,7 +180,7 @@ class PageKeeper:
         if both:  # the pages of the hit's end are there beside those of the front
             for number, table in enumerate(self._empty[1:], 1):
                 counts[number] += len(table.group.rule.pages(plan.tokens, self.chunk_tokens))
-        sequence.tables = [table.another() for table in self._empty]
+        sequence.tables = [table.another(sequence.images) for table in self._empty]
         if not self.connector.has_room(counts) or not all(
             table.reserve(loaded, len(sequence.tokens), shared) for table in sequence.tables
         ):
@@ -183,17 +193,40 @@ class PageKeeper:
         self.connector.decline(hit, plan)
         if both:
             return self._load_from_both_ends(sequence, hit, plan)
+        started = time.monotonic()
+        deadline_s = _UNKNOWN_S if plan.deadline_s is None else plan.deadline_s
+        inputs = self._load_inputs(sequence, loaded, deadline_s)
         if not loaded:
             hit.release()
-            return self._begin(sequence, Loaded(0))
-        deadline_s = _UNKNOWN_S if plan.deadline_s is None else plan.deadline_s
-        started, chunks = time.monotonic(), -(-loaded // self.chunk_tokens)
-        transfer = self.connector.load_part(
-            hit, 0, chunks, deadline_s=None if loaded == in_hbm else deadline_s, last=True
-        )
-        sequence.loading = Loading(transfer, clip_tiers(hit.by_tier, loaded), started)
+            if not inputs:
+                return self._begin(sequence, Loaded(0))
+            transfer = Transfer.completed(Loaded(0))
+        else:
+            chunks = -(-loaded // self.chunk_tokens)
+            transfer = self.connector.load_part(
+                hit, 0, chunks, deadline_s=None if loaded == in_hbm else deadline_s, last=True
+            )
+        sequence.loading = Loading(transfer, clip_tiers(hit.by_tier, loaded), started, inputs)
         sequence.state = SequenceState.LOADING
         return True
+
+    def _load_inputs(self, sequence: Sequence, hit_tokens: int, deadline_s: float) -> dict[int, InputLoad]:
+        """Start to load the inputs of cross attention behind a hit that are stored as a whole. Each may have
+        been saved at another place of another prompt."""
+        loads: dict[int, InputLoad] = {}
+        for number, given in enumerate(sequence.prompt.inputs):
+            if given.start < hit_tokens or sequence.no_load:
+                continue
+            assert self._cross is not None
+            pages = sequence.prompt.pages_of_input(self._cross, number)
+            found = self.connector.lookup(pages, counted=False)
+            if found.tokens < len(pages):
+                found.release()
+                continue
+            transfer = self.connector.load(found, deadline_s=deadline_s)
+            loads[number] = InputLoad(transfer, found.positions)
+            sequence.tables[self._cross].expected += len(pages.keys)
+        return loads
 
     def planned(self, sequence: Sequence, hit: ConnectorHit) -> Plan:
         """Return how much of a hit will be used."""
@@ -203,8 +236,8 @@ class PageKeeper:
         if self._plan == "compute":
             return Plan(0 if self._has_named else in_hbm, 0, 0.0, 0.0, None)
         block = self._prefill_chunk if self._plan == "both-ends" else 0
-        if sequence.images is not None and sequence.images.longest_mutual:
-            block = 0  # the loaded end could divide an image that the front has to compute whole
+        if sequence.images is not None and (sequence.images.longest_mutual or sequence.images.inputs):
+            block = 0  # the front needs images that the loaded end would divide, or bring
         if self._has_named and (hit.hbm_pages or not self.connector.rules[0].chained):
             block = 0  # nothing but token 0 has the windows and states to compute a front from
         plan = self.connector.plan(hit, len(sequence.tokens), block=block)
@@ -289,17 +322,30 @@ class PageKeeper:
         loading = sequence.loading
         if loading is None or not loading.transfer.done:
             return
-        loaded = loading.transfer.wait()
+        loaded = loading.hit.wait()
         sequence.loading = None
-        if not self._begin(sequence, loaded):
+        begun = self._begin(sequence, loaded)
+        self._take_inputs(sequence, loading)
+        if not begun:
             return
         tally = sequence.tally
-        tally.loaded_bytes += loaded.moved_bytes
+        tally.loaded_bytes += sum(each.wait().moved_bytes for each in loading.transfers)
         tally.load_s += time.monotonic() - loading.started
         if not sequence.started:
             tally.reused_by_tier = clip_tiers(loading.by_tier, loaded.tokens)
         sequence.arriving = True
         self._resume(sequence, loaded.tokens)
+
+    def _take_inputs(self, sequence: Sequence, loading: Loading) -> None:
+        """Take over loaded inputs, or release their pages if they are incomplete or the sequence waits."""
+        for number, load in loading.inputs.items():
+            assert self._cross is not None
+            pages = load.pages(self._cross)
+            table = sequence.tables[self._cross] if sequence.tables else None
+            if isinstance(table, CrossTable) and len(pages) == len(table.pages_of(number)):
+                table.take(number, pages)
+            else:
+                self._empty[self._cross].group.release(pages)
 
     def share(self, parent: Sequence, child: Sequence) -> bool:
         """Give ``child``, which has the same tokens, the pages of the completely computed ``parent``. Only
@@ -338,33 +384,37 @@ class PageKeeper:
         """Publish the pages that became full since the last call, and at a save point the pages for hits
         there. Release pages that no later token needs."""
         computed = sequence.computed
-        for table in sequence.tables:
-            table.passed(computed)
-        if sequence.no_save:
-            return
         whole = computed - computed % self.chunk_tokens
         hint = _ELSEWHERE if sequence.hint is not None and sequence.hint.elsewhere else None
         point = SavePoint(sequence.prompt, [whole], hint, sequence.session)
+        for table in sequence.tables:
+            if table.group.saves_all and whole > table.saved_at and not sequence.no_save:
+                saves = table.save(point)
+                if not table.group.rule.chained:
+                    self._park(saves)  # pages that a window releases now stay in place until these end
+            table.passed(computed)
+        if sequence.no_save:
+            return
         # A step that ends where an image ends may have passed a save point.
         at = whole if sequence.images is not None and sequence.images.longest_mutual else computed
         parts = sequence.save_points.get(at)
         here = parts is not None or (self._checkpoint and at % self._checkpoint == 0)
         for table in sequence.tables:
-            if table.group.rule.chained:
-                if whole > table.saved_at:
-                    table.save(point)
-            elif here:
-                # Pages that a window releases meanwhile stay in place until these saves end.
+            # The pages of an image are the same at any save point.
+            if not table.group.saves_all and (here or table.group.rule.past is Past.CROSS):
                 self._park(table.save(replace(point, session=None if parts else sequence.session)))
 
     def leave(self, sequence: Sequence, *, save: bool = True) -> None:
         """Let a sequence leave: it is *waiting* afterwards. Save what was computed unless ``save`` is False,
         including the partial last page unless it is shared, and release all pages."""
         if sequence.loading is not None:
-            sequence.loading.transfer.cancel()
-            # The load may have ended before the cancel.
-            _release(sequence.tables, sequence.loading.transfer.wait().groups)
-            sequence.loading = None
+            loading, sequence.loading = sequence.loading, None
+            for transfer in loading.transfers:
+                transfer.cancel()
+            # The loads may have ended before the cancel.
+            _release(sequence.tables, loading.hit.wait().groups)
+            self._drop(sequence)
+            self._take_inputs(sequence, loading)
         if sequence.meeting is not None:
             sequence.meeting.stop()
             _release(sequence.tables[1:], sequence.meeting.take_named())

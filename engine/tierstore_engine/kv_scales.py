@@ -37,8 +37,15 @@ def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelC
         return config
     if not config.kv.quantised:
         raise UsageError("--kv-scales needs a --kv-dtype: KV in the model's dtype has no scales")
+    check_scales(config)
     ranges = _of_checkpoint(config, folder) if source == CHECKPOINT else _of_file(config, Path(source))
     return replace(config, kv=replace(config.kv, ranges=ranges))
+
+
+def check_scales(config: ModelConfig) -> None:
+    """Raise :class:`UsageError` for a model whose scales are not measured with text."""
+    if config.cross is not None:
+        raise UsageError("--kv-scales does not work with cross attention: leave it out")
 
 
 def _of_file(config: ModelConfig, file: Path) -> Ranges:

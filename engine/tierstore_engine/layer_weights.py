@@ -33,6 +33,20 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossWeights:
+    """The weights of a cross-attention layer. ``kv`` takes an encoder's rows. ``gate`` and ``mlp_gate`` have
+    one number each, whose hyperbolic tangent is a factor of the output of attention or of the MLP."""
+
+    q: Matrix
+    kv: Matrix
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    o: Matrix
+    gate: torch.Tensor
+    mlp_gate: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LatentWeights:
     """The weights of a layer with latents. ``q`` takes the output of ``q_down``, if that exists. ``kv_up``
     has all heads' keys (without RoPE) and values, ``[heads, nope_dim + value_dim, rank]``."""
@@ -172,6 +186,7 @@ class Elsewhere:
 
 MixerWeights: TypeAlias = (
     AttentionWeights
+    | CrossWeights
     | LatentWeights
     | DeltaWeights
     | Mamba1Weights

@@ -36,7 +36,7 @@ class Limits:
 
     def check_prompt(self, tokens: Ints[int], params: SamplingParams) -> None:
         """Raise :class:`RequestError` for a prompt that this model or this pool can never serve."""
-        check_tokens(tokens, vocab_size=self.config.vocab_size, limit=self.config.max_positions)
+        check_tokens(tokens, vocab_size=self.config.prompt_tokens, limit=self.config.max_positions)
         unknown = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
         if unknown:
             raise RequestError(
@@ -55,11 +55,11 @@ class Limits:
         self._check_groups(most)
 
     def place_images(
-        self, tokens: Ints[int], images: Ints[PromptImage], prefill_chunk: int
+        self, tokens: Ints[int], images: Ints[PromptImage], prefill_chunk: int, new_tokens: int
     ) -> PromptImages | None:
         """Return the images of a prompt, None without any. Raise :class:`RequestError` for embeddings that do
         not fit the prompt or this model, and for an image whose tokens see one another if they do not fit a
-        step of ``prefill_chunk`` tokens."""
+        step of ``prefill_chunk`` tokens. Raise it too for images of cross attention that fill the pool."""
         if not images:
             return None
         placed, config = PromptImages(tokens, images), self.config
@@ -67,6 +67,8 @@ class Limits:
             rows, width = image.embedding.shape
             if width != config.hidden_size:
                 raise RequestError(f"an embedding has {width} numbers a row, the model {config.hidden_size}")
+            if image.crossed != (config.cross is not None):
+                raise RequestError("an image is read by cross attention exactly if the model has such layers")
             if image.grid is not None and (not config.rope.sections or prod(image.grid) != rows):
                 raise RequestError(
                     f"an image of {rows} rows cannot have positions of a grid {image.grid} in this model"
@@ -76,6 +78,8 @@ class Limits:
                 f"an image of this model takes {placed.longest_mutual} tokens, which are computed together: "
                 f"start with --prefill-chunk {placed.longest_mutual} or more"
             )
+        if placed.inputs:
+            self._check_groups(self.max_tokens(len(tokens), new_tokens) - 1, images=placed)
         return placed
 
     def check_beams(self, tokens: int, new_tokens: int, *, width: int, max_sequences: int) -> None:
@@ -97,7 +101,8 @@ class Limits:
     def check_resize(self, nbytes: int, sequence: Sequence, count: int) -> None:
         """Raise :class:`UsageError` if a pool of ``nbytes`` might not hold ``count`` sequences like
         ``sequence``."""
-        counts = [count * each for each in self._keeper.peaks(sequence.max_tokens - 1)]
+        peaks = self._keeper.peaks(sequence.max_tokens - 1, sequence.images)
+        counts = [count * each for each in peaks]
         large_pages = nbytes // self._connector.pool.large_pages.large_bytes
         if not fits(self._connector.pools, counts, large_pages=large_pages):
             raise UsageError(
@@ -105,10 +110,10 @@ class Limits:
                 f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"
             )
 
-    def _check_groups(self, tokens: int, *, sequences: int = 1) -> None:
+    def _check_groups(self, tokens: int, *, sequences: int = 1, images: PromptImages | None = None) -> None:
         """Raise :class:`RequestError` if the pools cannot hold this many sequences, in all layer groups at
         once."""
-        counts, pools = self._keeper.peaks(tokens), self._connector.pools
+        counts, pools = self._keeper.peaks(tokens, images), self._connector.pools
         if len(counts) > 1 and not fits(pools, [sequences * count for count in counts]):
             kinds = [pool.spec.groups[0].kind.value for pool in pools]
             needed = ", ".join(f"{sequences * n} of {kind}" for n, kind in zip(counts, kinds, strict=True))

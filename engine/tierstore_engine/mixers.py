@@ -3,20 +3,29 @@ with a state are in :mod:`tierstore_engine.delta` and :mod:`tierstore_engine.mam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.attention.cpu import CpuAttention
+from tierstore_engine.attention.in_place import SeenTokens
 from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
-from tierstore_engine.layer_weights import AttentionWeights, LatentWeights, SharedBlockWeights
+from tierstore_engine.layer_weights import (
+    AttentionWeights,
+    CrossWeights,
+    LatentWeights,
+    SharedBlockWeights,
+)
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.products import bits_are_same, multiply
 from tierstore_engine.quantised import ChangedMatrix, LowRank, Matrix, linear
 from tierstore_engine.rope import paired_by_halves, rotate
+from tierstore_engine.step import SeenInputs
 
 Rotations: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -135,6 +144,72 @@ class SelfAttention:
 def _warmth(positions: torch.Tensor, temperature: Temperature) -> torch.Tensor:
     steps = torch.floor((positions.float() + 1.0) / temperature.floor)
     return each(torch.log1p, steps.unsqueeze(-1)).squeeze(-1) * temperature.scale + 1.0
+
+
+class CrossAttention:
+    """One layer with keys and values of an encoder's rows, which do not depend on tokens. Its outputs have
+    trained factors. It computes only rows that see an input."""
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        weights: CrossWeights,
+        attention: CpuAttention,
+        pointwise: Pointwise,
+    ) -> None:
+        self.mlp_factor = torch.tanh(weights.mlp_gate)
+        self._factor = torch.tanh(weights.gate)
+        self._layer = layer
+        self._config = config
+        self._weights = weights
+        self._attention = attention
+        self._norm = pointwise.norm
+
+    def remember(self, new: Iterable[tuple[Sequence[int], torch.Tensor]]) -> None:
+        """Write the keys and values of embeddings ``[rows, hidden_size]`` to their pages. The rest of the
+        last page is zeros, so that equal inputs have equal pages."""
+        weights, shape = self._weights, (2, self._config.kv_heads, self._config.head_dim)
+        for pages, embedding in new:
+            keys, values = linear(embedding, weights.kv).view(len(embedding), *shape).unbind(1)
+            keys = self._norm(keys, weights.k_norm)
+            self._attention.write_pages(self._layer, keys, values, pages)
+
+    def compute(self, hidden: torch.Tensor, sights: Sequence[SeenInputs]) -> torch.Tensor:
+        """Return the outputs of ``hidden [rows, hidden_size]``, the rows of ``sights`` in order."""
+        weights, config = self._weights, self._config
+        queries = linear(hidden, weights.q).view(len(hidden), config.heads, config.head_dim)
+        queries = self._norm(queries, weights.q_norm)
+        attended, lse = self._over(queries, sights, 0)
+        for further in range(1, max(len(sight.images) for sight in sights)):
+            rows = torch.tensor(_rows_that_see(sights, further))
+            more, of_more = self._over(
+                queries[rows], [each for each in sights if len(each.images) > further], further
+            )
+            both = torch.logaddexp(lse[rows], of_more)
+            shares = (lse[rows] - both).exp().unsqueeze(-1), (of_more - both).exp().unsqueeze(-1)
+            attended[rows] = attended[rows] * shares[0] + more * shares[1]
+            lse[rows] = both
+        return linear(attended.to(hidden.dtype).flatten(1), weights.o) * self._factor
+
+    def _over(
+        self, queries: torch.Tensor, sights: Sequence[SeenInputs], number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention over image ``number`` of each of ``sights``, and its LSEs."""
+        seen, first = list[SeenTokens](), 0
+        for sight in sights:
+            pages, rows = sight.images[number]
+            firsts = np.zeros(len(sight.rows), np.int64)
+            table = torch.tensor(pages, dtype=torch.int64)
+            seen.append(SeenTokens(first, table, firsts, np.full_like(firsts, rows)))
+            first += len(sight.rows)
+        return self._attention.over(self._layer, queries, seen)
+
+
+def _rows_that_see(sights: Sequence[SeenInputs], number: int) -> list[int]:
+    """Return the rows of ``sights``, counted from 0, that see more than ``number`` images."""
+    counts = [len(sight.images) for sight in sights for _ in sight.rows]
+    return [row for row, count in enumerate(counts) if count > number]
 
 
 class LatentAttention:

@@ -15,22 +15,26 @@ import torch
 
 from tierstore_engine.adapters import Adapter, adapted
 from tierstore_engine.attention.base import Attention, BatchLayout, WithoutFirst
+from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.delta import DeltaStates, GatedDelta
 from tierstore_engine.layer_weights import (
     AttentionWeights,
+    CrossWeights,
     DeltaWeights,
     Elsewhere,
     LatentWeights,
+    LayerWeights,
     Mamba1Weights,
     Mamba2Weights,
+    MLPWeights,
     ModelWeights,
     SharedBlockWeights,
     ShortConvWeights,
 )
 from tierstore_engine.mamba1 import CpuMamba1States, Mamba1
 from tierstore_engine.mamba2 import Mamba2, Mamba2States
-from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention, SharedBlock
+from tierstore_engine.mixers import CrossAttention, LatentAttention, Positions, SelfAttention, SharedBlock
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.products import same_bits
@@ -45,7 +49,9 @@ from tierstore_engine.step import PartialStep, Step, StepInput
 Memory: TypeAlias = Attention | DeltaStates | Mamba2States | CpuMamba1States | CpuShortConvStates
 """The memory of a layer group: attention over its pages, or the states in them."""
 
-Mixer: TypeAlias = SelfAttention | LatentAttention | SharedBlock | GatedDelta | Mamba1 | Mamba2 | ShortConv
+Mixer: TypeAlias = (
+    SelfAttention | CrossAttention | LatentAttention | SharedBlock | GatedDelta | Mamba1 | Mamba2 | ShortConv
+)
 
 
 class Model:
@@ -106,6 +112,9 @@ class Model:
         if isinstance(memory, DeltaStates):
             assert isinstance(weights, DeltaWeights)
             return GatedDelta(layer, config, weights, memory)
+        if isinstance(weights, CrossWeights):
+            assert isinstance(memory, CpuAttention), "refused by open_model"
+            return CrossAttention(layer, config, weights, memory, self._pointwise)
         if isinstance(weights, LatentWeights):
             return LatentAttention(layer, config, weights, memory)
         if isinstance(weights, SharedBlockWeights):
@@ -117,7 +126,7 @@ class Model:
         return same_bits(self._product) if self.config.arithmetic else nullcontext()
 
     def compute(self, step: Step) -> torch.Tensor:
-        return self.forward(step.on(self.device, states=self.config.states))
+        return self.forward(step.on(self.device, without_tokens=self.config.without_tokens))
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
         with self._bits():
@@ -141,7 +150,7 @@ class Model:
     @torch.inference_mode()
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
         assert layers.stop not in self.config.joined
-        step = partial.input or partial.step.on(self.device, states=self.config.states)
+        step = partial.input or partial.step.on(self.device, without_tokens=self.config.without_tokens)
         with self._bits():
             hidden = partial.hidden if partial.hidden is not None else self._embedded(step)
             partial.input, partial.hidden = step, self._through(step, hidden, layers)
@@ -151,7 +160,7 @@ class Model:
     def remember(self, step: Step, before: torch.Tensor) -> None:
         """Write the KV of the predictor's layer for a step's tokens. ``before [tokens, hidden_size]`` are the
         ``outputs`` of the token before each."""
-        index, given = self.config.layers, step.on(self.device, states=self.config.states)
+        index, given = self.config.layers, step.on(self.device, without_tokens=self.config.without_tokens)
         with self._bits():
             normed = _normed(
                 self._pointwise, self._merged(given, before), self._weights.layers[index].mixer_norm
@@ -166,7 +175,7 @@ class Model:
     def predict(self, step: Step, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the predictor of a step's tokens like :meth:`remember`. Return its outputs, and the logits
         of the tokens that follow."""
-        index, given = self.config.layers, step.on(self.device, states=self.config.states)
+        index, given = self.config.layers, step.on(self.device, without_tokens=self.config.without_tokens)
         assert self._weights.predictor is not None
         with self._bits():
             hidden = self._through(given, self._merged(given, before), range(index, index + 1))
@@ -199,6 +208,11 @@ class Model:
             layer = weights[index]
             step.arrivals.wait(index)
             self._begin(index)
+            if isinstance(mixer := self._mixers[index], CrossAttention):
+                hidden = self._crossed(mixer, layer, hidden, normed, step)
+                if index + 1 < layers.stop:
+                    normed = _normed(pointwise, hidden, weights[index + 1].mixer_norm)
+                continue
             given = self._mixed(index, normed, step, positions)
             if index + 1 in self.config.beside:
                 earlier = given
@@ -223,6 +237,24 @@ class Model:
                 return hidden + given
             hidden, normed = _added(pointwise, hidden, given, weights[index + 1].mixer_norm)
         return hidden
+
+    def _crossed(
+        self,
+        mixer: CrossAttention,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        step: StepInput,
+    ) -> torch.Tensor:
+        """Compute a cross-attention layer for the rows that see an input. Others pass it unchanged."""
+        if step.inputs is None:
+            return hidden
+        assert isinstance(layer.mlp, MLPWeights)
+        mixer.remember(step.inputs.new)
+        rows = torch.tensor([row for sight in step.inputs.sights for row in sight.rows])
+        seeing = hidden[rows] + mixer.compute(normed[rows], step.inputs.sights)
+        given = self._mlps.compute(_normed(self._pointwise, seeing, layer.mlp_norm), layer.mlp)
+        return hidden.index_copy(0, rows, seeing + mixer.mlp_factor * given)
 
     def _positions(self, step: StepInput, dtype: torch.dtype) -> Positions:
         rotations = {config: rope.rotations(step.positions, dtype) for config, rope in self._ropes.items()}
@@ -251,6 +283,7 @@ class Model:
         elif isinstance(mixer, SharedBlock):
             given = mixer.compute(hidden, self._embedded(step), layout, positions)
         else:
+            assert not isinstance(mixer, CrossAttention)
             given = mixer.compute(hidden, layout, positions)
         given = self._summed(given)
         return given if scale == 1.0 else given * scale

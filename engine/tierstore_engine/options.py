@@ -168,6 +168,13 @@ class EngineOptions(ModelOptions):
             help="Share pages with vLLM and SGLang, by model instead of by engine (docs/sharing.md)",
         ),
     ] = False
+    whole_windows: Annotated[
+        bool,
+        typer.Option(
+            "--whole-windows",
+            help="Save all pages of sliding windows, which SGLang needs (docs/sharing.md)",
+        ),
+    ] = False
     draft: Annotated[
         str | None,
         typer.Option(help="Speculative decoding: prompt-lookup, mtp (a layer of the checkpoint), or a model"),
@@ -191,7 +198,9 @@ class EngineOptions(ModelOptions):
             raise UsageError("--draft mtp needs all pages in the pool: leave out --overflow, or --draft mtp")
 
     def settings(self) -> EngineSettings:
-        return EngineSettings(prefill_chunk=self.prefill_chunk, plan=self.plan)
+        return EngineSettings(
+            prefill_chunk=self.prefill_chunk, plan=self.plan, whole_windows=self.whole_windows
+        )
 
     def overflow_of(self, device: str) -> Overflow | None:
         """Return where pages lie that do not fit the pool's memory on ``device``. Raises :class:`UsageError`
@@ -315,10 +324,9 @@ class ServeOptions(EngineOptions):
     ] = 10.0
 
     def settings(self) -> EngineSettings:
-        return EngineSettings(
-            prefill_chunk=self.prefill_chunk,
+        return replace(
+            super().settings(),
             max_sequences=self.max_sequences,
-            plan=self.plan,
             schedule=self.schedule,
             overtake_s=self.overtake_s,
         )

@@ -27,12 +27,15 @@ _DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with eve
 def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]:
     """Return the pages of each layer group's pool, if the first pool has ``pages``. A window pool holds
     the windows of the concurrent sequences, plus a quarter of all tokens. A state pool has two states
-    per sequence, and two more for hits. ``pages`` are states if the model has nothing else."""
+    per sequence, and two more for hits. A pool of cross attention holds as many rows as the first one tokens.
+    ``pages`` are states if the model has nothing else."""
     tokens = pages * spec.chunk_tokens
     counts = [pages]
     for part in spec.split()[1:]:
         [group] = part.groups
-        if group.window is None:
+        if group.kind is LayerKind.CROSS_ATTENTION:
+            counts.append(pages)
+        elif group.window is None:
             counts.append(_STATE_PAGES * min(pages, settings.max_sequences))
         else:
             most = min(tokens, group.window + settings.prefill_chunk + 2 * spec.chunk_tokens)

@@ -68,11 +68,14 @@ class Roster:
         images: PromptImages | None = None,
     ) -> Sequence:
         """Create a sequence for a new request, with the adapter of a digest. It is in no queue yet."""
-        config = self._limits.config
+        config, connector = self._limits.config, self._keeper.connector
+        prompt = connector.prompt(tokens if images is None else images.words, adapter=adapter)
+        if images is not None and images.inputs:
+            prompt.place(images.inputs)
         eos = () if params.ignore_eos else config.eos_ids
         sequence = Sequence(
             self._new_id(),
-            self._keeper.connector.prompt(tokens if images is None else images.words, adapter=adapter),
+            prompt,
             tokens,
             params,
             self._tokenizer.detokenizer(tokens),

@@ -223,7 +223,10 @@ def penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     ]
     if not repeated:
         return logits
-    rows, tokens, penalties = zip(*repeated, strict=True)
+    rows, given, penalties = zip(*repeated, strict=True)
+    tokens = [
+        each[each < logits.shape[1]] for each in given
+    ]  # a prompt may have tokens behind the vocabulary
     counts = torch.tensor([len(each) for each in tokens])
     where = to_device(
         torch.stack((torch.tensor(rows).repeat_interleave(counts), torch.cat(tokens))), logits.device

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -47,19 +47,43 @@ class SequenceState(str, enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
-class Loading:
-    """A load that was not taken over yet."""
+@dataclass(frozen=True, slots=True)
+class InputLoad:
+    """A load of an input of cross attention. ``positions`` has the place of each loaded page in the input."""
 
     transfer: Transfer[Loaded]
+    positions: Ints[int]
+
+    def pages(self, group: int) -> list[int]:
+        """Return the loaded pages in order; fewer than the input's if it is incomplete."""
+        groups = self.transfer.wait().groups
+        loaded = groups[group].pages if groups else ()
+        return [page for _, page in sorted(zip(self.positions, loaded, strict=False))]
+
+
+@dataclass(slots=True)
+class Loading:
+    """A load that was not taken over yet: of a hit, and of ``inputs`` behind it, by their numbers."""
+
+    hit: Transfer[Loaded]
     by_tier: dict[str, int]
     started: float
+    inputs: Mapping[int, InputLoad] = field(default_factory=dict)
+
+    @property
+    def transfers(self) -> tuple[Transfer[Loaded], ...]:
+        return self.hit, *(each.transfer for each in self.inputs.values())
+
+    @property
+    def transfer(self) -> Transfer[Loaded]:
+        """Return a transfer that has not ended, if there is one."""
+        return next((each for each in self.transfers if not each.done), self.hit)
 
     @property
     def lacking(self) -> int:
         """Return how many pages, of all groups together, have not been loaded yet."""
-        progress = self.transfer.progress
-        return 0 if self.transfer.done else progress.pages - progress.pages_done
+        running = [each.progress for each in self.transfers if not each.done]
+        return sum(progress.pages - progress.pages_done for progress in running)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class EngineSettings:
     - ``checkpoint_tokens``: the largest distance of save points in a model with several layer groups, where
       hits may begin. None chooses by size (:func:`tierstore.retention.checkpoint_tokens`); 0 saves only where
       requests end and diverge.
+    - ``whole_windows``: save all pages of windows and attention chunks, as SGLang needs them, and not only
+      those that hits at save points need.
     """
 
     prefill_chunk: int = 1024
@@ -45,6 +47,7 @@ class EngineSettings:
     overtake_s: float = 10.0
     prefill_backend: str = "auto"
     checkpoint_tokens: int | None = None
+    whole_windows: bool = False
 
     def __post_init__(self) -> None:
         if self.prefill_chunk < 1 or self.max_sequences < 1:

@@ -15,6 +15,24 @@ from tierstore_engine.moving import to_device
 from tierstore_engine.sampling import Choice, Draw
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenInputs:
+    """Consecutive rows of a step that see the same images by cross attention. Each image has its pages
+    and its number of rows."""
+
+    rows: range
+    images: tuple[tuple[Sequence[int], int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """The images that cross-attention layers read in a step, in the order of its rows. The KV of the
+    embeddings in ``new``, ``[rows, hidden_size]``, is written to their pages first."""
+
+    sights: tuple[SeenInputs, ...]
+    new: tuple[tuple[Sequence[int], torch.Tensor], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One step's flattened batch.
@@ -23,7 +41,8 @@ class StepInput:
     for each layer group. ``logit_rows`` (int64) names the rows whose logits are needed. ``arrivals`` are the
     pages that are still arriving. ``adapters`` has the rows (int64) of each adapter, by its digest.
     ``positions`` are ``[tokens, 3]`` if a sequence has images with positions on three axes. ``embeddings``
-    take the places of the tokens in ``embedded_rows`` (int64); None without images.
+    take the places of the tokens in ``embedded_rows`` (int64); None without images. ``inputs`` is None if no
+    row sees an input of cross attention.
     """
 
     tokens: torch.Tensor
@@ -34,6 +53,7 @@ class StepInput:
     adapters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     embedded_rows: torch.Tensor | None = None
     embeddings: torch.Tensor | None = None
+    inputs: StepInputs | None = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -59,7 +79,7 @@ class StepImages:
 class Step:
     """A step before it is on a device. ``tokens`` are the tokens of all spans, concatenated. ``adapters`` has
     the digest of each span's adapter (empty: none), or nothing if no span has one. ``images`` is None if no
-    sequence has images."""
+    sequence has images, and ``inputs`` if no row sees any by cross attention."""
 
     spans: tuple[Span, ...]
     tokens: Sequence[int]
@@ -68,12 +88,14 @@ class Step:
     chunk_tokens: int
     adapters: tuple[str, ...] = ()
     images: StepImages | None = None
+    inputs: StepInputs | None = None
 
-    def on(self, device: str, *, states: Collection[int] = ()) -> StepInput:
-        """Return the step as tensors. ``states`` are the layer groups that are recurrent states."""
+    def on(self, device: str, *, without_tokens: Collection[int] = ()) -> StepInput:
+        """Return the step as tensors. ``without_tokens`` are the layer groups that keep nothing for a token:
+        recurrent states, and cross attention."""
         layouts = tuple(
             BatchLayout.of_states(self.spans, device=device, group=group)
-            if group in states
+            if group in without_tokens
             else BatchLayout.of(self.spans, chunk_tokens=self.chunk_tokens, device=device, group=group)
             for group in range(len(self.spans[0].tables))
         )
@@ -89,6 +111,7 @@ class Step:
             adapters={name: numbers_on(rows, device) for name, rows in self._adapter_rows().items()},
             embedded_rows=numbers_on(images.rows, device) if images.rows else None,
             embeddings=None if images.embeddings is None else to_device(images.embeddings, device),
+            inputs=self.inputs,
         )
 
     def _adapter_rows(self) -> Mapping[str, Sequence[int]]:

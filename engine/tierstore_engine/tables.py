@@ -6,6 +6,7 @@ publishes and releases the pages of its group. :mod:`tierstore_engine.keeper` do
     FullTable    [ all of the past ...................... | rest of the prompt ]   a page for each chunk
     WindowTable  [ released ... | what the next token attends ]                    a page for each chunk
     StateTable   [ live page ]  [ snapshot at the last chunk's end ]               at most two pages
+    CrossTable   [ first image ..... | second image ..... ]                        a page for 64 rows
 
 A sequence is admitted with pages of full tables for all of its tokens, so only decoding can run out of them.
 The other tables take pages for the next step, and release pages that no later token needs. A window table
@@ -15,7 +16,11 @@ A full table publishes each page when it is complete. A hit needs few pages of t
 exist only at *save points*: the end of the prompt, the place where other prompts diverge from it, and every
 ``checkpoint_tokens``. All of these are ends of chunks. A step ends at each save point, because a state exists
 only for its last token. A sequence may leave, finished or parked, inside a chunk. Then its partial pages and
-its live state are published.
+its live state are published. With ``whole_windows`` a window table publishes each page when it is complete,
+like a full table. SGLang finds no prompt without them (docs/sharing.md).
+
+A cross table has the pages of the prompt's images. It takes them when the image's token is computed, unless a
+load brings them. It publishes an image as soon as its pages are complete: they do not depend on tokens.
 
 A load returns shared pages. The sequence copies the page that a hit ends inside, and the state, before it
 writes to them. (A full group's load makes that copy itself.) Forked sequences share pages by reference: the
@@ -30,12 +35,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, replace
 
-from tierstore.groups import Past
+from tierstore.groups import GroupRule, Past
 from tierstore.keys import Prompt
 from tierstore.transfer import Transfer
 from tierstore.types import GroupPages, Hint
 from tierstore_connectors.base import Connector
 from tierstore_engine.attention.base import NO_PAGE
+from tierstore_engine.images import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +61,13 @@ class PageGroup:
     """The pages of one layer group, shared by the tables of all sequences: the connector's methods for this
     group, and how many sequences share each page. Belongs to the engine's thread."""
 
-    def __init__(self, connector: Connector, number: int) -> None:
+    def __init__(self, connector: Connector, number: int, *, whole_windows: bool = False) -> None:
         self.rule = connector.rules[number]
         self.chunk_tokens = connector.pool.spec.chunk_tokens
         self.keeps = connector.keeps  # whether pages can be found again
+        # whether each page is published when it is complete, and not only at save points
+        windowed = self.rule.past in (Past.WINDOW, Past.CHUNK)
+        self.saves_all = self.rule.chained or (whole_windows and windowed)
         self._connector = connector
         self._number = number
         # by page: the number of sequences beside the first that have it
@@ -120,8 +129,8 @@ class GroupTable(ABC):
         self.saved_at = 0  # length of the last hit, or the last chunk's end whose pages are published
         self.expected = 0  # pages that a load in flight takes from the pool
 
-    def another(self) -> GroupTable:
-        """Return an empty table of the same group."""
+    def another(self, images: PromptImages | None = None) -> GroupTable:
+        """Return an empty table of the same group, for a prompt with these images."""
         return type(self)(self.group)
 
     # -- how many pages ------------------------------------------------------------------------------
@@ -288,7 +297,7 @@ class FullTable(GroupTable):
 
 class NamedTable(GroupTable):
     """A table of a group whose pages are found by name. It takes pages as it grows, and publishes them only
-    at save points."""
+    at save points, unless the group ``saves_all``."""
 
     def lacking(self, tokens: int, coming: int) -> int:
         arrived = self.expected - min(self.expected, coming)
@@ -301,7 +310,9 @@ class NamedTable(GroupTable):
     def save(self, point: SavePoint) -> list[Transfer[int]]:
         saves = []
         for end in point.ends:
-            saving = self._save_at(end, point) if end > self.saved_at else None
+            # If each page is published when it is complete, a hint comes later.
+            hinted = self.group.saves_all and point.hint is not None and end == self.saved_at
+            saving = self._save_at(end, point) if hinted or end > self.saved_at else None
             if saving is not None:
                 saves.append(saving)
                 if not end % self.group.chunk_tokens:
@@ -363,6 +374,10 @@ class WindowTable(NamedTable):
 
     def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
         needed = self.group.rule.pages(end, self.group.chunk_tokens)
+        if self.group.saves_all:
+            # All that it has, under no session: a later save point would supersede them.
+            needed = range(self.pages.count(NO_PAGE), self.group.count(end))
+            point = replace(point, session=None)
         pages = self.pages[needed.start : needed.stop]
         if not needed or len(pages) != len(needed) or NO_PAGE in pages:
             return None
@@ -458,10 +473,125 @@ class StateTable(NamedTable):
         return None
 
 
-_TABLES: dict[Past, type[GroupTable]] = {Past.ALL: FullTable, Past.STATE: StateTable}
+class CrossTable(GroupTable):
+    """Cross attention, which needs all images before the next token. ``pages`` has the pages of all images of
+    the prompt in order, and ``rule`` knows these images. ``ready`` has the numbers of those whose KV is in
+    the pages, and ``published`` of those that other sequences can find."""
+
+    def __init__(self, group: PageGroup) -> None:
+        super().__init__(group)
+        self.rule = group.rule
+        self.ready: set[int] = set()
+        self.published: set[int] = set()
+
+    def another(self, images: PromptImages | None = None) -> CrossTable:
+        twin = CrossTable(self.group)
+        inputs = images.inputs if images is not None else ()
+        chunk_tokens = self.group.chunk_tokens
+        twin.rule = GroupRule.cross(((each.start, each.rows) for each in inputs), chunk_tokens)
+        return twin
+
+    def pages_of(self, number: int) -> list[int]:
+        """Return the pages of image ``number``."""
+        place = self._place(number)
+        return self.pages[place.start : place.stop]
+
+    def missing(self, tokens: int) -> list[int]:
+        """Return the numbers of the images that begin before ``tokens`` and whose KV is not in the pages."""
+        return [number for number in range(self._begun(tokens)) if number not in self.ready]
+
+    def take(self, number: int, pages: Ints[int]) -> None:
+        """Take over the loaded pages of image ``number``."""
+        place = self._place(number)
+        self.pages = [*self.pages[: place.start], *pages, *self.pages[place.stop :]]
+        self.ready.add(number)
+        self.published.add(number)
+
+    def _begun(self, tokens: int) -> int:
+        return sum(start < tokens for start, _ in self.rule.inputs)
+
+    def _place(self, number: int) -> range:
+        """Return the places of an image's pages."""
+        ends = [0, *(end // self.group.chunk_tokens for _, end in self.rule.inputs)]
+        return range(ends[number], ends[number + 1])
+
+    def peak(self, tokens: int, step: int) -> int:
+        return self.kept(tokens)
+
+    def kept(self, tokens: int) -> int:
+        return len(self.rule.pages(tokens, self.group.chunk_tokens))
+
+    def lacking(self, tokens: int, coming: int) -> int:
+        return max(self.kept(tokens) - self.held - max(self.expected - coming, 0), 0)
+
+    def reserve(self, loaded: int, stop: int, shared: int) -> bool:
+        self.expected = self.kept(loaded)
+        return True
+
+    def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
+        if len(held.pages) != self.kept(tokens):
+            return False
+        images = len(self.rule.inputs)
+        rest = (self._place(images - 1).stop if images else 0) - len(held.pages)
+        self.pages, self.expected = [*held.pages, *[NO_PAGE] * rest], 0
+        self.ready = set(range(self._begun(tokens)))
+        self.published = set(self.ready)
+        return True
+
+    def grow(self, start: int, stop: int) -> bool:
+        places = [place for place in range(self.kept(stop)) if self.pages[place] == NO_PAGE]
+        fresh = self.group.allocate(len(places)) if places else []
+        if fresh is None:
+            return False
+        if fresh:
+            self.pages = list(self.pages)
+        for place, page in zip(places, fresh, strict=True):
+            self.pages[place] = page
+        return True
+
+    def own(self, tokens: int) -> bool:
+        return True
+
+    def trim(self, tokens: int) -> None:
+        """Keep all pages: drafted tokens are no images."""
+
+    def passed(self, tokens: int) -> None:
+        self.ready.update(range(self._begun(tokens)))
+
+    def is_shared(self, tokens: int) -> bool:
+        return False  # no token writes to them
+
+    def fork(self) -> GroupTable | None:
+        twin = super().fork()
+        assert isinstance(twin, CrossTable)
+        twin.rule, twin.ready, twin.published = self.rule, set(self.ready), set(self.published)
+        return twin
+
+    def drop(self) -> None:
+        super().drop()
+        self.ready, self.published = set(), set()
+
+    def save(self, point: SavePoint) -> list[Transfer[int]]:
+        new = sorted(self.ready - self.published)
+        self.published.update(new)
+        return [
+            self.group.publish(point, self.pages_of(number), self._place(number).start, point.hint)
+            for number in new
+        ]
+
+    def saved(self, tokens: int) -> int:
+        return tokens if self.published.issuperset(range(self._begun(tokens))) else 0
 
 
-def empty_tables(connector: Connector) -> tuple[GroupTable, ...]:
+_TABLES: dict[Past, type[GroupTable]] = {
+    Past.ALL: FullTable,
+    Past.STATE: StateTable,
+    Past.CROSS: CrossTable,
+}
+
+
+def empty_tables(connector: Connector, *, whole_windows: bool = False) -> tuple[GroupTable, ...]:
     """Return an empty table for each layer group of the connector's model."""
-    groups = [PageGroup(connector, number) for number in range(len(connector.pools))]
+    numbers = range(len(connector.pools))
+    groups = [PageGroup(connector, number, whole_windows=whole_windows) for number in numbers]
     return tuple(_TABLES.get(group.rule.past, WindowTable)(group) for group in groups)

@@ -24,6 +24,7 @@ import torch
 
 from tierstore.extras import install
 from tierstore.keys import Identity
+from tierstore.sizing import embedding_worth
 from tierstore.spec import KVSpec, positive, read_json
 from tierstore_connectors.base import Connector
 from tierstore_connectors.common.embeddings import EmbeddingKey, embedding_of, pages_of
@@ -43,18 +44,25 @@ _LOAD_S = 5.0  # how long the encoder waits for an embedding that the store has 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedImage:
     """A processor's output for an image: the encoder's ``inputs``. ``rows`` is the number of tokens that the
-    image takes. ``content`` is a SHA-256 over the inputs."""
+    image takes, or one if it is ``crossed``. ``content`` is a SHA-256 over the inputs."""
 
     inputs: Mapping[str, torch.Tensor]
     rows: int
     grid: tuple[int, int] | None
     content: bytes
+    crossed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens that the image takes."""
+        return 1 if self.crossed else self.rows
 
 
 class _Family(ABC):
     """How one family writes images into prompts, and the classes of transformers that compute them."""
 
     mutual = False  # whether the tokens of an image see one another
+    crossed = False  # whether cross-attention layers read the embedding
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """Raises :class:`SpecError` for a ``config.json`` without the needed fields."""
@@ -196,8 +204,60 @@ class _Gemma3(_Family):
         return embedding
 
 
+class _Mllama(_Family):
+    """Llama 3.2 Vision: an image is cut into tiles, and is one token. Cross-attention layers read the rows of
+    its tiles."""
+
+    crossed = True
+
+    @property
+    def token(self) -> int:
+        return positive(
+            self.raw, "image_token_index" if "image_token_index" in self.raw else "image_token_id"
+        )
+
+    def processor(self, folder: Path) -> Any:
+        try:
+            from transformers.models.mllama.image_processing_pil_mllama import (
+                MllamaImageProcessorPil as Processor,
+            )
+        except ImportError:  # before transformers 5
+            from transformers.models.mllama.image_processing_mllama import MllamaImageProcessor as Processor
+        return Processor.from_pretrained(folder, local_files_only=True)
+
+    def process(
+        self, processor: Any, image: Image
+    ) -> tuple[dict[str, torch.Tensor], int, tuple[int, int] | None]:
+        made = processor(images=[[image]], return_tensors="pt")
+        names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+        inputs = {name: torch.as_tensor(made[name]) for name in names}
+        vision = self.raw["vision_config"]
+        rows = (positive(vision, "image_size") // positive(vision, "patch_size")) ** 2 + 1
+        return inputs, int(inputs["aspect_ratio_mask"].sum()) * rows, None
+
+    def encoder(self) -> torch.nn.Module:
+        from transformers import MllamaConfig
+        from transformers.models.mllama.modeling_mllama import MllamaVisionModel
+
+        config = MllamaConfig(**self.raw)
+        tower = MllamaVisionModel._from_config(config.vision_config, attn_implementation="sdpa")
+        widths = config.vision_config.vision_output_dim, config.text_config.hidden_size
+        return torch.nn.ModuleDict({"vision_model": tower, "multi_modal_projector": torch.nn.Linear(*widths)})
+
+    def encode(self, encoder: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        assert isinstance(encoder, torch.nn.ModuleDict)
+        tower = encoder["vision_model"]
+        pixels = inputs["pixel_values"].to(next(tower.parameters()).dtype)
+        rest = {name: inputs[name] for name in ("aspect_ratio_ids", "aspect_ratio_mask")}
+        embedding = encoder["multi_modal_projector"](tower(pixel_values=pixels, **rest).last_hidden_state)
+        tiles = int(inputs["aspect_ratio_mask"].sum())  # padding tiles follow
+        assert isinstance(embedding, torch.Tensor)
+        return embedding[0, 0, :tiles].flatten(0, 1)
+
+
 _FAMILIES: Mapping[str, type[_Family]] = {
     "Gemma3ForConditionalGeneration": _Gemma3,
+    "MllamaForConditionalGeneration": _Mllama,
     "Qwen2_5_VLForConditionalGeneration": _Qwen25,
 }
 
@@ -213,7 +273,6 @@ class Vision:
         self._family = family
         self._folder = folder
         self._config = model.config
-        self._device = model.device
         self._tokenizer = model.tokenizer
         self._connector = connector
         self._lock = threading.Lock()
@@ -236,11 +295,6 @@ class Vision:
             return None
         return cls(family(raw), model.source, model, connector)
 
-    def check(self) -> None:
-        """Raise :class:`RequestError` if this engine computes no images of this model on its device."""
-        if self._family.mutual and self._device != "cpu":
-            raise RequestError("images of Gemma 3 are computed on the CPU only: start with --device cpu")
-
     def process(self, image: Image) -> ProcessedImage:
         """Run the model's processor on an image, and return its output. Raises :class:`RequestError` for an
         image that it refuses, and :class:`ModelError` if the processor cannot be used."""
@@ -250,7 +304,7 @@ class Vision:
                 inputs, rows, grid = self._family.process(self._processor, image)
             except ValueError as error:
                 raise RequestError(f"the model's processor refuses an image: {str(error)[:200]}") from None
-        return ProcessedImage(inputs, rows, grid, _digest(inputs))
+        return ProcessedImage(inputs, rows, grid, _digest(inputs), self._family.crossed)
 
     def check_text(self, text: str, images: int) -> None:
         """Raise :class:`RequestError` unless a rendered chat has a place for each of its images."""
@@ -294,7 +348,8 @@ class Vision:
             if embedding is None:
                 embedding = self._encoded(image, key)
         content = hashlib.sha256(self._identity.digest + image.content).digest()
-        return PromptImage(start, embedding, content, image.grid, self._family.mutual)
+        family = self._family
+        return PromptImage(start, embedding, content, image.grid, family.mutual, family.crossed)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -345,6 +400,7 @@ class Vision:
             ) from error
         try:
             encoder = self._family.encoder()
+            config = transformers.AutoConfig.for_model(**self._family.raw)  # with defaults
         except (ValueError, TypeError, KeyError) as error:
             raise ModelError(
                 f"{self._folder}: transformers cannot make this encoder of images: {error}"
@@ -353,7 +409,8 @@ class Vision:
         for weight in encoder.parameters():  # the angles of positions stay in float32
             weight.data = weight.data.to(getattr(torch, self._config.dtype))
         self._encoder = encoder.eval().requires_grad_(False)
-        spec = KVSpec.embedding(width=self._config.hidden_size, dtype=self._config.dtype)
+        worth = embedding_worth(config.to_dict())
+        spec = KVSpec.embedding(width=self._config.hidden_size, dtype=self._config.dtype, worth=worth)
         described = json.dumps(self._family.raw, sort_keys=True)
         model = hashlib.sha256(f"{transformers.__version__} {torch.__version__} {described}".encode())
         identity = Identity.of(spec, model=model.hexdigest(), revision=weights, codec="engine-encoder")
@@ -384,7 +441,7 @@ def _read_weights(encoder: torch.nn.Module, folder: Path) -> str:
     return digest.hexdigest()
 
 
-_PARTS = r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*"
+_PARTS = r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*"
 
 
 def _own_name(name: str, state: Mapping[str, torch.Tensor]) -> str:

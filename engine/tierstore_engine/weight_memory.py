@@ -19,6 +19,7 @@ from tierstore_engine.errors import ModelError
 from tierstore_engine.layer_weights import (
     AttentionWeights,
     BlockWeights,
+    CrossWeights,
     DeltaWeights,
     ExpertsWeights,
     LatentWeights,
@@ -45,7 +46,7 @@ def allocate(
             "give --expand-weights if they are quantised, and leave out --weights-on-disk"
         )
     make = Maker(config, device, keep=keep, kernels=kernels)
-    embed = make.matrix(config.vocab_size, config.hidden_size)
+    embed = make.matrix(config.prompt_tokens, config.hidden_size)
     return ModelWeights(
         embed=embed,
         layers=tuple(make.layer(index) for index in range(config.layers + bool(config.predictor))),
@@ -124,6 +125,8 @@ class Maker:
                 return self._mamba1(config.mamba1)
             assert config.delta is not None
             return self._delta(config.delta)
+        if kind is LayerKind.CROSS_ATTENTION:
+            return self._cross()
         if config.shared is not None:
             return self._shared(config.shared, index)
         return self._attention(config.hidden_size)
@@ -171,6 +174,18 @@ class Maker:
             o=self.matrix(hidden, config.heads * config.head_dim),
             o_bias=self.empty(hidden) if config.o_bias else None,
             sinks=self.empty(config.heads) if config.sinks else None,
+        )
+
+    def _cross(self) -> CrossWeights:
+        config, hidden, width = self._config, self._config.hidden_size, self._config.head_dim
+        return CrossWeights(
+            q=self.matrix(config.heads * width, hidden),
+            kv=self.matrix(2 * config.kv_heads * width, hidden),
+            q_norm=self.empty(width),
+            k_norm=self.empty(width),
+            o=self.matrix(hidden, config.heads * width),
+            gate=self.empty(1),
+            mlp_gate=self.empty(1),
         )
 
     def _head_norm(self, heads: int) -> torch.Tensor | None:

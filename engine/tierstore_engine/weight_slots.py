@@ -18,6 +18,7 @@ from tierstore_engine.errors import ModelError
 from tierstore_engine.layer_weights import (
     AttentionWeights,
     BlockWeights,
+    CrossWeights,
     DeltaWeights,
     Elsewhere,
     ExpertsWeights,
@@ -220,6 +221,8 @@ def _norm_slots(config: ModelConfig, name: str, norm: torch.Tensor | None) -> It
 def _mixer_slots(config: ModelConfig, weights: MixerWeights) -> Iterator[Slot]:
     if isinstance(weights, AttentionWeights):
         return _attention_slots(config, weights)
+    if isinstance(weights, CrossWeights):
+        return _cross_slots(weights)
     if isinstance(weights, LatentWeights):
         return _latent_slots(weights)
     if isinstance(weights, DeltaWeights):
@@ -248,6 +251,18 @@ def _attention_slots(config: ModelConfig, weights: AttentionWeights) -> Iterator
     yield Slot("self_attn.o_proj.weight", weights.o)
     yield from _optional("self_attn.o_proj.bias", weights.o_bias)
     yield from _optional("self_attn.sinks", weights.sinks)
+
+
+def _cross_slots(weights: CrossWeights) -> Iterator[Slot]:
+    rows = weights.kv.shape[0] // 2
+    yield Slot("cross_attn.q_proj.weight", weights.q)
+    yield Slot("cross_attn.k_proj.weight", weights.kv[:rows])
+    yield Slot("cross_attn.v_proj.weight", weights.kv[rows:])
+    yield Slot("cross_attn.o_proj.weight", weights.o)
+    yield Slot("cross_attn.q_norm.weight", weights.q_norm)
+    yield Slot("cross_attn.k_norm.weight", weights.k_norm)
+    yield Slot("cross_attn_attn_gate", weights.gate)
+    yield Slot("cross_attn_mlp_gate", weights.mlp_gate)
 
 
 def _projection_slots(config: ModelConfig, kind: str, qkv: Matrix) -> Iterator[Slot]:

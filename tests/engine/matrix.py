@@ -31,11 +31,12 @@ FAMILIES: Mapping[str, str] = {
     "states": "tiny-mamba2",
     "placed images": "qwen",
     "mutual images": "gemma",
+    "crossed images": "mllama",
 }
 """A preset of each kind of model. ``delta`` and ``mamba`` have states and attention, ``states`` has no
-attention. The last two are models of ``pictured.py``, whose prompts have images."""
+attention. The last three are models of ``pictured.py``, whose prompts have images."""
 
-PICTURED = ("placed images", "mutual images")
+PICTURED = ("placed images", "mutual images", "crossed images")
 
 AXES: Mapping[str, Sequence[str]] = {
     "family": tuple(FAMILIES),
@@ -63,6 +64,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("family", "states"): "states only",
     ("family", "placed images"): "images (Qwen2.5-VL)",
     ("family", "mutual images"): "images (Gemma 3)",
+    ("family", "crossed images"): "images (Llama 3.2 Vision)",
     ("kv", "int8"): "`--kv-dtype int8`",
     ("kv", "fp8_e4m3"): "`--kv-dtype fp8_e4m3`",
     ("kv", "int4"): "`--kv-dtype int4`",
@@ -127,6 +129,31 @@ REFUSALS = (
         ("family", ("states",)),
         ("parts", ("2",)),
         "--sequence-parallel divides keys and values: this model has only recurrent states",
+    ),
+    Refusal(
+        ("family", ("crossed images",)),
+        ("kv", ("static",)),
+        "--kv-scales does not work with cross attention: leave it out",
+    ),
+    Refusal(
+        ("family", ("crossed images",)),
+        ("draft", ("model", "alike")),
+        "--draft MODEL does not work with cross attention: give --draft prompt-lookup",
+    ),
+    Refusal(
+        ("family", ("crossed images",)),
+        ("deterministic", ("yes",)),
+        "--deterministic does not work with cross attention",
+    ),
+    Refusal(
+        ("family", ("crossed images",)),
+        ("ranks", ("2",)),
+        "--tensor-parallel does not work with cross attention",
+    ),
+    Refusal(
+        ("family", ("crossed images",)),
+        ("parts", ("2",)),
+        "--sequence-parallel does not work with cross attention",
     ),
     Refusal(
         ("deterministic", ("yes",)),
@@ -279,12 +306,17 @@ def table() -> str:
         lines.append(f"| {LABELS[feature]} | " + " | ".join(cells) + " |")
     lines.append("")
     for number, refusal in enumerate(REFUSALS, 1):
-        sides = [
-            ", ".join(LABELS[axis, value] for value in values)
-            for axis, values in (refusal.one, refusal.other)
-        ]
+        sides = [_side(axis, values) for axis, values in (refusal.one, refusal.other)]
         lines.append(f"{number}. {' with '.join(sides)}: *{refusal.sentence.replace('{}', '…')}*")
     return "\n".join(lines) + "\n"
+
+
+def _side(axis: str, values: Sequence[str]) -> str:
+    """Return the names of the values of an axis: those that are left out, if these are fewer families."""
+    rest = [value for value in AXES[axis] if value not in values]
+    if axis == "family" and len(rest) < len(values):
+        return f"every kind of model but {', '.join(LABELS[axis, value] for value in rest)}"
+    return ", ".join(LABELS[axis, value] for value in values)
 
 
 def _cell(pair: Pair) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,12 +26,13 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.vision import ProcessedImage, Vision
 
-FAMILIES = ("qwen", "gemma")
+FAMILIES = ("qwen", "gemma", "mllama")
 CHUNK = 16  # tokens a page
 NEW = 6  # tokens of an answer
 
 _MARKER, _START, _END, _PLACEHOLDER = "<image>", "<start>", "<end>", "<soft>"
 _SPECIAL = [_MARKER, _START, _END, _PLACEHOLDER]
+_MARKS = {"qwen": f"{_START}{_MARKER}{_END}", "gemma": _START, "mllama": _MARKER}
 _TEXT = {
     "vocab_size": VOCAB + 64,
     "hidden_size": 64,
@@ -86,6 +88,16 @@ def reference(name: str) -> Any:
             text_config={**text}, vision_config=vision, tie_word_embeddings=False, **of_images
         )
         model: Any = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    elif name == "mllama":
+        text = {**_TEXT, "vocab_size": VOCAB, "num_hidden_layers": 5, "cross_attention_layers": [1, 3]}
+        text |= {"pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1}
+        vision |= {"attention_heads": 2, "image_size": 56, "patch_size": 14, "max_num_tiles": 4}
+        vision |= {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96}
+        config = transformers.MllamaConfig(
+            text_config={**text}, vision_config=vision, image_token_index=_id(_MARKER)
+        )
+        model = transformers.MllamaForConditionalGeneration(config)
     else:
         text = {**_TEXT, "num_hidden_layers": 6, "sliding_window": 21, "query_pre_attn_scalar": 16}
         vision = {
@@ -104,7 +116,7 @@ def reference(name: str) -> Any:
     for parameter, tensor in model.named_parameters():
         small = "norm" in parameter or "bias" in parameter
         deviation = 0.1 if small else 1.5 * tensor.shape[-1] ** -0.5
-        mean = float("norm" in parameter and (name == "qwen" or "vision" in parameter))
+        mean = float("norm" in parameter and (name != "gemma" or "vision" in parameter))
         torch.nn.init.normal_(tensor, mean, deviation, generator=generator)
     return model.eval()
 
@@ -116,6 +128,9 @@ def write_folder(name: str, folder: Path) -> Path:
     if name == "qwen":
         kind: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14}
         kind |= {"size": {"shortest_edge": 56 * 56, "longest_edge": 168 * 168}}
+    elif name == "mllama":
+        kind = {"image_processor_type": "MllamaImageProcessor", "size": {"height": 56, "width": 56}}
+        kind |= {"max_image_tiles": 4}
     else:
         kind = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}}
         kind |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -136,7 +151,7 @@ def write_draft(folder: Path) -> Path:
 
 def template(name: str) -> str:
     """A chat template that marks images as the family's own does."""
-    return TEMPLATE.replace("START", f"{_START}{_MARKER}{_END}" if name == "qwen" else _START)
+    return TEMPLATE.replace("START", _MARKS[name])
 
 
 def picture(seed: int, width: int = 100, height: int = 70) -> Image.Image:
@@ -166,17 +181,16 @@ class Pictured:
     def tokens(self, parts: Sequence[str | Image.Image]) -> tuple[list[int], list[ProcessedImage]]:
         """The tokens of texts and images in turn, and what the processor makes of the images."""
         images = [self.vision.process(part) for part in parts if not isinstance(part, str)]
-        mark = f"{_START}{_MARKER}{_END}" if self.name == "qwen" else _START
-        text = "".join(part if isinstance(part, str) else mark for part in parts)
+        text = "".join(part if isinstance(part, str) else _MARKS[self.name] for part in parts)
         self.vision.check_text(text, len(images))
-        expanded = self.vision.expanded(text, [each.rows for each in images])
+        expanded = self.vision.expanded(text, [each.tokens for each in images])
         tokens = self.engine.tokenizer.encode(expanded, begin=False)
         return tokens, images
 
     def places(self, parts: Sequence[str | Image.Image]) -> list[int]:
         """The first token of each image."""
         tokens, images = self.tokens(parts)
-        return self.vision.places(tokens, [each.rows for each in images]) if images else []
+        return self.vision.places(tokens, [each.tokens for each in images]) if images else []
 
     def add(self, parts: Sequence[str | Image.Image], new: int = NEW, **arguments: Any) -> int:
         tokens, images = self.tokens(parts)
@@ -199,6 +213,10 @@ class Pictured:
         """The logits of transformers for each token of an answer, and for the token behind it."""
         tokens, images = self.tokens(parts)
         model, known = reference(self.name), torch.tensor([[*tokens, *answer]])
+        if self.name == "mllama":
+            with torch.inference_mode(), _without_early_rows(model, self.places(parts)):
+                logits = model(input_ids=known, **_mllama_inputs(known[0].tolist(), images)).logits[0]
+            return logits[len(tokens) - 1 :].float()
         token = _id(_MARKER if self.name == "qwen" else _PLACEHOLDER)
         kinds = (known == token).int()
         inputs: dict[str, Any] = {}
@@ -216,6 +234,35 @@ class Pictured:
         expected = self.expected(parts, answer.tokens[:-1])
         assert answer.logits is not None
         torch.testing.assert_close(torch.from_numpy(answer.logits), expected, rtol=0, atol=1e-4)
+
+
+def _mllama_inputs(tokens: list[int], images: Sequence[ProcessedImage]) -> dict[str, Any]:
+    from transformers.models.mllama import processing_mllama as processing
+
+    if not images:
+        return {}
+    inputs = {name: torch.cat([each.inputs[name] for each in images], dim=1) for name in images[0].inputs}
+    tiles = [[int(each.inputs["aspect_ratio_mask"].sum()) for each in images]]
+    seen = [processing.get_cross_attention_token_mask(tokens, _id(_MARKER))]
+    mask = processing.convert_sparse_cross_attention_mask_to_dense(seen, tiles, 4, len(tokens))
+    return {**inputs, "cross_attention_mask": torch.from_numpy(mask)}
+
+
+@contextmanager
+def _without_early_rows(model: Any, places: Sequence[int]) -> Iterator[None]:
+    """Let text before the first image see no image. In transformers it sees all of them; Meta's own
+    implementation multiplies its attention by 0."""
+
+    def hidden(_: Any, __: Any, given: Any) -> Any:
+        attended = given[0].clone()
+        attended[:, : places[0]] = 0
+        return attended, *given[1:]
+
+    layers = [each for each in model.modules() if type(each).__name__ == "MllamaTextCrossAttention"]
+    hooks = [each.register_forward_hook(hidden) for each in layers if places and places[0]]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def pictured(

@@ -72,7 +72,7 @@ class Bench:
         """``connector`` None: over ``pool_pages`` pages (of a pool that could have more), without a store."""
         self.connector = connector or NoStore(PagePool(SPEC, pool_pages, most=4 * pool_pages), IDENTITY)
         self.settings = settings
-        self.keeper = PageKeeper(self.connector)
+        self.keeper = PageKeeper(self.connector, settings)
         self.cost = cost or Cost()
         self.now_s = 0.0
         self.scheduler = Scheduler(self.keeper, settings, clock=lambda: self.now_s)

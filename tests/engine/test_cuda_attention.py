@@ -410,6 +410,35 @@ def test_mixed_batch_in_every_layer(window: int | None, seed: int) -> None:
     assert np.array_equal(both.pools[0].array, both.pools[1].array)
 
 
+@pytest.mark.parametrize(*diagonal(window=[None, 20], seed=SCHEDULES))
+def test_tokens_of_an_image_see_one_another(window: int | None, seed: int) -> None:
+    """Beside text in the same span and alone, in one part and in several, longer and shorter than windows."""
+    both = Backends(window=window, seed=seed)
+    images = [(range(3, 20), range(20, 39)), (), (range(16, 41),), (), (range(101, 102),), (range(296, 303),)]
+    spans = [replace(span, mutual=mutual) for span, mutual in zip(both.spans, images, strict=True)]
+    batch = both.batch(spans)
+    tokens = sum(span.tokens for span in spans)
+    queries = both.numbers(tokens, 6)
+    for layer in range(2):
+        for backend in (both.ours, both.theirs):
+            backend.write(layer, both.numbers(tokens, 2), both.numbers(tokens, 2) + layer, batch)
+        ours, lse = both.ours.attend_with_lse(layer, queries, batch)
+        theirs, their_lse = both.theirs.attend_with_lse(layer, queries, batch)
+        torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
+        torch.testing.assert_close(lse, their_lse, atol=4e-3, rtol=4e-3)
+        assert not torch.allclose(ours, both.ours.attend(layer, queries, both.batch(both.spans)), atol=0.1)
+
+
+def test_a_span_in_other_tables_keeps_its_images() -> None:
+    span = Span(([1, 2, 3],), 20, 44, mutual=(range(20, 24), range(30, 44)))
+    assert [(part.start, part.stop, part.mutual) for part in span.parts()] == [
+        (20, 24, (range(20, 24),)),
+        (24, 30, ()),
+        (30, 44, (range(30, 44),)),
+    ]
+    assert span.moved(([3],), 16) == Span(([3],), 4, 28, mutual=(range(4, 8), range(14, 28)))
+
+
 RANGES = (((3.0, 2.0), (1.5, 2.5)),) * 2  # what is larger is cut off
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.engine.pictured import CHUNK, FAMILIES, Pictured, picture, pictured, write_folder
+from tests.engine.pictured import CHUNK, FAMILIES, Pictured, picture, pictured, reference, write_folder
 from tests.tiny_models import rewrite_json
+from tierstore.errors import UsageError
+from tierstore.sizing import embedding_worth
+from tierstore.spec import worth_of
 from tierstore.testing.processes import DaemonProcess
+from tierstore.tiers.disk.listing import list_store
 from tierstore.tiers.overflow import Overflow, OverflowPool
 from tierstore_connectors.bundled import StoreConnector
-from tierstore_engine.build import load_model
+from tierstore_engine.build import _check_gpu, load_model, open_model
 from tierstore_engine.errors import ModelError, RequestError
 from tierstore_engine.images import PromptImage, PromptImages
 from tierstore_engine.loaded import LoadedModel
+from tierstore_engine.tables import CrossTable
 
 TEXT = "the cat sat on the mat and the dog lay on the log "
 ALL = [TEXT, picture(1), TEXT, picture(2, 60, 120), "and what is it?"]
@@ -96,6 +102,8 @@ def test_logits_are_those_of_transformers_from_every_tier(
     engine.check(ALL, from_host)
     assert engine.vision.encoded == 3
     engines.end(engine)
+    layouts = [holding.identity.layout for holding in list_store(tmp_path).holdings]
+    assert max(map(worth_of, layouts)) == embedding_worth(reference(name).config.to_dict())
     again = engines.start(name, store=str(tmp_path))
     from_disk = again.answer(ALL)
     assert from_disk.metrics.reused_by_tier["disk"] >= least
@@ -136,7 +144,7 @@ def test_a_preempted_request_has_its_images_again(name: str, reuses: bool, engin
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_hit_may_end_anywhere(name: str, engines: Engines) -> None:
     """Pages leave from a prompt's end, so hits of every length follow, also such that end inside an image."""
-    parts, lengths = [TEXT, picture(1, 168, 168), "and?"], set[int]()
+    parts, lengths = [TEXT, picture(1, 168, 168), TEXT * 4 if name == "mllama" else "and?"], set[int]()
     engine = engines.start(name, pool_pages=24, settings={"prefill_chunk": 16 if name == "qwen" else 48})
     pages = len(engine.tokens(parts)[0]) // CHUNK
     for gone in range(pages + 1):
@@ -152,7 +160,7 @@ def test_a_hit_may_end_anywhere(name: str, engines: Engines) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_image_over_pages_in_a_file(name: str, engines: Engines, tmp_path: Path) -> None:
-    parts = [TEXT * 12, picture(1), TEXT * 3, picture(2), "and?"]
+    parts = [TEXT * (24 if name == "mllama" else 12), picture(1), TEXT * 3, picture(2), "and?"]
     beyond, fewer = Overflow(tmp_path, 64 << 20), {"max_sequences": 2}
     engine = engines.start(name, pool_pages=14, overflow=beyond, settings=fewer)
     engine.check(parts, engine.answer(parts))
@@ -235,7 +243,9 @@ def change_encoder(folder: Path) -> None:
 
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    name = next(each for each in sorted(tensors) if each.startswith(("visual", "vision_tower")))
+    name = next(
+        each for each in sorted(tensors) if each.startswith(("visual", "vision_tower", "vision_model"))
+    )
     tensors[name] = tensors[name] + torch.eye(*tensors[name].shape[-2:]).flatten()[0]
     save_file(tensors, file)
 
@@ -350,3 +360,114 @@ def test_a_folder_without_a_part_for_images_still_computes_text(
             engine.vision.process(picture(1))
     params: Sequence[int] = engine.engine.tokenizer.encode(TEXT, begin=False)
     assert engine.engine.generate([params])[0].tokens
+
+
+# -- cross attention ---------------------------------------------------------------------------------
+
+
+def admitted(engine: Pictured, parts: Sequence[Any]) -> tuple[int, CrossTable]:
+    """Add a request and let it begin. Return its number, and its pages of images."""
+    request = engine.add(parts)
+    sequence = engine.engine._roster.get(request)
+    assert sequence is not None
+    while not sequence.started:
+        engine.engine.step()
+    [table] = (each for each in sequence.tables if isinstance(each, CrossTable))
+    return request, table
+
+
+@pytest.mark.parametrize("tier", ["hbm", "host", "disk"])
+def test_an_image_at_another_place_of_another_prompt_is_a_hit(
+    tier: str, engines: Engines, tmp_path: Path
+) -> None:
+    engine = engines.start("mllama", store=str(tmp_path))
+    engine.answer([TEXT, picture(1), "and?"])
+    settle(engine)
+    if tier == "host":
+        engine.engine._keeper.evict_idle()
+    elif tier == "disk":
+        engines.end(engine)
+        engine = engines.start("mllama", store=str(tmp_path))
+    parts = ["what is ", picture(1), TEXT * 2]
+    request, table = admitted(engine, parts)
+    assert (table.ready, table.published) == ({0}, {0})
+    [found] = engine.run(request)
+    engine.check(parts, found)
+    assert found.metrics.reused_tokens == 0
+
+
+def test_text_beside_images_has_no_page_of_them(engines: Engines) -> None:
+    """Requests with and without images in the same steps."""
+    engine = engines.start("mllama", settings={"prefill_chunk": 16})
+    request, table = admitted(engine, [TEXT])
+    assert (table.pages, table.kept(10_000)) == ([], 0)
+    parts = [picture(1, 40, 40), picture(2), TEXT]
+    neighbour, shown = admitted(engine, parts)
+    assert len(shown.pages) == 7  # 1 tile and 4 tiles of 17 rows, on pages of 16
+    answers = engine.run(request, neighbour)
+    for asked, answer in zip(([TEXT], parts), answers, strict=True):
+        engine.check(asked, answer)
+
+
+def test_a_lost_page_of_an_image_is_computed_again(engines: Engines) -> None:
+    engine = engines.start("mllama")
+    parts = [TEXT, picture(1), TEXT * 2]
+    engine.answer(parts)
+    group = engine.engine.model.config.cross
+    assert group is not None
+    assert engine.engine.connector.evict(1, group=group) == 1
+    found = engine.answer(parts)
+    engine.check(parts, found)
+    assert found.metrics.reused_tokens <= engine.places(parts)[0]
+    assert engine.answer(parts).metrics.reused_tokens > engine.places(parts)[0]
+
+
+def test_an_image_is_loaded_from_two_tiers(engines: Engines, tmp_path: Path) -> None:
+    """The last pages are in HBM, the others below."""
+    engine = engines.start("mllama", store=str(tmp_path))
+    engine.answer([TEXT, picture(1), "and?"])
+    settle(engine)
+    engine.engine._keeper.evict_idle()
+    group, connector = engine.engine.model.config.cross, engine.engine.connector
+    assert group is not None
+    parts = ["what is ", picture(1), TEXT * 2]
+    sequence = engine.engine._roster.get(engine.add(parts))
+    assert sequence is not None
+    pages = sequence.prompt.pages_of_input(group, 0).part([3, 4])
+    loaded = connector.load(connector.lookup(pages)).wait()
+    connector.release(loaded.groups[group].pages, group=group)
+    [found] = engine.run(sequence.request_id)
+    engine.check(parts, found)
+    assert found.metrics.loaded_bytes == 3 * connector.pools[group].spec.page_bytes
+
+
+def test_images_that_fill_the_pool_are_refused(engines: Engines) -> None:
+    engine = engines.start("mllama", pool_pages=8)
+    with pytest.raises(RequestError, match=r"pages of every kind at once \(3 of full_attention, 50 of cross"):
+        engine.add([picture(at, 60, 200) for at in range(10)] + [TEXT * 2])
+    with pytest.raises(RequestError, match="exactly if the model has such layers"):
+        engine.engine.add([1] * 10, images=[PromptImage(0, torch.zeros(4, 64), bytes(32))])
+    assert not engine.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"deterministic": True}, "--deterministic does not work with cross attention"),
+        ({"tensor_parallel": 2}, "--tensor-parallel does not work with cross attention"),
+        ({"sequence_parallel": 2}, "--sequence-parallel does not work with cross attention"),
+        ({"adapters": ["a=/none"]}, "--adapter does not work with cross attention"),
+        ({"kv_dtype": "int8", "kv_scales": "/none"}, "--kv-scales does not work with cross attention"),
+    ],
+)
+def test_what_does_not_work_with_cross_attention_is_refused(
+    options: dict[str, Any], why: str, folders: Callable[[str], Path]
+) -> None:
+    with pytest.raises(UsageError, match=f"^{why}"):
+        open_model(str(folders("mllama")), device="cpu", **options)
+
+
+def test_cross_attention_is_for_the_cpu(folders: Callable[[str], Path]) -> None:
+    opened = replace(open_model(str(folders("mllama")), device="cpu"), device="cuda")
+    with pytest.raises(UsageError, match=r"^cross attention is computed on the CPU only"):
+        _check_gpu(opened)

@@ -185,6 +185,47 @@ def test_checkpoints_on_the_way(pair, engines):
     assert sum(got.metrics.reused_by_tier.values()) == 128
 
 
+def held_ends(engine, tokens):
+    """The ends of chunks at which the store supports a hit in ``tokens``."""
+    found = []
+    for end in range(CHUNK, len(tokens) + 1, CHUNK):
+        hit = engine.connector.lookup(engine.connector.prompt(tokens), max_tokens=end)
+        found += [end] if hit.tokens == end else []
+        hit.release()
+    return found
+
+
+def in_sessions(engine, turns, params):
+    """The completions of prompts that are computed together, each in a session of its own."""
+    ids = [engine.add(turn, params, session=str(at)) for at, turn in enumerate(turns)]
+    found = {}
+    while len(found) < len(ids):
+        found |= {each.request_id: each.completion for each in engine.step() if each.completion}
+    return [found[number] for number in ids]
+
+
+def test_whole_windows_are_stored_below_hbm(pair, engines):
+    """Over two turns of a session whose steps are longer than the window, with preemptions."""
+    engine = engines(pair.grouped, pages=(24, 12), max_sequences=8, whole_windows=True)
+    oracle = engines(pair.whole, store=False, pages=(128,))
+    turns = [prompt(120 + 7 * seed, seed=seed) for seed in range(4)]
+    for answer, more in ((170, 20), (5, 0)):
+        params = SamplingParams(max_new_tokens=answer, ignore_eos=True)
+        completions = in_sessions(engine, turns, params)
+        expected = oracle.generate(turns, params)
+        assert [each.tokens for each in completions] == [each.tokens for each in expected]
+        turns = [
+            [*turn, *each.tokens, *prompt(more, seed=9)]
+            for turn, each in zip(turns, completions, strict=True)
+        ]
+    assert engine.stats().preemptions
+    engines.close()
+    again = engines(pair.grouped)
+    for turn in turns:
+        computed = len(turn) - 1  # the newest token has no KV
+        assert held_ends(again, turn[:computed]) == list(range(CHUNK, computed + 1, CHUNK))
+
+
 def test_requests_side_by_side_with_a_common_beginning(pair, engines):
     engine, whole = engines(pair.grouped), engines(pair.whole, store=False)
     prompts = [[*prompt(150), *prompt(20 + seed, seed=seed)] for seed in range(1, 5)]

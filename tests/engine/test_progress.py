@@ -165,13 +165,10 @@ class Load:
             max_sequences=chance.choice([1, 2, 3, 8]),
             schedule=schedule,
             overtake_s=chance.choice([0.0, 5.0, 60.0]),
-        )
-        self.keeper = PageKeeper(
-            connector,
             plan=chance.choice(PLANS),
-            prefill_chunk=self.settings.prefill_chunk,
-            checkpoint_tokens=chance.choice([0, 0, 16]),
+            whole_windows=bool(seed % 2),
         )
+        self.keeper = PageKeeper(connector, self.settings, checkpoint_tokens=chance.choice([0, 0, 16]))
         self.now_s = 0.0
         self.scheduler = Scheduler(self.keeper, self.settings, clock=lambda: self.now_s)
         self.model = FakeModel(connector)

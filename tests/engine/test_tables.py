@@ -11,7 +11,7 @@ from tierstore.groups import GroupRule
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
-from tierstore.types import GroupPages
+from tierstore.types import GroupPages, Hint
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine.attention.base import NO_PAGE
 from tierstore_engine.tables import GroupTable, SavePoint, StateTable, empty_tables
@@ -81,6 +81,29 @@ def test_a_state_that_leaves_needs_no_snapshot():
         point = SavePoint(connector.prompt(range(tokens)), [tokens])
         assert not table.save(point)
         assert table.save(replace(point, live=tokens))
+
+
+def test_a_hint_comes_after_whole_windows_were_saved():
+    class Noting(NoStore):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            self.saved = []
+
+        def save(self, prompt, pages, *, first, group=0, hint=None, session=None):
+            self.saved.append((first, len(pages), hint, session))
+            return super().save(prompt, pages, first=first)
+
+    connector = Noting(*pools_of(window(CHUNK)))
+    table = empty_tables(connector, whole_windows=True)[1]
+    assert table.begin(GroupPages(), 0, 1)
+    assert table.grow(0, 3 * CHUNK)
+    point = SavePoint(connector.prompt(range(3 * CHUNK)), [3 * CHUNK], session="s")
+    for _ in range(2):
+        table.save(point)
+    table.passed(3 * CHUNK)
+    hint = Hint(reuse="unlikely")
+    table.save(replace(point, hint=hint))
+    assert connector.saved == [(0, 3, None, None), (2, 1, hint, None)]
 
 
 @settings(max_examples=150, deadline=None)

@@ -12,6 +12,7 @@ import pytest
 from tests.serving import make_daemon
 from tests.sharing import (
     CHUNK,
+    GROUPS,
     LONG,
     MODELS,
     SAME_KV,
@@ -73,29 +74,23 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "whole"), MODELS)
 def test_both_directions(folder, daemon, kind, whole):
-    """Gemma's pages come from SGLang only: it needs the whole past of a window, which others do not keep."""
     folder, theirs, ours = folder(kind), prompt(whole + 4, seed=1), prompt(whole + 4, seed=2)
-    groups = 2 if kind == models.GEMMA else 1
+    groups = GROUPS[kind]
     with bundled(folder, share=False) as alone, sglang(folder, daemon) as engine:
         expected, pages = answer(alone, theirs), own_pages(alone, theirs[:whole])
         assert engine.ask(Ask(theirs)).external_hit_tokens == 0
         wait_stored(daemon, groups * whole // CHUNK)
         kept = stored_pages(daemon.url, folder, theirs[:whole])
-        with bundled(folder, daemon.url) as other:
+        with bundled(folder, daemon.url, whole_windows=True) as other:
             warm = answer(other, theirs)
             assert warm.metrics.reused_tokens >= whole
             answer(other, ours)
-        if groups == 1:
-            hit, cold = from_store(engine, ours, whole)
-            longer = [*ours[:whole], *prompt(4 * CHUNK + 1, seed=3)]
-            assert engine.ask(Ask(longer)).answers[0].cached_tokens == whole
-            wait_stored(daemon, (2 * whole + 4 * CHUNK) // CHUNK)
-            assert engine.reset()
-            assert engine.ask(Ask(longer)).external_hit_tokens == whole + 4 * CHUNK
-        else:
-            assert engine.ask(Ask(ours)).external_hit_tokens == 0
-            assert engine.reset()
-            hit, cold = from_store(engine, ours, whole)
+        hit, cold = from_store(engine, ours, whole)
+        longer = [*ours[:whole], *prompt(4 * CHUNK + 1, seed=3)]
+        assert engine.ask(Ask(longer)).answers[0].cached_tokens == whole
+        wait_stored(daemon, groups * (2 * whole + 4 * CHUNK) // CHUNK)
+        assert engine.reset()
+        assert engine.ask(Ask(longer)).external_hit_tokens == whole + 4 * CHUNK
     differences = {
         "KV": kv_difference(kept, pages),
         "bundled engine's logits after SGLang's pages": float(np.abs(warm.logits - expected.logits).max()),
@@ -110,16 +105,19 @@ def test_both_directions(folder, daemon, kind, whole):
 
 
 @pytest.mark.skipif(VLLM is None, reason="VLLM_PYTHON is not set: make test-sglang-vllm")
-def test_with_vllm(folder, daemon):
-    folder, theirs, ours = folder(models.LLAMA), prompt(LONG + 4, seed=1), prompt(LONG + 4, seed=2)
+@pytest.mark.parametrize(("kind", "whole"), [(models.LLAMA, LONG), (models.GEMMA, LONG)])
+def test_with_vllm(folder, daemon, kind, whole):
+    """vLLM keeps all pages of windows, so Gemma's pages go both ways."""
+    folder, theirs, ours = folder(kind), prompt(whole + 4, seed=1), prompt(whole + 4, seed=2)
+    pages = GROUPS[kind] * whole // CHUNK
     with vllm(folder, daemon) as other, sglang(folder, daemon) as engine:
         engine.ask(Ask(theirs))
-        wait_stored(daemon, LONG // CHUNK)
+        wait_stored(daemon, pages)
         vllm_cold = other.ask(Ask(theirs, salt="cold")).answers[0]
-        vllm_warm = wait_hit(other, Ask(theirs), LONG).answers[0]
+        vllm_warm = wait_hit(other, Ask(theirs), whole).answers[0]
         other.ask(Ask(ours))
-        wait_stored(daemon, 2 * LONG // CHUNK)
-        hit, cold = from_store(engine, ours, LONG)
+        wait_stored(daemon, 2 * pages)
+        hit, cold = from_store(engine, ours, whole)
     differences = {
         "vLLM's log-probabilities after SGLang's": greatest_difference(vllm_warm, vllm_cold),
         "SGLang's log-probabilities after vLLM's": greatest_difference(hit, cold),

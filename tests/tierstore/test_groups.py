@@ -25,6 +25,8 @@ def attended(rule: GroupRule, token: int) -> set[int]:
     """The tokens before ``token`` that it looks at, said in the words of attention masks."""
     if rule.past is Past.ALL:
         return set(range(token))
+    if rule.past is Past.CROSS:
+        return {row for start, end in rule.inputs if start < token for row in range(end)}
     if rule.past is Past.WINDOW:
         return {each for each in range(token) if token - each <= rule.tokens}
     return {each for each in range(token) if each // rule.tokens == token // rule.tokens}
@@ -53,7 +55,15 @@ class KeepsEverything:
         return attended(self.rule, length) <= self.tokens
 
 
+@st.composite
+def crosses(draw: st.DrawFn) -> GroupRule:
+    """The rule of cross attention in a prompt with some inputs, each of some pages."""
+    starts = sorted(draw(st.sets(st.integers(0, PAGES * CHUNK), max_size=3)))
+    return GroupRule.cross(((start, draw(st.integers(1, 3 * CHUNK))) for start in starts), CHUNK)
+
+
 RULES = st.one_of(
+    crosses(),
     st.just(GroupRule.all()),
     st.builds(GroupRule.window, st.integers(0, 20)),
     st.builds(GroupRule.chunked, st.integers(1, 20)),
@@ -155,10 +165,14 @@ def test_a_group_by_itself_serves_what_it_says(rule, pages, length):
 
 @given(RULES, st.integers(0, 60), st.integers(1, 9))
 def test_the_pages_of_a_hit_cover_what_it_needs_and_no_more(rule, length, chunk_tokens):
-    touched = {token // chunk_tokens for token in rule.needed(length)}
+    chunk_tokens = CHUNK if rule.past is Past.CROSS else chunk_tokens  # its inputs have whole pages
+    touched, ends = {at // chunk_tokens for at in rule.needed(length)}, rule.ends(length, chunk_tokens)
     assert set(rule.pages(length, chunk_tokens)) == touched
+    if rule.past is Past.CROSS:
+        assert [rule.chunk_of(end, CHUNK) for _, end in rule.inputs] == [at // CHUNK for at, _ in rule.inputs]
+        length = rule.needed(length).stop
     stops = [min((page + 1) * chunk_tokens, length) for page in sorted(touched)]
-    assert list(rule.ends(length, chunk_tokens)) == stops
+    assert list(ends) == stops
 
 
 def test_an_attention_chunk_that_begins_needs_nothing_before_it():
@@ -198,6 +212,7 @@ def test_an_input_is_a_hit_as_a_whole_or_not_at_all(pages, rows, align):
         (LayerGroup(LayerKind.RECURRENT_STATE, (0,), state_bytes=8), GroupRule.state()),
         (LayerGroup(LayerKind.OPAQUE, (0,), state_bytes=8), GroupRule.all()),
         (LayerGroup(LayerKind.EMBEDDING, (0,), 1, 8), GroupRule.input()),
+        (LayerGroup(LayerKind.CROSS_ATTENTION, (0,), 1, 8), GroupRule.cross()),
     ],
 )
 def test_a_layer_group_of_a_spec_has_a_rule(group, rule):

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tierstore.index import Index, Page, Tier, common_tokens
 from tierstore.keys import Identity, PageKey, Prompt, encode_tokens
-from tierstore.policy import LRU
+from tierstore.policy import LRU, FrequencyAgedLRU
+from tierstore.spec import KVSpec
 from tierstore.tiers.disk import PageRecord
 
 CHUNK = 2
@@ -40,7 +41,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         return prompt(tokens, IDENTITIES[who], digest=lambda data: bytes([sum(data) & 1]))
 
     def _root(self, who):
-        return self.index.tree.root(IDENTITIES[who].digest, PAGE_BYTES)
+        return self.index.tree.root(IDENTITIES[who], PAGE_BYTES)
 
     def _pages(self, who, tokens):
         node = self._root(who)
@@ -171,7 +172,7 @@ def put(index, page, tier, place):
 
 def filled(index, tokens, tier=Tier.HOST):
     full = prompt(tokens)
-    node = index.tree.root(full.identity.digest, PAGE_BYTES)
+    node = index.tree.root(full.identity, PAGE_BYTES)
     pages = []
     for key, chunk in zip(full.keys, full.chunks(), strict=True):
         node = index.add(node, key, chunk)
@@ -209,7 +210,7 @@ def test_a_hole_hides_what_is_below_it_until_it_is_filled_again():
     first, second = filled(index, [1, 1, 2, 2])
     index.set_damaged(first, Tier.HOST)
     index.drop_copy(first, Tier.HOST)
-    root = index.tree.root(IDENTITIES[0].digest, PAGE_BYTES)
+    root = index.tree.root(IDENTITIES[0], PAGE_BYTES)
     assert index.tree.match(root, prompt([1, 1, 2, 2]), 4).tokens == 0
     index.add_copy(first, Tier.HOST, 7, ready=True)
     assert index.tree.match(root, prompt([1, 1, 2, 2]), 4).pages == (first, second)
@@ -230,7 +231,7 @@ def test_common_tokens():
 def test_a_twin_is_never_taken_for_the_other():
     index = Index([LRU() for _ in Tier])
     key = PageKey(b"same")
-    root = index.tree.root(b"identity", PAGE_BYTES)
+    root = index.tree.root(IDENTITIES[0], PAGE_BYTES)
     pages = [index.add(root, key, encode_tokens([n, n])) for n in range(5)]
     for n, page in enumerate(pages):
         index.add_copy(page, Tier.HOST, n, ready=True)
@@ -242,12 +243,27 @@ def test_a_twin_is_never_taken_for_the_other():
         index.check()
 
 
+def test_pages_that_cost_more_leave_later():
+    index = Index([FrequencyAgedLRU() for _ in Tier])
+    layouts = [KVSpec.embedding(width=8, dtype="int8", worth=worth) for worth in (0, 3)]
+    cheap, costly = (index.tree.root(Identity.of(layout, model="m"), PAGE_BYTES) for layout in layouts)
+    for n in range(12):  # the oldest are cheap
+        page = index.add(costly if n == 4 else cheap, PageKey(bytes([n])), encode_tokens([n, n]))
+        index.add_copy(page, Tier.HOST, n, ready=True)
+        index.touch([page], hit=False)
+    left = []
+    while (page := index.victim(Tier.HOST)) is not None:
+        left.append(page.copies[Tier.HOST].place)
+        index.drop_copy(page, Tier.HOST)
+    assert left == [0, 1, 2, 3, *range(5, 12), 4]
+
+
 def test_pages_that_the_collector_does_not_know_go_all_the_same():
     """Those that leave the tree, and those that are in it when it goes."""
-    identity = bytes(range(32))  # every page refers to it
+    identity = IDENTITIES[0].digest  # every page refers to it
     free = sys.getrefcount(identity)
     index = Index([LRU() for _ in Tier])
-    page = root = index.tree.root(identity, PAGE_BYTES)
+    page = root = index.tree.root(IDENTITIES[0], PAGE_BYTES)
     for n in range(100):
         page = index.add(page, PageKey(bytes([n]) * 16), encode_tokens([n]))
         index.add_copy(page, Tier.HOST, n, ready=True)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tierstore.cli import app
 from tierstore.errors import SpecError
 from tierstore.groups import GroupRule
-from tierstore.sizing import PRESETS, EmbeddingSize, embedding_size, group_sizes
+from tierstore.sizing import PRESETS, EmbeddingSize, embedding_size, embedding_worth, group_sizes
 from tierstore.spec import KVSpec, LayerKind
 
 LLAMA = PRESETS["llama-3-8b"]
@@ -149,6 +149,15 @@ def test_the_command(tmp_path):
     assert "1 GiB" in table.output
 
 
+def test_cross_attention_has_a_size_by_row():
+    """Llama 3.2 Vision cuts an image into at most 4 tiles of 1,601 rows."""
+    full, cross = group_sizes(PRESETS["llama-3.2-11b-vision"])
+    assert (full.token_bytes, full.row_bytes, len(full.group.layers)) == (128 << 10, 0, 32)
+    assert (cross.token_bytes, cross.row_bytes, cross.session_bytes(1000)) == (0, 32 << 10, 0)
+    shown = CliRunner().invoke(app, ["size", "llama-3.2-11b-vision"]).output
+    assert "cross attention (not in a session): 32 KiB a row, 202 MiB an input of 6,404 rows" in shown
+
+
 def test_an_image_has_a_size_of_its_own(tmp_path):
     """Gemma 3 has 256 rows for an image, and Qwen3-VL four outputs of its encoder in a row."""
     gemma: dict[str, Any] = {"text_config": {**PRESETS["gemma-3-27b"], "hidden_size": 5376}}
@@ -243,6 +252,39 @@ def test_zamba2_attends_with_twice_its_width():
     )
     with pytest.raises(SpecError, match="hybrid"):
         group_sizes({**shape, "model_type": "zamba"})
+
+
+_SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
+_QWEN = {"depth": 32, "hidden_size": 1280, "hidden_act": "silu", "spatial_merge_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "worth"),
+    [
+        (
+            {"vision_config": {**_SIGLIP, "patch_size": 14}, "mm_tokens_per_image": 256},
+            (62, 32, 16, 5376, 21504),
+            4,
+        ),
+        ({"vision_config": {**_QWEN, "intermediate_size": 3420}}, (80, 64, 8, 8192, 29568), 0),
+        ({"vision_config": {**_QWEN, "intermediate_size": 3420}}, (28, 28, 4, 3584, 18944), 2),
+        ({"vision_config": {"embed_dim": 1280, "depth": 32, "mlp_ratio": 4}}, (28, 28, 4, 3584, 18944), 0),
+        ({"vision_config": _QWEN}, (28, 28, 4, 3584, 18944), 0),
+        ({"vision_config": {**_QWEN, "mlp_ratio": "wide"}}, (28, 28, 4, 3584, 18944), 0),
+        ({"vision_config": 7}, (28, 28, 4, 3584, 18944), 0),
+        ({}, (28, 28, 4, 3584, 18944), 0),
+    ],
+)
+def test_a_row_of_a_large_encoder_is_worth_more_than_kv_of_a_small_model(more, text, worth):
+    names = (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "hidden_size",
+        "intermediate_size",
+    )
+    shape = {**dict(zip(names, text, strict=True)), "head_dim": 128, "dtype": "bfloat16"}
+    assert embedding_worth({**more, "text_config": shape}) == worth
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

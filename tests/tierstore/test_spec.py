@@ -4,7 +4,7 @@ import pytest
 
 from tierstore.errors import SpecError
 from tierstore.keys import Identity
-from tierstore.spec import KVSpec, LayerGroup, LayerKind, is_opaque
+from tierstore.spec import KVSpec, LayerGroup, LayerKind, is_opaque, worth_of
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -97,6 +97,7 @@ def test_descriptions_differ_where_bytes_differ():
         KVSpec.uniform(layers=3, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16),
         KVSpec.from_hf_config(LLAMA_8B),
         KVSpec.opaque(4096, chunk_tokens=32),
+        KVSpec.embedding(width=64, dtype="float16", worth=7),
         KVSpec(
             (
                 LayerGroup(LayerKind.SLIDING_WINDOW, (0, 2), 2, 8, window=100),
@@ -124,12 +125,16 @@ def test_a_description_leads_back_to_the_spec(spec):
         "chunk=64;dtype=float16;full_attention[0,]x1x8/w0/s0",
         "chunk=64;dtype=float16;other[0]x1x8/w0/s0",
         "chunk=64;dtype=float16;full_attention[0]x1x8/w0/s0;x",
+        "chunk=64;dtype=float16;full_attention[0]x1x8/w0/s0/v1",
+        "chunk=64;dtype=float16;embedding[0]x1x8/w0/s0/v0",
+        "chunk=64;dtype=float16;embedding[0]x1x8/w0/s0/v8",
         f"chunk={'9' * 5000};dtype=float16;full_attention[0]x1x8/w0/s0",
     ],
 )
 def test_a_line_that_describes_nothing_is_refused(line):
     with pytest.raises(SpecError):
         KVSpec.parse(line)
+    assert not worth_of(line)
 
 
 def test_pages_named_by_a_hash_have_a_layout_of_their_own():

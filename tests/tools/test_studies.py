@@ -81,6 +81,14 @@ def test_every_codec_is_exact(measured, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_embeddings_that_cost_more_are_kept(measured):
+    rows = measured("encoder_cost.py", "--capacities", "8GiB", "--turns", "600")["rows"]
+    without, with_worth = [row for row in rows if (row["mix"], row["model"]) == ("questions", "gemma-3-4b")]
+    assert (without["worth"], with_worth["worth"]) == (0, 6)
+    assert with_worth["work_tokens"] < without["work_tokens"]
+    assert with_worth["image_share"] < without["image_share"]
+
+
 def test_a_decode_step_with_and_without_the_compiled_part(measured):
     arguments = ("--model", "tiny", "--past", "20", "--batches", "1,3", "--steps", "2", "--threads", "2")
     document = measured("decode.py", *arguments)
@@ -94,6 +102,15 @@ def test_products_and_the_same_bits_beside_torch(measured):
     assert all(ratio > 0 for row in rows for ratio in row["of_torch"].values())
     found = measured("deterministic.py", "--model", "tiny", "--tokens", "70", "--steps", "2", "--rounds", "1")
     assert min(found["prompt_of_default"], found["step_of_default"]) > 0
+
+
+def test_pools_of_two_levels_waste_least(measured):
+    found = measured("pool_waste.py", "--memory", "8GiB", "--steps", "30", "--embeddings")["rows"]
+    waste = {(row["mix"], row["pool"]): row["waste"] for row in found}
+    assert pytest.approx(0.796, abs=0.0005) == 1 - (43 * 32 + 6193 * 8) / (6236 * 40)  # of Jenga's paper
+    for mix in ("image only", "chat"):
+        assert 0 <= waste[mix, "two-level"] < 0.1
+        assert min(waste[mix, "one slot"], waste[mix, "one page size"]) > 0.3
 
 
 def test_the_curve_is_part_of_a_lookup(measured):

@@ -19,6 +19,8 @@ __all__ = [
     "OPT",
     "PHI3_LONGROPE",
     "QWEN2",
+    "QWEN2_AUDIO",
+    "QWEN2_VL",
     "QWEN3",
     "QWEN3_NEXT",
     "model",
@@ -34,6 +36,8 @@ MLA = "tiny-mla"
 OPT = "tiny-opt"
 LLAMA3 = "tiny-llama3"  # a stretched RoPE
 QWEN2 = "tiny-qwen2"  # biases of Q, K and V
+QWEN2_VL = "tiny-qwen2-vl"  # an image of 112 × 112 pixels is 16 tokens
+QWEN2_AUDIO = "tiny-qwen2-audio"  # a sound of 0.6 s is 15 tokens
 QWEN3 = "tiny-qwen3"  # norms of Q and K
 PHI3_LONGROPE = "tiny-phi3-longrope"  # other rotary factors where max_model_len is beyond 1024
 QWEN3_NEXT = "tiny-qwen3-next"  # 3 layers with recurrent states, 1 of full attention

@@ -13,7 +13,7 @@ from typing import Any
 
 from tierstore_tools.vllm.models import BASE, VOCAB, llama, write
 
-IMAGE_TOKEN = 259  # the place of an image in a prompt
+MEDIUM_TOKEN = 259  # the place of an image or a sound in a prompt
 
 
 def _gemma(**changes: Any) -> Any:
@@ -183,29 +183,107 @@ def _llava() -> Any:
     config = LlavaConfig(
         vision_config=sees,
         text_config=LlamaConfig(**shape),
-        image_token_index=IMAGE_TOKEN,
+        image_token_index=MEDIUM_TOKEN,
         tie_word_embeddings=False,
     )
     return LlavaForConditionalGeneration(config)
 
 
-def _write_processor(directory: Path) -> None:
-    images = {
+def _qwen2_vl() -> Any:
+    """Return a Qwen2 with images of any shape: a token for 28 × 28 pixels, and positions of rows and
+    columns."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sees = {"depth": 2, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2, "num_heads": 2}
+    shape: dict[str, Any] = {name: value for name, value in BASE.items() if name != "head_dim"}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+    config = Qwen2VLConfig(
+        vision_config=sees,
+        text_config={**shape, "rope_parameters": rope},
+        image_token_id=MEDIUM_TOKEN,
+        video_token_id=MEDIUM_TOKEN + 1,
+        vision_start_token_id=MEDIUM_TOKEN + 2,
+        vision_end_token_id=MEDIUM_TOKEN + 3,
+        tie_word_embeddings=False,
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_audio() -> Any:
+    """Return a Qwen2 with sounds: a token for 40 ms."""
+    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+
+    hears = {
+        "num_mel_bins": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 128,
+        "d_model": 64,
+    }
+    shape: dict[str, Any] = {name: value for name, value in BASE.items() if name != "head_dim"}
+    config = Qwen2AudioConfig(
+        audio_config={"model_type": "qwen2_audio_encoder", **hears},
+        text_config={"model_type": "qwen2", **shape},
+        audio_token_index=MEDIUM_TOKEN,
+    )
+    return Qwen2AudioForConditionalGeneration(config)
+
+
+_LLAVA_FILES = {
+    "preprocessor_config.json": {
         "image_processor_type": "CLIPImageProcessor",
         "size": {"shortest_edge": 56},
         "crop_size": {"height": 56, "width": 56},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.25, 0.25, 0.25],
-    }
-    both = {
+    },
+    "processor_config.json": {
         "processor_class": "LlavaProcessor",
         "image_token": "<image>",
         "patch_size": 14,
         "vision_feature_select_strategy": "default",
         "num_additional_image_tokens": 1,
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps(images))
-    (directory / "processor_config.json").write_text(json.dumps(both))
+    },
+}
+_QWEN2_VL_FILES = {
+    "preprocessor_config.json": {
+        "processor_class": "Qwen2VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 56 * 56,
+        "max_pixels": 112 * 112,
+    },
+    "video_preprocessor_config.json": {"video_processor_type": "Qwen2VLVideoProcessor"},
+    "tokenizer_config.json": {
+        "extra_special_tokens": {"image_token": "<image>", "video_token": "<unused0>"},
+    },
+}
+_QWEN2_AUDIO_FILES = {
+    "preprocessor_config.json": {
+        "processor_class": "Qwen2AudioProcessor",
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 16,
+    },
+    "tokenizer_config.json": {
+        "extra_special_tokens": {
+            "audio_token": "<image>",
+            "audio_bos_token": "<unused0>",
+            "audio_eos_token": "<unused1>",
+        },
+    },
+}
+_FILES: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny-llava": _LLAVA_FILES,
+    "tiny-qwen2-vl": _QWEN2_VL_FILES,
+    "tiny-qwen2-audio": _QWEN2_AUDIO_FILES,
+}
+
+
+def _write_files(kind: str, directory: Path) -> None:
+    """Write the files of a model's processor. Fields of a file that exists are kept."""
+    for name, fields in _FILES.get(kind, {}).items():
+        file = directory / name
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**known, **fields}))
 
 
 RECIPES: dict[str, Callable[[], Any]] = {
@@ -220,9 +298,11 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "tiny-qwen3-next": _qwen3_next,
     "tiny-phi3-longrope": _phi3_longrope,
     "tiny-llava": _llava,
+    "tiny-qwen2-vl": _qwen2_vl,
+    "tiny-qwen2-audio": _qwen2_audio,
 }
 
 
 if __name__ == "__main__":
     kind = sys.argv[1]
-    write(RECIPES[kind], Path(sys.argv[2]), more=_write_processor if kind == "tiny-llava" else None)
+    write(RECIPES[kind], Path(sys.argv[2]), more=lambda directory: _write_files(kind, directory))

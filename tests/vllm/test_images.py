@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 from tests.vllm import models
 from tests.vllm.engines import ONE_THREAD
 from tests.vllm.harness import patient, wait_stored
@@ -85,9 +87,18 @@ def embeddings(daemon, role="ec_both"):
     }
 
 
-def test_no_image_is_encoded_again_after_kill_9_of_everything(model, daemon):
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (models.LLAVA, [{"do_normalize": False}]),
+        # The second makes the same of these images, but not of all.
+        (models.QWEN2_VL, [{"max_pixels": 56 * 56}, {"min_pixels": 112 * 112}]),
+        (models.QWEN2_AUDIO, [{"do_normalize": True}]),
+    ],
+)
+def test_no_input_is_encoded_again_after_kill_9_of_everything(model, daemon, kind, others):
     """By no other engine and in no later life, with the same answers. By another processor it is."""
-    place, asks = model(models.LLAVA), [[10, None, None], [200, "a", None], [10, "b", None]]
+    place, asks = model(kind), [[10, None, None], [200, "a", None], [10, "b", None]]
     alone = Engine(place, asks)
     alone.end()
     first = Engine(place, asks, ec_transfer_config=embeddings(daemon))
@@ -103,10 +114,10 @@ def test_no_image_is_encoded_again_after_kill_9_of_everything(model, daemon):
     answers = [[found[2:] for found in engine.found] for engine in (alone, first, second)]
     assert answers[0] == answers[1] == answers[2], "bit for bit"
     assert answers[0][0] != answers[0][1]
-    other = {"mm_processor_kwargs": {"do_normalize": False}}
-    third = Engine(place, asks[:1], ec_transfer_config=embeddings(daemon), **other)
-    third.end()
-    assert third.found[0][1] == 1
+    for other in others:
+        third = Engine(place, asks[:1], ec_transfer_config=embeddings(daemon), mm_processor_kwargs=other)
+        third.end()
+        assert third.found[0][1] == 1
 
 
 def test_an_engine_that_only_encodes_works_for_another(model, daemon):

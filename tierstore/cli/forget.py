@@ -82,7 +82,7 @@ def command(
         show.write_json(to_json(receipt, signer))
     else:
         show.line(_summary(receipt))
-    if elsewhere:
+    if elsewhere and receipt.shared_keys is None:
         note = "pages that other hosts or a bucket hold are not forgotten, and a lookup may bring them back"
         typer.echo(f"tierstore forget: {note}", err=True)
 
@@ -108,6 +108,8 @@ def _summary(receipt: ForgetReceipt) -> str:
     what = ", ".join(f"{name} {value!r}" for name, value in parts.items() if value is not None)
     keys = _counted(receipt.keys, "key", "keys")
     disk = f"{keys} dropped" if receipt.encrypted else "the disk is not encrypted"
+    if receipt.shared_keys is not None:
+        disk += f", {_counted(receipt.shared_keys, 'key', 'keys')} in the shared store"
     return (
         f"forgot {what} in {receipt.took_s:.2f} s: {_counted(receipt.identities, 'identity', 'identities')}, "
         f"{_counted(receipt.host_pages, 'page', 'pages')} in host memory, {disk}"

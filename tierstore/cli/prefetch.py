@@ -58,6 +58,24 @@ def command(
             show_default=False,
         ),
     ] = None,
+    disk_key: Annotated[
+        str,
+        typer.Option(
+            "--disk-key",
+            metavar="FILE|command:CMD",
+            help="With --from: the disk key of the hosts that published the pages, if they have one",
+            show_default=False,
+        ),
+    ] = "",
+    keys_url: Annotated[
+        str,
+        typer.Option(
+            "--cluster-keys",
+            metavar="URL",
+            help="With --disk-key: the bucket with the keys of the pages",
+            show_default=False,
+        ),
+    ] = "",
     where: ConnectOptions,
 ) -> None:
     """Load a prompt's pages from disk into the host tier.
@@ -71,10 +89,12 @@ def command(
     if (file is None) == (bucket is None):
         raise UsageError("give FILE with a prompt, or --from s3://BUCKET/PREFIX")
     if bucket is not None:
-        _warm_up(bucket, _MOST_BYTES if top is None else top, secret, where)
+        _warm_up(_MOST_BYTES if top is None else top, bucket, secret, disk_key, keys_url, where)
         return
-    if top is not None or secret is not None:
-        raise UsageError("--top and --cluster-secret need --from s3://BUCKET/PREFIX")
+    if top is not None or secret is not None or disk_key or keys_url:
+        raise UsageError(
+            "--top, --cluster-secret, --disk-key and --cluster-keys need --from s3://BUCKET/PREFIX"
+        )
     assert file is not None, "checked above"
     _prefetch(file, which, wait_s, where)
 
@@ -98,20 +118,27 @@ def _prefetch(file: Path, which: ModelChoice, wait_s: float, where: ConnectOptio
     )
 
 
-def _warm_up(url: str, top: int, secret: Path | None, where: ConnectOptions) -> None:
+def _warm_up(
+    top: int, url: str, secret: Path | None, disk_key: str, keys_url: str, where: ConnectOptions
+) -> None:
     from rich.console import Console
 
     from tierstore.cluster.bundle_store import BundleStore
     from tierstore.cluster.fetching import DaemonStores
     from tierstore.cluster.s3_address import S3Address
     from tierstore.cluster.shared_store import SharedStoreOptions, read_secret
+    from tierstore.cluster.supervisor import ClusterOptions
     from tierstore.cluster.warm_up import Warmer
     from tierstore.daemon.settings import default_listen
+    from tierstore.tiers.disk.keyring import read_master_key, sharing_key
 
-    S3Address.parse(url)  # before a daemon is asked
+    # Checked before a daemon is asked.
+    S3Address.parse(url)
+    ClusterOptions(url, secret=secret, sealed=bool(disk_key), keys_url=keys_url)
     key = read_secret(secret)
+    sharing = sharing_key(read_master_key(disk_key)) if disk_key else b""
     where.operator().close()  # raises if no daemon answers, before the bucket is read
-    bundles = BundleStore(SharedStoreOptions(url), watch=False)
+    bundles = BundleStore(SharedStoreOptions(url, keys_url=keys_url, sharing_key=sharing), watch=False)
     stores = DaemonStores(where.connect or default_listen(), where.keys, where.server_key)
     with Console(file=sys.stderr).status("reading the bucket") as status:
 

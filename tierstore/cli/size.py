@@ -73,10 +73,12 @@ def command(
         show.line(f"keeping every token: {format_size(sum(everything))}; a session needs {share:.2f} of that")
     show.line(f"{batch:,} sessions: {format_size(batch * sum(needed))}")
     if embedding is not None:
-        each = f"{format_size(embedding.row_bytes)} a row"
-        if embedding.input_bytes is not None:
-            each += f", {format_size(embedding.input_bytes)} an input of {embedding.rows:,} rows"
-        show.line(f"embeddings (not in a session): {each}")
+        rows = [("embeddings", embedding), *_cross_sizes(sizes, embedding.rows)]
+        for label, size in rows:
+            each = f"{format_size(size.row_bytes)} a row"
+            if size.input_bytes is not None:
+                each += f", {format_size(size.input_bytes)} an input of {size.rows:,} rows"
+            show.line(f"{label} (not in a session): {each}")
     if weights:
         show.line(f"weights, as they are stored: {format_size(weights)}")
     show.line("")
@@ -89,6 +91,14 @@ def command(
     )
 
 
+def _cross_sizes(
+    sizes: Sequence[sizing.GroupSize], rows: int | None
+) -> list[tuple[str, sizing.EmbeddingSize]]:
+    """Return the sizes of KV that cross attention has of an input of this many rows."""
+    crosses = [each for each in sizes if each.row_bytes]
+    return [(each.group.label, sizing.EmbeddingSize(int(each.row_bytes), rows)) for each in crosses]
+
+
 def _groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int]) -> list[dict[str, Any]]:
     """Return the layer groups for JSON."""
     return [
@@ -98,6 +108,7 @@ def _groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int]) -> list[di
             "window": each.group.window,
             "token_bytes": each.token_bytes,
             "state_bytes": each.state_bytes,
+            "row_bytes": each.row_bytes,
             "session_bytes": session,
         }
         for each, session in zip(sizes, needed, strict=True)
@@ -114,6 +125,7 @@ def _show_groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int], token
             format_size(session),
         )
         for each, session in zip(sizes, needed, strict=True)
+        if not each.row_bytes
     ]
     per_token = sum(each.token_bytes for each in sizes)
     total_state = sum(each.state_bytes for each in sizes)

@@ -325,7 +325,10 @@ class RemoteLookups:
 def _named_part(link: DaemonLink, group: NamedGroup) -> messages.NamedPart:
     here = np.array(group.here, "<u4").tobytes()
     number = link.identities[group.registration.identity.digest]
-    return messages.NamedPart(number, group.rule.past.value, group.rule.tokens, here)
+    inputs = np.array(group.rule.inputs, "<u4").tobytes()
+    return messages.NamedPart(
+        number, group.rule.past.value, group.rule.tokens, here, inputs, b"".join(group.names)
+    )
 
 
 def _chain_parts(link: DaemonLink, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:

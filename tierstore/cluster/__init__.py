@@ -22,6 +22,7 @@ the pages (``FetchOrder``), which are in host memory afterwards and are found li
 
 ``orders.py`` has the messages between daemon and agents, ``supervisor.py`` the daemon's side, ``agent.py``
 the process, ``fetching.py`` its way from the store to the daemon, and ``shared_store.py`` the interface of a
-store. ``mooncake.py`` implements it, and ``bundle_store.py`` over ``s3.py``. There, pages of one prompt are
-one object (``bundles.py``), and ``warm_up.py`` fills a new host.
+store. ``forms.py`` has the form of a page there, plain or sealed, and ``shared_keys.py`` the keys of sealed
+pages. ``mooncake.py`` implements a store, and ``bundle_store.py`` over ``s3.py``. There, pages of one prompt
+are one object (``bundles.py``), and ``warm_up.py`` fills a new host.
 """

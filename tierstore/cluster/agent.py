@@ -27,21 +27,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tierstore import copying
 from tierstore.cluster import orders as o
 from tierstore.cluster.fetching import LOOKUP_S, DaemonStores, Fetcher, objects_of, prompt_of, room_of
-from tierstore.cluster.objects import HEADER_BYTES, PageObject
+from tierstore.cluster.forms import ObjectForm, ObjectForms, PlainForm
+from tierstore.cluster.objects import PageObject
 from tierstore.cluster.promised import PromisedPages, PromisedPrompt
 from tierstore.cluster.recent import Recent
 from tierstore.cluster.shared_store import (
     Memory,
     SharedStore,
-    SharedStoreError,
     SharedStoreOptions,
     open_shared_store,
 )
-from tierstore.cluster.staging import StagingLane, StagingMemory
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.cluster.staging import StagingMemory
+from tierstore.errors import SharedStoreError, TierStoreError, UsageError
+from tierstore.types import Forgettable
 from tierstore.wire.framing import LENGTH
 
 _QUEUED_PAGES = 256  # pages to publish; more are dropped
@@ -50,6 +50,7 @@ _KNOWN_NAMES = 1 << 16
 _KNOWN_S = 30.0
 _LANE_WAIT_S = 5.0
 _WORN_OUT = 3
+_UNNAMED = PlainForm()  # gives pages without a key a name in the queue
 
 
 class Agent:
@@ -57,22 +58,23 @@ class Agent:
 
     def __init__(self, begin: o.Begin, shared: SharedStore, tell: Tell) -> None:
         self._daemon = begin.daemon
-        self._secret = begin.secret
         self._bytes_per_s = begin.bytes_per_s
         self._shared = shared
         self._tell = tell
         self._staging = StagingMemory(begin.staging_bytes)
         self._stores = DaemonStores(begin.daemon)
-        self._fetcher = Fetcher(shared, self._staging, self._stores, begin.secret)
+        self._forms = ObjectForms(begin.secret, shared.keys)
+        self._fetcher = Fetcher(shared, self._staging, self._stores, self._forms)
         self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names in the shared store
         self._known_lock = threading.Lock()
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._fetchers = ThreadPoolExecutor(2, "tierstore-fetch")
+        self._forgetter = ThreadPoolExecutor(1, "tierstore-forget")
         self._promised = PromisedPages(self._there, self._fetch_promised, self._promised_ended)
         self._publishing = PublishQueue(_QUEUED_PAGES)
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
-    def do(self, order: o.Look | o.FetchOrder | o.Stop | o.Publish) -> None:
+    def do(self, order: o.Look | o.FetchOrder | o.Stop | o.Publish | o.DeleteKeys | o.Resume) -> None:
         """Start an order."""
         match order:
             case o.Look():
@@ -86,6 +88,10 @@ class Agent:
                 self._promised.stop(order.id)
             case o.Publish():
                 self._queue(order)
+            case o.DeleteKeys():
+                self._forgetter.submit(self._forget, order)
+            case o.Resume() if self._shared.keys is not None:
+                self._shared.keys.resume(order.id)
 
     def _answer(self, order: o.Look | o.FetchOrder) -> None:
         counts: Counter[str] = Counter()
@@ -120,10 +126,28 @@ class Agent:
             place = f"{os.path.basename(where.filename)}:{where.lineno}"
             self._tell(o.Failed(f"{type(error).__name__}: {error} ({place})"))
 
+    # -- forgetting ----------------------------------------------------------------------------------
+
+    def _forget(self, order: o.DeleteKeys) -> None:
+        keys, failed = self._shared.keys, ""
+        what = Forgettable(order.tenant, order.model)
+        deleted = 0
+        try:
+            if keys is not None:
+                deleted = keys.forget(
+                    order.id, lambda scope: what.covers(*scope) or tuple(scope) in order.scopes
+                )
+        except SharedStoreError as error:
+            failed = str(error)
+        self._tell(o.KeysDeleted(order.id, deleted, failed))
+
     # -- looking and fetching ------------------------------------------------------------------------
 
     def _look(self, order: o.Look) -> o.Looked:
-        objects = objects_of(order.pages, self._secret)
+        form = self._forms.of(order.pages)
+        if form is None:
+            return o.Looked(order.id, 0)
+        objects = objects_of(order.pages, form)
         if not order.pages.named:
             objects = objects[order.first : order.first + _MOST_NAMES]
             there = self._shared.exists([each.name for each in objects]) if objects else []
@@ -134,13 +158,19 @@ class Agent:
 
     def _fetch(self, order: o.FetchOrder, counts: Counter[str]) -> int:
         came = self._fetcher.fetch(order.pages, order.first, order.count, order.wait_s, counts)
-        self._note_known(objects_of(order.pages, self._secret)[order.first : order.first + came])
+        form = self._forms.of(order.pages) if came else None
+        if form is not None:
+            self._note_known(objects_of(order.pages, form)[order.first : order.first + came])
         return came
 
     # -- promised pages ------------------------------------------------------------------------------
 
     def _expect(self, order: o.FetchOrder) -> None:
-        objects = objects_of(order.pages, self._secret)[order.first : order.first + order.count]
+        form = self._forms.of(order.pages)
+        if form is None:
+            self._tell(o.FetchDone(order.id, 0))
+            return
+        objects = objects_of(order.pages, form)[order.first : order.first + order.count]
         self._promised.add(order, objects)
 
     def _there(self, names: Sequence[str]) -> list[bool]:
@@ -176,7 +206,9 @@ class Agent:
     def _queue(self, order: o.Publish) -> None:
         """Queue the pages of a prompt, each once: a prompt that is being computed is reported after each
         step."""
-        names = [each.name for each in objects_of(order.pages, self._secret)[: order.count]]
+        # Without a key, no page is in the shared store. The publishing thread makes one.
+        form = self._forms.of(order.pages) or _UNNAMED
+        names = [each.name for each in objects_of(order.pages, form)[: order.count]]
         self._shared.used(names)
         with self._known_lock:
             missing = {name for name in names if name not in self._known}
@@ -194,7 +226,10 @@ class Agent:
             self._count(counts)
 
     def _publish(self, pages: o.PromptPages, count: int, counts: Counter[str]) -> None:
-        objects = objects_of(pages, self._secret)[:count]
+        form = self._forms.of(pages, make=True)
+        if form is None:
+            return
+        objects = objects_of(pages, form)[:count]
         there = []
         for start in range(0, len(objects), _MOST_NAMES):
             there += self._shared.exists([each.name for each in objects[start : start + _MOST_NAMES]])
@@ -213,7 +248,7 @@ class Agent:
                     if lane is None:
                         return
                     places = lane.places(run)
-                    target = _Outgoing(lane, first, places, run, self._secret)
+                    target = _Outgoing(first, places, run, form)
                     loaded = store.load_to(
                         hit, target, first=first, count=len(run), keep=True, deadline_s=LOOKUP_S
                     ).wait()
@@ -240,27 +275,15 @@ class _Outgoing:
     """A lane as the target of a hit's pages from ``first`` on, each behind its header."""
 
     def __init__(
-        self,
-        lane: StagingLane,
-        first: int,
-        places: Sequence[Memory],
-        objects: Sequence[PageObject],
-        secret: bytes,
+        self, first: int, places: Sequence[Memory], objects: Sequence[PageObject], form: ObjectForm
     ) -> None:
-        self._lane = lane
         self._first = first
-        self._secret = secret
+        self._form = form
         self._to = list(zip(places, objects, strict=True))
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
-        targets = [self._to[position - self._first] for position, _ in pages]
-        copies = [
-            (place[0] + HEADER_BYTES, address)
-            for (place, _), (_, address) in zip(targets, pages, strict=True)
-        ]
-        checksums = copying.copy_and_hash(copies, targets[0][1].page_bytes)
-        for (place, each), checksum in zip(targets, checksums, strict=True):
-            self._lane.write_header(place, each.header(checksum, secret=self._secret))
+        targets = [(self._to[position - self._first], address) for position, address in pages]
+        self._form.write([(place, address, each) for (place, each), address in targets])
 
 
 def _runs(
@@ -371,7 +394,16 @@ def main() -> None:
 
 def _begin(begin: o.Begin, tell: Tell) -> Agent:
     options = SharedStoreOptions(
-        begin.url, begin.protocol, begin.devices, begin.host, begin.most_bytes, begin.lifetime_s, tell
+        begin.url,
+        begin.protocol,
+        begin.devices,
+        begin.host,
+        begin.most_bytes,
+        begin.lifetime_s,
+        begin.keys_url,
+        begin.sharing_key,
+        begin.held,
+        tell,
     )
     try:
         shared = open_shared_store(options)

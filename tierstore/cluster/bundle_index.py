@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -42,7 +42,8 @@ class BundlePlace(NamedTuple):
 
 @dataclass(slots=True)
 class StoredBundle:
-    """An object in the store. ``bundle`` is None until the head is read, or if the head cannot be read."""
+    """An object in the store. ``bundle`` is None until the head is read, or if the head cannot be read.
+    ``merged_from`` is ``Bundle.oldest_at``, also if the bundle is not kept."""
 
     name: str
     nbytes: int
@@ -50,6 +51,12 @@ class StoredBundle:
     noted_at: float
     bundle: Bundle | None = None
     unreadable: bool = False
+    merged_from: int = 0
+
+    @property
+    def oldest_at(self) -> float:
+        """The time at which the first of its pages was written."""
+        return min(self.written_at, self.merged_from or self.written_at)
 
 
 class _Table(NamedTuple):
@@ -125,6 +132,8 @@ class BundleIndex:
         :meth:`rebuild`."""
         stored = self._stored.get(name)
         if bundle is not None:
+            if stored is not None:
+                stored.merged_from = bundle.oldest_at
             self._read_pages += bundle.pages
             if self._read_pages > 2 * _MOST_PAGES:  # more than the table takes, also of newer ones
                 self._read_pages -= bundle.pages
@@ -142,7 +151,9 @@ class BundleIndex:
     def add(self, bundle: Bundle) -> None:
         """Note a bundle that was written now."""
         self.remove([bundle.name], rebuild=False)
-        self._stored[bundle.name] = StoredBundle(bundle.name, bundle.nbytes, self.now, self._clock(), bundle)
+        self._stored[bundle.name] = StoredBundle(
+            bundle.name, bundle.nbytes, self.now, self._clock(), bundle, merged_from=bundle.oldest_at
+        )
         self.nbytes += bundle.nbytes
         self.rebuild()
 
@@ -206,9 +217,19 @@ class BundleIndex:
         return place.bundle if place is not None else None
 
     def expired(self, lifetime_s: float) -> list[str]:
-        """Return the bundles that were written more than ``lifetime_s`` seconds ago."""
+        """Return the bundles with a page that was written more than ``lifetime_s`` seconds ago."""
         ends = self.now - lifetime_s
-        return [each.name for each in self._stored.values() if each.written_at < ends]
+        return [each.name for each in self._stored.values() if each.oldest_at < ends]
+
+    def oldest_at(self, bundles: Iterable[Bundle]) -> float:
+        """Return when the first page of these bundles was written; infinity if none of them is known."""
+        stored = (self._stored.get(each.name) for each in bundles)
+        return min((each.oldest_at for each in stored if each is not None), default=float("inf"))
+
+    def of_keys(self, ids: Collection[bytes]) -> list[str]:
+        """Return the bundles that these keys seal."""
+        bundles = (each.bundle for each in self._stored.values())
+        return [each.name for each in bundles if each is not None and each.key_id in ids]
 
     def victims(self, nbytes: int, count: int, uses: Mapping[str, float]) -> list[str]:
         """Return at least ``count`` bundles of at least ``nbytes`` bytes in total: the least used first, and
@@ -256,15 +277,18 @@ class BundleIndex:
             and stored.written_at < before
         )
 
-    def mergeable(self, least: int, most_bytes: int) -> list[list[Bundle]]:
-        """Return runs of bundles to merge: each bundle continues the one before it. A run has at least
-        ``least`` bundles and at most ``most_bytes`` of pages. It has at least twice the pages of its largest
-        bundle. So a page is written again only if the size of its bundle doubles."""
+    def mergeable(self, least: int, most_bytes: int, since: float = 0.0) -> list[list[Bundle]]:
+        """Return runs of bundles to merge: each bundle continues the one before it. All pages were written
+        at or after the server's time ``since``. A run has at least ``least`` bundles and at most
+        ``most_bytes`` of pages. It has at least twice the pages of its largest bundle. So a page is written
+        again only if the size of its bundle doubles."""
         gone = set(self.superseded(float("inf")))
         small = [
             each
             for each in self._table.bundles
-            if 2 * each.pages * each.object_bytes <= most_bytes and each.name not in gone
+            if 2 * each.pages * each.object_bytes <= most_bytes
+            and each.name not in gone
+            and self.oldest_at([each]) >= since
         ]
         ends = {(each.page_name(each.pages - 1), each.object_bytes): each for each in small}
         after: dict[str, Bundle] = {}

@@ -5,6 +5,9 @@
     PREFIX/bundles/NAME    pages; the index of each agent (``bundle_index.py``) lists them
     PREFIX/uses/ID         how often prompts of one host used each bundle, for warm-up and deletion
 
+With a sharing key, bundles are sealed (``forms.py``), and their keys are in another bucket
+(``shared_keys.py``). After a key was deleted, agents that write also delete its bundles.
+
 A lookup asks the index in memory and never the server. A thread lists the bucket every ``refresh_s`` seconds,
 and reads the head of each new bundle.
 
@@ -26,7 +29,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -43,16 +47,18 @@ from tierstore.cluster.bundle_index import (
     is_bundle,
 )
 from tierstore.cluster.bundles import Bundle, BundleError, make_bundle, merged_bundle, read_bundle
+from tierstore.cluster.forms import ObjectForms, opened_origin
 from tierstore.cluster.objects import is_intact
 from tierstore.cluster.s3 import Bucket, BucketError, Listed, NoObjectError
 from tierstore.cluster.s3_address import S3Address
+from tierstore.cluster.shared_keys import SharedKeys
 from tierstore.cluster.shared_store import (
     NOT_THERE,
     Memory,
     SharedStore,
-    SharedStoreError,
     SharedStoreOptions,
 )
+from tierstore.errors import SharedStoreError
 from tierstore.keys import KEY_BYTES
 
 _BUNDLES = "bundles"
@@ -101,7 +107,7 @@ class BundleStore(SharedStore):
         self.transport = "s3"
         self.bucket = Bucket(S3Address.parse(options.url), _READ_S if watch else _PATIENT_READ_S)
         self.index = BundleIndex()
-        self._options = options
+        self._options = replace(options, sharing_key=b"")  # SharedKeys keeps it where it cannot be swapped
         self._lock = threading.Lock()  # guards changes of the index, and the fields below
         self._again_at = 0.0
         self._pause_s = _AGAIN_S[0]
@@ -110,6 +116,10 @@ class BundleStore(SharedStore):
         self._uses_name = f"{_USES}/{secrets.token_hex(8)}"
         self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # when to read again; uses of other hosts
         self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
+        if options.sharing_key:
+            keys = Bucket(S3Address.parse(options.keys_url), self.bucket.read_s)
+            self.keys = SharedKeys(keys, options.sharing_key, self._readers, options.tell, options.held)
+        self._forms = ObjectForms(b"", self.keys)  # of origins, which no secret changes
         self._writes = False  # whether this agent has written a bundle
         self._writing_bytes = 0  # of bundles that are being written, or about to be
         self._listed = False  # without a listing, the limits are unknown
@@ -138,7 +148,10 @@ class BundleStore(SharedStore):
         return sizes
 
     def put(self, names: Sequence[str], of: Sequence[Memory], origin: o.Origin) -> list[bool]:
-        bundle, head = make_bundle(names, of[0][1], origin)
+        form = self._forms.of(origin.pages)
+        if form is None:  # forgotten meanwhile
+            return [False] * len(names)
+        bundle, head = make_bundle(names, of[0][1], origin, form.seal_origin)
         pages = [memoryview((ctypes.c_char * nbytes).from_address(address)) for address, nbytes in of]
         try:
             with self._under_way(bundle.nbytes):
@@ -175,7 +188,11 @@ class BundleStore(SharedStore):
     def origin(self, bundle: Bundle) -> o.Origin:
         """Read the origin of a bundle. Raise :class:`BundleError` if it has changed."""
         data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.origin_at, bundle.origin_bytes)
-        return bundle.origin(bytes(data))
+        return bundle.origin(bytes(data), partial(opened_origin, keys=self.keys) if bundle.key_id else bytes)
+
+    def _has_origin(self, bundle: Bundle) -> bool:
+        """Return whether this host can open the origin of a bundle."""
+        return not bundle.key_id if self.keys is None else self.keys.by_id(bundle.key_id) is not None
 
     def uses(self) -> Mapping[str, float]:
         """Return how often each bundle was used: by this host, and by others as far as they have written
@@ -252,7 +269,7 @@ class BundleStore(SharedStore):
             try:
                 self._refresh()
                 self._write_uses()
-                if self._writes and not self._options.lifetime_s:
+                if self._writes:
                     self.compact()
             except BucketError as error:
                 self._failed(error)
@@ -263,6 +280,8 @@ class BundleStore(SharedStore):
 
     def _refresh(self) -> None:
         """Update the index from a listing. Raise :class:`BucketError` if the bucket does not answer."""
+        if self.keys is not None:
+            self.keys.refresh()
         began = time.monotonic()
         named = ((_last(each), each.nbytes, each.written_at) for each in self.bucket.list(_BUNDLES))
         # With more bundles, the next write deletes some, and the next listing shows the rest.
@@ -280,6 +299,11 @@ class BundleStore(SharedStore):
             self._options.tell(o.Counted({"read_heads": len(unread)}))
         if expired:  # last, because a host may lack the right to delete
             self._delete(expired, "expired_objects")
+        if self.keys is not None and (self._writes or self.keys.deletes):
+            with self._lock:
+                unreadable = self.index.of_keys(self.keys.gone)
+            if unreadable:
+                self._delete(unreadable, "forgotten_objects")
 
     def _read_head(self, stored: StoredBundle) -> Bundle | None:
         """Read the head and names of a bundle. Return None if it is damaged, not of this version, or deleted
@@ -350,9 +374,13 @@ class BundleStore(SharedStore):
         alone. So a crash at any point loses no page, and a later call continues. The others stay until all
         hosts have listed the merged bundle. Hosts that merge the same bundles write the same object."""
         wait_s = _SUPERSEDED_S + 2 * self.bucket.address.refresh_s
+        lifetime_s = self._options.lifetime_s
         with self._lock:
             superseded = self.index.superseded(self.index.now - wait_s)
-            runs = self.index.mergeable(_MERGED_LEAST, _MERGED_BYTES)
+            # A merged bundle ends with its oldest page: this shortens no page's life by more than half.
+            since = self.index.now - lifetime_s / 2 if lifetime_s else 0.0
+            runs = self.index.mergeable(_MERGED_LEAST, _MERGED_BYTES, since)
+        runs = [run for run in runs if self._has_origin(run[-1])]
         if superseded:
             self._delete(superseded, "superseded_objects")
         if runs:
@@ -362,9 +390,14 @@ class BundleStore(SharedStore):
         """Write the pages of bundles that continue one another as one bundle, if it fits the limit."""
         try:
             last = self.origin(run[-1])
+            form = self._forms.of(last.pages)
+            if form is None:  # forgotten meanwhile
+                return
             if len(last.pages.keys) < KEY_BYTES * sum(each.pages for each in run):
                 raise BundleError("the origin has fewer chunks than the bundles")
-            bundle, head = merged_bundle(run, last)
+            with self._lock:
+                oldest_at = self.index.oldest_at(run)
+            bundle, head = merged_bundle(run, last, oldest_at, form.seal_origin)
         except NoObjectError:  # another host has deleted it since the last listing
             self._discard(run[-1])
             return

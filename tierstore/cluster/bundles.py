@@ -7,6 +7,8 @@ All pages of a bundle have the same size, so the head gives the place of each pa
 names of all bundles, and then ranges of pages. A reader does not trust these bytes: it computes the header
 that a page must have, and compares it with the page's header (``objects.py``).
 
+In a sealed bundle (``forms.py``), the origin and the pages are encrypted. It says which key opens them.
+
 The **origin** has the identity of the prompt, and its tokens up to the bundle's end. With the origin, a host
 that has never seen the prompt can fetch the pages (``warm_up.py``). It takes 4 bytes per token of the prompt.
 The host computes the pages' names from the origin. If they differ from the bundle's names, it does not fetch
@@ -20,19 +22,20 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import xxhash
 
-from tierstore.cluster.objects import NAME_BYTES, name_digest, object_name
+from tierstore.cluster.objects import NAME_BYTES, SEALED_ID, SEALED_MAGIC, name_digest, object_name
 from tierstore.cluster.orders import Origin
 from tierstore.errors import TierStoreError
 from tierstore.wire.messages import MAX_MESSAGE_BYTES
 
 _MAGIC = b"tsbndl1\0"
-_HEAD = struct.Struct("<8sIIQ20s32s")  # magic, pages, bytes of the origin, object_bytes, parent, SHA-256
+# magic, pages, bytes of the origin, object_bytes, oldest_at, parent, SHA-256
+_HEAD = struct.Struct("<8sIIII20s32s")
 _CHECK = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size + _CHECK.size
 _MOST_PAGES = 1 << 20
@@ -47,7 +50,8 @@ class BundleError(TierStoreError):
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """The head and names of a bundle. ``parent`` is the name of the page before the first page, or zeros.
-    ``names`` has 20 bytes for each page."""
+    ``names`` has 20 bytes for each page. ``oldest_at`` is when the first of its pages was written, in whole
+    seconds since 1970; 0 if all were written with the bundle. ``key_id`` is empty for a plain bundle."""
 
     name: str
     object_bytes: int
@@ -55,6 +59,8 @@ class Bundle:
     parent: bytes
     origin_digest: bytes
     names: bytes
+    oldest_at: int = 0
+    key_id: bytes = b""
 
     @property
     def pages(self) -> int:
@@ -80,37 +86,54 @@ class Bundle:
     def page_name(self, at: int) -> bytes:
         return self.names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
 
-    def origin(self, data: bytes) -> Origin:
-        """Return the origin with the bytes ``data``. Raise :class:`BundleError` if they have changed."""
+    def origin(self, data: bytes, opened: Callable[[bytes], bytes | None] = bytes) -> Origin:
+        """Return the origin with the bytes ``data``, which ``opened`` opens. Raise :class:`BundleError` if
+        they have changed, or do not open."""
         if hashlib.sha256(data).digest() != self.origin_digest:
             raise BundleError(f"the origin of bundle {self.name} has changed")
+        plain = opened(data)
+        if plain is None:
+            raise BundleError(f"the origin of bundle {self.name} has no key here")
         try:
-            return msgspec.msgpack.decode(data, type=Origin)
+            return msgspec.msgpack.decode(plain, type=Origin)
         except msgspec.MsgspecError as error:
             raise BundleError(f"the origin of bundle {self.name} is malformed") from error
 
 
-def make_bundle(names: Sequence[str], object_bytes: int, origin: Origin) -> tuple[Bundle, bytes]:
+def make_bundle(
+    names: Sequence[str], object_bytes: int, origin: Origin, sealed: Callable[[bytes], bytes] = bytes
+) -> tuple[Bundle, bytes]:
     """Return the bundle of these pages, and the bytes that precede its first page. ``object_bytes`` is the
-    size of a page with its header."""
-    return _bundle_of(b"".join(map(name_digest, names)), object_bytes, origin)
+    size of a page with its header. ``sealed`` gives an encoded origin its form in the bundle."""
+    return _bundle_of(b"".join(map(name_digest, names)), object_bytes, origin, sealed)
 
 
-def merged_bundle(parts: Sequence[Bundle], last: Origin) -> tuple[Bundle, bytes]:
+def merged_bundle(
+    parts: Sequence[Bundle], last: Origin, oldest_at: float, sealed: Callable[[bytes], bytes] = bytes
+) -> tuple[Bundle, bytes]:
     """Return one bundle of the pages of ``parts``, and the bytes that precede its first page. Each part
-    continues the part before it. ``last`` is the origin of the last part."""
+    continues the part before it. ``last`` is the origin of the last part, and ``oldest_at`` the time at which
+    the first page was written. For ``sealed`` see :func:`make_bundle`."""
     names = b"".join(each.names for each in parts)
     parent = object_name(parts[0].parent) if parts[0].has_parent else ""
     count = sum(each.pages for each in parts)
-    return _bundle_of(names, parts[0].object_bytes, Origin(last.pages, count, parent))
+    seconds = int(min(max(oldest_at, 0), (1 << 32) - 1))
+    return _bundle_of(names, parts[0].object_bytes, Origin(last.pages, count, parent), sealed, seconds)
 
 
-def _bundle_of(joined: bytes, object_bytes: int, origin: Origin) -> tuple[Bundle, bytes]:
-    written = msgspec.msgpack.encode(origin)
+def _bundle_of(
+    joined: bytes,
+    object_bytes: int,
+    origin: Origin,
+    sealed: Callable[[bytes], bytes],
+    oldest_at: int = 0,
+) -> tuple[Bundle, bytes]:
+    written = sealed(msgspec.msgpack.encode(origin))
     parent = name_digest(origin.parent) if origin.parent else _NO_PARENT
     digest = hashlib.sha256(written).digest()
-    bundle = Bundle(_name(joined, object_bytes), object_bytes, len(written), parent, digest, joined)
-    head = _HEAD.pack(_MAGIC, bundle.pages, len(written), object_bytes, parent, digest)
+    name, key_id = _name(joined, object_bytes), _key_id(written)
+    bundle = Bundle(name, object_bytes, len(written), parent, digest, joined, oldest_at, key_id)
+    head = _HEAD.pack(_MAGIC, bundle.pages, len(written), object_bytes, oldest_at, parent, digest)
     return bundle, head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + joined + written
 
 
@@ -119,21 +142,29 @@ def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
     short, return how many bytes are needed. Raise :class:`BundleError` if the object is not a bundle."""
     if len(data) < HEAD_BYTES:
         raise BundleError(f"bundle {name} is cut off")
-    magic, pages, origin_bytes, object_bytes, parent, digest = _HEAD.unpack_from(data)
+    magic, pages, origin_bytes, object_bytes, oldest_at, parent, digest = _HEAD.unpack_from(data)
     (check,) = _CHECK.unpack_from(data, _HEAD.size)
     if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(data[: _HEAD.size]):
         raise BundleError(f"object {name} is no bundle of this version")
-    needed: int = HEAD_BYTES + pages * NAME_BYTES
-    whole = needed + origin_bytes + pages * object_bytes
+    origin_at: int = HEAD_BYTES + pages * NAME_BYTES
+    needed: int = origin_at + min(origin_bytes, SEALED_ID.stop)
+    whole = origin_at + origin_bytes + pages * object_bytes
     bounded = pages <= _MOST_PAGES and object_bytes <= _MOST_OBJECT_BYTES
     if not pages or not bounded or origin_bytes > MAX_MESSAGE_BYTES or whole != nbytes:
         raise BundleError(f"bundle {name} has {nbytes:,} bytes and should have {whole:,}")
     if len(data) < needed:
         return needed
-    names = data[HEAD_BYTES:needed]
+    names = data[HEAD_BYTES:origin_at]
     if _name(names, object_bytes) != name:
         raise BundleError(f"bundle {name} is damaged")
-    return Bundle(name, object_bytes, origin_bytes, parent, digest, names)
+    key_id = _key_id(data[origin_at:])
+    return Bundle(name, object_bytes, origin_bytes, parent, digest, names, oldest_at, key_id)
+
+
+def _key_id(origin: bytes) -> bytes:
+    """Return the id of the key that opens an origin with these first bytes; empty for a plain origin. A plain
+    origin is a msgpack array and never begins like a sealed one."""
+    return origin[SEALED_ID] if origin.startswith(SEALED_MAGIC) else b""
 
 
 def _name(names: bytes, object_bytes: int) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 import tierstore
 from tierstore import copying
 from tierstore.cluster import orders as o
+from tierstore.cluster.forms import ObjectForm, ObjectForms
 from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects
 from tierstore.cluster.shared_store import NOT_THERE, Memory, SharedStore
-from tierstore.cluster.staging import StagingLane, StagingMemory
+from tierstore.cluster.staging import StagingMemory
 from tierstore.errors import TierStoreError
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
@@ -33,19 +34,20 @@ class Fetcher:
     Thread-safe."""
 
     def __init__(
-        self, shared: SharedStore, staging: StagingMemory, stores: DaemonStores, secret: bytes
+        self, shared: SharedStore, staging: StagingMemory, stores: DaemonStores, forms: ObjectForms
     ) -> None:
         self._shared = shared
         self._staging = staging
         self._stores = stores
-        self._secret = secret
+        self._forms = forms
 
     def fetch(self, pages: o.PromptPages, first: int, count: int, wait_s: float, counts: Counter[str]) -> int:
         """Fetch chunks ``first … first + count`` within ``wait_s`` seconds. Return how many have arrived,
         without a gap. Add what happened to ``counts``. Raise :class:`TierStoreError` if the shared store or
         the daemon does not answer."""
         ends = time.monotonic() + wait_s
-        objects = objects_of(pages, self._secret)[first : first + count]
+        form = self._forms.of(pages)
+        objects = objects_of(pages, form)[first : first + count] if form is not None else []
         done = 0
         while done < len(objects) and time.monotonic() < ends:
             part = objects[done : done + self._staging.objects_in_a_lane(objects[0].nbytes)]
@@ -65,8 +67,9 @@ class Fetcher:
     ) -> int:
         """Fetch chunks ``first …``, which are the objects ``part``. Return how many have arrived, without a
         gap."""
+        form = self._forms.of(pages)
         with self._staging.lane(room_of(part), max(ends - time.monotonic(), 0)) as lane:
-            if lane is None:
+            if lane is None or form is None:
                 return 0
             places = lane.places(part)
             sizes = self._shared.get([each.name for each in part], places)
@@ -75,8 +78,8 @@ class Fetcher:
                 lane.sound = False
                 counts["poisoned_lanes"] += 1
             leading = [*came, False].index(False)
-            source = _Staged(lane, places[:leading], pages.page_bytes)
-            good = source.right(part, self._secret)
+            source = _Staged(places[:leading], form.open(places[:leading], part[:leading]))
+            good = source.pages
             if good < leading:
                 counts["damaged_pages"] += 1
                 self._shared.remove(part[good].name)
@@ -143,23 +146,17 @@ class DaemonStores:
 class _Staged(PageSource):
     """Pages that have arrived in a lane, as the source of a save."""
 
-    def __init__(self, lane: StagingLane, places: Sequence[Memory], page_bytes: int) -> None:
-        self._lane = lane
+    def __init__(self, places: Sequence[Memory], checksums: Sequence[int]) -> None:
         self._places = places
-        self._page_bytes = page_bytes
-        self._checksums: list[int] = []
+        self._checksums = checksums  # those of the leading pages that match their objects
 
-    def right(self, objects: Sequence[PageObject], secret: bytes) -> int:
-        """Return how many leading pages match their objects. Only these may be saved."""
-        addresses = [address + HEADER_BYTES for address, _ in self._places]
-        self._checksums = copying.hash_all(addresses, self._page_bytes)
-        for at, (place, checksum) in enumerate(zip(self._places, self._checksums, strict=True)):
-            if self._lane.header(place) != objects[at].header(checksum, secret=secret):
-                return at
-        return len(self._places)
+    @property
+    def pages(self) -> int:
+        """The number of leading pages that match their objects. Only these may be saved."""
+        return len(self._checksums)
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        """Copy pages. The result is None for a page that has changed since :meth:`right`."""
+        """Copy pages. The result is None for a page that has changed since it was checked."""
         copies = [(address, self._places[position][0] + HEADER_BYTES) for position, address in pages]
         copied = copying.copy_and_hash(copies, page_bytes)
         expected = [self._checksums[position] for position, _ in pages]
@@ -171,7 +168,7 @@ class _Staged(PageSource):
         return copied_frames(self, positions, page_bytes)
 
 
-def objects_of(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
+def objects_of(pages: o.PromptPages, form: ObjectForm) -> list[PageObject]:
     """Return the objects of all chunks of a prompt."""
     prompt, _ = prompt_of(pages, 0, len(pages.keys) // KEY_BYTES)
     return page_objects(
@@ -180,7 +177,7 @@ def objects_of(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
         pages.chunk_tokens,
         prompt.keys,
         list(prompt.chunks()),
-        secret=secret,
+        secret=form.secret,
         named=pages.named,
     )
 

@@ -18,10 +18,9 @@ from tierstore.cluster.shared_store import (
     NOT_THERE,
     Memory,
     SharedStore,
-    SharedStoreError,
     SharedStoreOptions,
 )
-from tierstore.errors import UsageError
+from tierstore.errors import SharedStoreError, UsageError
 
 # The library reads these when it is imported. Without the first two it is 1.3 to 2 times as slow at 1 to 8
 # MiB. Without the others, a lender that is gone takes 30 s, and a missing master 22 s.

@@ -27,10 +27,13 @@ NAME_BYTES = 20
 
 _NAME = "ts1:"
 _MAGIC = b"tspage1\0"
+SEALED_MAGIC = b"tspage2\0"
+SEALED_ID = slice(8, 16)  # place of the key's id in a sealed origin
 _CHAIN = b"tierstore page 1\0"
 _NAMED = b"tierstore loose page 1\0"
 _FIELDS = struct.Struct("<8sQIIQ32s32s")  # magic, page_bytes, chunk_tokens, depth, XXH3, identity, proof
 _MAC_BYTES = HEADER_BYTES - _FIELDS.size
+SEALED_FIELDS = struct.Struct("<8sQ20s32s16sQ")  # magic, page_bytes, name, salt, tag, XXH3 (``forms.py``)
 
 
 def proofs(identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: bytes = b"") -> list[bytes]:
@@ -96,14 +99,18 @@ class PageObject:
 
 def is_intact(data: memoryview, name: bytes) -> bool:
     """Return whether an object (a header and its page) is whole and has the name with these 20 bytes. The
-    header's MAC is not checked: only a reader with the secret can."""
+    header's MAC or tag is not checked: only a reader with the secret or the key can."""
     if len(data) < HEADER_BYTES:
         return False
-    magic, page_bytes, _, _, checksum, _, proof = _FIELDS.unpack_from(data)
+    if data[: len(SEALED_MAGIC)] == SEALED_MAGIC:
+        magic, page_bytes, proof, _, _, checksum = SEALED_FIELDS.unpack_from(data)
+        expected = SEALED_MAGIC
+    else:
+        magic, page_bytes, _, _, checksum, _, proof = _FIELDS.unpack_from(data)
+        expected = _MAGIC
     page = data[HEADER_BYTES:]
-    return (magic, page_bytes, proof[:NAME_BYTES]) == (_MAGIC, len(page), name) and xxhash.xxh3_64_intdigest(
-        page
-    ) == checksum
+    right = (magic, page_bytes, proof[:NAME_BYTES]) == (expected, len(page), name)
+    return right and xxhash.xxh3_64_intdigest(page) == checksum
 
 
 def page_objects(

@@ -49,6 +49,14 @@ class Origin(msgspec.Struct, array_like=True):
         return cls(part, len(chunks), "" if pages.named else parent)
 
 
+MOST_KEYS = 65_536
+
+HeldKeys: TypeAlias = Annotated[
+    list[tuple[Text, Text, Annotated[bytes, Meta(max_length=64)]]], Meta(max_length=MOST_KEYS)
+]
+"""Tenant, model and id of shared keys."""
+
+
 class Begin(AgentOrder):
     """The first message: the addresses of the daemon and of the shared store."""
 
@@ -62,6 +70,9 @@ class Begin(AgentOrder):
     bytes_per_s: int  # limit of publishing; 0: none
     most_bytes: int = 0  # limit of an object store
     lifetime_s: float = 0.0  # … and of the age of its objects; 0: none
+    keys_url: Text = ""  # bucket with the keys of sealed pages
+    sharing_key: Payload = b""  # opens them; empty: pages are not sealed
+    held: HeldKeys = msgspec.field(default_factory=list)  # as the last :class:`KeysHeld` has them
 
 
 class Look(AgentOrder):
@@ -98,6 +109,22 @@ class Publish(AgentOrder):
     count: int
 
 
+class DeleteKeys(AgentOrder):
+    """Delete the shared keys that a :class:`~tierstore.types.Forgettable` covers, and those of ``scopes``
+    (tenant and model). Make and use no such key until :class:`Resume`."""
+
+    id: int
+    tenant: Text | None
+    model: Text | None
+    scopes: Annotated[list[tuple[Text, Text]], Meta(max_length=1 << 20)]
+
+
+class Resume(AgentOrder):
+    """The daemon has carried out the forget with the ``id`` of a :class:`DeleteKeys` or :class:`Vanished`."""
+
+    id: int
+
+
 class Ready(AgentOrder):
     """The agent has opened the shared store. ``trouble`` says why it does not work yet (:class:`Trouble`)."""
 
@@ -131,6 +158,30 @@ class FetchDone(AgentOrder):
     chunks: int
 
 
+class KeysDeleted(AgentOrder):
+    """The answer to :class:`DeleteKeys`: the number of deleted ``keys``. ``failed`` says why some may remain;
+    empty if none does."""
+
+    id: int
+    keys: int
+    failed: Text = ""
+
+
+class Vanished(AgentOrder):
+    """Another host has forgotten a tenant and model. Answered with :class:`Resume`."""
+
+    id: int
+    tenant: Text
+    model: Text
+
+
+class KeysHeld(AgentOrder):
+    """The shared keys that exist now. If one of them is gone when the next agent starts, another host has
+    forgotten its tenant and model meanwhile."""
+
+    held: HeldKeys
+
+
 class Counted(AgentOrder):
     """Counts since the last such message."""
 
@@ -144,5 +195,7 @@ class Failed(AgentOrder):
     message: Text
 
 
-ToAgent: TypeAlias = Begin | Look | FetchOrder | Stop | Publish
-ToDaemon: TypeAlias = Ready | Away | Trouble | Looked | FetchDone | Counted | Failed
+ToAgent: TypeAlias = Begin | Look | FetchOrder | Stop | Publish | DeleteKeys | Resume
+ToDaemon: TypeAlias = (
+    Ready | Away | Trouble | Looked | FetchDone | KeysDeleted | Vanished | KeysHeld | Counted | Failed
+)

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tierstore.cluster.s3_address import S3Address
-from tierstore.cluster.shared_store import SharedStoreError
-from tierstore.errors import UsageError
+from tierstore.errors import SharedStoreError, UsageError
 from tierstore.extras import install
 
 _WRITE_S = 60.0
@@ -52,11 +51,12 @@ class NoObjectError(BucketError):
 
 class Listed(NamedTuple):
     """An object of a listing: its path below the prefix, its size, and the time at which it was written, in
-    the server's seconds since 1970."""
+    the server's seconds since 1970. ``tag`` changes with the object."""
 
     path: str
     nbytes: int
     written_at: float
+    tag: str = ""
 
 
 class Bucket:
@@ -68,13 +68,15 @@ class Bucket:
     def __init__(self, address: S3Address, read_s: float = 10.0) -> None:
         try:
             import obstore
-            from obstore.exceptions import BaseError
+            from obstore.exceptions import AlreadyExistsError, BaseError
             from obstore.store import S3Store
         except ImportError as error:
             raise UsageError(f"object storage needs obstore: {install('s3')}") from error
         self._api: Any = obstore
         self._errors: tuple[type[Exception], ...] = (BaseError, OSError, ValueError)
+        self._exists: type[Exception] = AlreadyExistsError
         self.address = address
+        self.read_s = read_s
         endpoint = address.endpoint or next(
             filter(None, map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))), ""
         )
@@ -137,6 +139,20 @@ class Bucket:
             # Never in parts: the parts of an interrupted upload would stay, and cost room.
             self._api.put(self._writing, path, data, use_multipart=False)
 
+    def create(self, path: str, data: bytes) -> None:
+        """Write an object if there is none with this path. Raise :class:`BucketError` for a bucket that keeps
+        old versions of its objects."""
+        with self._reporting():
+            try:
+                put = self._api.put(self._writing, path, data, mode="create", use_multipart=False)
+            except self._exists:
+                return
+        if put["version"] is not None:
+            raise BucketError(
+                f"bucket {self.address.bucket} keeps old versions, so a forget would erase no key: "
+                "give a bucket without versions"
+            )
+
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects. Ignore those that do not exist."""
         with self._reporting():
@@ -179,7 +195,7 @@ class Bucket:
 
 
 def _listed(entry: Mapping[str, Any]) -> Listed:
-    return Listed(entry["path"], entry["size"], entry["last_modified"].timestamp())
+    return Listed(entry["path"], entry["size"], entry["last_modified"].timestamp(), entry["e_tag"] or "")
 
 
 def _profile(environment: Mapping[str, str]) -> Any:

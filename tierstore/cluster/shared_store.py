@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 from urllib.parse import urlsplit
 
 from tierstore.cluster.orders import Origin, ToDaemon
 from tierstore.cluster.s3_address import S3Address
-from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from tierstore.cluster.shared_keys import SharedKeys
 
 Memory = tuple[int, int]
 """Address and size in bytes."""
 
 NOT_THERE = 0
 """Returned instead of an object's size."""
-
-
-class SharedStoreError(StoreUnavailableError):
-    """The shared store does not answer, or its answer is malformed."""
 
 
 class SharedStore(Protocol):
@@ -32,6 +31,9 @@ class SharedStore(Protocol):
 
     trouble: str = ""
     """Why the store does not work at present, for people; empty if it works. The store reports changes."""
+
+    keys: SharedKeys | None = None
+    """The keys of its pages. None if they are not sealed."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return which names exist. Raise :class:`SharedStoreError` if the store does not answer."""
@@ -61,7 +63,9 @@ def _ignore(message: ToDaemon) -> None:
 class SharedStoreOptions:
     """Options of a shared store. ``host`` is this host's address for other hosts (empty: detected).
     ``most_bytes`` and ``lifetime_s`` are limits of an object store; a store without them changes nothing
-    there on its own. The store calls ``tell`` with messages about its health, from any thread."""
+    there on its own. With a ``sharing_key``, an object store seals its pages, with the keys in the bucket at
+    ``keys_url`` (``shared_keys.py``); ``held`` are those that this host knew last. The store calls ``tell``
+    with messages about its health, from any thread."""
 
     url: str
     protocol: str = "tcp"
@@ -69,6 +73,9 @@ class SharedStoreOptions:
     host: str = ""
     most_bytes: int = 0
     lifetime_s: float = 0.0
+    keys_url: str = ""
+    sharing_key: bytes = field(default=b"", repr=False)
+    held: Sequence[tuple[str, str, bytes]] = ()
     tell: Callable[[ToDaemon], None] = _ignore
 
 

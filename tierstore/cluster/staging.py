@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tierstore.cluster.objects import HEADER_BYTES, PageObject
+from tierstore.cluster.objects import PageObject
 from tierstore.cluster.shared_store import Memory
 
 _LANE_BYTES = 16 << 20
@@ -29,12 +29,6 @@ class StagingLane:
         size = objects[0].nbytes
         step = -(-size // 64) * 64
         return [(self.address + at * step, size) for at in range(len(objects))]
-
-    def header(self, place: Memory) -> bytes:
-        return ctypes.string_at(place[0], HEADER_BYTES)
-
-    def write_header(self, place: Memory, header: bytes) -> None:
-        ctypes.memmove(place[0], header, HEADER_BYTES)
 
 
 class StagingMemory:

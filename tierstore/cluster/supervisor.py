@@ -14,20 +14,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from tierstore.cluster import orders as o
 from tierstore.cluster.recent import Recent
+from tierstore.cluster.shared_keys import check_keys_url
 from tierstore.cluster.shared_store import check_url, is_object_store, read_secret
 from tierstore.core.prompts import PromptView
-from tierstore.errors import UsageError
+from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.planner import CLUSTER, TierRate
 from tierstore.stats import ClusterStats
+from tierstore.tiers.disk.keyring import Scope
+from tierstore.types import ForgetReceipt, Forgettable
 from tierstore.units import GIB
 from tierstore.wire.framing import LENGTH
 
@@ -51,6 +55,9 @@ _MOST_PROMISED = 1024  # limit of promised prompts of all clients (64 for each c
 _MOST_PROMISED_TOKENS = 16 << 20  # … and of their tokens: the agent keeps their ids and names
 _RATE_SHARE = 0.3  # weight of the newest measurement
 
+_FORGET_S = 30.0  # for a server that is slow
+_FORGET_AGAIN_S = 5.0
+
 _Found: TypeAlias = "o.Looked | o.FetchDone"
 
 
@@ -58,7 +65,8 @@ _Found: TypeAlias = "o.Looked | o.FetchDone"
 class ClusterOptions:
     """Options of the shared store: its ``url``, a file with the ``secret``, and ``look_s``, the time that a
     lookup waits for its answer. ``most_bytes`` and ``lifetime_s`` are limits of an object store (0: 100 GiB,
-    and no limit of its age). Raises :class:`UsageError` for values that cannot work."""
+    and no limit of its age). ``sealed`` pages need an object store, and a bucket for their keys at
+    ``keys_url``. Raises :class:`UsageError` for values that cannot work."""
 
     url: str
     protocol: str = "tcp"
@@ -72,9 +80,15 @@ class ClusterOptions:
     bytes_per_s: int = 0
     most_bytes: int = 0
     lifetime_s: float = 0.0
+    sealed: bool = False
+    keys_url: str = ""
 
     def __post_init__(self) -> None:
         check_url(self.url)
+        if self.sealed:
+            self._check_sealed()
+        elif self.keys_url:
+            raise UsageError("cluster_keys has the keys of encrypted pages: give disk_key, too")
         if is_object_store(self.url):
             if self.protocol != "tcp" or self.devices or self.host:
                 raise UsageError(
@@ -86,6 +100,35 @@ class ClusterOptions:
                 "cluster_bytes and cluster_days are limits of an object store: leave them out with Mooncake, "
                 "whose lenders give its size"
             )
+
+    def _check_sealed(self) -> None:
+        if not is_object_store(self.url):
+            raise UsageError(
+                "disk_key with cluster needs an object store: pages in Mooncake's memory are not encrypted, "
+                "so leave one of the two out"
+            )
+        if not self.keys_url:
+            raise UsageError(
+                "disk_key with cluster needs cluster_keys: an address in another bucket, for the keys of the "
+                "pages"
+            )
+        if self.secret is not None:
+            raise UsageError(
+                "cluster_secret adds nothing to disk_key, which encrypts pages and hides their names: "
+                "leave it out"
+            )
+        check_keys_url(self.url, self.keys_url)
+
+
+@dataclass(frozen=True, slots=True)
+class SealedHost:
+    """The keys and pages of this host, if its pages in the shared store are sealed. All functions may block.
+    ``forget`` and ``keep`` raise :class:`StoreUnavailableError` or :class:`OSError` if the disk fails."""
+
+    sharing_key: Callable[[], bytes | None]  # opens shared keys; None with a locked keyring
+    forget: Callable[[Forgettable], object]  # forgets what another host has forgotten
+    held: Callable[[], bytes]  # the last argument of ``keep``, also after a restart
+    keep: Callable[[bytes], None]
 
 
 class Cluster:
@@ -107,10 +150,15 @@ class Cluster:
             options.bytes_per_s,
             options.most_bytes or _DEFAULT_BYTES,
             options.lifetime_s,
+            options.keys_url,
         )
         self._logged = ""  # the trouble that was logged last
-        self._getter = _Agent(begin, self._counts, self._log)
-        self._putter = _Agent(begin, self._counts, self._log)
+        self._begin = begin
+        self._getter = _Agent(self._first, self._counts, self._log, self._noticed)
+        self._putter = _Agent(self._first, self._counts, self._log, self._noticed)
+        self._host: SealedHost | None = None
+        self._held: o.HeldKeys = []
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._fetching: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
@@ -122,18 +170,101 @@ class Cluster:
         self._bytes_per_s = 0.0
         self._latency_s = 0.0
 
-    def start(self) -> None:
+    @property
+    def sealed(self) -> bool:
+        """Whether its pages are encrypted."""
+        return self._options.sealed
+
+    def start(self, host: SealedHost | None = None) -> None:
+        """Start the agents. ``host`` is needed for sealed pages. With a locked keyring, no agent starts."""
+        self._host = host
+        if host is not None and host.sharing_key() is None:
+            self._getter.trouble = "the disk key does not open the keyring"
+            return
+        if host is not None:
+            self._held = _decoded(host.held())
         for agent in (self._getter, self._putter):
             agent.start()
-        if not self._options.secret:
+        if not self._options.secret and not self.sealed:
             _log.info(
                 "cluster: without cluster_secret, every host that reaches the shared store can read and "
                 "replace its pages"
             )
 
     async def stop(self) -> None:
+        for task in self._forgetting:
+            task.cancel()
         for agent in (self._getter, self._putter):
             await agent.stop()
+
+    # -- forgetting ----------------------------------------------------------------------------------
+
+    async def forget(
+        self, what: Forgettable, scopes: Iterable[Scope], here: Awaitable[ForgetReceipt]
+    ) -> ForgetReceipt:
+        """Delete the shared keys that ``what`` covers and those of ``scopes``. Meanwhile ``here`` forgets the
+        pages of this host. No agent makes or uses such keys before both are done. Raise
+        :class:`StoreUnavailableError` if some keys may still be there."""
+        asked: list[tuple[_Agent, int, asyncio.Future[Any]]] = []
+        for agent in (self._getter, self._putter):
+            order = o.DeleteKeys(0, what.tenant, what.model, [(each.tenant, each.model) for each in scopes])
+            answer = agent.ask(partial(_numbered, order), _FORGET_S)
+            if answer is not None:
+                asked.append((agent, order.id, answer))
+        try:
+            receipt = await here
+            if asked:
+                await asyncio.wait({answer for _, _, answer in asked}, timeout=_FORGET_S)
+        finally:
+            for agent, number, _ in asked:
+                agent.tell(o.Resume(number))
+        answers = [answer.result() for _, _, answer in asked if answer.done()]
+        done = [each for each in answers if isinstance(each, o.KeysDeleted)]
+        failed = next((each.failed for each in done if each.failed), "")
+        if failed or not asked or len(done) < len(asked):
+            raise StoreUnavailableError(
+                "this host has forgotten, but the keys of pages in the shared store may still be there "
+                f"({failed or 'an agent does not answer'}): forget again"
+            )
+        return replace(receipt, shared_keys=max(each.keys for each in done))
+
+    def _first(self) -> o.Begin:
+        """Return the first message to an agent. The sharing key is not kept here, where it could be
+        swapped."""
+        key = self._host.sharing_key() if self._host is not None else None
+        return msgspec.structs.replace(self._begin, sharing_key=key or b"", held=self._held)
+
+    def _noticed(self, agent: _Agent, order: o.Vanished | o.KeysHeld) -> None:
+        if self._host is None:
+            return
+        if isinstance(order, o.Vanished):
+            work = self._forget_here(self._host, agent, order)
+        else:
+            self._held = order.held
+            work = self._keep(self._host)
+        task = asyncio.get_running_loop().create_task(work)
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _keep(self, host: SealedHost) -> None:
+        """Store which shared keys exist."""
+        try:
+            await asyncio.to_thread(host.keep, msgspec.msgpack.encode(self._held))
+        except OSError as error:
+            self._counts["failed_notes"] += 1
+            _log.warning("cluster: the shared keys cannot be noted: %s", error)
+
+    async def _forget_here(self, host: SealedHost, agent: _Agent, order: o.Vanished) -> None:
+        """Forget what another host has forgotten."""
+        while True:
+            try:
+                await asyncio.to_thread(host.forget, Forgettable(order.tenant, order.model))
+                break
+            except StoreUnavailableError as error:
+                _log.warning("cluster: another host has forgotten pages: %s", error)
+                await asyncio.sleep(_FORGET_AGAIN_S)
+        self._counts["forgets_elsewhere"] += 1
+        agent.tell(o.Resume(order.id))
 
     def _log(self, trouble: str) -> None:
         """Log a trouble once, even if both agents report it, or report it again."""
@@ -194,8 +325,9 @@ class Cluster:
             return None
         self._pause_s = _PAUSE_S[0]
         self._counts["looks"] += 1
-        if looked.result().chunks > 0:
-            return looked.result()
+        answer: _Found = looked.result()
+        if answer.chunks > 0:
+            return answer
         self._absent.note(key)
         return None
 
@@ -307,11 +439,24 @@ class Cluster:
             self._published.note(key)
 
     def _shares(self, view: PromptView) -> bool:
-        return not view.registration.identity.tenant
+        return self.sealed or not view.registration.identity.tenant
 
 
 def _nothing() -> None:
     """Cancel nothing."""
+
+
+def _decoded(held: bytes) -> o.HeldKeys:
+    try:
+        return msgspec.msgpack.decode(held, type=o.HeldKeys) if held else []
+    except msgspec.MsgspecError:
+        _log.warning("cluster: the note of shared keys is damaged: forgets of other hosts may be missed")
+        return []
+
+
+def _numbered(order: o.DeleteKeys, number: int) -> o.DeleteKeys:
+    order.id = number
+    return order
 
 
 def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
@@ -335,7 +480,7 @@ def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:
 
 @dataclass(slots=True)
 class _Asked:
-    answer: asyncio.Future[_Found]
+    answer: asyncio.Future[Any]
     overdue_at: float
 
 
@@ -343,9 +488,10 @@ class _Asked:
 class _Agent:
     """One agent: a process that is restarted whenever it ends."""
 
-    begin: o.Begin
+    begin: Callable[[], o.Begin]
     counts: Counter[str]
     log: Callable[[str], None]
+    noticed: Callable[[_Agent, o.Vanished | o.KeysHeld], None]
     ready: bool = False
     transport: str = ""
     trouble: str = "starting"
@@ -366,15 +512,15 @@ class _Agent:
             await asyncio.wait({self._running})
 
     def ask(
-        self, order: Callable[[int], o.Look | o.FetchOrder], wait_s: float
-    ) -> asyncio.Future[_Found] | None:
+        self, order: Callable[[int], o.Look | o.FetchOrder | o.DeleteKeys], wait_s: float
+    ) -> asyncio.Future[Any] | None:
         """Send an order and return its answer: no chunks if the agent ends before. None if the agent cannot
         be asked."""
         number = self._next
         if not self.tell(order(number)):
             return None
         self._next += 1
-        answer: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[number] = _Asked(answer, time.monotonic() + wait_s + _OVERDUE_S)
         return answer
 
@@ -428,7 +574,7 @@ class _Agent:
         watch = asyncio.get_running_loop().create_task(self._watch(process))
         try:
             self._writer = writer
-            self._write(writer, self.begin)
+            self._write(writer, self.begin())
             await self._listen(reader)
         finally:
             self.ready, self.pid, self._writer = False, 0, None
@@ -459,11 +605,14 @@ class _Agent:
                     self._hopeless = order.hopeless
                 case o.Trouble():
                     self._note_trouble(order.message)
-                case o.Looked() | o.FetchDone():
+                case o.Looked() | o.FetchDone() | o.KeysDeleted():
                     asked = self._asked.pop(order.id, None)
                     if asked is not None and not asked.answer.done():
-                        order.chunks = max(order.chunks, 0)
+                        if not isinstance(order, o.KeysDeleted):
+                            order.chunks = max(order.chunks, 0)
                         asked.answer.set_result(order)
+                case o.Vanished() | o.KeysHeld():
+                    self.noticed(self, order)
                 case o.Counted():
                     self.counts.update(order.counts)
                 case o.Failed():

@@ -1,7 +1,7 @@
 """Filling the daemon of a new host from an object store: the most used bundles first.
 
 Each bundle has the prompt of its pages (``bundles.py``). A bundle is left out if its page names do not follow
-from the prompt, or if it has pages of a tenant, which no host publishes. All other pages are fetched as
+from the prompt. Pages of a tenant are published in sealed bundles only. All pages are fetched as
 usual: read, compared, saved (``fetching.py``)."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tierstore.cluster import orders as o
 from tierstore.cluster.bundle_store import BundleStore
 from tierstore.cluster.bundles import Bundle, BundleError
 from tierstore.cluster.fetching import DaemonStores, Fetcher, objects_of, prompt_of
+from tierstore.cluster.forms import ObjectForms
 from tierstore.cluster.objects import name_digest
 from tierstore.cluster.staging import StagingMemory
 from tierstore.errors import TierStoreError
@@ -58,9 +59,9 @@ class Warmer:
     ) -> None:
         self._bundles = bundles
         self._stores = stores
-        self._secret = secret
+        self._forms = ObjectForms(secret, bundles.keys)
         self._progress = progress
-        self._fetcher = Fetcher(bundles, StagingMemory(_STAGING_BYTES), stores, secret)
+        self._fetcher = Fetcher(bundles, StagingMemory(_STAGING_BYTES), stores, self._forms)
         self._lock = threading.Lock()  # guards the fields below
         self._left: int | None = None  # bytes that the daemon's tiers have room for; None until it is asked
         self._unflushed = 0
@@ -120,14 +121,18 @@ class Warmer:
 
     def _checked(self, bundle: Bundle) -> o.Origin:
         """Read the origin of a bundle. Raise :class:`TierStoreError` if it cannot be trusted."""
+        if self._bundles.keys is not None:
+            self._bundles.keys.refresh(self._bundles.bucket.address.refresh_s)
         origin = self._bundles.origin(bundle)
         pages = origin.pages
         chunks, rest = divmod(len(pages.keys), KEY_BYTES)
         whole = not rest and len(pages.tokens) == chunks * pages.chunk_tokens * TOKEN_BYTES
-        if not whole or not 0 < origin.count <= chunks or pages.identity.get("tenant"):
+        form = self._forms.of(pages)
+        plain_tenant = pages.identity.get("tenant") and not bundle.key_id
+        if not whole or not 0 < origin.count <= chunks or plain_tenant or form is None:
             raise BundleError(f"the origin of bundle {bundle.name} is malformed")
         try:
-            objects = objects_of(pages, self._secret)[chunks - origin.count :]
+            objects = objects_of(pages, form)[chunks - origin.count :]
         except TypeError:  # an identity of another version
             raise BundleError(f"the origin of bundle {bundle.name} is of another version") from None
         if b"".join([name_digest(each.name) for each in objects]) != bundle.names:

@@ -284,12 +284,16 @@ class LocalBackend:
     def forget(
         self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
     ) -> ForgetReceipt:
+        return self.core.forgetting.forget(self.forgettable(tenant=tenant, model=model, session=session))
+
+    def forgettable(self, *, tenant: str | None, model: str | None, session: str | None) -> Forgettable:
+        """Return what a client's request to forget covers: nothing of other tenants."""
         own = self.client.tenant
-        if own and session is None:  # nothing of other tenants; ``tenant`` is one of the client's own
+        if own and session is None:  # ``tenant`` is one of the client's own
             tenant = own if tenant is None else nested_tenant(own, tenant)
         elif own:
             tenant = own
-        return self.core.forgetting.forget(Forgettable(tenant, model, session))
+        return Forgettable(tenant, model, session)
 
     def follow_forgets(
         self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]

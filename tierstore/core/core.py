@@ -144,7 +144,7 @@ class Core:
 
     def _know(self, tenant: str, registration: Registration) -> None:
         identity = registration.identity
-        root = self.state.index.tree.root(identity.digest, registration.page_bytes)
+        root = self.state.index.tree.root(identity, registration.page_bytes)
         if root.nbytes != registration.page_bytes:
             raise UsageError(
                 f"this identity has pages of {root.nbytes} bytes, got {registration.page_bytes} bytes"

@@ -295,24 +295,34 @@ class Forgetting:
 
     # -- tenants and models --------------------------------------------------------------------------
 
-    def _forget_identities(self, what: Forgettable) -> dict[str, int]:
-        state, disk = self._state, self._disk
+    def scopes(self, what: Forgettable) -> set[Scope]:
+        """Return the tenants and models of the known identities that ``what`` covers."""
+        return {Scope(each.tenant, each.model) for each in self._covered(what).values()}
+
+    def _covered(self, what: Forgettable) -> dict[bytes, Identity]:
+        """Return the known identities that ``what`` covers, by digest."""
+        state = self._state
         with state.lock:
             known = {**self._registered, **state.identities}
             names = dict(state.names)
-        if disk is not None:
-            known.update(disk.serials.identities())
-        digests = {
-            digest
-            for digest, identity in known.items()
-            if what.covers(identity.tenant, identity.model, names.get(digest, identity.model))
+        if self._disk is not None:
+            known.update(self._disk.serials.identities())
+        return {
+            digest: each
+            for digest, each in known.items()
+            if what.covers(each.tenant, each.model, names.get(digest, each.model))
         }
+
+    def _forget_identities(self, what: Forgettable) -> dict[str, int]:
+        state, disk = self._state, self._disk
+        known = self._covered(what)
+        digests = set(known)
         short = replace(  # as keyrings store names
             what,
             tenant=None if what.tenant is None else scope_name(what.tenant),
             model=None if what.model is None else scope_name(what.model),
         )
-        scopes = {Scope(scope_name(known[each].tenant), scope_name(known[each].model)) for each in digests}
+        scopes = {Scope(scope_name(each.tenant), scope_name(each.model)) for each in known.values()}
         encrypted = disk is not None and disk.keyring is not None
         with state.lock:
             self._pins.forget(lambda page: page.identity in digests)

@@ -19,7 +19,7 @@ from tierstore.core.state import StoreState
 from tierstore.explanation import Miss
 from tierstore.groups import Past, Search, search
 from tierstore.index.leases import PageLease
-from tierstore.keys import named_chunks, names_at
+from tierstore.keys import named_chunks
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class HitView:
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
         """Return the pages of a group that end at these tokens."""
-        names = names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
+        names = group.names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
         return NamedView(group.registration, *named_chunks(names, self.chunk_tokens))
 
     def _chunk(self, index: int) -> bytes:

@@ -122,7 +122,7 @@ class PromptView(ABC):
     def root(self, state: StoreState) -> Page:
         """Return the root of all pages of this prompt's identity. Needs the state's lock. Raise
         :class:`Refusal` if the identity was forgotten and registered again with another page size."""
-        nbytes = state.index.tree.root(self.registration.identity.digest, self.registration.page_bytes).nbytes
+        nbytes = state.index.tree.root(self.registration.identity, self.registration.page_bytes).nbytes
         if nbytes != self.registration.page_bytes:
             raise Refusal("identity", f"pages of this identity have {nbytes} bytes now: register it again")
         return state.root(self.registration.identity, self.registration.page_bytes)

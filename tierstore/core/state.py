@@ -130,7 +130,7 @@ class StoreState:
     def root(self, identity: Identity, page_bytes: int) -> Page:
         """Return the root of all pages of ``identity``. Each of these pages has ``page_bytes``."""
         self.expire()
-        root = self.index.tree.root(identity.digest, page_bytes)
+        root = self.index.tree.root(identity, page_bytes)
         assert root.nbytes == page_bytes, (
             f"identity has pages of {root.nbytes} bytes, got page_bytes={page_bytes}"
         )

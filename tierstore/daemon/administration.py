@@ -119,8 +119,14 @@ async def evict(connection: ClientConnection, m: p.Evict) -> p.Evicted:
 
 async def forget(connection: ClientConnection, m: p.Forget) -> p.Forgotten:
     """Forget pages. A client with a tenant forgets only its own."""
-    forgotten = partial(connection.backend.forget, tenant=m.tenant, model=m.model, session=m.session)
-    return p.Forgotten(m.id, await connection.aside(forgotten))
+    forgetting = connection.backend.core.forgetting
+    what = connection.backend.forgettable(tenant=m.tenant, model=m.model, session=m.session)
+    cluster = connection.service.cluster
+    if cluster is None or not cluster.sealed or what.session is not None:
+        return p.Forgotten(m.id, await connection.aside(partial(forgetting.forget, what)))
+    scopes = await connection.aside(partial(forgetting.scopes, what))
+    here = connection.aside(partial(forgetting.forget, what))
+    return p.Forgotten(m.id, await cluster.forget(what, scopes, here))
 
 
 async def flush(connection: ClientConnection, m: p.Flush) -> p.Flushed:

@@ -161,7 +161,12 @@ class ClientConnection:
             if isinstance(view := self.view(part, like), ChainView):
                 chains.append(view)
         named = [
-            NamedGroup(self.client.registration(part.identity), _rule(part), array.array("I", part.here))
+            NamedGroup(
+                self.client.registration(part.identity),
+                _rule(part),
+                array.array("I", part.here),
+                _names(part.names),
+            )
             for part in m.named
             if len(part.here) % 4 == 0
         ]
@@ -175,13 +180,14 @@ class ClientConnection:
         if len(sizes) != 1 or len(named) != len(m.named) or not all(whole) or len(chains) < len(m.chains):
             raise Refusal("usage", "the layer groups do not belong to one model")
         [chunk_tokens] = sizes
-        names = [m.names[at : at + NAME_BYTES] for at in range(0, len(m.names), NAME_BYTES)]
+        names = _names(m.names)
         chunks, rest = divmod(m.num_tokens, chunk_tokens)
         named_fit = not named or (
             chunk_tokens >= LEAST_NAMED_TOKENS
             and len(m.names) % NAME_BYTES == 0
             and chunks <= len(names) <= p.MAX_CHUNKS
             and (bool(chains) or len(m.tail) >= rest * TOKEN_BYTES)
+            and all(_inputs_fit(group, chunk_tokens) for group in named)
         )
         if m.num_tokens < 0 or any(chain.num_tokens < m.num_tokens for chain in chains) or not named_fit:
             raise Refusal(
@@ -258,9 +264,25 @@ def then(transfer: Transfer[R], answer: Callable[[R], p.Answer]) -> p.Answer | A
     return later()
 
 
+def _names(names: bytes) -> list[bytes]:
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+
+
+def _inputs_fit(group: NamedGroup, chunk_tokens: int) -> bool:
+    """Return whether a group has a whole name for each page of a prompt's inputs, and no other names."""
+    ends = [end for _, end in group.rule.inputs]
+    pages = ends[-1] // chunk_tokens if ends else 0
+    whole = all(len(name) == NAME_BYTES for name in group.names)
+    return whole and len(group.names) == pages <= p.MAX_CHUNKS and not any(end % chunk_tokens for end in ends)
+
+
 def _rule(part: p.NamedPart) -> GroupRule:
     try:
-        rule = GroupRule(Past(part.past), part.past_tokens)
+        if len(part.inputs) % 8:
+            raise UsageError("each input of a prompt has a first token and an end of its rows")
+        numbers = array.array("I", part.inputs)
+        inputs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+        rule = GroupRule(Past(part.past), part.past_tokens, inputs)
     except (ValueError, UsageError) as error:
         raise Refusal("usage", str(error)) from error
     return rule

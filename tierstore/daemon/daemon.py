@@ -44,7 +44,7 @@ from tierstore.units import format_size
 from tierstore.wire import keys
 
 if TYPE_CHECKING:
-    from tierstore.cluster.supervisor import Cluster
+    from tierstore.cluster.supervisor import Cluster, SealedHost
     from tierstore.daemon.http import HttpServer
     from tierstore.dashboard.site import Site
 
@@ -144,8 +144,22 @@ def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
         bytes_per_s=settings.cluster_bytes_per_s,
         most_bytes=settings.cluster_bytes,
         lifetime_s=settings.cluster_days * 86400,
+        sealed=bool(settings.disk_key),
+        keys_url=settings.cluster_keys,
     )
     return Cluster(options, local)
+
+
+def _sealed_host(core: Core) -> SealedHost | None:
+    """Return this host's part of sealed pages in a shared store. None if its pages are not sealed."""
+    from tierstore.cluster.supervisor import SealedHost
+
+    if core.disk is None or core.disk.keyring is None:
+        return None
+    forgets = core.disk.forgets
+    return SealedHost(
+        core.disk.keyring.sharing_key, core.forgetting.forget, forgets.shared_keys, forgets.keep_shared_keys
+    )
 
 
 def _site(settings: Settings) -> Site:
@@ -223,7 +237,7 @@ class Daemon:
             _log.info("listening at %s", endpoint.address)
         if cluster is not None:
             self._cluster = self.service.state.cluster = cluster
-            cluster.start()
+            cluster.start(_sealed_host(self.core))
         if site is not None:
             await self._serve_http(self.core, site)
         self.ready = True

@@ -267,6 +267,9 @@ class Settings:
     cluster_secret: Path | None = _setting(
         None, _path, "FILE", "File with 16 to 64 bytes that all hosts share; the names of pages depend on it"
     )
+    cluster_keys: str = _setting(
+        "", _text, "URL", "With disk_key: another bucket, for the keys of shared pages, s3://KEYS/PREFIX"
+    )
     cluster_protocol: str = _setting("tcp", _text, "NAME", "tcp or rdma")
     cluster_devices: str = _setting("", _text, "NAMES", "RDMA devices, such as mlx5_0,mlx5_1")
     cluster_host: str = _setting(
@@ -302,11 +305,8 @@ class Settings:
                 f"reserve_bytes ({format_size(self.reserve_bytes)}) is more than host_bytes "
                 f"({format_size(self.host_bytes)})"
             )
-        if self.disk_key and self.cluster:
-            raise UsageError(
-                "disk_key encrypts pages on this host's disk only, and cluster publishes them to other hosts "
-                "without encryption: leave one of the two out"
-            )
+        if self.cluster_keys and not self.cluster:
+            raise UsageError("cluster_keys is for the pages in a shared store: give cluster, or leave it out")
         max_age_s(self.max_age_days)
         if self.max_age_days and self.cluster:
             raise UsageError(

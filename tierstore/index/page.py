@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from tierstore.keys import TOKEN_BYTES, PageKey
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey
 from tierstore.policy import NO_HINT, PageHint, QueueEntry, Reuse
+from tierstore.spec import worth_of
 
 if TYPE_CHECKING:
     from tierstore.tiers.disk.records import PageRecord
@@ -74,16 +75,20 @@ class Page(Struct, gc=False, eq=False):
     checksum: int | None = None  # XXH3-64 of its host copy, if it is known
     tombstone: bool = False  # its disk copy was lost, but pages below it are still there
     pool: int = 0  # in HBM: number of the layer group's pool
+    worth: int = 0  # see LayerGroup.worth
 
     @classmethod
-    def root(cls, identity: bytes, nbytes: int, pool: int = 0) -> Page:
+    def root(cls, identity: Identity, nbytes: int, pool: int = 0) -> Page:
         """Return the root of all pages of ``nbytes`` under an identity."""
-        return cls(None, identity, PageKey(b""), b"", nbytes, 0, pool=pool)
+        worth = worth_of(identity.layout)
+        return cls(None, identity.digest, PageKey(b""), b"", nbytes, 0, pool=pool, worth=worth)
 
     @classmethod
     def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
         """Return a new page below ``parent``, which does not know it yet."""
-        return cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1, pool=parent.pool)
+        page = cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1)
+        page.pool, page.worth = parent.pool, parent.worth
+        return page
 
     def __repr__(self) -> str:
         where = ",".join(tier.label for tier in Tier if self.copies[tier] is not None)

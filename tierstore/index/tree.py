@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tierstore.index.page import Page, Tier
-from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class Tree:
 
     # -- finding -------------------------------------------------------------------------------------
 
-    def root(self, identity: bytes, nbytes: int, pool: int = 0) -> Page:
-        """Return the root of all pages of an identity digest, which have ``nbytes`` each. In HBM they belong
-        to the ``pool`` of this number."""
-        page = self._roots.get(identity)
+    def root(self, identity: Identity, nbytes: int, pool: int = 0) -> Page:
+        """Return the root of all pages of an identity, which have ``nbytes`` each. In HBM they belong to the
+        ``pool`` of this number."""
+        page = self._roots.get(identity.digest)
         if page is None:
-            page = self._roots[identity] = Page.root(identity, nbytes, pool)
+            page = self._roots[identity.digest] = Page.root(identity, nbytes, pool)
         return page
 
     def known_root(self, identity: bytes) -> Page | None:

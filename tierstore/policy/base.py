@@ -58,6 +58,7 @@ class PageFacts(NamedTuple):
     hits: Number  # times it was requested after the first, as far as remembered
     reuse: Number = Reuse.UNKNOWN  # see Reuse
     priority: Number = 0
+    worth: Number = 0  # see LayerGroup.worth
 
 
 class Policy(ABC):

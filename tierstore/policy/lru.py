@@ -25,10 +25,11 @@ class LRU(Policy):
 
 class FrequencyAgedLRU(Policy):
     """LRU in which each doubling of its uses keeps a page longer, by ``lifetimes`` times the lifetime of a
-    page that was used once. Hints take precedence over both.
+    page that was used once. A page that costs more to compute (``worth``) stays as if it was used more often.
+    Hints take precedence over all of these.
 
-    The lifetime is measured on the pages that leave: ticks from last use to eviction, minus the bonus for
-    their uses. Until a page has left, this is LRU. With a factor of 1, a small cache of conversations finds 3
+    The lifetime is measured on the pages that leave: ticks from last use to eviction, minus their
+    bonus. Until a page has left, this is LRU. With a factor of 1, a small cache of conversations finds 3
     % more than with 0.7, and one with alternating agents 1 to 2 % less.
     """
 
@@ -40,7 +41,7 @@ class FrequencyAgedLRU(Policy):
         self._lifetime_ticks = 0.0  # the mean when it last changed by more than 1/8
 
     def score(self, facts: PageFacts) -> Number:
-        bonus = self._lifetimes * self._lifetime_ticks * doublings(facts.hits)
+        bonus = self._lifetimes * self._lifetime_ticks * (doublings(facts.hits) + facts.worth)
         return hint_score(facts) + facts.last_use + bonus
 
     def leaves(self, facts: PageFacts, score: float, tick: int) -> None:

@@ -107,7 +107,7 @@ class HbmTier:
     def root(self, request: LookupRequest, group: int) -> Page:
         self.forgetting.forget_old()
         self.identities.setdefault(request.identity.digest, request.identity)
-        return self.index.tree.root(request.identity.digest, request.page_bytes, group)
+        return self.index.tree.root(request.identity, request.page_bytes, group)
 
     def match(self, request: LookupRequest, group: int) -> Match:
         """Return the leading pages of a prompt that are in HBM. Takes the lock."""

@@ -99,6 +99,11 @@ class HitPart(ABC):
         """Where in the prompt each page ends."""
         return self.rule.ends(self.tokens, self.chunk_tokens)
 
+    @property
+    def chunks(self) -> Sequence[int]:
+        """The first chunk of the prompt for which a hit needs each page."""
+        return [self.rule.chunk_of(end, self.chunk_tokens) for end in self.ends]
+
     def fetched(self, first: int, stop: int, *, last: bool) -> range | None:
         """Return the pages that a load of chunks ``first … stop`` brings; None for none. ``last``: it is the
         last load of the hit."""
@@ -341,7 +346,7 @@ class RulePart(NamedHitPart):
     def supports(self, above: int, tokens: int) -> int:
         if above >= self.tokens:
             return tokens
-        return min(tokens, (self.ends[0] - 1) // self.chunk_tokens * self.chunk_tokens)
+        return min(tokens, self.chunks[0] * self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +414,7 @@ class Hit:
         """Return the slowest tier of the needed pages of each chunk."""
         slowest = np.zeros(self.num_pages, np.uint8)
         for part in self.parts:
-            start, chunks = 0, (np.asarray(part.ends, np.int64) - 1) // self.chunk_tokens
+            start, chunks = 0, np.asarray(part.chunks, np.int64)
             for tier, pages in part.page_runs():
                 run = chunks[start : start + pages]
                 slowest[run] = np.maximum(slowest[run], rank(tier))

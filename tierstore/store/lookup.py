@@ -31,10 +31,18 @@ from tierstore.backend import (
 )
 from tierstore.errors import UsageError
 from tierstore.explanation import Miss
-from tierstore.groups import Group, GroupRule, by_kind, groups_of, search
+from tierstore.groups import Group, GroupRule, Past, by_kind, groups_of, search
 from tierstore.index import Match, Page
 from tierstore.index.leases import PageLease
-from tierstore.keys import NAME_BYTES, Identity, Prompt, TokenIds, encode_tokens, named_chunks
+from tierstore.keys import (
+    NAME_BYTES,
+    Identity,
+    Prompt,
+    PromptInput,
+    TokenIds,
+    encode_tokens,
+    named_chunks,
+)
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import ChainPart, Hit, HitPart, NamedHitPart, RemotePages, RulePart, Source
@@ -85,8 +93,11 @@ class Finder:
     def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
         """Return the request for a group with named pages of a model's prompt. The caller has the pages that
         end at the tokens ``here``."""
-        identity = prompt.identity_of(group.number)
-        return NamedGroup(Registration(identity, group.page_bytes, self.chunk_tokens), group.rule, here)
+        identity, names = prompt.identity_of(group.number), list[bytes]()
+        if group.rule.inputs:
+            names = prompt.names_of(group.number, group.rule.ends(len(prompt), self.chunk_tokens))
+        registration = Registration(identity, group.page_bytes, self.chunk_tokens)
+        return NamedGroup(registration, group.rule, here, names)
 
     def source(self, group: Group, held: PageLease, lease: Lease | None) -> Source:
         """Return the source of a group's pages that a lookup has found."""
@@ -94,9 +105,12 @@ class Finder:
 
     # -- prompts -------------------------------------------------------------------------------------
 
-    def prompt(self, prompt: Prompt | TokenIds) -> Prompt:
-        """Return a prompt of the model, or pages of one group. Raise :class:`UsageError` if they have another
-        layout."""
+    def prompt(self, prompt: Prompt | TokenIds, inputs: Sequence[PromptInput] = ()) -> Prompt:
+        """Return a prompt of the model, or pages of one group. With ``inputs``, return a copy that has them.
+        Raise :class:`UsageError` if they have another layout."""
+        if inputs:
+            prompt = self.prompt(prompt).copy()
+            prompt.place(inputs)
         if not isinstance(prompt, Prompt):
             if self.of_inputs:
                 raise UsageError("embeddings are found by their input, not by tokens: use Store.embedding")
@@ -143,7 +157,7 @@ class Finder:
 
     def pages_at(self, prompt: Prompt, group: Group, ends: Sequence[int]) -> NamedRequest:
         """Return the request for a group's named pages that end at these tokens of a model's prompt."""
-        keys, data = named_chunks(prompt.names_at(ends), self.chunk_tokens)
+        keys, data = named_chunks(prompt.names_of(group.number, ends), self.chunk_tokens)
         identity = prompt.identity_of(group.number)
         return NamedRequest(identity, group.page_bytes, self.chunk_tokens, data, len(data), keys)
 
@@ -202,11 +216,14 @@ class Finder:
         """Return the requests for what a hit of ``tokens`` tokens of a model's prompt needs of each group."""
         if not tokens:
             return []
-        ends = [(group, group.rule.ends(tokens, self.chunk_tokens)) for group in self.named]
-        return [
-            *((group, self.chain(prompt, group).cut(tokens)) for group in self.chained),
-            *((group, self.pages_at(prompt, group, each)) for group, each in ends if each),
-        ]
+        chains = [(group, self.chain(prompt, group).cut(tokens)) for group in self.chained]
+        return [*chains, *self.named_needed(prompt, tokens)]
+
+    def named_needed(self, prompt: Prompt, tokens: int) -> list[tuple[Group, LookupRequest]]:
+        """Return the requests for the named pages that such a hit needs."""
+        groups = [prompt.bound(group) for group in self.named]
+        ends = [(group, group.rule.ends(tokens, self.chunk_tokens)) for group in groups]
+        return [(group, self.pages_at(prompt, group, each)) for group, each in ends if each]
 
     def _expect(self, group: Group, request: LookupRequest, until_s: float) -> Transfer[None]:
         if self.hbm.has_all(request, group.number):
@@ -429,7 +446,7 @@ class HitLookup:
         self._finder = finder
         self._prompt = prompt
         self._chained = chained
-        self._named = named
+        self._named = named if prompt is None else [prompt.bound(group) for group in named]
         self._chains = [chain.cut(self.limit) for chain in chains]
         self._matches: Sequence[Match] = ()
         self._here: Mapping[int, Mapping[int, Page]] = {}  # by group: its named pages in HBM, by their ends
@@ -481,10 +498,13 @@ class HitLookup:
         if not hbm.pools or not hbm.published[group.number]:
             return {}
         chunk_tokens = finder.chunk_tokens
-        ends = {*range(chunk_tokens, self.limit + 1, chunk_tokens)}
-        for end in (self.limit, self._branch):
-            ends.update(range(end - end % chunk_tokens + 1, end + 1))
-        asked = sorted(ends)
+        if group.rule.past is Past.CROSS:
+            asked = list(group.rule.ends(self.limit, chunk_tokens))
+        else:
+            ends = {*range(chunk_tokens, self.limit + 1, chunk_tokens)}
+            for end in (self.limit, self._branch):
+                ends.update(range(end - end % chunk_tokens + 1, end + 1))
+            asked = sorted(ends)
         found = hbm.match_named(self._pages_at(group, asked), group.number)
         return {asked[at]: page for at, page in found.items()}
 
@@ -537,6 +557,8 @@ class HitLookup:
         if tokens and self._prompt is not None:
             points = self._prompt.points
             for group in self._named:
+                if group.rule.past is Past.CROSS:
+                    continue
                 points[group.number] = sorted({*points.get(group.number, ()), tokens})
         if not found.remote_tokens:
             return FoundHit(tokens, branch, parts, misses=misses)
@@ -582,7 +604,9 @@ class HitLookup:
                 others.append(RemotePages(finder.backend, chain, chain.page_bytes, first, ends))
         for group, each in zip(self._named, found.named, strict=True):
             if ends := each.remote_ends:
-                named = self._pages_at(group, ends)
+                named, chunk_tokens = self._pages_at(group, ends), finder.chunk_tokens
+                if group.rule.past is Past.CROSS:  # a hit that reaches into this chunk needs the page
+                    ends = [group.rule.chunk_of(end, chunk_tokens) * chunk_tokens + 1 for end in ends]
                 others.append(RemotePages(finder.backend, named, group.page_bytes, 0, ends))
         return others
 

@@ -74,8 +74,7 @@ class StorePins:
     def _named(self, prompt: Prompt, tokens: int) -> list[LookupRequest]:
         """Return the requests for the named pages that a hit of ``tokens`` tokens needs."""
         finder = self._finder
-        ends = [(group, group.rule.ends(tokens, finder.chunk_tokens)) for group in finder.named]
-        return [finder.pages_at(prompt, group, each) for group, each in ends if each]
+        return [request for _, request in finder.named_needed(prompt, tokens)]
 
     def _undo(self, request: LookupRequest) -> int:
         return self._backend.pin(request, undo=True).wait()

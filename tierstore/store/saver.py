@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tierstore.arguments import whole_number, whole_numbers
 from tierstore.backend import LookupRequest, SaveHints
 from tierstore.errors import UsageError
-from tierstore.groups import Group
+from tierstore.groups import Group, Past
 from tierstore.index import Page
 from tierstore.keys import PageKey, Prompt, TokenIds
 from tierstore.mover import Mover
@@ -86,9 +86,15 @@ class Saver:
             return _PagesToSave(of, request, _checked_first(first, count, request.num_chunks))
         prompt = finder.prompt(prompt)
         chunk_tokens = finder.chunk_tokens
-        first = _checked_first(first, count, -(-len(prompt) // chunk_tokens))
+        group = prompt.bound(group)
+        crosses = group.rule.past is Past.CROSS
+        chunks = len(group.chunks(len(prompt))) if crosses else -(-len(prompt) // chunk_tokens)
+        first = _checked_first(first, count, chunks)
         if not group.named:
             return _PagesToSave(group, finder.chain(prompt, group), first)
+        if crosses:  # no save point: the pages of an input serve other prompts, too
+            ends = [(page + 1) * chunk_tokens for page in range(first, first + count)]
+            return _PagesToSave(group, finder.pages_at(prompt, group, ends), 0)
         ends = [min((chunk + 1) * chunk_tokens, len(prompt)) for chunk in range(first, first + count)]
         lacking = (first + count) * chunk_tokens - ends[-1] if ends else 0
         return _PagesToSave(group, finder.pages_at(prompt, group, ends), 0, prompt, ends, lacking)

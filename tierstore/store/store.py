@@ -18,7 +18,7 @@ from tierstore.errors import UsageError
 from tierstore.explanation import Explanation
 from tierstore.groups import Group, GroupRule, by_kind, groups_of
 from tierstore.index import LABELS, Tier
-from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt, TokenIds
+from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt, PromptInput, TokenIds
 from tierstore.mover import Mover
 from tierstore.planner import Plan, Planner
 from tierstore.policy import DEFAULT_POLICY
@@ -176,14 +176,14 @@ class Store:
 
     # -- finding -------------------------------------------------------------------------------------
 
-    def prompt(self, tokens: TokenIds) -> Prompt:
-        """Return the prompt of ``tokens`` under the store's own identity, with the keys of its pages."""
+    def prompt(self, tokens: TokenIds, *, inputs: Sequence[PromptInput] = ()) -> Prompt:
+        """Return the prompt of ``tokens`` under the store's own identity. ``inputs`` are read by cross
+        attention: see :meth:`Prompt.place`."""
         self._hbm.require_process()
-        return self._finder.prompt(tokens)
+        return self._finder.prompt(tokens, inputs)
 
     def embedding(self, content: bytes, rows: int) -> Prompt:
-        """Return the pages of an input's embedding. All verbs take it in the place of a prompt: see
-        :meth:`Prompt.of_input`. Raise :class:`UsageError` in a store of KV."""
+        """Return the pages of an input's embedding, for all verbs. See :meth:`Prompt.of_input`."""
         return self._finder.embedding(content, rows)
 
     def lookup(

@@ -57,8 +57,10 @@ class ReferenceModel:
     def __init__(self, identity: Identity, rng: random.Random, number: int) -> None:
         self.model = replace(identity, adapter=f"model {number}")
         self.tokens = [rng.randrange(1000) for _ in range(rng.randrange(2 * CHUNK, 12 * CHUNK))]
+        inputs = zip(sorted(rng.sample(range(len(self.tokens)), 2)), (CHUNK, CHUNK + 1), strict=True)
         others = [GroupRule.window(rng.choice([0, 5, CHUNK, 40])), GroupRule.state(), GroupRule.chunked(48)]
-        self.rules = [GroupRule.all(), *rng.sample(others, rng.randrange(1, 4))]
+        others.append(GroupRule.cross(inputs, CHUNK))
+        self.rules = [GroupRule.all(), *rng.sample(others, rng.randrange(1, 5))]
         self._rng = rng
         self._identities = [
             replace(self.model, codec=f"group {at}", layout=_layout(rule))
@@ -77,11 +79,17 @@ class ReferenceModel:
             self._identities[0], SPEC.page_bytes, CHUNK, data, len(data), list(self._chain.keys)
         )
         named = [
-            NamedGroup(Registration(identity, SPEC.page_bytes, CHUNK), rule)
+            NamedGroup(
+                Registration(identity, SPEC.page_bytes, CHUNK), rule, names=self._names_of_inputs(rule)
+            )
             for identity, rule in zip(self._identities[1:], self.rules[1:], strict=True)
         ]
         tail = self._chain.chunk(num_tokens // CHUNK)
         return HitRequest(CHUNK, num_tokens, [chain], [0], named, self._names, self.model.digest, tail)
+
+    def _names_of_inputs(self, rule: GroupRule) -> list[bytes]:
+        pages = rule.inputs[-1][1] // CHUNK if rule.inputs else 0
+        return [page_name(self.model.digest, b"page %d of the inputs" % page) for page in range(pages)]
 
     def page(self, group: int, end: int) -> bytes:
         """Return the page of a group that ends at a token."""
@@ -98,8 +106,9 @@ class ReferenceModel:
             backend.register(known)
         tests.save(backend, request.chains[0].cut(whole * CHUNK), self._pages(0, whole))
         held = [set(range(1, whole * CHUNK + 1))]
-        ends = [*range(CHUNK, len(self.tokens) + 1, CHUNK), len(self.tokens)]
+        every = [*range(CHUNK, len(self.tokens) + 1, CHUNK), len(self.tokens)]
         for at, group in enumerate(request.named, 1):
+            ends = list(group.rule.ends(len(self.tokens), CHUNK)) if group.names else every
             some = sorted(set(self._rng.sample(ends, self._rng.randrange(len(ends) + 1))))
             some = some if self._rng.random() < 0.7 else sorted({*some, *ends[:whole]})
             tests.save(backend, request.pages(group, some), [self.page(at, end) for end in some])

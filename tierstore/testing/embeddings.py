@@ -1,5 +1,5 @@
-"""The conformance suite for embeddings, for the same stores as :class:`~tierstore.testing.store.StoreTests`.
-Use it in the same way::
+"""The conformance suites for embeddings and for cross attention, for the same stores as
+:class:`~tierstore.testing.store.StoreTests`. Use them in the same way::
 
     class TestMine(EmbeddingTests):
         @pytest.fixture
@@ -18,18 +18,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierstore import Identity, KVSpec, Prompt, Store, UsageError
+from tierstore import Identity, KVSpec, LayerGroup, LayerKind, Prompt, Store, UsageError
 from tierstore.explanation import MissReason
+from tierstore.groups import Past
+from tierstore.keys import PromptInput
 from tierstore.testing.clock import wait_until
-from tierstore.testing.layouts import Layout
+from tierstore.testing.layouts import CHUNK, FULL, WINDOW, Layout
 from tierstore.testing.store import OpenStore, StoreFixtures, new_identity
 
 EMBEDDING = Layout("embedding", KVSpec.embedding(width=128, dtype="float32", rows=16))
 """Pages of 8 KiB for 16 rows of 128 numbers."""
 
+_CROSS = LayerGroup(LayerKind.CROSS_ATTENTION, (5, 6), 1, 32)
+CROSSED = (
+    Layout("full+cross", KVSpec((FULL, _CROSS), "float32", CHUNK)),
+    Layout("full+window+cross", KVSpec((FULL, WINDOW, _CROSS), "float32", CHUNK)),
+)
+"""Models with cross attention, whose pages have 8 KiB for 16 tokens or 16 rows."""
+
 SPEC = EMBEDDING.spec
 ROWS = 70  # four full pages, and six rows on the fifth
-PAGES = 5
+PAGES = CROSS_PAGES = 5
 _WAIT_S = 30.0
 _inputs = itertools.count()
 
@@ -235,3 +244,115 @@ class EmbeddingTests(StoreFixtures):
                     assert found or not saved.get(number)
 
         try_out()
+
+
+class CrossAttentionTests(StoreFixtures):
+    """The requirements for cross-attention layers in every store."""
+
+    @pytest.fixture(params=CROSSED, ids=str)
+    def crossed(self, request: pytest.FixtureRequest) -> Layout:
+        layout = request.param
+        assert isinstance(layout, Layout)
+        return layout
+
+    def test_a_hit_has_the_pages_of_the_inputs_before_its_end(
+        self, open_store: OpenStore, crossed: Layout
+    ) -> None:
+        store = open_store(crossed, identity=new_identity(crossed.spec))
+        prompt, tokens = prompt_with(store, new_content(), new_content())
+        save_crossed(store, crossed, prompt, tokens)
+        assert load_crossed(store, prompt, tokens) == len(tokens)
+        assert load_crossed(store, prompt, tokens, 32) == 32
+        with store.lookup(prompt, max_tokens=16) as hit:  # ends before the first input
+            assert hit.tokens == 16
+            assert not hit.chunks(crossed.groups[-1].number)
+
+    def test_a_missing_page_ends_the_hit_where_its_input_begins(
+        self, open_store: OpenStore, crossed: Layout
+    ) -> None:
+        store = open_store(crossed, identity=new_identity(crossed.spec))
+        prompt, tokens = prompt_with(store, new_content(), new_content())
+        save_crossed(store, crossed, prompt, tokens, inputs=slice(CROSS_PAGES + 1))
+        with store.lookup(prompt) as hit:
+            assert (hit.tokens, hit.branch) == (32, len(tokens))
+        assert load_crossed(store, prompt, tokens) == 32
+        save_crossed(store, crossed, prompt, tokens)
+        assert load_crossed(store, prompt, tokens) == len(tokens)
+
+    def test_an_input_is_found_at_another_place_of_another_prompt(
+        self, open_store: OpenStore, crossed: Layout
+    ) -> None:
+        store = open_store(crossed, identity=new_identity(crossed.spec))
+        one, other = new_content(), new_content()
+        prompt, tokens = prompt_with(store, one, other)
+        save_crossed(store, crossed, prompt, tokens)
+        group = crossed.groups[-1]
+        again = store.prompt(
+            [7] * 40, inputs=[PromptInput(9, new_content(), ROWS), PromptInput(20, one, ROWS)]
+        )
+        for number, pages in ((0, 0), (1, CROSS_PAGES)):
+            with store.lookup(again.pages_of_input(group.number, number)) as hit:
+                assert hit.tokens == pages * CHUNK
+        with store.lookup(again) as hit:
+            assert hit.tokens == 0
+        for shorter in (PromptInput(9, one, ROWS - 1), PromptInput(9, one[::-1], ROWS)):
+            with store.lookup(
+                store.prompt([7] * 40, inputs=[shorter]).pages_of_input(group.number, 0)
+            ) as hit:
+                assert hit.tokens == 0
+        assert store.prompt([1] * 20, inputs=[]).inputs == ()
+
+    def test_a_prompt_without_inputs_has_no_pages_of_them(
+        self, open_store: OpenStore, crossed: Layout
+    ) -> None:
+        store = open_store(crossed, identity=new_identity(crossed.spec))
+        tokens = list(range(40))
+        save_crossed(store, crossed, store.prompt(tokens), tokens)
+        assert load_crossed(store, store.prompt(tokens), tokens) == len(tokens)
+        with pytest.raises(UsageError, match="must lie within the prompt's 0 chunks"):
+            store.save(store.prompt(tokens), [bytes(8192)], group=crossed.groups[-1].number)
+
+    def test_inputs_that_do_not_fit_are_refused(self, open_store: OpenStore, images: Store) -> None:
+        store = open_store(CROSSED[0], identity=new_identity(CROSSED[0].spec))
+        for inputs, why in (
+            ([(5, ROWS), (5, ROWS)], "ascending tokens of the prompt"),
+            ([(20, ROWS)], "ascending tokens"),
+            ([(5, 0)], "rows must be at least 1"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                store.prompt([1] * 20, inputs=[PromptInput(at, new_content(), rows) for at, rows in inputs])
+        with pytest.raises(UsageError, match="has no cross-attention layers"):
+            Prompt(images.identity, [1] * 20, chunk_tokens=CHUNK).place([PromptInput(5, new_content(), ROWS)])
+
+
+def prompt_with(store: Store, one: bytes, other: bytes) -> tuple[Prompt, list[int]]:
+    """Return a prompt of 55 tokens with inputs at tokens 20 and 40, and its tokens."""
+    tokens = [int.from_bytes(one[:3], "big"), *range(54)]
+    return store.prompt(tokens, inputs=[PromptInput(20, one, ROWS), PromptInput(40, other, ROWS)]), tokens
+
+
+def cross_pages(prompt: Prompt) -> list[bytes]:
+    """Return the pages of a prompt's inputs, each of 8 KiB."""
+    return [page for each in prompt.inputs for page in rows_of(each.content, each.rows)]
+
+
+def save_crossed(
+    store: Store, layout: Layout, prompt: Prompt, tokens: list[int], *, inputs: slice = slice(None)
+) -> None:
+    """Save all pages of a prompt; ``inputs`` are those of its inputs."""
+    for group in layout.groups:
+        crosses = group.rule.past is Past.CROSS
+        data = cross_pages(prompt)[inputs] if crosses else layout.pages_of(tokens, group.number)
+        assert store.save(prompt, data, group=group.number).wait(_WAIT_S) == (
+            len(data) * CHUNK if crosses else len(tokens)
+        )
+
+
+def load_crossed(store: Store, prompt: Prompt, tokens: list[int], limit: int | None = None) -> int:
+    """Load a hit and compare the pages of its inputs. Return its length."""
+    hit = store.lookup(prompt, max_tokens=limit)
+    into = [[bytearray(group.page_bytes) for _ in hit.chunks(group.number)] for group in store.groups]
+    loaded = store.load(hit, into).wait(_WAIT_S)
+    begun = sum(each.start < loaded.tokens for each in prompt.inputs)
+    assert [bytes(page) for page in into[-1]] == cross_pages(prompt)[: begun * CROSS_PAGES]
+    return loaded.tokens

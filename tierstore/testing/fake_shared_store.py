@@ -33,9 +33,9 @@ from tierstore.cluster.shared_store import (
     NOT_THERE,
     Memory,
     SharedStore,
-    SharedStoreError,
     SharedStoreOptions,
 )
+from tierstore.errors import SharedStoreError
 
 _LOOK_S = 0.01
 

@@ -201,7 +201,9 @@ class Found(Message):
 class NamedPart(msgspec.Struct, array_like=True):
     """A layer group with named pages. ``past`` (``window``, ``chunk`` or ``state``; see
     :class:`tierstore.groups.Past`) and ``past_tokens`` are the rule for the pages that a hit needs. The
-    client itself has the pages that end at the tokens ``here`` (uint32). A single group without chains may
+    client itself has the pages that end at the tokens ``here`` (uint32). For ``cross``, ``inputs`` has each
+    input's first token and the end of its rows (uint32), and ``names`` (32 bytes each) are those of all pages
+    of the inputs. A single group without chains may
     also have ``input`` (all rows of an input, or no hit), or, with ``explain``, ``all`` (the client has named
     the pages)."""
 
@@ -209,6 +211,8 @@ class NamedPart(msgspec.Struct, array_like=True):
     past: Text
     past_tokens: int
     here: Payload = b""
+    inputs: Payload = b""
+    names: Payload = b""
 
 
 class FindHit(Message):

@@ -25,6 +25,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMet
 
 from tierstore.errors import TierStoreError
 from tierstore.keys import Identity
+from tierstore.sizing import embedding_worth
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.counters import ConnectorCounters, added
 from tierstore_connectors.common.facts import host_device
@@ -243,9 +244,11 @@ def _identities(config: Any, settings: EncoderSettings) -> Callable[[str], Ident
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     widths = config.ec_transfer_config.mm_encoder_output_widths
     inputs = int(config.model_config.get_inputs_embeds_size())
+    shape = config.model_config.hf_config.to_dict()
 
     def identity_of(modality: str) -> Identity:
-        spec = KVSpec.embedding(width=widths.get(modality) or inputs, dtype=dtype)
+        worth = embedding_worth(shape, modality)
+        spec = KVSpec.embedding(width=widths.get(modality) or inputs, dtype=dtype, worth=worth)
         return Identity.of(spec, model=model, revision=weights.revision, codec="vllm-encoder")
 
     return identity_of

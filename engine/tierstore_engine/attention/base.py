@@ -14,8 +14,8 @@ remember the past in several ways has a pool, a table and a backend for each lay
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -52,6 +52,21 @@ class Span:
     stop: int
     drafted: int = 0
     mutual: tuple[range, ...] = ()
+
+    def parts(self) -> Iterator[Span]:
+        """Yield the span in parts that are no image, or one: ``mutual`` is then all of the part."""
+        at = self.start
+        for image in (*self.mutual, range(self.stop, self.stop)):
+            if at < image.start:
+                yield replace(self, start=at, stop=image.start, mutual=())
+            if image:
+                yield replace(self, start=image.start, stop=image.stop, mutual=(image,))
+            at = image.stop
+
+    def moved(self, tables: tuple[Sequence[int], ...], tokens: int) -> Span:
+        """Return the span in other tables that lack the first ``tokens`` tokens."""
+        mutual = tuple(range(image.start - tokens, image.stop - tokens) for image in self.mutual)
+        return Span(tables, self.start - tokens, self.stop - tokens, self.drafted, mutual)
 
     def sees(self, token: int) -> int:
         """Return the end of the tokens that ``token`` sees."""

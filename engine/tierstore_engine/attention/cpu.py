@@ -86,6 +86,15 @@ class CpuAttention(PartAttention):
         for plane, new in enumerate((keys,) if values is None else (keys, values)):
             self._pages.put(layer, plane, batch.pages, batch.offsets, new)
 
+    def write_pages(self, layer: int, keys: torch.Tensor, values: torch.Tensor, pages: Sequence[int]) -> None:
+        """Write whole pages: ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``), and zeros behind
+        them."""
+        places = torch.arange(len(pages) * self._chunk)
+        numbers = torch.tensor(pages, dtype=torch.int64)[places // self._chunk]
+        for plane, new in enumerate((keys, values)):
+            padded = torch.nn.functional.pad(new, (0, 0, 0, 0, 0, len(places) - len(new)))
+            self._pages.put(layer, plane, numbers, places % self._chunk, padded)
+
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         return self.attend_with_lse(layer, queries, batch)[0]
 
@@ -188,13 +197,12 @@ class CpuAttention(PartAttention):
         if self._past_only:
             yield span.start, span.stop, False
             return
-        at = span.start
-        for image in (*span.mutual, range(span.stop, span.stop)):
-            for first, end in _cut(at, image.start, self._block):
+        for part in span.parts():
+            if part.mutual:
+                yield part.start, part.stop, True
+                continue
+            for first, end in _cut(part.start, part.stop, self._block):
                 yield from ((start, stop, False) for start, stop in _cut(first, end, chunk or self._block))
-            if image:
-                yield image.start, image.stop, True
-            at = image.stop
 
     def _chunked(self, layer: int) -> int | None:
         """Return the tokens of the layer's attention chunks; None without chunks."""

@@ -67,6 +67,7 @@ class _PagedStep:
     slots: Slots
     decoding: Sequences | None
     prefilling: Sequence[Sequences]
+    mutual: Sequence[Sequences] = ()  # the same, of tokens that see one another
     gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
 
 
@@ -303,6 +304,9 @@ class CudaAttention(KernelAttention):
         out = torch.empty_like(queries, dtype=torch.float32 if wide else queries.dtype)
         for sequences in step.prefilling:
             self._kernels.prefill(self._layers[layer], queries, sequences, out, lse, sight=sight)
+        for sequences in step.mutual:
+            mutual = replace(sight, causal=False)
+            self._kernels.prefill(self._layers[layer], queries, sequences, out, lse, sight=mutual)
         for row, span, table in step.gathered:
             assert self.library is not None
             rows = slice(row, row + span.tokens)
@@ -396,11 +400,16 @@ def _prepare(
     *,
     decodes: bool,
 ) -> _PagedStep:
-    """Sort the sequences by kernel, and copy their numbers to the device at once. Chunks of at most
-    ``whole_at`` splits are computed without splits. Unless the decode kernel computes single tokens
-    (``decodes``), every token has the same bits in any chunk, so chunks may be cut."""
+    """Sort the sequences by kernel, and copy their numbers to the device at once. Images whose tokens see one
+    another are sequences of their own. Chunks of at most ``whole_at`` splits are computed without splits.
+    Unless the decode kernel computes single tokens (``decodes``), every token has the same bits in any chunk,
+    so chunks may be cut."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
-    everyone = list(zip(batch.spans, first_rows, strict=False))
+    everyone = [
+        (part, row + part.start - span.start)
+        for span, row in zip(batch.spans, first_rows, strict=False)
+        for part in span.parts()
+    ]
     device, group = batch.pages.device, batch.group
     gathered = [
         (row, span, pages_of(span.tables[group], span.stop, chunk_tokens, device))
@@ -410,6 +419,8 @@ def _prepare(
     singles: list[_Member] = []
     whole: list[_Member] = []
     split: list[_Member] = []
+    mutual: list[_Member] = []
+    split_mutual: list[_Member] = []
     for member in everyone:
         span, _ = member
         if span.tokens == 1 and decodes:
@@ -417,18 +428,27 @@ def _prepare(
         elif at_library(span):
             continue
         elif splits_of(span) <= whole_at:
-            whole.append(member)
+            (mutual if span.mutual else whole).append(member)
+        elif span.mutual:
+            split_mutual.append(member)
         else:
             split += [member] if decodes else _pieces(member, max(most_parts // splits_of(span), 1))
-    kinds = [_KernelKind(group, singles), _KernelKind(group, whole)]
-    for members in _groups(split, splits_of, most_parts):
-        kinds.append(_KernelKind(group, members, [splits_of(span) for span, _ in members]))
+    kinds = [_KernelKind(group, singles)]
+    for unsplit, cut in ((whole, split), (mutual, split_mutual)):
+        kinds.append(_KernelKind(group, unsplit))
+        for members in _groups(cut, splits_of, most_parts):
+            kinds.append(_KernelKind(group, members, [splits_of(span) for span, _ in members]))
     parts = [kind.numbers(chunk_tokens) for kind in kinds]
     numbers = to_device(torch.from_numpy(np.concatenate(parts)), device)
     on_device = torch.split(numbers, [len(part) for part in parts])
     decoding, *prefilling = (kind.sequences(part) for part, kind in zip(on_device, kinds, strict=True))
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
-    return _PagedStep(slots, decoding, [each for each in prefilling if each is not None], gathered)
+    causal: list[Sequences] = []
+    seeing: list[Sequences] = []
+    for each, kind in zip(prefilling, kinds[1:], strict=True):
+        if each is not None:
+            (seeing if kind.mutual else causal).append(each)
+    return _PagedStep(slots, decoding, causal, seeing, gathered)
 
 
 def _pieces(member: _Member, most_tokens: int) -> Iterator[_Member]:
@@ -464,6 +484,10 @@ class _KernelKind:
     group: int
     members: Sequence[_Member]
     splits: Sequence[int] = ()
+
+    @property
+    def mutual(self) -> bool:
+        return any(span.mutual for span, _ in self.members)
 
     def numbers(self, chunk_tokens: int) -> npt.NDArray[np.int32]:
         """Return all sequences' first rows, then their counts, lengths, splits and first parts (if they are

@@ -219,7 +219,7 @@ class PushDownAttention(Attention):
             slots = pool.slots(table)
             away = table[slots == NO_SLOT]
             past = len(away) * chunk
-            here.append(Span((slots[slots != NO_SLOT].tolist(),), span.start - past, span.stop - past))
+            here.append(span.moved((slots[slots != NO_SLOT].tolist(),), past))
             if len(away):
                 beyond.append(LiftedSpan(slice(row, row + span.tokens), away))
             row += span.tokens

@@ -27,8 +27,7 @@ _COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from the model
 @dataclass(frozen=True, slots=True)
 class Sight:
     """The tokens that a token sees, up to itself: the last ``window``, those of its attention chunk of
-    ``chunk`` tokens, or all. If not ``causal``, the sequence does not contain the new tokens, and each
-    of them sees all of it."""
+    ``chunk`` tokens, or all. If not ``causal``, it also sees the sequence's later tokens."""
 
     window: int | None = None
     chunk: int | None = None
@@ -279,7 +278,7 @@ class AttentionKernels(MergingKernels):
         sight: Sight = EVERYTHING,
     ) -> None:
         """Compute attention of each sequence's last ``counts`` tokens over the tokens that they see. If the
-        sight is not causal, they are not among the sequence's ``lengths`` tokens.
+        sight is all of the sequence and not causal, they need not be among its ``lengths`` tokens.
 
         ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``. Only the
         sequences' rows are read and written. If the sequences have ``splits``, this takes two launches, and

@@ -7,8 +7,9 @@
 //
 // The new tokens are the last of the `lengths` tokens. Row i of `counts` sees all tokens up to its own position
 // length - count + i, within the window or its attention chunk. This covers a cold prefill (count = length), a chunk
-// after a cached prefix, and a single token. One launch handles any mix of lengths. If not `causal`, the new tokens are
-// elsewhere, and each row sees all `lengths` tokens.
+// after a cached prefix, and a single token. One launch handles any mix of lengths. If not `causal`, each row also sees
+// the tokens behind it, up to `lengths`: those of an image see one another. Without a window and chunk, the new tokens
+// may then be elsewhere, and `lengths` less than `counts`.
 //
 // A few new tokens after a long past are few blocks with much to read. With SPLIT a block's tiles are divided into
 // `splits[sequence]` parts, each for its own block. A part writes the same as a decode split (split.cuh), and
@@ -58,12 +59,11 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
   // The last rows see the most keys, so their blocks start first.
   const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS;
   if (first_row >= count * group) return;
-  // If not causal, every row sees what the last token sees. A branch for each row would spill registers.
-  const int past = causal ? length - count : length - 1, last_token = causal ? count - 1 : 0;
-  const int first_position = past + min(first_row / group, last_token);
-  const int last_position = past + min(last_token, (first_row + ROWS - 1) / group);
+  const int past = length - count;
+  const int first_position = past + first_row / group;
+  const int last_position = min(past + (first_row + ROWS - 1) / group, length - 1);
   const int visible_begin = first_visible(first_position, window, chunk);
-  const int visible_end = last_position + 1;
+  const int visible_end = causal ? last_position + 1 : length;
   int first_token = visible_begin / TILE * TILE, end_token = visible_end;  // the range of tiles
   if constexpr (SPLIT) {
     const int split = blockIdx.z % most_splits, count_of_splits = splits[sequence];
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
   }
   const HeadPages<T, HEAD_DIM, PAGE, KV> pages(pool, page_stride, layer_offset, static_scales,
                                                tables + sequence * table_stride, kv_head, kv_heads);
-  const long long first_query = rows[sequence];
+  const int first_query = rows[sequence];
   auto query_index = [&](int row) {
-    return (first_query + row / group) * heads + kv_head * group + row % group;
+    return static_cast<long long>(first_query + row / group) * heads + kv_head * group + row % group;
   };
 
   for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
@@ -159,19 +159,21 @@ __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
           for (int i = 0; i < 4; i++) scores[strip][column][i] = scoring.of(scores[strip][column][i]);
 
     // Only tiles on the diagonal, at the window's edge or at the end of the keys need a mask.
-    const bool edge = token + TILE - 1 > first_position || token < first_visible(last_position, window, chunk);
+    const bool edge = token + TILE > (causal ? first_position + 1 : end_token) ||
+                      token < first_visible(last_position, window, chunk);
     if (edge) {
 #pragma unroll
       for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           // Rows beyond the last are computed like the last token's rows, and not written.
-          const int position = past + min(row_of(strip, half) / group, last_token);
+          const int position = min(past + row_of(strip, half) / group, length - 1);
           const int oldest = first_visible(position, window, chunk);
+          const int newest = causal ? position : end_token - 1;
 #pragma unroll
           for (int i = 0; i < TILE / 4; i++) {
             const int key = token + i / 2 * 8 + lane % 4 * 2 + i % 2;
-            if (key > position || key < oldest)
+            if (key > newest || key < oldest)
               scores[strip][i / 2][half * 2 + i % 2] = NEGATIVE_INFINITY;
           }
         }

@@ -227,14 +227,13 @@ class RequestPlanner:
             return tokens, ()
         if self._vision is None:
             raise bad_request("this model takes no images here: send text only", param="messages")
-        self._vision.check()
         check_count(urls)
         self._vision.check_text(text, len(urls))
         rows, images, count = list[int](), list[PromptImage](), len(tokens)
         for url in urls:
             processed = self._vision.process(read_image(url))
-            rows.append(processed.rows)
-            count += processed.rows
+            rows.append(processed.tokens)
+            count += processed.tokens
             check_length(count, self._positions)
             if embed:
                 images.append(self._vision.embed(processed))
@@ -256,7 +255,7 @@ class RequestPlanner:
         """Return how many new tokens fit after the longest prompt. Raises :class:`RequestError` if none
         do."""
         for prompt in prompts:
-            check_tokens(prompt, vocab_size=self._config.vocab_size, limit=self._positions)
+            check_tokens(prompt, vocab_size=self._config.prompt_tokens, limit=self._positions)
         return self._positions - max(map(len, prompts))
 
     def _check_choices(self, count: int) -> None:

@@ -107,7 +107,7 @@ def test_a_prompt_of_the_same_tokens_is_not_referred_to_by_another_ones_path(sha
 def test_in_the_tree_itself():
     index = Index([POLICIES["lru"]() for _ in Tier])
     identity = Identity.of(SPEC, model="m")
-    root = index.tree.root(identity.digest, 1000)
+    root = index.tree.root(identity, 1000)
     page = root
     for at, key in enumerate(keys("a")):
         page = index.add(page, key, encode_tokens(TOKENS[at * CHUNK : (at + 1) * CHUNK]))

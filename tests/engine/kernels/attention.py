@@ -13,17 +13,23 @@ from tests.engine.kernels.problem import Problem, Shape
 from tierstore_engine.kernels.operations import EVERYTHING, AttentionKernels, Sight, SplitRule
 
 SMALL_SPLITS = SplitRule(min_pages=1, max_splits=3)
-SIGHTS = [EVERYTHING, Sight(window=50), Sight(chunk=60), Sight(causal=False)]
+SIGHTS = [
+    EVERYTHING,
+    Sight(window=50),
+    Sight(chunk=60),
+    Sight(causal=False),
+    Sight(window=50, causal=False),
+]
 SOAKED = [*SIGHTS, Sight(window=1), Sight(window=64), Sight(chunk=64), Sight(chunk=100)]
 
 
 def sights_of(most: int) -> st.SearchStrategy[Sight]:
-    """Everything, also when the new tokens are elsewhere; windows and chunks of up to so many tokens."""
-    tokens = st.integers(1, most)
+    """Everything, windows and chunks of up to so many tokens; with and without the tokens behind."""
+    tokens, causal = st.integers(1, most), st.booleans()
     return (
-        st.sampled_from([EVERYTHING, Sight(causal=False)])
-        | st.builds(Sight, tokens)
-        | st.builds(Sight, st.none(), tokens)
+        st.builds(Sight, st.none(), st.none(), causal)
+        | st.builds(Sight, tokens, st.none(), causal)
+        | st.builds(Sight, st.none(), tokens, causal)
     )
 
 

@@ -29,12 +29,25 @@ PREFILL = [
         "cp_async_wait<1>();\n    __syncthreads()",
     ),
     Bug("one stage instead of two", "prefill.cu", "token / TILE % 2", "0", times=2),
-    Bug("causal mask hides the token itself", "prefill.cu", "key > position ||", "key >= position ||"),
-    Bug("causal mask shows the next token", "prefill.cu", "key > position ||", "key > position + 1 ||"),
-    Bug("new tokens elsewhere see less", "prefill.cu", "causal ? length", "true ? length"),
     Bug(
-        "diagonal found too late", "prefill.cu", "token + TILE - 1 > first_position", "token > first_position"
+        "causal mask hides the token itself",
+        "prefill.cu",
+        "key > newest ||",
+        "key >= newest ||",
     ),
+    Bug(
+        "causal mask shows the next token",
+        "prefill.cu",
+        "key > newest ||",
+        "key > newest + 1 ||",
+    ),
+    Bug(
+        "tokens of an image do not see later ones",
+        "prefill.cu",
+        "causal ? position : end_token",
+        "true ? position : end_token",
+    ),
+    Bug("diagonal found too late", "prefill.cu", "token + TILE > (causal", "token > (causal"),
     Bug("window one too wide", "scores.cuh", "position - window + 1, 0)", "position - window, 0)"),
     Bug(
         "window edge not masked",

@@ -67,12 +67,12 @@ class SeaweedServer:
             return False
         return True
 
-    def bucket_store(self):
-        """Return obstore's own client of the bucket, for what a test does to it."""
+    def bucket_store(self, bucket: str = BUCKET):
+        """Return obstore's own client of a bucket, for what a test does to it."""
         from obstore.store import S3Store
 
         return S3Store(
-            BUCKET,
+            bucket,
             endpoint=self.endpoint,
             access_key_id=KEY,
             secret_access_key=SECRET,
@@ -97,6 +97,7 @@ class FaultyProxy:
     ``cut``        the first half of the body, with the length of the whole
     ``flip``       one wrong byte in the middle
     ``longer``     some bytes too many
+    ``versions``   the right answer, as from a bucket that keeps old versions of its objects
     ``hang``       no answer while this is set
     """
 
@@ -146,7 +147,10 @@ class FaultyProxy:
                     }
                     data = wrong.get(fault, data)
                     told = told if fault == "cut" else len(data)
-                self._answer(response.status, dict(response.getheaders()), data, told)
+                headers = dict(response.getheaders())
+                if fault == "versions":
+                    headers["x-amz-version-id"] = "first"
+                self._answer(response.status, headers, data, told)
                 self.close_connection = self.close_connection or fault == "cut"
 
             def _answer(self, status: int, headers: dict[str, str], data: bytes, told: int) -> None:

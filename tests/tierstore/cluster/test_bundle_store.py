@@ -19,8 +19,8 @@ from tierstore.cluster.agent import PublishQueue
 from tierstore.cluster.bundle_store import BundleStore
 from tierstore.cluster.objects import HEADER_BYTES, PageObject, name_digest
 from tierstore.cluster.orders import Counted, Origin, PromptPages, Publish, ToDaemon, Trouble
-from tierstore.cluster.shared_store import SharedStoreError, SharedStoreOptions
-from tierstore.errors import UsageError
+from tierstore.cluster.shared_store import SharedStoreOptions
+from tierstore.errors import SharedStoreError, UsageError
 from tierstore.testing.clock import wait_until
 
 PAGE = 10_000
@@ -432,6 +432,25 @@ def test_small_bundles_become_a_large_one(url, seaweed, prefix, monkeypatch):
     assert other.get(1, 0, 12) == 0  # it has not listed since, and finds them after its next listing
     late.store.compact()
     assert len(bundles(seaweed, prefix)) == 4
+
+
+def test_a_merge_does_not_lengthen_the_life_of_pages(url, seaweed, prefix):
+    agent = Agent().open(url, days=2)
+    steps(agent, 1, 5)
+    agent.store._refresh()  # now it knows the server's times
+    first = agent.store.index.find(names(1, 0, 1))[0].bundle
+    agent.store.index._stored[first.name].written_at -= 0.9 * 86400
+    agent.store.compact()
+    assert agent.counted("merged_objects") == 5
+    assert Agent().open(url, days=1).get(1, 0, 10) == 10
+    late = Agent().open(url, days=0.8)
+    late.store._refresh()  # the head was read by then
+    assert late.counted("expired_objects") == 1
+    assert len(bundles(seaweed, prefix)) == 5, "the parts are new, as far as the bucket knows"
+    early = Agent().open(url, days=1.7)
+    early.store.index._stored[first.name].written_at -= 0.9 * 86400
+    early.store.compact()
+    assert early.counted("merged_objects") == 4, "without what will end soon"
 
 
 @pytest.mark.parametrize("step", ["read", "write", "delete"])

@@ -36,7 +36,7 @@ def test_what_is_written_is_read(count, object_bytes, first):
     assert made.nbytes == len(head) + count * object_bytes
     assert made.offset(0) == len(head)
     read = read_bundle(made.name, made.nbytes, head[:HEAD_BYTES])
-    assert read == HEAD_BYTES + 20 * count
+    assert read == HEAD_BYTES + 20 * count + 16, "with the id of the key, if there is one"
     read = read_bundle(made.name, made.nbytes, head)
     assert read == made
     assert read.origin(head[read.origin_at :]).count == count
@@ -135,6 +135,39 @@ def test_time_is_the_servers():
     assert index.now == 1110.0
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_merged_bundle_is_as_old_as_its_oldest_page(monkeypatch, kept):
+    """Also if its names are not kept."""
+    parts = [bundle(1, at, 2)[0] for at in range(0, 8, 2)]
+    index = filled(*parts)
+    assert index.mergeable(4, 16_000, since=1000.0) == [parts]
+    assert index.mergeable(3, 16_000, since=1000.5) == [parts[1:]]
+    made, head = merged_bundle(parts, origin_of(parts), index.oldest_at(parts))
+    merged = read_bundle(made.name, made.nbytes, head)
+    assert isinstance(merged, Bundle)
+    assert merged.oldest_at == 1000
+    if not kept:
+        monkeypatch.setattr(bundle_index, "_MOST_PAGES", 1)
+    later = BundleIndex(clock=lambda: 0.0)
+    new = bundle(2, 0, 1)[0]
+    later.listed([(merged.name, merged.nbytes, 1100.0), (new.name, new.nbytes, 1100.0)], 0.0)
+    later.read(merged.name, merged)
+    later.rebuild()
+    assert (later.find(names(1, 0, 1)) != [None]) == kept
+    assert later.expired(100.5) == []
+    assert later.expired(99.5) == [merged.name]
+    longer, _ = merged_bundle([merged, bundle(1, 8, 2)[0]], origin_of(parts), later.oldest_at([merged]))
+    assert longer.oldest_at == 1000
+
+
+@pytest.mark.parametrize(("time", "kept"), [(-5.0, 0), (1e12, (1 << 32) - 1), (float("inf"), (1 << 32) - 1)])
+def test_a_time_that_cannot_be_is_bounded(time, kept):
+    parts = [bundle(1, 0, 1)[0], bundle(1, 1, 1)[0]]
+    made, head = merged_bundle(parts, origin_of(parts), time)
+    assert made.oldest_at == kept
+    assert read_bundle(made.name, made.nbytes, head) == made
+
+
 def test_an_index_stays_within_its_limits(monkeypatch):
     monkeypatch.setattr(bundle_index, "_MOST_PAGES", 10)
     monkeypatch.setattr(bundle_index, "MOST_BUNDLES", 3)
@@ -209,7 +242,7 @@ def test_merging_ends_and_loses_no_page(lines, data):
         if not runs:
             break
         run = data.draw(st.sampled_from(runs))
-        made, head = merged_bundle(run, origin_of(run))
+        made, head = merged_bundle(run, origin_of(run), index.oldest_at(run))
         assert read_bundle(made.name, made.nbytes, head) == made
         index.add(made)
         written += made.pages

@@ -28,6 +28,7 @@ facts = st.builds(
     hits=st.integers(0, 1000),
     reuse=st.sampled_from([int(reuse) for reuse in Reuse]),
     priority=st.integers(-100, 100),
+    worth=st.integers(0, 7),
 )
 
 
@@ -86,7 +87,7 @@ def test_the_default_is_lru_until_something_has_left_and_then_uses_count():
     assert policy.score(used) == policy.score(new) == 100
     policy.leaves(new, 60.0, 100)
     assert policy.score(new) == 100
-    assert policy.score(used) == 100 + 2 * 40
+    assert policy.score(used) == policy.score(new._replace(worth=2)) == 100 + 2 * 40
 
 
 def test_what_leaves_because_of_a_hint_says_nothing_of_lifetimes():

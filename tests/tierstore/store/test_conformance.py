@@ -15,13 +15,13 @@ from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address
 from tierstore.core.backend import LocalBackend, open_core
 from tierstore.testing.backend import BackendTests
-from tierstore.testing.embeddings import EmbeddingTests
+from tierstore.testing.embeddings import CrossAttentionTests, EmbeddingTests
 from tierstore.testing.layouts import LAYOUTS
 from tierstore.testing.processes import DaemonProcess
 from tierstore.testing.store import SPEC, StoreTests
 
 
-class Portioned(StoreTests, EmbeddingTests):
+class Portioned(StoreTests, EmbeddingTests, CrossAttentionTests):
     @pytest.fixture(params=portion(8, 200))
     def sequences(self, request):
         return request.param

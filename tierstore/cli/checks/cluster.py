@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from tierstore.cli.checks.check import Check, fail, ok
-from tierstore.cluster.shared_store import SharedStoreError, check_url, is_object_store
+from tierstore.cluster.shared_store import check_url, is_object_store
+from tierstore.errors import SharedStoreError
 from tierstore.extras import install
 
 _LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}  # without them the import fails, even for TCP

@@ -72,17 +72,19 @@ class _FittingPage(NamedTuple):
 def fit(
     index_db: IndexDB,
     facts: npt.NDArray[np.void],
+    worths: Mapping[int, int],
     extents: ExtentFiles,
     payloads: Payloads,
     space: SlabAllocator | None,
     policy: Policy,
 ) -> Fitted:
     """Evict and move pages until all remaining ones are in slots of ``space``, which is empty at first (None:
-    there are no slots). ``facts`` has the facts of all reachable pages. The extents are not cut yet.
+    there are no slots). ``facts`` has the facts of all reachable pages, and ``worths`` those of the roots.
+    The extents are not cut yet.
 
     Raise :class:`OSError` if the disk fails. Nothing is lost then, and the next opening continues.
     """
-    kept = _kept(facts, space, policy)
+    kept = _kept(facts, worths, space, policy)
     evicted = facts["serial"][~kept].tolist()
     index_db.forget(evicted)
     if space is None:
@@ -99,7 +101,9 @@ def fit(
 # -- eviction ----------------------------------------------------------------------------------------
 
 
-def _kept(facts: npt.NDArray[np.void], space: SlabAllocator | None, policy: Policy) -> npt.NDArray[np.bool_]:
+def _kept(
+    facts: npt.NDArray[np.void], worths: Mapping[int, int], space: SlabAllocator | None, policy: Policy
+) -> npt.NDArray[np.bool_]:
     """Return which pages stay. The others do not fit into an empty ``space``, or come after such pages."""
     parents = parent_rows(facts)
     inline = facts["place"] == INLINE
@@ -108,7 +112,7 @@ def _kept(facts: npt.NDArray[np.void], space: SlabAllocator | None, policy: Poli
     kept = reachable(parents, inline | np.isin(facts["nbytes"], fitting))
     if space is not None:
         # Only among pages in the extents: evicting others frees no slot.
-        evicted = _evict(PageTable(facts[kept & ~inline]), space, policy)
+        evicted = _evict(PageTable(facts[kept & ~inline], worths), space, policy)
         kept = reachable(parents, kept & ~np.isin(facts["serial"].astype(np.int64), evicted))
     return kept
 

@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _FORGOTTEN = b"forgotten "
 _FORGETS = b"forgets "
+_SHARED = b"shared keys "
 _PAGE = struct.Struct("<Qd")  # serial, created_s
 
 
@@ -64,10 +65,22 @@ class ForgetNotes:
 
     def log(self) -> bytes:
         """Return the value of :meth:`keep_log`; empty if there is none, or it cannot be read."""
+        return self._kept(_FORGETS)
+
+    def shared_keys(self) -> bytes:
+        """Return the value of :meth:`keep_shared_keys`; empty if there is none, or it cannot be read."""
+        return self._kept(_SHARED)
+
+    def keep_shared_keys(self, dump: bytes) -> None:
+        """Store the ids of the keys in the shared store, durably."""
+        with self._changing():
+            self._index_db.put_extra(_SHARED, dump)
+
+    def _kept(self, name: bytes) -> bytes:
         try:
-            return self._index_db.get_extra(_FORGETS)
+            return self._index_db.get_extra(name)
         except OSError as error:
-            _log.warning("disk tier: the log of forgets cannot be read: %s", error)
+            _log.warning("disk tier: a note about forgets cannot be read: %s", error)
             return b""
 
     def keep_log(self, dump: bytes) -> None:

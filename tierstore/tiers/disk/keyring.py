@@ -46,7 +46,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -55,23 +55,30 @@ from tierstore.extras import install
 from tierstore.locks import PathLock
 from tierstore.tiers.disk.io import FileIO
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
 _log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 ID_BYTES = 8
 NAME_BYTES = 16
+SALT_BYTES = 32
 _COMMAND = "command:"
 _COMMAND_S = 30.0
 _BESIDE = ".ring"  # suffix of the default keyring, beside the master key's file
 
 _MAGIC = b"tierstore ring 1"
 _RING_ID_BYTES = 16
-_NONCE_BYTES = 12
+NONCE_BYTES = 12
 _TAG_BYTES = 16
+_NONCE_OF_BYTES, _NONCE_OF_TEXT = bytes(12), bytes(11) + b"\1"
+_LEAST_UPDATE = 64  # bytes at the end of a payload: the cipher returns these as an object, see DataKey.seal
 _SLOT_BYTES = 1024
-_HEADER = struct.Struct(f"<16s{_RING_ID_BYTES}s{_NONCE_BYTES}s{KEY_BYTES + _TAG_BYTES}s")
+_HEADER = struct.Struct(f"<16s{_RING_ID_BYTES}s{NONCE_BYTES}s{KEY_BYTES + _TAG_BYTES}s")
 _LENGTH = struct.Struct("<H")
-_ENTRY_BYTES = _SLOT_BYTES - _NONCE_BYTES - _TAG_BYTES
+_ENTRY_BYTES = _SLOT_BYTES - NONCE_BYTES - _TAG_BYTES
 _MOST_NAME_BYTES = 400  # most bytes of a name in an entry; longer names are hashed
 
 
@@ -186,6 +193,12 @@ def _printed(command: str) -> bytes:
     return done.stdout
 
 
+def sharing_key(master: bytes) -> bytes:
+    """Return the key that opens the shared data keys of hosts (``cluster/shared_keys.py``). It follows from
+    the master key, which other processes need not know."""
+    return blake2b(key=master, digest_size=KEY_BYTES, person=b"shared keys").digest()
+
+
 def make_master_key(path: Path) -> None:
     """Write a new master key to ``path``. Only the file's owner can read it. Raise :class:`UsageError` if the
     file exists or cannot be written."""
@@ -245,10 +258,57 @@ class DataKey:
         function."""
         return blake2b(salt, key=self._current(), digest_size=KEY_BYTES, person=b"page").digest()
 
+    def seal(self, salt: bytes, facts: bytes, plain: memoryview, out: memoryview) -> bytes:
+        """Seal ``plain`` with AES-256-GCM into ``out``, which may be longer: then zeros are sealed behind it.
+        Return the tag, which covers ``facts``, too. A ``salt`` (of :data:`SALT_BYTES` random bytes) may be
+        used once here, and once in :meth:`seal_text`."""
+        cipher = self._cipher(salt).encryptor()
+        cipher.authenticate_additional_data(facts)
+        # update_into needs room for a block more than it writes, so the end goes through update.
+        whole = max(plain.nbytes - _LEAST_UPDATE, 0)
+        cipher.update_into(plain[:whole], out)
+        rest = bytes(plain[whole:]) + bytes(out.nbytes - plain.nbytes)
+        out[whole:] = cipher.update(rest) + cipher.finalize()
+        return cipher.tag
+
+    def open(self, salt: bytes, tag: bytes, facts: bytes, sealed: memoryview, out: memoryview) -> bool:
+        """Open the bytes of :meth:`seal` into ``out``, which has the size of the plain bytes. It may be the
+        memory of ``sealed``, but may not overlap it otherwise. Return False if anything has changed. Then do
+        not use ``out``."""
+        from cryptography.exceptions import InvalidTag
+
+        cipher = self._cipher(salt).decryptor()
+        cipher.authenticate_additional_data(facts)
+        whole = max(out.nbytes - _LEAST_UPDATE, 0)
+        cipher.update_into(sealed[:whole], out)
+        out[whole:] = cipher.update(bytes(sealed[whole:]))[: out.nbytes - whole]
+        try:
+            cipher.finalize_with_tag(tag)
+        except InvalidTag:
+            return False
+        return True
+
+    def seal_text(self, salt: bytes, facts: bytes, text: bytes) -> bytes:
+        """Return ``text``, sealed, and its tag, which covers ``facts``, too. See :meth:`seal`."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        return AESGCM(self.page_key(salt)).encrypt(_NONCE_OF_TEXT, text, facts)
+
+    def open_text(self, salt: bytes, facts: bytes, sealed: bytes) -> bytes | None:
+        """Open the bytes of :meth:`seal_text`. Return None if anything has changed."""
+        return unwrap(self.page_key(salt), _NONCE_OF_TEXT, sealed, facts)
+
     def name(self, data: bytes, use: bytes) -> bytes:
         """Return the 16 bytes that stand for ``data`` in the index. ``use`` separates names of different
         things."""
         return blake2b(data, key=self._current(), digest_size=NAME_BYTES, person=use).digest()
+
+    def _cipher(self, salt: bytes) -> Cipher[GCM]:
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        return Cipher(AES(self.page_key(salt)), GCM(_NONCE_OF_BYTES))
 
     def _current(self) -> bytes:
         secret = bytes(self.secret)
@@ -258,7 +318,7 @@ class DataKey:
 class Keyring:
     """An open keyring. Thread-safe. One process at a time can have it open."""
 
-    def __init__(self, lock: PathLock, id: bytes, ring_key: bytes | None) -> None:
+    def __init__(self, lock: PathLock, id: bytes, ring_key: bytes | None, sharing: bytes) -> None:
         self.path = lock.path
         self.id = id.hex()
         self._id = id
@@ -266,6 +326,7 @@ class Keyring:
         self._lock = threading.Lock()
         self._memory = SecretMemory()
         self._ring_key = self._memory.keep(ring_key) if ring_key is not None else None
+        self._sharing = self._memory.keep(sharing)
         # Guarded by _lock.
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
@@ -315,12 +376,12 @@ class Keyring:
             ring_key, id = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(_RING_ID_BYTES)
             _write(lock.fd, 0, _wrapped_ring_key(master, id, ring_key))
             FileIO().sync_directory(lock.path.parent)
-            return cls(lock, id, ring_key)
+            return cls(lock, id, ring_key, sharing_key(master))
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise StoreUnavailableError(f"{lock.path} is no keyring of tierstore: give another file")
         _, id, nonce, wrapped = _HEADER.unpack_from(header)
         _erase_rotated(lock.path, id)
-        return cls(lock, id, _unwrap(master, nonce, wrapped, _MAGIC + id))
+        return cls(lock, id, unwrap(master, nonce, wrapped, _MAGIC + id), sharing_key(master))
 
     def __repr__(self) -> str:
         return f"Keyring({self.path}, {len(self)} keys{', locked' if self.locked else ''})"
@@ -332,6 +393,10 @@ class Keyring:
     def locked(self) -> bool:
         """Whether the master key does not open it. A locked keyring has no keys and makes none."""
         return self._ring_key is None
+
+    def sharing_key(self) -> bytes | None:
+        """Return :func:`sharing_key` of the master key; None if the keyring is :attr:`locked`."""
+        return None if self.locked else bytes(self._sharing)
 
     def find(self, scope: Scope) -> DataKey | None:
         """Return the key of a scope; None if there is none."""
@@ -393,7 +458,7 @@ class Keyring:
         new = _rotated(self.path)
         with self._lock:
             slots = [_wrapped_ring_key(master, self._id, ring_key)]
-            slots += [_wrap(ring_key, _entry(key), self._id) for key in self._by_scope.values()]
+            slots += [wrap(ring_key, _entry(key), self._id) for key in self._by_scope.values()]
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -430,7 +495,7 @@ class Keyring:
 
     def _unwrapped(self, nonce: bytes, wrapped: bytes) -> tuple[bytes, bytes, str, str] | None:
         assert self._ring_key is not None
-        plain = _unwrap(bytes(self._ring_key), nonce, wrapped, self._id)
+        plain = unwrap(bytes(self._ring_key), nonce, wrapped, self._id)
         if plain is None:
             return None
         (length,) = _LENGTH.unpack_from(plain)
@@ -444,7 +509,7 @@ class Keyring:
         slot = self._free_slots.pop() if self._free_slots else self._slots + 1
         made = DataKey(id, scope, self._memory.keep(secret), slot)
         try:
-            _write(self._lock_file.fd, slot, _wrap(ring_key, _entry(made), self._id))
+            _write(self._lock_file.fd, slot, wrap(ring_key, _entry(made), self._id))
         except OSError:
             self._memory.erase(made.secret)
             self._free_slots += [slot] if slot <= self._slots else []
@@ -517,7 +582,7 @@ def _slots(fd: int) -> Iterator[tuple[bytes, bytes]]:
     """Yield nonce and contents of each slot behind the header. A slot that is cut short has none."""
     at = _SLOT_BYTES
     while slot := os.pread(fd, _SLOT_BYTES, at):
-        yield slot[:_NONCE_BYTES], slot[_NONCE_BYTES:]
+        yield slot[:NONCE_BYTES], slot[NONCE_BYTES:]
         at += _SLOT_BYTES
 
 
@@ -555,21 +620,22 @@ def _erase_rotated(path: Path, id: bytes) -> None:
 
 def _wrapped_ring_key(master: bytes, id: bytes, ring_key: bytes) -> bytes:
     """Return the header's slot. Its contents fit one sector, which a disk writes as a whole or not at all."""
-    wrapped = _wrap(master, ring_key, _MAGIC + id)
-    header = _HEADER.pack(_MAGIC, id, wrapped[:_NONCE_BYTES], wrapped[_NONCE_BYTES:])
+    wrapped = wrap(master, ring_key, _MAGIC + id)
+    header = _HEADER.pack(_MAGIC, id, wrapped[:NONCE_BYTES], wrapped[NONCE_BYTES:])
     return header.ljust(_SLOT_BYTES, b"\0")
 
 
-def _wrap(key: bytes, plain: bytes, facts: bytes) -> bytes:
+def wrap(key: bytes, plain: bytes, facts: bytes) -> bytes:
+    """Return a random nonce, and ``plain`` sealed with AES-256-GCM under it. The tag covers ``facts``."""
     # Random nonces of 96 bits: a key wraps far fewer than the 2³² entries that NIST SP 800-38D allows for
     # them.
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    nonce = secrets.token_bytes(_NONCE_BYTES)
+    nonce = secrets.token_bytes(NONCE_BYTES)
     return nonce + AESGCM(key).encrypt(nonce, plain, facts)
 
 
-def _unwrap(key: bytes, nonce: bytes, wrapped: bytes, facts: bytes) -> bytes | None:
+def unwrap(key: bytes, nonce: bytes, wrapped: bytes, facts: bytes) -> bytes | None:
     """Return the plain bytes; None if another key wrapped them, or if they were changed."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

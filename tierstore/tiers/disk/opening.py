@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,9 +84,9 @@ def _read_facts(index_db: IndexDB) -> _Facts:
     return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
 
 
-def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
-    """Read the facts of every page and claim the places they name. Raise :class:`OSError` if the disk
-    fails."""
+def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int]) -> ScannedPages:
+    """Read the facts of every page and claim the places they name. ``worths`` are those of the roots. Raise
+    :class:`OSError` if the disk fails."""
     facts, parents, good = _read_facts(index_db)
     serials = facts["serial"].astype(np.int64)
     rows = np.flatnonzero(good)
@@ -95,13 +95,21 @@ def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
     kept = reachable(parents, good)
     unclaimed = np.flatnonzero(good & ~kept)
     space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
-    return ScannedPages(PageTable(facts[kept]), serials[~kept].tolist())
+    return ScannedPages(PageTable(facts[kept], worths), serials[~kept].tolist())
 
 
 class IndexScan:
     """A scan that runs beside lookups. ``page_table`` is None until it has succeeded."""
 
-    def __init__(self, index_db: IndexDB, space: Space, *, check: IndexFile | None, waited_for: bool) -> None:
+    def __init__(
+        self,
+        index_db: IndexDB,
+        space: Space,
+        worths: Mapping[int, int],
+        *,
+        check: IndexFile | None,
+        waited_for: bool,
+    ) -> None:
         """``check`` is the index's file if its payloads have not been checked yet: no page may leave before.
         Damage is logged, unless the scan is ``waited_for``; then the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
@@ -109,6 +117,7 @@ class IndexScan:
         self.lost_pages = 0
         self._index_db = index_db
         self._space = space
+        self._worths = worths
         self._check = check
         self._waited_for = waited_for
         self._thread = threading.Thread(target=self._run, name="tierstore-scan", daemon=True)
@@ -123,7 +132,7 @@ class IndexScan:
         try:
             if self._check is not None:
                 self._check.check_payloads()
-            scan = scan_index(self._index_db, self._space)
+            scan = scan_index(self._index_db, self._space, self._worths)
             self._forget(scan.lost)
             self.lost_pages = len(scan.lost)
             self.page_table = scan.page_table
@@ -301,10 +310,10 @@ class _Opening:
             self._finish_forgets(index_db, payloads)
             if len(index_db) and self._is_resized(meta):
                 index_db.close()
-                self._fit(meta, extents, payloads)
+                self._fit(meta, extents, payloads, serials.worths)
                 index_db = self._open_index(opened)
             extents.cut()
-            space, scan = self._scan(index_db, meta)
+            space, scan = self._scan(index_db, meta, serials)
             if self._fitted is not None:
                 scan.wait()
                 self._fitted = replace(self._fitted, lost_pages=scan.lost_pages)
@@ -316,7 +325,7 @@ class _Opening:
                 self._shrink_index(meta, scan.page_table)
                 self._index = None
                 index_db = self._open_index(opened)
-                space, scan = self._scan(index_db, meta)
+                space, scan = self._scan(index_db, meta, serials)
             opened.callback(scan.wait)
             if meta.calibration is None and not len(index_db):
                 meta.calibration = self._calibrate(payloads, extents)
@@ -406,7 +415,7 @@ class _Opening:
             raise DamagedIndexError(self._directory.index, "its counters are impossible")
         return Serials(next_serial, index_db.roots())
 
-    def _scan(self, index_db: IndexDB, meta: StoreMeta) -> tuple[Space, IndexScan]:
+    def _scan(self, index_db: IndexDB, meta: StoreMeta, serials: Serials) -> tuple[Space, IndexScan]:
         space = Space(
             self._layout,
             unit_bytes=meta.unit_bytes,
@@ -414,7 +423,7 @@ class _Opening:
             index=index_db.usage,
         )
         quick = len(index_db) <= _QUICKLY_SCANNED
-        scan = IndexScan(index_db, space, check=self._index, waited_for=quick)
+        scan = IndexScan(index_db, space, serials.worths, check=self._index, waited_for=quick)
         if quick:
             scan.wait()
             if isinstance(scan.error, DamagedIndexError):
@@ -477,7 +486,9 @@ class _Opening:
         slots = (meta.extent_bytes, self._unit_before)
         return meta.moving or slots != (self._layout.extent_bytes, meta.unit_bytes)
 
-    def _fit(self, meta: StoreMeta, extents: ExtentFiles, payloads: Payloads) -> None:
+    def _fit(
+        self, meta: StoreMeta, extents: ExtentFiles, payloads: Payloads, worths: Mapping[int, int]
+    ) -> None:
         """Fit the pages into the present space; see fitting.py. Raise :class:`OSError` and
         :class:`DamagedIndexError`."""
         if self._index is not None:
@@ -490,7 +501,8 @@ class _Opening:
             index_db.put_meta(_encoded(replace_struct(meta, moving=True)), format=_format(meta))
             room = self._layout.extent_bytes
             space = SlabAllocator(room, unit_bytes=meta.unit_bytes) if room >= slot_bytes(1) else None
-            self._fitted = fit(index_db, found.facts[found.good], extents, payloads, space, self._policy)
+            good = found.facts[found.good]
+            self._fitted = fit(index_db, good, worths, extents, payloads, space, self._policy)
 
     def _log_fitted(self, fitted: Fitted) -> None:
         if fitted == Fitted():

@@ -2,7 +2,7 @@
 
 A store may have millions of pages on disk, most of them from earlier runs. Their records stay in the index on
 disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are here: one row per
-page, 76 bytes in columns. A million pages take 76 MB, are read in a second at open, and are sorted by a
+page, 77 bytes in columns. A million pages take 77 MB, are read in a second at open, and are sorted by a
 policy in one operation.
 
 If a damaged page is removed while pages below it stay, its row becomes a *tombstone*. It keeps their position
@@ -91,6 +91,7 @@ class Facts(NamedTuple):
     hits: npt.NDArray[np.integer[Any]]
     reuse: npt.NDArray[np.integer[Any]]
     priority: npt.NDArray[np.integer[Any]]
+    worth: npt.NDArray[np.integer[Any]]
 
     def scores(self, policy: Policy) -> npt.NDArray[np.float64]:
         facts = PageFacts(
@@ -100,6 +101,7 @@ class Facts(NamedTuple):
             self.hits,
             self.reuse,
             self.priority,
+            self.worth,
         )
         return np.broadcast_to(np.asarray(policy.score(facts), np.float64), self.serial.shape)
 
@@ -204,6 +206,7 @@ _LEAST_ROWS = 1024
 _ORDERED_FRACTION = 64  # sort 1/64 of the pages at once: a pass over a million takes 50 ms …
 _LEAST_ORDERED = 1024  # … and a pass over few takes no longer than sorting this many
 _END = LeavingEntry(np.inf, -1, 0)
+_NO_WORTHS: Mapping[int, int] = {}
 _EXPIRY_S = 1.0  # between two searches for expired hints
 _COLUMNS = {
     "serial": np.int64,
@@ -220,15 +223,19 @@ _COLUMNS = {
     "expires_s": np.float64,
     "alive": np.bool_,
     "session": np.int64,
+    "worth": np.int8,
 }
 
 
 class PageTable:
     """A row for each durable page, in order of serials. Thread-safe; does no I/O."""
 
-    def __init__(self, facts: npt.NDArray[np.void] | None = None) -> None:
+    def __init__(
+        self, facts: npt.NDArray[np.void] | None = None, worths: Mapping[int, int] = _NO_WORTHS
+    ) -> None:
         """Take over ``facts`` (``FACTS_DTYPE``, in order of serials). The parent of each must be among them
-        or a root."""
+        or a root. ``worths`` are those of the roots that have one (``Serials.worths``). It may grow."""
+        self._worths = worths
         self._lock = threading.Lock()
         self._rows = 0 if facts is None else len(facts)
         self._alive = self._rows
@@ -249,6 +256,7 @@ class PageTable:
             held = parents[parents >= 0]
             self._columns["children"][: self._rows] = np.bincount(held, minlength=self._rows)
             self._columns["depth"][: self._rows] = depths(parents)
+            self._columns["worth"][: self._rows] = self._worths_below(facts["parent"].astype(np.int64))
 
     def __len__(self) -> int:
         """Return the number of durable pages that are not about to leave."""
@@ -326,6 +334,7 @@ class PageTable:
             self._set_uses(rows, [first_use(record, used) for record in records])
             columns["alive"][rows] = True
             columns["session"][rows] = 0
+            columns["worth"][rows] = self._worths_below(np.array(parents, np.int64))
             self._alive += len(records)
             above = self._find(np.array(parents, np.int64))
             np.add.at(columns["children"], above[above >= 0], 1)
@@ -418,6 +427,16 @@ class PageTable:
             expires_s[over] = EXPIRED
             earliest = expires_s.min(initial=np.inf, where=~over)
             self._expires_s = max(float(earliest), now_s + _EXPIRY_S)
+
+    def _worths_below(self, parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
+        """Return the worth of pages with these parents. Pages below other pages have none, because layer
+        groups with a worth have named pages."""
+        known = dict(self._worths)  # a copy, because others may add to it
+        if not known:
+            return np.zeros(len(parents), np.int8)
+        roots, worths = np.array(sorted(known.items())).T
+        at = np.minimum(np.searchsorted(roots, parents), len(roots) - 1)
+        return np.where(roots[at] == parents, worths[at], 0).astype(np.int8)
 
     def _set_uses(self, rows: npt.NDArray[np.int64], uses: Sequence[PageUse]) -> None:
         """Set the last use of each row. Hints about this use end."""
@@ -520,7 +539,7 @@ class PageTable:
             return chosen
 
     def _page_facts(self, row: int) -> PageFacts:
-        names = ("nbytes", "depth", "tick", "hits", "reuse", "priority")
+        names = ("nbytes", "depth", "tick", "hits", "reuse", "priority", "worth")
         return PageFacts(*(self._columns[name][row].item() for name in names))
 
     def near_worst(self, policy: Policy) -> float:

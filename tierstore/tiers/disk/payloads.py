@@ -253,7 +253,8 @@ class EncodedBuffer(PageBuffer):
     """The buffer of an encoded or sealed page while it is read. The thread that completes it decodes it into
     ``page``. ``checksum`` is the page's, and stays None if the bytes cannot be decoded.
 
-    ``view`` has whole blocks, so more may be read than is decoded.
+    For an encoded page ``view`` has whole blocks, so more may be read than is decoded. A page that is only
+    sealed is opened in place: both are the same memory.
     """
 
     __slots__ = ("_arrived", "_arrived_bytes", "_lock", "_page", "_record", "_unseal")
@@ -399,26 +400,24 @@ class Payloads:
         # The whole room of each page, so that neighbours share a request, and one block of memory: mapping
         # many takes long.
         sizes = [
-            slot_bytes(record.nbytes if encoded else record.room) if record.codec or record.seal else 0
+            slot_bytes(record.nbytes if encoded else record.room) if record.codec else 0
             for record, _ in pages
         ]
-        total = sum(sizes)
-        if not total:
-            return self._read(pages, _ReadBatch(pages))
         try:
-            staged = self._staging.take(total)
+            staged = self._staging.take(sum(sizes)) if any(sizes) else None
         except UsageError as error:  # not enough memory
             return ReadBatch([PageRead.FAILED] * len(pages), OSError(errno.ENOMEM, str(error)))
         try:
             buffers = []
             start = 0
             for (record, view), nbytes in zip(pages, sizes, strict=True):
-                own = staged.view(start, nbytes) if nbytes else view
+                own = staged.view(start, nbytes) if staged is not None and nbytes else view
                 buffers.append(self._buffer(record, view, own, encoded))
                 start += nbytes
             return self._read(pages, _ReadBatch(pages, buffers))
         finally:
-            self._staging.give_back([staged])
+            if staged is not None:
+                self._staging.give_back([staged])
 
     def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _ReadBatch) -> ReadBatch:
         mode = self.read_mode
@@ -480,8 +479,8 @@ class Payloads:
         return [*left, *waiting.values()]
 
     def _buffer(self, record: PageRecord, view: memoryview, own: memoryview, encoded: bool) -> PageBuffer:
-        """Return the buffer of a page that is read into ``view``. An encoded or sealed page has memory of its
-        ``own``."""
+        """Return the buffer of a page that is read into ``view``. An encoded page has memory of its ``own``.
+        A sealed one is opened in place: a second memory would halve the speed of AES."""
         if not record.codec and not record.seal:
             return PageBuffer(view)
         if encoded:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from tierstore.keys import Identity
+from tierstore.spec import worth_of
 
 _MODEL_NAME = "model_name"  # a field of a root beside those of the identity; earlier versions ignore it
 
@@ -33,11 +34,12 @@ class Serials:
         self._by_digest: dict[bytes, int] = {}
         self._identities: dict[bytes, Identity] = {}
         self._names: dict[bytes, str] = {}
+        self.worths: dict[int, int] = {}
+        """Root's serial → ``worth`` of its pages (see LayerGroup), without zeros."""
         for serial, root in roots.items():
             identity, name = identity_of(root), model_name_of(root)
             if identity is not None:  # else the root is damaged: its pages are not found
-                self._by_digest[identity.digest] = serial
-                self._identities[identity.digest] = identity
+                self._know(serial, identity)
                 if name:
                     self._names[identity.digest] = name
         self._lock = threading.Lock()
@@ -63,9 +65,14 @@ class Serials:
             with self._lock:
                 named = {_MODEL_NAME: name} if name else {}
                 self._unwritten[serial] = msgspec.json.encode({**asdict(identity), **named})
-            self._by_digest[identity.digest] = serial
-            self._identities[identity.digest] = identity
+            self._know(serial, identity)
         return serial
+
+    def _know(self, serial: int, identity: Identity) -> None:
+        self._by_digest[identity.digest] = serial
+        self._identities[identity.digest] = identity
+        if worth := worth_of(identity.layout):
+            self.worths[serial] = worth
 
     def identity(self, digest: bytes) -> Identity | None:
         """Return the identity of a digest; None if it never had pages."""
@@ -81,6 +88,7 @@ class Serials:
                 self._names.pop(digest, None)
                 if serial is not None:
                     self._unwritten.pop(serial, None)
+                    self.worths.pop(serial, None)
                     serials.append(serial)
             return serials
 

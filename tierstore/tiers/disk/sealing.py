@@ -14,7 +14,8 @@ operations that need no key (the check, repair, moves, another capacity) are the
 
 **Keys and nonces.** Each page has a random salt of 32 bytes. The salt gives the page a key of its own
 (:meth:`~tierstore.tiers.disk.keyring.DataKey.page_key`). This key seals two texts, each once: the payload
-with nonce 0, and the record with nonce 1. There is no counter that could fall back. So no nonce repeats after
+with nonce 0, and the record with nonce 1 (:class:`~tierstore.tiers.disk.keyring.DataKey`). There is no
+counter that could fall back. So no nonce repeats after
 a crash, or after a copy of the directory or the keyring was restored. A move copies the sealed bytes.
 
 **What is authenticated.** The record's tag covers its key, tokens, sizes, codec, times, serial, parent and
@@ -38,7 +39,7 @@ import errno
 import os
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 from msgspec.structs import replace
@@ -46,27 +47,20 @@ from msgspec.structs import replace
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.memory import Memory
-from tierstore.tiers.disk.keyring import ID_BYTES, KEY_BYTES, NAME_BYTES, DataKey, Keyring, Scope
+from tierstore.tiers.disk.keyring import ID_BYTES, KEY_BYTES, NAME_BYTES, SALT_BYTES, DataKey, Keyring, Scope
 from tierstore.tiers.disk.payloads import Payloads, Staging
 from tierstore.tiers.disk.records import BEGINNING, INLINE, SEALED_BYTES, PageRecord, beginnings
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import MIB
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.modes import GCM
-
-_SALT_BYTES = 32
 _TAG_BYTES = 16
-_NONCE_OF_PAYLOAD, _NONCE_OF_RECORD = bytes(12), bytes(11) + b"\1"
-_PREFIX = struct.Struct(f"<{NAME_BYTES}s{ID_BYTES}s{_SALT_BYTES}s")  # before the sealed record
+_PREFIX = struct.Struct(f"<{NAME_BYTES}s{ID_BYTES}s{SALT_BYTES}s")  # before the sealed record
 # key, payload's tag, nbytes, checksum, codec, encoded_bytes
 _RECORD = struct.Struct(f"<16s{_TAG_BYTES}sQQBQ")
 _FACTS = struct.Struct("<QQQQd")  # serial, parent, room, checksum of the sealed payload, created_s
-_SEAL = struct.Struct(f"<{ID_BYTES}s{_SALT_BYTES}s{_TAG_BYTES}sQ")
+_SEAL = struct.Struct(f"<{ID_BYTES}s{SALT_BYTES}s{_TAG_BYTES}sQ")
 SEAL_BYTES = _SEAL.size
 _STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are written at the same time
-_LEAST_UPDATE = 64  # bytes at a payload's end: the cipher returns these as an object, see seal_payload
 
 assert _PREFIX.size + _RECORD.size + _TAG_BYTES == SEALED_BYTES
 assert NAME_BYTES == BEGINNING
@@ -127,42 +121,22 @@ class Sealing:
         checksum of ``out``. Make a key if the tenant has none. Raise :class:`OSError` if the key cannot be
         stored."""
         data_key = self._key_for(record)
-        salt = os.urandom(_SALT_BYTES)
-        cipher = _payload_cipher(data_key, salt).encryptor()
-        cipher.authenticate_additional_data(_payload_facts(record))
-        # update_into needs room for a block more than it writes, so the end goes through update.
-        whole = max(payload.nbytes - _LEAST_UPDATE, 0)
-        cipher.update_into(payload[:whole], out)
-        rest = bytes(payload[whole:]) + bytes(out.nbytes - payload.nbytes)
-        out[whole:] = cipher.update(rest) + cipher.finalize()
-        return Seal(data_key.id, salt, cipher.tag, 0)
+        salt = os.urandom(SALT_BYTES)
+        return Seal(data_key.id, salt, data_key.seal(salt, _payload_facts(record), payload, out), 0)
 
     def open_payload(self, record: PageRecord, sealed: memoryview, out: memoryview) -> bool:
         """Open a sealed payload into ``out``, which has the size of the plain payload. Return False if these
         bytes were not sealed for this record, or if the key is gone. Then do not use ``out``."""
-        from cryptography.exceptions import InvalidTag
-
         seal = Seal.unpack(record.seal)
         data_key = self.keyring.by_id(seal.key_id)
-        if data_key is None:
-            return False
-        cipher = _payload_cipher(data_key, seal.salt).decryptor()
-        cipher.authenticate_additional_data(_payload_facts(record))
-        whole = max(out.nbytes - _LEAST_UPDATE, 0)
-        cipher.update_into(sealed[:whole], out)
-        out[whole:] = cipher.update(bytes(sealed[whole:]))[: out.nbytes - whole]
-        try:
-            cipher.finalize_with_tag(seal.tag)
-        except InvalidTag:
-            return False
-        return True
+        return data_key is not None and data_key.open(
+            seal.salt, seal.tag, _payload_facts(record), sealed, out
+        )
 
     # -- records -------------------------------------------------------------------------------------
 
     def sealed(self, record: PageRecord) -> PageRecord:
         """Return the form in which the index stores a record whose payload was sealed."""
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
         seal = Seal.unpack(record.seal)
         data_key = self.keyring.by_id(seal.key_id)
         if data_key is None:  # forgotten meanwhile: the payload cannot be opened, nor this record
@@ -180,10 +154,8 @@ class Sealing:
         plain = _RECORD.pack(
             record.key, seal.tag, record.nbytes, record.checksum, record.codec, record.encoded_bytes
         )
-        cipher = AESGCM(data_key.page_key(seal.salt))
-        stored.tokens = prefix + cipher.encrypt(
-            _NONCE_OF_RECORD, plain + record.tokens, _record_facts(stored, prefix)
-        )
+        facts = _record_facts(stored, prefix)
+        stored.tokens = prefix + data_key.seal_text(seal.salt, facts, plain + record.tokens)
         return stored
 
     def addition(self, record: PageRecord) -> tuple[PageRecord, memoryview | None]:
@@ -195,9 +167,6 @@ class Sealing:
 
     def opened(self, stored: PageRecord) -> PageRecord | None:
         """Open a stored record. Return None if it was changed, or if its key is gone."""
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
         if stored.codec or len(stored.tokens) < SEALED_BYTES:
             return None
         prefix = stored.tokens[: _PREFIX.size]
@@ -205,11 +174,8 @@ class Sealing:
         data_key = self.keyring.by_id(key_id)
         if data_key is None:
             return None
-        try:
-            plain = AESGCM(data_key.page_key(salt)).decrypt(
-                _NONCE_OF_RECORD, stored.tokens[_PREFIX.size :], _record_facts(stored, prefix)
-            )
-        except InvalidTag:
+        plain = data_key.open_text(salt, _record_facts(stored, prefix), stored.tokens[_PREFIX.size :])
+        if plain is None:
             return None
         key, tag, nbytes, checksum, codec, encoded_bytes = _RECORD.unpack_from(plain)
         return replace(
@@ -303,14 +269,6 @@ _NOT_KEPT.dropped = True  # each use gets a random key
 
 def _beginning(key: DataKey, parent: int, tokens: bytes) -> bytes:
     return key.name(parent.to_bytes(8, "big") + tokens[:BEGINNING].ljust(BEGINNING, b"\0"), b"tokens")
-
-
-def _payload_cipher(key: DataKey, salt: bytes) -> Cipher[GCM]:
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import AES
-    from cryptography.hazmat.primitives.ciphers.modes import GCM
-
-    return Cipher(AES(key.page_key(salt)), GCM(_NONCE_OF_PAYLOAD))
 
 
 def _payload_facts(record: PageRecord) -> bytes:

@@ -66,6 +66,21 @@ def client(daemon, connect):
     return client
 
 
+def inputs(*numbers):
+    return np.array(numbers, "<u4").tobytes()
+
+
+def test_a_hit_ends_where_an_input_is_missing(client):
+    group = p.NamedPart(1, "cross", 0, b"", inputs(20, 16, 50, 48), b"".join(names())[: 3 * 32])
+    assert client.ask(find(named=[group])).tokens == 20 // CHUNK_TOKENS * CHUNK_TOKENS
+    save_states(client, [16])
+    found = client.ask(find(named=[group]))
+    assert (found.tokens, found.named[0].tokens) == (48, CHUNK_TOKENS)
+    save_states(client, [32, 48])
+    found = client.ask(find(named=[group]))
+    assert (found.tokens, found.named[0].tokens) == (len(TOKENS), 3 * CHUNK_TOKENS)
+
+
 def save_states(client, ends):
     known = names()
     saved = [known[end // CHUNK_TOKENS - 1] for end in ends if end % CHUNK_TOKENS == 0]
@@ -123,6 +138,14 @@ def test_a_lookup_of_all_groups_is_one_message(daemon, client):
         ({"named": [p.NamedPart(1, "tomorrow", 0)]}, "usage"),
         ({"named": [p.NamedPart(1, "state", 0, b"\x10")]}, "usage"),
         ({"named": [p.NamedPart(0, "state", 0)]}, "usage"),  # whose pages are not found whole
+        ({"named": [p.NamedPart(1, "state", 0, b"", bytes(8), bytes(32))]}, "usage"),
+        ({"named": [p.NamedPart(1, "cross", 1)]}, "usage"),
+        ({"named": [p.NamedPart(1, "cross", 0, b"", bytes(4), bytes(32))]}, "usage"),
+        ({"named": [p.NamedPart(1, "cross", 0, b"", inputs(0, 16), bytes(31))]}, "usage"),
+        ({"named": [p.NamedPart(1, "cross", 0, b"", inputs(0, 16), bytes(64))]}, "usage"),
+        ({"named": [p.NamedPart(1, "cross", 0, b"", inputs(0, 17), bytes(32))]}, "usage"),
+        ({"named": [p.NamedPart(1, "cross", 0, b"", inputs(5, 16, 5, 32), bytes(64))]}, "usage"),
+        ({"named": [p.NamedPart(1, "cross", 0, b"", inputs(5, 1 << 31), b"")]}, "usage"),
         ({"names": bytes(31)}, "usage"),
         ({"names": bytes(4 * 32)}, "usage"),
         ({"num_tokens": len(TOKENS) + 1}, "usage"),

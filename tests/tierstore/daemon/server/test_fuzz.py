@@ -22,6 +22,7 @@ TOKENS = list(range(5 * 16))
 PROMPT = prompt_of(TOKENS)
 STATES = Identity(model="test", layout=KVSpec.opaque(8192, chunk_tokens=16).describe())
 NAMED = [p.NamedPart(1, "state", 0, b"\x10\0\0\0"), p.NamedPart(1, "window", 20)]
+NAMED.append(p.NamedPart(1, "cross", 0, b"", b"\x05\0\0\0\x10\0\0\0", bytes(32)))
 SEEDS = [
     p.Hello(1, b"t" * 16, "x"),
     p.Hello(1),

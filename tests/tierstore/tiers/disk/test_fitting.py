@@ -17,6 +17,8 @@ from tests.tierstore.tiers.disk.shelf import Shelf
 from tests.tierstore.tiers.disk.test_capacity import sizes
 from tierstore import KVSpec
 from tierstore.errors import StoreUnavailableError
+from tierstore.keys import Identity
+from tierstore.policy import POLICIES, Policy
 from tierstore.testing.faulty_io import Fail, Fault, FaultyIO
 from tierstore.tiers.disk import DiskTier, PageUse
 from tierstore.tiers.disk.fsck import fsck
@@ -60,6 +62,31 @@ def test_a_tenth_of_the_cap_keeps_the_pages_that_were_used_last(open_shelf, capl
     assert shelf.tier.fitted.evicted_pages == len(saved) - len(shelf.saved)
     assert shelf.tier.fitted.lost_pages == 0
     assert f"{len(saved) - len(shelf.saved)} pages without room were evicted" in caplog.text
+
+
+class _Worth(Policy):
+    """The pages that are worth least leave first."""
+
+    name = "worth"
+
+    def score(self, facts):
+        return facts.worth
+
+
+def test_what_a_page_is_worth_is_known_in_every_life(open_shelf, monkeypatch):
+    """To the table when it is saved, when the directory is opened, and when it is opened with another cap."""
+    monkeypatch.setitem(POLICIES, _Worth.name, _Worth)
+    shelf = open_shelf(capacity_bytes=40 * MIB, page_bytes=256 * KIB, policy=_Worth.name)
+    costly = Identity.of(KVSpec.embedding(width=8, dtype="int8", worth=1), model="m")
+    wanted = {record.serial for record in shelf.save([256 * KIB] * 4, identity=costly)}
+    fill(shelf, [256 * KIB], 40 * MIB)
+    for _ in range(2):
+        order = shelf.tier.page_table.next_to_leave(_Worth(), len(shelf.saved))
+        assert set(order[-4:]) == wanted
+        shelf.reopen()
+    shelf.reopen(capacity_bytes=4 * MIB)
+    assert wanted <= set(shelf.saved)
+    assert shelf.tier.fitted.evicted_pages
 
 
 def test_pages_that_lie_beyond_a_much_smaller_cap_are_kept(open_shelf):
