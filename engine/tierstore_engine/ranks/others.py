@@ -9,6 +9,7 @@ pages after the step has returned.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -17,9 +18,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from typing import TypeVar
 
 import torch
 
@@ -38,6 +41,8 @@ from tierstore_engine.ranks.messages import (
 from tierstore_engine.ranks.pools import pools_of
 from tierstore_engine.ranks.share import RankPlace, device_of
 from tierstore_engine.tokenizer import ByteTokenizer
+
+T = TypeVar("T")
 
 _PING_S = 1.0
 _SILENT_S = 8.0
@@ -123,6 +128,27 @@ class Others:
         if not self._loaded.wait(_START_S):
             self._lose(f"a rank did not start within {_START_S:g} s")
         self.check()
+
+    def unless_lost(self, work: Callable[[], T]) -> T:
+        """Return ``work()``, which a thread computes. Raise :class:`RankLostError` if a rank is lost before
+        that: the work may wait for it for ever."""
+        done: Future[T] = Future()
+        ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def compute() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # raised below
+                done.set_exception(error)
+            ended.put(True)
+
+        self.when_lost = lambda: ended.put(False)
+        self.check()
+        threading.Thread(target=compute, name="tierstore-ranks-work", daemon=True).start()
+        if not ended.get():
+            self.check()
+        self.when_lost = None
+        return done.result()
 
     def check(self) -> None:
         """Raise :class:`RankLostError` if a rank is lost."""

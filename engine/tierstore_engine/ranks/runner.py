@@ -50,7 +50,7 @@ class RankedRunner:
             with others.watched():
                 others.wait_loaded()
                 others.send(RankConnect())
-                groups = RankGroups.meet(place, folder.name, device)
+                groups = others.unless_lost(lambda: RankGroups.meet(place, folder.name, device))
                 others.when_lost = groups.abort
                 part = model_of(
                     model.config,

@@ -29,7 +29,6 @@ from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.outputs import Completion
-from tierstore_engine.ranks import collective
 from tierstore_engine.ranks import others as others_of
 from tierstore_engine.ranks.messages import FromRank, RankLoaded, RankPong, RankSetup
 from tierstore_engine.ranks.others import Others
@@ -284,11 +283,9 @@ def test_a_rank_that_hangs_while_it_starts(
 
     monkeypatch.setattr(Others, "spawn", staticmethod(noted))
     monkeypatch.setattr(others_of, "Connection", Stopping)
-    monkeypatch.setattr(others_of, "_LOADING_S", 0.5 if after is RankPong else 5.0)
-    monkeypatch.setattr(collective, "_MEETING_S", 1.0)  # of rank 0 only
-    with pytest.raises(
-        RankLostError, match=r"^rank 1 of 2 has not answered for (0\.)?5 s: restart the engine$"
-    ):
+    monkeypatch.setattr(others_of, "_PING_S", 0.1)
+    monkeypatch.setattr(others_of, "_LOADING_S", 1.5)
+    with pytest.raises(RankLostError, match=r"^rank 1 of 2 has not answered for 1\.5 s: restart the engine$"):
         engine_with(2)
 
 
