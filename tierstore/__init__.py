@@ -344,8 +344,8 @@ def open_pools(
     """Return a pool for each layer group of ``spec``, all in one memory of ``nbytes`` bytes on ``device``.
 
     ``most_bytes`` is the size that the memory may be resized to. With ``device_heads``, the memory is divided
-    over several GPUs from ``device`` on, and each has some KV heads of all pages; it cannot be resized.
-    Otherwise as :func:`open_pool`."""
+    over several GPUs from ``device`` on, and cannot be resized. Each GPU has some KV heads of all pages, or
+    of those of one of ``shared_parts``. Otherwise as :func:`open_pool`."""
     from tierstore.tiers import group_pools
 
     if device_heads:
@@ -358,7 +358,7 @@ def open_pools(
         shares: dict[Device, range] = {
             CudaDevice(first + number): heads for number, heads in enumerate(device_heads)
         }
-        return open_divided_pools(spec.split(), nbytes, shares)
+        return open_divided_pools(spec.split(), nbytes, shares, parts=max(shared_parts, 1))
     if len(spec.groups) == 1:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         return (

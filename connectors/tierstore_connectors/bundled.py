@@ -303,7 +303,7 @@ def open_connector(
     not resizable). With ``overflow``, the first group's pool has these pages in memory and further ones in
     the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory. On a CPU, other
     processes can map the memory of pools with ``shared_parts``. With ``device_heads``, each of several GPUs
-    from ``device`` on has these KV heads of all pages.
+    from ``device`` on has these KV heads of all pages, or of those of its part.
 
     ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
     or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``

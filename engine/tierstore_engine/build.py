@@ -53,7 +53,6 @@ from tierstore_engine.pool_sizes import (
 )
 from tierstore_engine.predictor import PredictorDrafter, with_predictor
 from tierstore_engine.presets import PRESETS, preset
-from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.member import read_weights
 from tierstore_engine.ranks.share import Share, check_ranks, divides_attention, kv_heads_of
 from tierstore_engine.ranks.shared import SharedWeights
@@ -166,9 +165,6 @@ def _divided(opened: OpenModel, heads: int, parts: int) -> OpenModel:
     if heads * parts == 1:
         return opened
     option = _HEADS if heads > 1 else _TOKENS
-    gpu = opened.device != "cpu"
-    if gpu and parts > 1:
-        raise UsageError(f"{_TOKENS} does not work with a GPU: give --device cpu")
     refused = {
         "--deterministic": bool(opened.config.arithmetic),
         "--draft mtp": bool(opened.config.predictor),
@@ -182,8 +178,8 @@ def _divided(opened: OpenModel, heads: int, parts: int) -> OpenModel:
         raise UsageError(f"{_TOKENS} divides keys and values: this model has only recurrent states")
     if heads > 1:
         _check_heads(opened, heads)
-        if gpu:
-            _check_gpus(opened, heads)
+    if opened.device != "cpu":
+        _check_gpus(opened, option, heads, parts)
     return replace(opened, heads=heads, parts=parts)
 
 
@@ -194,16 +190,22 @@ def _check_heads(opened: OpenModel, heads: int) -> None:
     check_ranks(opened.config, heads)
 
 
-def _check_gpus(opened: OpenModel, heads: int) -> None:
+def _check_gpus(opened: OpenModel, option: str, heads: int, parts: int) -> None:
     """Raise :class:`UsageError` if a model cannot be divided over GPUs, or if these are too few."""
-    if opened.config.states or not divides_attention(opened.config):
-        what = "recurrent states" if opened.config.states else "a norm over all heads together"
-        raise UsageError(f"{_HEADS} on GPUs does not work with {what}: give --device cpu")
-    first, count = _device_index(opened.device), torch.cuda.device_count()
-    if first + heads > count:
+    config = opened.config
+    if config.states or (heads > 1 and not divides_attention(config)):
+        what = "recurrent states" if config.states else "a norm over all heads together"
+        raise UsageError(f"{option} on GPUs does not work with {what}: give --device cpu")
+    if parts > 1 and any(config.window(layer) is not None for layer in range(config.layers)):
         raise UsageError(
-            f"{_HEADS} {heads} needs a GPU for each process, from cuda:{first} on, and torch sees {count}: "
-            f"give at most {count - first}, or --device cpu"
+            f"{_TOKENS} on GPUs does not work with windows or attention chunks: give --device cpu"
+        )
+    first, count, ranks = _device_index(opened.device), torch.cuda.device_count(), heads * parts
+    if first + ranks > count:
+        given = " ".join(f"{name} {n}" for name, n in ((_HEADS, heads), (_TOKENS, parts)) if n > 1)
+        raise UsageError(
+            f"{given} needs a GPU for each of {ranks} processes, from cuda:{first} on, and torch sees "
+            f"{count}: give fewer, or --device cpu"
         )
 
 
@@ -315,26 +317,12 @@ def _read_weights(
         shared = SharedWeights(source.config)
         shared.fill(source.source, seed=seed, digest=digest)
         return shared.weights, shared
-    kernels = None if source.device == "cpu" or source.source is None else _matrix_kernels(source)
-    return read_weights(source, Share(0, source.heads), seed=seed, kernels=kernels, digest=digest), None
+    return read_weights(source, Share(0, source.heads), seed=seed, digest=digest), None
 
 
 def _shares_weights(source: OpenModel) -> bool:
     """Return whether all ranks have the same weights, in one memory."""
-    return source.parts > 1 and source.heads == 1 and _packed_form(source) is None
-
-
-def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
-    """Return a GPU's kernels for weights that stay quantised, None without such weights."""
-    assert opened.source is not None
-    with open_weights(opened.source) as stored:
-        if opened.expand or stored.quantised is None:
-            return None
-    from tierstore_engine.kernels.cupy_launcher import CupyLauncher
-    from tierstore_engine.kernels.packed import PackedKernels
-
-    launcher = CupyLauncher(opened.device)
-    return PackedKernels(launcher, dtype=opened.config.dtype, device=opened.device)
+    return source.device == "cpu" and source.parts > 1 and source.heads == 1 and _packed_form(source) is None
 
 
 def build_engine(
@@ -381,13 +369,12 @@ def build_engine(
         # the pool is sized by the free memory, which includes torch's cache after this
         torch.cuda.empty_cache()
         if divided is not None and pool_pages is None:
-            raise UsageError(f"{_HEADS} on GPUs needs a size of the page pool: give --hbm-bytes")
+            raise UsageError(f"{_option(divided)} on GPUs needs a size of the page pool: give --hbm-bytes")
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     if overflow is not None:
         if divided is not None:
-            option = _HEADS if divided.heads > 1 else _TOKENS
-            raise UsageError(f"{option} does not work with --overflow")
+            raise UsageError(f"{_option(divided)} does not work with --overflow")
         if model.config.arithmetic and model.device != "cpu":
             raise UsageError("--deterministic does not work with --overflow on a GPU")
         overflow.pages(spec.split()[0], pages)  # refuses models that it does not suit, at any size
@@ -404,7 +391,7 @@ def build_engine(
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
         device=model.device,
-        shared_parts=divided.parts if divided is not None and model.device == "cpu" else 0,
+        shared_parts=divided.parts if divided is not None else 0,
         device_heads=_device_heads(divided) if divided is not None and model.device != "cpu" else (),
         model_name=model_name,
         role=role,
@@ -428,7 +415,12 @@ def build_engine(
 
 def _device_heads(divided: OpenModel) -> list[range]:
     """Return the KV heads of each rank's GPU."""
-    return [kv_heads_of(divided.config, Share(rank, divided.heads)) for rank in range(divided.heads)]
+    heads = divided.heads
+    return [kv_heads_of(divided.config, Share(rank, heads)) for rank in range(heads)] * divided.parts
+
+
+def _option(divided: OpenModel) -> str:
+    return _HEADS if divided.heads > 1 else _TOKENS
 
 
 def build_draft_model(
@@ -552,7 +544,7 @@ def _check_memory(source: OpenModel) -> None:
     memory = memory_bytes().total if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
     if device != "cpu":
         wanted //= source.heads
-    if source.parts > 1 and not _shares_weights(source):
+    if device == "cpu" and source.parts > 1 and not _shares_weights(source):
         wanted, form = wanted * source.parts, f"{form}, once for each of {source.parts} parts"
     if wanted > memory:
         raise UsageError(

@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.attention.base import Attention, BatchLayout, SeenTokens
 from tierstore_engine.attention.cpu import CpuAttention
-from tierstore_engine.attention.in_place import SeenTokens
 from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
 from tierstore_engine.layer_weights import (
     AttentionWeights,
@@ -203,7 +202,7 @@ class CrossAttention:
             table = torch.tensor(pages, dtype=torch.int64)
             seen.append(SeenTokens(first, table, firsts, np.full_like(firsts, rows)))
             first += len(sight.rows)
-        return self._attention.over(self._layer, queries, seen)
+        return self._attention.over(self._layer, queries, self._attention.plan(seen))
 
 
 def _rows_that_see(sights: Sequence[SeenInputs], number: int) -> list[int]:

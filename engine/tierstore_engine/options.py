@@ -147,8 +147,8 @@ class EngineOptions(ModelOptions):
     sequence_parallel: Annotated[
         int,
         typer.Option(
-            help="On a CPU: number of processes that hold --hbm-bytes of pages each, and compute the tokens "
-            "in them (docs/serving.md)"
+            help="Number of processes that hold --hbm-bytes of pages each, and compute the tokens in them, "
+            "each on a GPU or all on the CPU (docs/serving.md)"
         ),
     ] = 1
     adapter: Annotated[

@@ -22,7 +22,7 @@ from tests.tiny_models import reference_model
 from tierstore.spec import KVSpec, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore
-from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.attention.base import BatchLayout, SeenTokens, Span
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.cuda_latents import CudaLatentAttention
@@ -49,6 +49,7 @@ from .test_drafting import Echo
 
 CHUNK = 16
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, keep_logits=True)
+PARTS = (("tiny", "auto"), ("tiny-deepseek", "auto"), ("tiny", "int8"))
 ONE_TOKEN = replace(GREEDY, max_new_tokens=1)
 
 
@@ -514,6 +515,41 @@ def test_merging_with_attention_over_other_keys() -> None:
     there = both.ours.partial(0, queries, both.batch([Span((table[2:],), length - 33, length - 32)]))
     merged, _ = both.ours.merge(here, there)
     torch.testing.assert_close(merged, whole.float(), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), chosen(PARTS, *PARTS[:2]))
+def test_queries_over_a_part_of_the_pages(name: str, kv_dtype: str) -> None:
+    """Each sees the tokens of a part that are before it: its own page's one by one, others completely. The
+    pages are those of the pool, or one layer of them that came from another rank."""
+    torch.manual_seed(3)
+    config = replace(preset(name, dtype="float16"), kv=KVFormat.parse(kv_dtype))
+    [spec], layer, pages = config.kv_spec(chunk_tokens=CHUNK).split(), 1, 24
+    pool = PagePool(spec, pages)
+    host, kernels = CpuAttention(pool, config), cuda_memory(pool, config)
+    assert isinstance(kernels, CudaAttention | CudaLatentAttention)
+    [group], at = spec.groups, torch.arange(pages * CHUNK)
+    keys, values = torch.randn(2, len(at), group.kv_heads, group.head_dim).half()
+    host.write(
+        layer, keys, None if group.planes == 1 else values, BatchLayout((), (), at // CHUNK, at % CHUNK)
+    )
+    stops = [
+        np.repeat([40, 41, 42, 80, 96], [1, 1, 1, 30, 2]),
+        np.array([1]),
+        np.concatenate([np.arange(1, 50), np.full(20, 49), np.arange(50, 65)]),
+    ]
+    seen, row = [], 0
+    for each in stops:
+        table = torch.randperm(pages)[: -(-int(each.max()) // CHUNK)]
+        seen.append(SeenTokens(row, table, np.zeros_like(each), each))
+        row += len(each)
+    queries = torch.randn(row, config.heads, group.head_dim).half()
+    there = spec.layer(layer)
+    block = torch.from_numpy(pool.array)[:, there.start : there.start + there.nbytes].contiguous()
+    for passed in (None, block):
+        wanted, wanted_lse = host.over(layer, queries, host.plan(seen), passed)
+        found, lse = kernels.over(layer, queries, kernels.plan(seen), passed)
+        torch.testing.assert_close(found, wanted[..., : found.shape[-1]], rtol=0, atol=4e-3)
+        torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Pages whose KV heads are on several devices, for processes that compute a share of the heads each.
+"""Pages on several devices, for processes that compute a share of the heads, or a part of the pages, each.
 
 A page is still one page: it has one number, is allocated, loaded, saved and evicted as a whole, and has all
 heads in every tier below. On a device it is smaller, because it has the heads of that device only
 (:meth:`KVSpec.of_heads <tierstore.spec.KVSpec.of_heads>`). A copy up cuts a page into these shares, and a
-copy down joins them. If several devices have the same head, a copy down takes it from the first. ::
+copy down joins them. If several devices have the same head, a copy down takes it from the first. The pages
+can be in *parts* (:mod:`tierstore.tiers.large_pages`), each on devices of its own, where they are numbered
+from the part's first page on. ::
 
     host     [ layer 0: K h0 h1 V h0 h1 | layer 1: K h0 h1 V h0 h1 ]
     cuda:0   [ K h0 V h0 | K h0 V h0 ]         cuda:1   [ K h1 V h1 | K h1 V h1 ]
@@ -18,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -44,8 +47,9 @@ Pairs = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class ShareLayout:
-    """The memory of a share of the heads: ``count`` large pages of ``large_bytes`` bytes. ``specs`` are the
-    layouts of each layer group's pages there. A large page has room for ``per_large`` of them."""
+    """The memory of a share of the heads in one part: ``count`` large pages of ``large_bytes`` bytes.
+    ``specs`` are the layouts of each layer group's pages there. A large page has room for ``per_large`` of
+    them."""
 
     specs: tuple[KVSpec, ...]
     per_large: tuple[int, ...]
@@ -65,7 +69,7 @@ class ShareLayout:
 
 
 class DeviceShare:
-    """A share of the heads of all pages, at ``address`` in the memory of one device."""
+    """A share of the heads of all pages of a part, at ``address`` in the memory of one device."""
 
     def __init__(self, runtime: Device, address: int, layout: ShareLayout) -> None:
         self.runtime = runtime
@@ -84,7 +88,7 @@ class DeviceShare:
             share = cls(runtime, runtime.allocate(layout.nbytes), layout)
         except DeviceMemoryError as error:
             raise UsageError(
-                f"{runtime.name} has no room for its heads of all pages, {format_size(layout.nbytes)}: "
+                f"{runtime.name} has no room for its share of the pages, {format_size(layout.nbytes)}: "
                 f"{format_size(free)} are free"
             ) from error
         # At interpreter exit the driver may be unloaded first.
@@ -114,18 +118,28 @@ class DeviceShare:
 
 
 class DividedRegion:
-    """The memory of the pools of a model, on several devices: a share for each."""
+    """The memory of the pools of a model, on several devices: a share for each. The shares of the first part
+    come first."""
 
-    def __init__(self, shares: Sequence[DeviceShare], large_bytes: int) -> None:
-        """``large_bytes`` are those of a large page with all heads."""
+    def __init__(self, shares: Sequence[DeviceShare], large_bytes: int, present: int, parts: int) -> None:
+        """``large_bytes`` are those of a large page with all heads. The first ``present`` are used."""
         self.shares = tuple(shares)
         self.streams = [share.runtime.stream() for share in shares]
         self.device = ",".join(share.device for share in shares)
         self.address = 0
         fixed = "a page pool on several devices cannot be resized"
-        self.large_pages = LargePages(large_bytes, shares[0].layout.count, fixed=fixed)
+        count = shares[0].layout.count * parts
+        self.large_pages = LargePages(large_bytes, count, present=present, fixed=fixed, parts=parts)
         self.reach = Reach(shares[0].runtime)  # memory that one device reaches is reached by all
         weakref.finalize(self, _release, [share.runtime for share in shares], self.streams).atexit = False
+
+    @property
+    def shares_per_part(self) -> int:
+        return len(self.shares) // self.large_pages.parts
+
+    def share(self, part: int, number: int) -> DeviceShare:
+        """Return share ``number`` of the heads of a part."""
+        return self.shares[part * self.shares_per_part + number]
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
         """Return None: no array is on several devices."""
@@ -156,15 +170,16 @@ class DividedPool(PagePool):
         """``heads`` are those of each share."""
         self._place(spec, region, books)
         self._region = region
+        self._part_pages = region.large_pages.part_size * books.per_large
         self._bytes = [share.layout.specs[group].page_bytes for share in region.shares]
         self._strides = [share.layout.large_bytes // books.per_large for share in region.shares]
         self._up, self._down = [], []
-        known: set[int] = set()
-        for own in heads:
-            pieces = spec.pieces_of(own)
+        known: set[tuple[int, int]] = set()
+        for number, own in enumerate(heads):
+            pieces, part = spec.pieces_of(own), self._part_of(number)
             self._up.append(_pieces(pieces))
-            self._down.append(_pieces([each for each in pieces if each[0].start not in known]))
-            known.update(whole.start for whole, _ in pieces)
+            self._down.append(_pieces([each for each in pieces if (part, each[0].start) not in known]))
+            known.update((part, whole.start) for whole, _ in pieces)
 
     def page_address(self, page: int) -> int:
         raise AssertionError("a page on several devices has no address")
@@ -183,11 +198,15 @@ class DividedPool(PagePool):
 
     def copy_pages(self, copies: Pairs) -> None:
         pairs = np.array(list(copies), np.uint64).reshape(-1, 2)
-        events = []
-        for number in range(len(self._region.shares) if len(pairs) else 0):
-            sizes = np.full(len(pairs), self._bytes[number], np.uint64)
-            to, sources = (self._addresses(number, pages) for pages in pairs.T)
-            events.append(self._queue(number, to, sources, sizes, pinned=True))
+        events, step = [], self._region.shares_per_part
+        for number, source in product(range(len(self._region.shares)), repeat=2):
+            here, there = self._part_of(number), self._part_of(source)
+            chosen = pairs[(pairs // np.uint64(self._part_pages) == (here, there)).all(axis=1)]
+            if len(chosen) and number % step == source % step:  # the same heads
+                sizes = np.full(len(chosen), self._bytes[number], np.uint64)
+                to, sources = self._addresses(number, chosen[:, 0]), self._addresses(source, chosen[:, 1])
+                # Batches are for copies within a device, or from and to pinned memory of the host.
+                events.append(self._queue(number, to, sources, sizes, batch=number == source))
         self._wait(events)
 
     def register(self, address: int, nbytes: int) -> None:
@@ -205,22 +224,24 @@ class DividedPool(PagePool):
         pages, hosts = np.array(copies, np.uint64).T
         low, high = int(hosts.min()), int(hosts.max()) + self.spec.page_bytes - 1
         pinned = self._region.reach.covers(low, high)
-        events = []
+        events, parts = [], pages // np.uint64(self._part_pages)
         for number, each in enumerate(pieces):
-            if len(each.sizes):
-                here = (self._addresses(number, pages)[:, None] + each.own).reshape(-1)
-                there = (hosts[:, None] + each.whole).reshape(-1)
-                sizes = np.tile(each.sizes, len(pages))
+            own = parts == self._part_of(number)
+            if len(each.sizes) and own.any():
+                here = (self._addresses(number, pages[own])[:, None] + each.own).reshape(-1)
+                there = (hosts[own, None] + each.whole).reshape(-1)
+                sizes = np.tile(each.sizes, int(own.sum()))
                 to, sources = (here, there) if up else (there, here)
-                events.append(self._queue(number, to, sources, sizes, pinned=pinned))
+                events.append(self._queue(number, to, sources, sizes, batch=pinned))
         self._wait(events)
 
     def _queue(
-        self, number: int, to: Addresses, sources: Addresses, sizes: Addresses, *, pinned: bool
+        self, number: int, to: Addresses, sources: Addresses, sizes: Addresses, *, batch: bool
     ) -> tuple[Device, Event]:
-        """Start copies from or to a share. Only plain copies work with host memory that is not pinned."""
+        """Start copies from or to a share, in a ``batch`` or one by one. Only the latter work with host
+        memory that is not pinned."""
         runtime, stream = self._region.shares[number].runtime, self._region.streams[number]
-        if pinned:
+        if batch:
             runtime.copy_many(stream, to, sources, sizes, SourceOrder.STREAM)
         else:
             runtime.copy_each(stream, to, sources, sizes)
@@ -230,9 +251,15 @@ class DividedPool(PagePool):
         for runtime, event in events:
             runtime.synchronize(event)
 
+    def _part_of(self, number: int) -> int:
+        """Return the part of share ``number``."""
+        return number // self._region.shares_per_part
+
     def _addresses(self, number: int, pages: Addresses) -> Addresses:
+        """Return the addresses of pages of the share's part."""
         start, stride = np.uint64(self._region.shares[number].address), np.uint64(self._strides[number])
-        addresses: Addresses = pages * stride + start
+        first = np.uint64(self._part_of(number) * self._part_pages)
+        addresses: Addresses = (pages - first) * stride + start
         return addresses
 
 
@@ -249,20 +276,23 @@ def _pieces(pieces: Sequence[tuple[Any, int]]) -> _Pieces:
 
 
 def open_divided_pools(
-    specs: Sequence[KVSpec], nbytes: int, shares: Mapping[Device, range]
+    specs: Sequence[KVSpec], nbytes: int, shares: Mapping[Device, range], *, parts: int = 1
 ) -> tuple[DividedPool, ...]:
     """Open pools for these layouts (of one layer group each) of ``nbytes`` bytes, counted with all heads.
-    ``shares`` are the heads of each device. Raise :class:`UsageError` if a device has too little memory."""
+    ``shares`` are the heads of each device: first those of the devices of the first of ``parts``, then of the
+    second, and so on. Raise :class:`UsageError` if a device has too little memory."""
     page_bytes = [spec.page_bytes for spec in specs]
     pages = checked_cut(page_bytes, nbytes)
-    count = nbytes // pages.large_bytes
+    present = nbytes // pages.large_bytes
     heads = list(shares.values())
     region = DividedRegion(
         [
-            DeviceShare.allocate(device, ShareLayout.of(specs, own, pages.per_large, count))
+            DeviceShare.allocate(device, ShareLayout.of(specs, own, pages.per_large, -(-present // parts)))
             for device, own in shares.items()
         ],
         pages.large_bytes,
+        present,
+        parts,
     )
     books = books_of(page_bytes, pages, region.large_pages)
     return tuple(

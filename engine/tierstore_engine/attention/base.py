@@ -17,10 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.moving import to_device
@@ -185,6 +186,35 @@ class Attention(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return :meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``,
         for merging with attention over other keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """The tokens of one sequence's pages that some queries see. ``table`` (int64) has the pages, and must
+    stay alive. Tokens are numbered through these pages. The query of row ``first_row + i`` sees the tokens
+    ``firsts[i] … stops[i]``, at least one."""
+
+    first_row: int
+    table: torch.Tensor
+    firsts: Numbers
+    stops: Numbers
+
+
+class PartAttention(Attention):
+    """Attention over some of a sequence's pages, whose outputs merge with those over the others."""
+
+    @abstractmethod
+    def plan(self, seen: Sequence[SeenTokens]) -> Any:
+        """Return a preparation of :meth:`over`, for any layer. ``seen`` has all rows of the queries, in
+        order."""
+
+    @abstractmethod
+    def over(
+        self, layer: int, queries: torch.Tensor, planned: Any, block: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention of ``queries [rows, heads, head_dim]`` over the tokens that they see, in float32,
+        and LSEs as :meth:`attend_with_lse` does. Pages are those of the pool, or of ``block``: uint8
+        ``[pages, bytes]`` with this layer of each page."""
 
 
 class WithoutFirst(Attention):

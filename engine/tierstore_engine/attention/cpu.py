@@ -27,9 +27,9 @@ from tierstore.spec import LayerKind
 from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.overflow import OverflowPool
-from tierstore_engine.attention.base import Attention, BatchLayout, Span
+from tierstore_engine.attention.base import BatchLayout, PartAttention, SeenTokens, Span
 from tierstore_engine.attention.beyond import BeyondMemory
-from tierstore_engine.attention.in_place import InPlace, SeenTokens
+from tierstore_engine.attention.in_place import InPlace
 from tierstore_engine.attention.pages import KVPages, heads_of, kv_pages
 from tierstore_engine.config import ModelConfig
 
@@ -52,7 +52,7 @@ class Partial:
         return Partial(out, lse)
 
 
-class CpuAttention(Attention):
+class CpuAttention(PartAttention):
     """Attention on the CPU; see the module. It has one gather buffer of ``BLOCK_TOKENS`` tokens of one
     layer.
 
@@ -74,6 +74,7 @@ class CpuAttention(Attention):
         # One page more than a block, because a block's first token may be inside a page.
         tokens = self._block + self._chunk
         memory = torch.from_numpy(pool.array)
+        self._spec = pool.spec
         self._pages = kv_pages(memory, pool.spec, config, gathered=tokens // self._chunk)
         self._beyond = BeyondMemory(pool, config) if isinstance(pool, OverflowPool) else None
         self._prepared: BatchLayout | None = None  # for which memory was given to the pages that it writes
@@ -131,23 +132,27 @@ class CpuAttention(Attention):
                 row = rows.stop
         return out, lse
 
+    def plan(self, seen: Sequence[SeenTokens]) -> Sequence[SeenTokens]:
+        return seen
+
     def over(
         self,
         layer: int,
         queries: torch.Tensor,
-        seen: Sequence[SeenTokens],
-        staged: KVPages | None = None,
+        planned: Sequence[SeenTokens],
+        block: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention of ``queries [rows, heads, head_dim]`` over the tokens that they see, in float32,
-        and LSEs as :meth:`partial` does. ``seen`` has all rows in order. Its pages are those of the pool, or
-        of ``staged``."""
+        staged = None
+        if block is not None:
+            most = BLOCK_TOKENS // self._chunk + 2
+            staged = kv_pages(block, self._spec, self._config, gathered=most, start_of=lambda layer: 0)
         wide = queries.float().contiguous()
         out, lse = torch.empty_like(wide), torch.empty(queries.shape[:2])
         few = self._in_place if staged is None else None
         if few is not None:
-            few.attend_over(layer, wide, seen, out, lse)
+            few.attend_over(layer, wide, planned, out, lse)
         groups = wide.view(-1, self._kv_heads, self._heads // self._kv_heads, self._width)
-        for each in seen:
+        for each in planned:
             tokens = len(each.firsts)
             if few is None or not few.takes(tokens):
                 rows = slice(each.first_row, each.first_row + tokens)

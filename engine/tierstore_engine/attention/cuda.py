@@ -25,7 +25,15 @@ import numpy.typing as npt
 import torch
 
 from tierstore.spec import KVSpec, LayerKind
-from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
+from tierstore.tiers.beyond import Numbers
+from tierstore_engine.attention.base import (
+    BatchLayout,
+    PartAttention,
+    Prepared,
+    SeenTokens,
+    Span,
+    numbers_on,
+)
 from tierstore_engine.attention.gathered import NOWHERE, GatheredPrefill, pages_of
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
@@ -63,7 +71,17 @@ class _PagedStep:
     gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
 
 
-class KernelAttention(Attention):
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Queries that one :meth:`KernelAttention.partial` computes. ``rows`` are their rows, and ``attention``
+    is for this launch only."""
+
+    rows: torch.Tensor
+    layout: BatchLayout
+    attention: KernelAttention
+
+
+class KernelAttention(PartAttention):
     """Attention by kernels, over keys and values or over latents. Parts of it can be merged."""
 
     _kernels: MergingKernels
@@ -118,13 +136,55 @@ class KernelAttention(Attention):
         """Return the same attention over other pages, for spans that are complete: each of their new tokens
         sees all tokens up to ``stop``. ``memory`` (uint8 ``[pages, bytes]``) has one layer of each page,
         whichever layer is computed."""
-        other = copy.copy(self)
-        other._steps, other._causal = Prepared(), False
-        other._layers = {}
-        for layer, pages in self._layers.items():
-            numbers = memory.view(pages.pool.dtype)
-            other._layers[layer] = replace(pages, pool=numbers, page_stride=numbers.stride(0), offset=0)
+        other = self._copy(causal=False)
+        other._layers = {layer: _layer_in(memory, pages) for layer, pages in self._layers.items()}
         return other
+
+    def _copy(self, *, causal: bool) -> KernelAttention:
+        """Return the same attention, with preparations of its own. If not ``causal``, spans are complete."""
+        other = copy.copy(self)
+        other._steps, other._causal = Prepared(), causal
+        return other
+
+    def plan(self, seen: Sequence[SeenTokens]) -> Sequence[_Launch]:
+        """Sort the rows into runs that the kernels know: each token sees one more than the token before, or
+        all see the same tokens. Every token must see its sequence from the first one on."""
+        runs: dict[bool, list[tuple[range, Span]]] = {True: [], False: []}
+        for each in seen:
+            assert not each.firsts.any(), "the kernels know no windows over parts"
+            pages, steps = each.table.tolist(), np.diff(each.stops)
+            for run in _runs(steps):
+                stop = int(each.stops[run.stop - 1])
+                causal = len(run) == 1 or bool(steps[run.start])
+                of_step = range(each.first_row + run.start, each.first_row + run.stop)
+                runs[causal].append((of_step, Span((pages,), stop - len(run), stop)))
+        device, launches = next(iter(self._layers.values())).pool.device, []
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        for causal, found in runs.items():
+            if found:
+                rows = numbers_on([row for each, _ in found for row in each], device)
+                layout = BatchLayout(tuple(span for _, span in found), (), nothing, nothing)
+                launches.append(_Launch(rows, layout, self._copy(causal=causal)))
+        return launches
+
+    def over(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        planned: Sequence[_Launch],
+        block: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        out: torch.Tensor | None = None
+        for launch in planned:
+            attention = launch.attention
+            if block is not None:
+                attention._layers = {layer: _layer_in(block, self._layers[layer])}
+            some, lse[launch.rows] = attention.partial(layer, queries[launch.rows], launch.layout)
+            out = some.new_empty(len(queries), *some.shape[1:]) if out is None else out
+            out[launch.rows] = some
+        assert out is not None, "there are no queries"
+        return out, lse
 
     @abstractmethod
     def _attend(
@@ -223,10 +283,10 @@ class CudaAttention(KernelAttention):
         self._kernels.rope_write(self._layers[layer], queries, keys, values, cosines, sines, slots, rotated)
         return rotated
 
-    def over_layers(self, memory: torch.Tensor) -> KernelAttention:
-        other = super().over_layers(memory)
+    def _copy(self, *, causal: bool) -> KernelAttention:
+        other = super()._copy(causal=causal)
         assert isinstance(other, CudaAttention)
-        other._sights = {layer: replace(sight, causal=False) for layer, sight in self._sights.items()}
+        other._sights = {layer: replace(sight, causal=causal) for layer, sight in self._sights.items()}
         return other
 
     def _attend(
@@ -290,6 +350,26 @@ def sight_of(config: ModelConfig, layer: int) -> Sight:
     if config.kind(layer) is LayerKind.CHUNKED_ATTENTION:
         return Sight(chunk=config.window(layer))
     return Sight(window=config.window(layer))
+
+
+def _layer_in(memory: torch.Tensor, pages: LayerPages) -> LayerPages:
+    """Return a layer of other pages, which have only this layer."""
+    numbers = memory.view(pages.pool.dtype)
+    return replace(pages, pool=numbers, page_stride=numbers.stride(0), offset=0)
+
+
+def _runs(steps: Numbers) -> Iterator[range]:
+    """Yield runs of rows whose numbers differ by equal ``steps`` of 0 or 1 from row to row.
+
+    >>> list(_runs(np.array([1, 1, 0, 0, 5, 1])))
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    start = 0
+    for row in range(1, len(steps) + 1):
+        if steps[row - 1] not in (0, 1) or steps[row - 1] != steps[start]:
+            yield range(start, row)
+            start = row
+    yield range(start, len(steps) + 1)
 
 
 def _static_scales(config: ModelConfig, layer: int, device: torch.device) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from tierstore import native
 from tierstore.spec import LayerGroup, LayerKind
 from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.base import BatchLayout, Prepared
+from tierstore_engine.attention.base import BatchLayout, Prepared, SeenTokens
 from tierstore_engine.attention.beyond import BeyondMemory, ChunkWindow
 from tierstore_engine.attention.pages import heads_of
 from tierstore_engine.config import ModelConfig
@@ -57,18 +57,6 @@ class _Layer(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class SeenTokens:
-    """The tokens of one sequence's pages that some queries see. ``table`` (int64) has the pages, and must
-    stay alive. Tokens are numbered through these pages. The query of row ``first_row + i`` sees the tokens
-    ``firsts[i] … stops[i]``, at least one."""
-
-    first_row: int
-    table: torch.Tensor
-    firsts: Numbers
-    stops: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +154,7 @@ class InPlace:
         lse: torch.Tensor,
     ) -> None:
         """Compute attention for those of ``seen`` that have few rows; see
-        :meth:`~tierstore_engine.attention.cpu.CpuAttention.over`."""
+        :meth:`~tierstore_engine.attention.base.PartAttention.over`."""
         made = np.concatenate(
             [np.empty(0, _ROW), *(_rows_over(each) for each in seen if self.takes(len(each.firsts)))]
         )

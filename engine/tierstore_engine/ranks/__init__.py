@@ -12,13 +12,17 @@ heads, as without ranks, and each rank reads and writes the heads of its share. 
 evictions and drafts do not depend on ranks. A hit serves all ranks, and an engine with any number of ranks
 can use the pages of any other.
 
-On GPUs, which have tensor parallelism only, each rank has a device. Rank 0 makes the pools on all devices,
-and each device has its rank's heads of all pages (:mod:`tierstore.tiers.divided_pool`). All copies are those
-of rank 0. It waits for copies into pages before it sends a step, and for the step on its own device before it
-copies again: the step's last sum needs all ranks. This has not run on a GPU.
+On GPUs, each rank has a device. Rank 0 makes the pools on all devices, and each device has its rank's heads
+of the pages of its part (:mod:`tierstore.tiers.divided_pool`). All copies are those of rank 0. It waits for
+copies into pages before it sends a step, and for the step on its own device before it copies again: the
+step's last sum or meeting needs all ranks. Recurrent states, and windows or attention chunks in parts, are
+refused. This has not run on a GPU.
+
+A rank must answer pings within 8 seconds only when its first step can begin. Until then it reads weights,
+connects NCCL and builds kernels, and has 60 seconds. (All three release the interpreter's lock.)
 
 Rank 0 reads all weights, because the pages' identity has their digest. With tensor parallelism, each other
-rank reads only its slices of the files. With sequence parallelism alone, all ranks map one copy.
+rank reads only its slices of the files. With sequence parallelism alone, all ranks on a CPU map one copy.
 
 Rank 0 alone computes layers with a recurrent state. With tensor parallelism, blocks that layers share are
 refused, and the first rank of each part computes attention that norms all heads together.

@@ -1,7 +1,7 @@
 """Tensors between ranks: on GPUs by NCCL, and otherwise by gloo over this host's loopback.
 
-NCCL has not run on a GPU here. Its sums and gathers are in the order of torch's current stream, so their
-results are valid for work on that stream, and nothing waits on the host.
+NCCL has not run on a GPU here. Its operations are in the order of torch's current stream, so their results
+are valid for work on that stream. Only :meth:`Ranks.meet` waits on the host.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tierstore_engine.moving import to_device
 from tierstore_engine.ranks.share import Share
 
 _distributed: Any = torch.distributed  # its types leave out process groups that are not the default one
@@ -25,7 +26,8 @@ class Passing(Protocol):
     """Tensors that are being sent and received."""
 
     def wait(self) -> None:
-        """Block until all tensors have arrived, and the sent ones may be overwritten."""
+        """Wait until all tensors have arrived, and the sent ones may be overwritten. On a GPU, only later
+        work on the current stream waits."""
 
 
 class Ranks(Protocol):
@@ -69,21 +71,14 @@ class Collective:
 
     def __init__(self, share: Share, meeting: str, device: str = "cpu") -> None:
         """Connect all ranks through the file ``meeting``, which does not exist yet. Block until all are
-        connected. The tensors of :meth:`sum` and :meth:`columns` are on ``device``, the others on the
-        CPU."""
+        connected. Their tensors are on ``device``."""
         self.share = share
         self.summed_bytes = 0
         self.passed_bytes = 0
-        gloo = _distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=_LONGEST_S)
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        self._device = torch.device(device)
         store = _distributed.FileStore(meeting, share.count)
         store.set_timeout(timedelta(seconds=_MEETING_S))
-        self._group = gloo(store, share.rank, share.count, options)
-        self._on_device = self._group
-        if device != "cpu":
-            self._on_device = _nccl(store, share, torch.device(device))
+        self._group = (_gloo if self._device.type == "cpu" else _nccl)(store, share, self._device)
         self.meet(0)  # after this no rank needs the file
 
     @property
@@ -96,7 +91,7 @@ class Collective:
         x = x.contiguous()
         if x.nbytes:
             self.summed_bytes += x.nbytes
-            self._on_device.allreduce([x]).wait()
+            self._group.allreduce([x]).wait()
         return x
 
     def columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
@@ -107,40 +102,55 @@ class Collective:
         mine = part.new_zeros(len(part), widest)
         mine[:, : part.shape[1]] = part
         if not self.share.first:
-            self._on_device.gather([], [mine], _root()).wait()
+            self._group.gather([], [mine], _root()).wait()
             return part
         parts = [torch.empty_like(mine) for _ in widths]
-        self._on_device.gather([parts], [mine], _root()).wait()
+        self._group.gather([parts], [mine], _root()).wait()
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
 
     def exchange(self, to: Mapping[int, torch.Tensor], of: Mapping[int, torch.Tensor]) -> Passing:
         going = {rank: tensor.contiguous() for rank, tensor in to.items() if tensor.nbytes}
         coming = {rank: tensor for rank, tensor in of.items() if tensor.nbytes}
+        on_gpu = self._device.type != "cpu" and bool(going or coming)
+        if on_gpu:  # otherwise NCCL's operations would wait for one another
+            self._group._start_coalescing()
         works = [self._group.recv([tensor], rank, 0) for rank, tensor in coming.items()]
         works += [self._group.send([tensor], rank, 0) for rank, tensor in going.items()]
+        if on_gpu:
+            works = [self._group._end_coalescing()]
         self.passed_bytes += sum(tensor.nbytes for tensor in going.values())
         return _Works(works, [*going.values(), *coming.values()])
 
     def abort(self) -> None:
-        """End all sums and gathers on a GPU, whose results are then wrong. Without this, they would wait
-        for a rank that has ended. Any thread may call it. (gloo notices the end by itself.)"""
-        if self._on_device is not self._group:
-            self._on_device.abort()
+        """End all operations on a GPU, whose results are then wrong. Without this, they would wait for a rank
+        that has ended. Any thread may call it. (gloo notices the end by itself.)"""
+        if self._device.type != "cpu":
+            self._group.abort()
 
     def meet(self, number: float) -> list[float]:
         numbers = torch.zeros(self.share.count, dtype=torch.float64)
         numbers[self.share.rank] = number
+        numbers = to_device(numbers, self._device)
         self._group.allreduce([numbers]).wait()
         return numbers.tolist()
 
 
+def _gloo(store: Any, share: Share, device: torch.device) -> Any:
+    """Return gloo's group of all ranks, for tensors on the CPU."""
+    gloo = _distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=_LONGEST_S)
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    return gloo(store, share.rank, share.count, options)
+
+
 def _nccl(store: Any, share: Share, device: torch.device) -> Any:
-    """Return NCCL's group of all ranks. This rank's tensors are on ``device``."""
+    """Return NCCL's group of all ranks, for tensors on their GPUs; this rank's is ``device``."""
     nccl = _distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=_LONGEST_S)
     options.is_high_priority_stream = False
-    group = nccl(_distributed.PrefixStore("nccl", store), share.rank, share.count, options)
+    group = nccl(store, share.rank, share.count, options)
     group.eager_connect_single_device(device)
     return group
 

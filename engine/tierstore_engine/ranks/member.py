@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tierstore.tiers.divided_pool import DeviceShare
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.cpu import CpuAttention
+from tierstore_engine.attention.base import PartAttention
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.layer_weights import ModelWeights
 from tierstore_engine.loaded import OpenModel, make_memory
@@ -16,7 +16,7 @@ from tierstore_engine.quantised import MatrixKernels
 from tierstore_engine.ranks.collective import Collective, Ranks
 from tierstore_engine.ranks.sequence import SequenceAttention, TokenSplit
 from tierstore_engine.ranks.share import RankPlace, Share, config_of, read_share
-from tierstore_engine.weights import WeightsDigest, load_weights, random_weights
+from tierstore_engine.weights import WeightsDigest, load_weights, open_weights, random_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RankGroups:
         heads, tokens = place.heads, place.tokens
         groups = cls(
             Collective(heads, f"{folder}/heads-{tokens.rank}", device) if heads.count > 1 else None,
-            Collective(tokens, f"{folder}/tokens-{heads.rank}") if tokens.count > 1 else None,
+            Collective(tokens, f"{folder}/tokens-{heads.rank}", device) if tokens.count > 1 else None,
         )
         for group in (groups.heads, groups.tokens):
             if group is not None:
@@ -55,11 +55,10 @@ def read_weights(
     share: Share,
     *,
     seed: int,
-    kernels: MatrixKernels | None = None,
     digest: WeightsDigest | None = None,
 ) -> ModelWeights:
-    """Return a rank's weights of a model, and add all weights to ``digest``. Weights that stay quantised on a
-    GPU take ``kernels``. Raises the errors of :func:`read_share`."""
+    """Return a rank's weights of a model, and add all weights to ``digest``. Raises the errors of
+    :func:`read_share`."""
     config, source = opened.config, opened.source
     if share.count > 1:
         return read_share(config, source, share, seed=seed, device=opened.device, digest=digest)
@@ -72,11 +71,24 @@ def read_weights(
             device=opened.device,
             expand=opened.expand,
             on_disk=opened.on_disk,
-            kernels=kernels,
+            kernels=None if opened.device == "cpu" else _matrix_kernels(opened),
         )
     if digest is not None:
         digest.add_all(config, weights)
     return weights
+
+
+def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
+    """Return a GPU's kernels for weights that stay quantised, None without such weights."""
+    assert opened.source is not None
+    with open_weights(opened.source) as stored:
+        if opened.expand or stored.quantised is None:
+            return None
+    from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+    from tierstore_engine.kernels.packed import PackedKernels
+
+    launcher = CupyLauncher(opened.device)
+    return PackedKernels(launcher, dtype=opened.config.dtype, device=opened.device)
 
 
 def model_of(
@@ -100,7 +112,7 @@ def model_of(
         return Model(own, weights, memories, device=device, ranks=heads)
     split = TokenSplit(tokens, heads, own, [part_large_pages * pool.books.per_large for pool in pools])
     divided = [
-        SequenceAttention(memory, pool, own, split, group) if isinstance(memory, CpuAttention) else memory
+        SequenceAttention(memory, pool, own, split, group) if isinstance(memory, PartAttention) else memory
         for group, (memory, pool) in enumerate(zip(memories, pools, strict=True))
     ]
     return Model(own, weights, divided, device=device, ranks=heads, split=split)

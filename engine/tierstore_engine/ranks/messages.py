@@ -47,8 +47,18 @@ class RankPong:
 
 
 @dataclass(frozen=True, slots=True)
+class RankLoaded:
+    """The rank has its weights and pools, and waits for :class:`RankConnect`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankConnect:
+    """All ranks are loaded. The rank connects to them and makes its model."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
-    """The rank has its weights and waits for steps."""
+    """The rank waits for steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +68,5 @@ class RankFailed:
     why: str
 
 
-ToRank: TypeAlias = RankSetup | Step | RankPing
-FromRank: TypeAlias = RankPong | RankReady | RankFailed
+ToRank: TypeAlias = RankSetup | RankConnect | Step | RankPing
+FromRank: TypeAlias = RankPong | RankLoaded | RankReady | RankFailed

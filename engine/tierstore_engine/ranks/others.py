@@ -9,6 +9,7 @@ pages after the step has returned.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -17,24 +18,36 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from typing import TypeVar
 
 import torch
 
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.loaded import LoadedModel
-from tierstore_engine.ranks.messages import FromRank, RankFailed, RankPing, RankReady, RankSetup, ToRank
+from tierstore_engine.ranks.messages import (
+    FromRank,
+    RankFailed,
+    RankLoaded,
+    RankPing,
+    RankReady,
+    RankSetup,
+    ToRank,
+)
 from tierstore_engine.ranks.pools import pools_of
 from tierstore_engine.ranks.share import RankPlace, device_of
 from tierstore_engine.tokenizer import ByteTokenizer
 
+T = TypeVar("T")
+
 _PING_S = 1.0
 _SILENT_S = 8.0
 """A rank that does not answer for this long counts as hanging. Ranks answer during a step, too."""
-_LOADING_S = 60.0  # the same until the rank is ready: it reads weights
+_LOADING_S = 60.0  # the same until the rank is ready: it reads weights, connects NCCL and builds kernels
 _START_S = 600.0  # the same until its first answer: it imports libraries
 _REASON_S = 2.0  # a failed step waits at most this long for the watcher's reason
 
@@ -51,7 +64,7 @@ class Others:
         self._sending = threading.Lock()
         self._lost: str | None = None  # the reason; set once, when a rank is lost
         self._found = threading.Event()  # set when a rank is lost
-        self._started = threading.Event()  # set when all ranks are ready, or one is lost
+        self._loaded = threading.Event()  # set when all ranks are loaded, or one is lost
         self._closing = False
         self.when_lost: Callable[[], None] | None = None
         """Called once by the watcher's thread when a rank is lost, so that rank 0 does not wait for it."""
@@ -110,11 +123,32 @@ class Others:
             with suppress(OSError):
                 connection.send(message)
 
-    def wait_ready(self) -> None:
+    def wait_loaded(self) -> None:
         """Block until all ranks have their weights. Raises :class:`RankLostError`."""
-        if not self._started.wait(_START_S):
+        if not self._loaded.wait(_START_S):
             self._lose(f"a rank did not start within {_START_S:g} s")
         self.check()
+
+    def unless_lost(self, work: Callable[[], T]) -> T:
+        """Return ``work()``, which a thread computes. Raise :class:`RankLostError` if a rank is lost before
+        that: the work may wait for it for ever."""
+        done: Future[T] = Future()
+        ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def compute() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # raised below
+                done.set_exception(error)
+            ended.put(True)
+
+        self.when_lost = lambda: ended.put(False)
+        self.check()
+        threading.Thread(target=compute, name="tierstore-ranks-work", daemon=True).start()
+        if not ended.get():
+            self.check()
+        self.when_lost = None
+        return done.result()
 
     def check(self) -> None:
         """Raise :class:`RankLostError` if a rank is lost."""
@@ -153,17 +187,20 @@ class Others:
     def _watch(self) -> None:
         heard = dict.fromkeys(self._connections, time.monotonic())
         limits = dict.fromkeys(self._connections, _START_S)
-        starting = set(self._connections)
+        loading, starting = set(self._connections), set(self._connections)
         pinged = 0.0
         while self._lost is None and not self._closing:
             for connection in wait(list(heard), timeout=_PING_S / 2):
                 assert isinstance(connection, Connection)
-                if self._receive(connection):
+                message = self._receive(connection)
+                if isinstance(message, RankLoaded):
+                    loading.discard(connection)
+                if isinstance(message, RankReady):
                     starting.discard(connection)
                 heard[connection] = time.monotonic()
                 limits[connection] = _LOADING_S if connection in starting else _SILENT_S
-            if not starting:
-                self._started.set()
+            if not loading:
+                self._loaded.set()
             now = time.monotonic()
             for connection, limit in limits.items():
                 if now - heard[connection] > limit:
@@ -176,8 +213,8 @@ class Others:
                     self._sending.release()
                 pinged = now
 
-    def _receive(self, connection: Connection[ToRank, FromRank]) -> bool:
-        """Receive a message, or notice the end of a rank. Return whether the rank is ready."""
+    def _receive(self, connection: Connection[ToRank, FromRank]) -> FromRank | None:
+        """Receive a message. None: the rank has ended."""
         try:
             message = connection.recv()
         except (EOFError, OSError):
@@ -185,10 +222,10 @@ class Others:
                 status = self.processes[self._connections[connection]].wait()
                 how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
                 self._lose(f"{self._name(connection)} {how}")
-            return False
+            return None
         if isinstance(message, RankFailed):
             self._lose(f"{self._name(connection)} failed: {message.why}")
-        return isinstance(message, RankReady)
+        return message
 
     def _name(self, connection: Connection[ToRank, FromRank]) -> str:
         return f"rank {self._connections[connection] + 1} of {len(self.processes) + 1}"
@@ -200,7 +237,7 @@ class Others:
         called, self.when_lost = self.when_lost, None
         if called is not None:
             called()
-        self._started.set()
+        self._loaded.set()
 
     def _kill(self) -> None:
         for process in self.processes:

@@ -33,7 +33,7 @@ class HostPools:
 
 @dataclass(frozen=True, slots=True)
 class DevicePools:
-    """The pools of one share of the heads, in the memory of the GPU number ``index``, with its ``handle``.
+    """The pools of one share of a part's heads, in memory of the GPU number ``index``, with its ``handle``.
     ``groups`` are the layouts of the layer groups' pages there; see
     :class:`~tierstore.tiers.divided_pool.ShareLayout`."""
 
@@ -58,7 +58,7 @@ def pools_of(pools: Sequence[PagePool], heads: int, part: int) -> RankPools:
     """Return how the rank with share number ``heads`` of the heads opens its part of rank 0's ``pools``."""
     region = pools[0].region
     if isinstance(region, DividedRegion):
-        share = region.shares[heads]
+        share = region.share(part, heads)
         layout = share.layout
         groups = tuple(spec.describe() for spec in layout.specs)
         index = int(share.device.partition(":")[2])

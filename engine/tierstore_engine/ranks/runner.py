@@ -12,6 +12,7 @@ from tierstore_engine.config import ModelConfig
 from tierstore_engine.loaded import LoadedModel
 from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import RankGroups, model_of
+from tierstore_engine.ranks.messages import RankConnect
 from tierstore_engine.ranks.others import Others
 from tierstore_engine.ranks.pools import own_pools
 from tierstore_engine.ranks.share import RankPlace, device_of
@@ -47,8 +48,9 @@ class RankedRunner:
         others = Others(model, pools, folder.name)
         try:
             with others.watched():
-                others.wait_ready()
-                groups = RankGroups.meet(place, folder.name, device)
+                others.wait_loaded()
+                others.send(RankConnect())
+                groups = others.unless_lost(lambda: RankGroups.meet(place, folder.name, device))
                 others.when_lost = groups.abort
                 part = model_of(
                     model.config,

@@ -23,6 +23,10 @@ On one host rank 0 maps all parts, so the store and the scheduler know nothing o
 and states in any part. The other ranks map only their own parts. With several hosts, the copies of a part
 would be a task of its rank.
 
+On GPUs, rows, queries and KV stay on the devices. Plans are made on the host, once for all layers of a step.
+The kernels know only queries that see a part's tokens completely, or each one token more than the query
+before. The rows of a span are such runs in every part, unless a layer has windows or attention chunks.
+
 With tensor parallelism, several ranks compute each part and share its heads
 (:class:`~tierstore_engine.ranks.share.RankPlace`). The ranks with the same share of heads pass tokens to each
 other.
@@ -33,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,11 +45,18 @@ import torch
 from tierstore.spec import LayerKind
 from tierstore.tiers.beyond import Numbers
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
-from tierstore_engine.attention.cpu import BLOCK_TOKENS, CpuAttention, Partial
-from tierstore_engine.attention.in_place import SeenTokens
-from tierstore_engine.attention.pages import kv_pages
+from tierstore_engine.attention.base import (
+    Attention,
+    BatchLayout,
+    PartAttention,
+    Prepared,
+    SeenTokens,
+    Span,
+    pages_on_device,
+)
+from tierstore_engine.attention.cpu import Partial
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.ranks.collective import Ranks
 from tierstore_engine.step import StepInput
@@ -72,19 +84,20 @@ class TokenSplit:
     def begin(self, step: StepInput) -> StepInput:
         """Return the step with the tokens of this rank's rows only. Layouts and ``logit_rows`` stay those of
         all rows."""
-        self.owners = step.layouts[self._leading].pages.numpy() // self.part_pages[self._leading]
+        self.owners = _numbers(step.layouts[self._leading].pages) // self.part_pages[self._leading]
         self.places = np.empty_like(self.owners)
         for rank in range(self.ranks.share.count):
             rows = self.rows_of(rank)
             self.places[rows] = np.arange(len(rows))
-        mine = torch.from_numpy(self.rows_of(self.ranks.share.rank))
+        device = step.tokens.device
+        mine = _rows(self.rows_of(self.ranks.share.rank), device)
         part = replace(step, tokens=step.tokens[mine], positions=step.positions[mine])
         if step.embedded_rows is None or step.embeddings is None:
             return part
-        rows = step.embedded_rows.numpy()
-        own = self.owners[rows] == self.ranks.share.rank
-        places = torch.from_numpy(self.places[rows[own]])
-        return replace(part, embedded_rows=places, embeddings=step.embeddings[torch.from_numpy(own)])
+        rows = _numbers(step.embedded_rows)
+        [own] = np.nonzero(self.owners[rows] == self.ranks.share.rank)
+        places = _rows(self.places[rows[own]], device)
+        return replace(part, embedded_rows=places, embeddings=step.embeddings[_rows(own, device)])
 
     def rows_of(self, rank: int) -> Numbers:
         """Return the rows of a rank, in order."""
@@ -98,7 +111,7 @@ class TokenSplit:
             found = torch.empty_like(hidden)
             self.ranks.exchange({}, {0: found}).wait()
             return found
-        rows = [torch.from_numpy(self.rows_of(rank)) for rank in range(share.count)]
+        rows = [_rows(self.rows_of(rank), hidden.device) for rank in range(share.count)]
         whole = compute(self._collected(hidden, rows))
         self.ranks.exchange({rank: whole[rows[rank]] for rank in range(1, share.count)}, {}).wait()
         return whole[rows[0]]
@@ -106,11 +119,11 @@ class TokenSplit:
     def last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """At rank 0, return ``hidden`` of these rows of the step. At other ranks, return no row. After this,
         all ranks have written all KV of the step."""
-        share, wanted = self.ranks.share, rows.numpy()
+        share, wanted, device = self.ranks.share, _numbers(rows), hidden.device
         owners = self.owners[wanted]
-        mine = hidden[torch.from_numpy(self.places[wanted[owners == share.rank]])]
+        mine = hidden[_rows(self.places[wanted[owners == share.rank]], device)]
         if share.first:
-            places = [torch.from_numpy(np.flatnonzero(owners == rank)) for rank in range(share.count)]
+            places = [_rows(np.flatnonzero(owners == rank), device) for rank in range(share.count)]
             found = self._collected(mine, places)
         else:
             self.ranks.exchange({0: mine}, {}).wait()
@@ -156,21 +169,23 @@ class _AskedRows:
 @dataclass(frozen=True, slots=True)
 class _Visit:
     """Pages of one part, which pass this rank in the ring. ``mine`` are the indices of this rank's rows whose
-    queries see tokens of these ``pages``. ``seen`` says which tokens, with page numbers of the passed
-    block."""
+    queries see tokens of these ``pages``. ``planned`` says which tokens, with page numbers of the passed
+    block; see :meth:`PartAttention.plan <tierstore_engine.attention.base.PartAttention.plan>`."""
 
     pages: torch.Tensor
     mine: torch.Tensor
-    seen: tuple[SeenTokens, ...]
+    planned: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The exchange for attention of a batch. ``to[rank]`` are the indices of this rank's rows whose queries
-    go to that rank. ``of[rank]`` are the indices in ``asked.rows`` of the queries that come from that rank.
-    ``visits`` are the parts in the order of the ring, empty if no span passes its KV."""
+    """The exchange for attention of a batch. ``asked`` queries attend to this part, as ``planned``.
+    ``to[rank]`` are the indices of this rank's rows whose queries go to that rank. ``of[rank]`` are the
+    places among the asked queries of those that come from that rank. ``visits`` are the parts in the order of
+    the ring, empty if no span passes its KV."""
 
-    asked: _AskedRows
+    asked: int
+    planned: Any
     to: tuple[torch.Tensor, ...]
     of: tuple[torch.Tensor, ...]
     visits: tuple[_Visit, ...]
@@ -181,14 +196,15 @@ class SequenceAttention(Attention):
     ``group`` is the layer group's index. Not thread-safe."""
 
     def __init__(
-        self, inner: CpuAttention, pool: PagePool, config: ModelConfig, split: TokenSplit, group: int
+        self, inner: PartAttention, pool: PagePool, config: ModelConfig, split: TokenSplit, group: int
     ) -> None:
         self._inner = inner
         self._split = split
         self._ranks = split.ranks
         self._config = config
         self._spec = pool.spec
-        self._memory = torch.from_numpy(pool.array)
+        on_host = isinstance(pool.array, np.ndarray)
+        self._memory = torch.from_numpy(pool.array) if on_host else pages_on_device(pool)
         self._part_pages = split.part_pages[group]
         [layers] = pool.spec.groups
         self._width = layers.head_dim
@@ -228,16 +244,16 @@ class SequenceAttention(Attention):
 
     def _plan_writes(self, batch: BatchLayout) -> _Writes:
         share, split = self._ranks.share, self._split
-        to = batch.pages.numpy() // self._part_pages
+        to, device = _numbers(batch.pages) // self._part_pages, batch.pages.device
         between = [
             [np.flatnonzero((split.owners == of) & (to == rank)) for rank in range(share.count)]
             for of in range(share.count)
         ]
         others = [between[of][share.rank] for of in range(share.count) if of != share.rank]
-        rows = torch.from_numpy(np.concatenate([between[share.rank][share.rank], *others]))
+        rows = _rows(np.concatenate([between[share.rank][share.rank], *others]), device)
         local = batch.pages[rows] - share.rank * self._part_pages
         return _Writes(
-            tuple(torch.from_numpy(split.places[rows]) for rows in between[share.rank]),
+            tuple(_rows(split.places[rows], device) for rows in between[share.rank]),
             tuple(len(each[share.rank]) for each in between),
             BatchLayout((), (), local, batch.offsets[rows], batch.group),
         )
@@ -255,7 +271,7 @@ class SequenceAttention(Attention):
         plans = self._ways.setdefault((window, chunked), Prepared())
         ways = plans.of(batch, lambda: self._plan(batch, window, chunked=chunked))
         # Outputs and LSEs are side by side, as they are passed.
-        found = torch.zeros(*queries.shape[:2], self._out_width + 1)
+        found = queries.new_zeros(*queries.shape[:2], self._out_width + 1, dtype=torch.float32)
         found[..., -1] = -torch.inf
         self._pass_queries(layer, queries, ways, found)
         if ways.visits:
@@ -265,13 +281,13 @@ class SequenceAttention(Attention):
     def _pass_queries(self, layer: int, queries: torch.Tensor, ways: _Ways, found: torch.Tensor) -> None:
         share = self._ranks.share
         others = [rank for rank in range(share.count) if rank != share.rank]
-        asked = queries.new_empty(len(ways.asked.rows), *queries.shape[1:])
+        asked = queries.new_empty(ways.asked, *queries.shape[1:])
         arriving = {rank: queries.new_empty(len(ways.of[rank]), *queries.shape[1:]) for rank in others}
         self._ranks.exchange({rank: queries[ways.to[rank]] for rank in others}, arriving).wait()
         asked[ways.of[share.rank]] = queries[ways.to[share.rank]]
         for rank, each in arriving.items():
             asked[ways.of[rank]] = each
-        answers = self._over(layer, asked, ways.asked.seen)
+        answers = self._over(layer, asked, ways.planned)
         _merge(found, ways.to[share.rank], answers[ways.of[share.rank]])
         returned = {rank: found.new_empty(len(ways.to[rank]), *found.shape[1:]) for rank in others}
         self._ranks.exchange({rank: answers[ways.of[rank]] for rank in others}, returned).wait()
@@ -290,33 +306,27 @@ class SequenceAttention(Attention):
             if number + 1 < len(visits):
                 arriving = block.new_empty(len(visits[number + 1].pages), self._slice)
                 passing = self._ranks.exchange({after: block}, {before: arriving})
-            if visit.seen:
-                answers = self._over(layer, queries[visit.mine], visit.seen, block)
+            if len(visit.mine):
+                answers = self._over(layer, queries[visit.mine], visit.planned, block)
                 _merge(found, visit.mine, answers)
             if passing is not None:
                 passing.wait()
                 block = arriving
 
     def _over(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        seen: Sequence[SeenTokens],
-        block: torch.Tensor | None = None,
+        self, layer: int, queries: torch.Tensor, planned: Any, block: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return outputs and LSEs, side by side, over pages of this part, or of a passed ``block``."""
-        staged = None
-        if block is not None:
-            most = BLOCK_TOKENS // self._spec.chunk_tokens + 2
-            staged = kv_pages(block, self._spec, self._config, gathered=most, start_of=lambda layer: 0)
-        out, lse = self._inner.over(layer, queries, seen, staged)
+        if not len(queries):
+            return queries.new_empty(*queries.shape[:2], self._out_width + 1, dtype=torch.float32)
+        out, lse = self._inner.over(layer, queries, planned, block)
         return torch.cat([out[..., : self._out_width], lse.unsqueeze(-1)], dim=-1)
 
     # -- planning --------------------------------------------------------------------------------------
 
     def _plan(self, batch: BatchLayout, window: int | None, *, chunked: bool) -> _Ways:
         share, split = self._ranks.share, self._split
-        tables = [table.numpy() for table in batch.block_tables]
+        tables = [np.array(span.tables[batch.group], np.int64) for span in batch.spans]
         starts = [0, *accumulate(span.tokens for span in batch.spans)]
         asked: list[list[_AskedRows]] = [[] for _ in range(share.count)]
         passed: list[list[_AskedRows]] = [[] for _ in range(share.count)]
@@ -330,18 +340,16 @@ class SequenceAttention(Attention):
             by_query, by_kv = self.bytes_passed(asking, pages)
             for part, one in enumerate(each):
                 (passed if by_kv < by_query else asked)[part].append(one)
-        mine = _joined(asked[share.rank])
+        mine, device = _joined(asked[share.rank]), batch.pages.device
         everywhere = [np.concatenate([one.rows for one in each] or [np.empty(0, np.int64)]) for each in asked]
         return _Ways(
-            mine,
+            len(mine.rows),
+            self._inner.plan(mine.seen),
+            tuple(_rows(split.places[rows[split.owners[rows] == share.rank]], device) for rows in everywhere),
             tuple(
-                torch.from_numpy(split.places[rows[split.owners[rows] == share.rank]]) for rows in everywhere
+                _rows(np.flatnonzero(split.owners[mine.rows] == rank), device) for rank in range(share.count)
             ),
-            tuple(
-                torch.from_numpy(np.flatnonzero(split.owners[mine.rows] == rank))
-                for rank in range(share.count)
-            ),
-            self._visits(passed),
+            self._visits(passed, device),
         )
 
     def _seen(
@@ -380,7 +388,7 @@ class SequenceAttention(Attention):
         seen = SeenTokens(0, torch.from_numpy(pages), firsts - first * chunk, stops - first * chunk)
         return _AskedRows(rows, (seen,))
 
-    def _visits(self, passed: Sequence[Sequence[_AskedRows]]) -> tuple[_Visit, ...]:
+    def _visits(self, passed: Sequence[Sequence[_AskedRows]], device: torch.device) -> tuple[_Visit, ...]:
         """Return the parts of the spans that pass their KV, in the order in which they visit this rank."""
         if not any(passed):
             return ()
@@ -405,9 +413,9 @@ class SequenceAttention(Attention):
             joined = _joined(mine)
             visits.append(
                 _Visit(
-                    torch.from_numpy(np.concatenate(pages)),
-                    torch.from_numpy(split.places[joined.rows]),
-                    joined.seen,
+                    _rows(np.concatenate(pages), device),
+                    _rows(split.places[joined.rows], device),
+                    self._inner.plan(joined.seen),
                 )
             )
         return tuple(visits)
@@ -431,3 +439,14 @@ def _merge(found: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
     one, other = (Partial(each[..., :-1], each[..., -1:]) for each in (found[rows], part))
     merged = one.merge(other)
     found[rows] = torch.cat([merged.out, merged.lse], dim=-1)
+
+
+def _numbers(tensor: torch.Tensor) -> Numbers:
+    """Return int64 numbers on the host. This waits for the work before them on their device."""
+    numbers: Numbers = tensor.cpu().numpy()
+    return numbers
+
+
+def _rows(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """Return row numbers on a device."""
+    return to_device(torch.from_numpy(numbers), device)

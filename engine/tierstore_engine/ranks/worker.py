@@ -21,7 +21,9 @@ from tierstore_engine.model import Model
 from tierstore_engine.ranks.member import RankGroups, model_of, read_weights
 from tierstore_engine.ranks.messages import (
     FromRank,
+    RankConnect,
     RankFailed,
+    RankLoaded,
     RankPing,
     RankPong,
     RankReady,
@@ -83,11 +85,15 @@ def _model(setup: RankSetup, wire: Wire) -> Model:
     if device != "cpu":
         torch.cuda.set_device(device)
     weights, pools = _weights(setup), setup.pools.open()
-    wire.send(RankReady())
+    wire.send(RankLoaded())
+    connect = wire.next()
+    assert isinstance(connect, RankConnect)
     groups = RankGroups.meet(setup.place, setup.meeting, device)
-    return model_of(
+    model = model_of(
         config, weights, pools, setup.place, groups.heads, groups.tokens, setup.part_large_pages, device
     )
+    wire.send(RankReady())
+    return model
 
 
 def _weights(setup: RankSetup) -> ModelWeights:

@@ -30,7 +30,7 @@ from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RankLostError
 from tierstore_engine.outputs import Completion
 from tierstore_engine.ranks import others as others_of
-from tierstore_engine.ranks.messages import RankSetup
+from tierstore_engine.ranks.messages import FromRank, RankLoaded, RankPong, RankSetup
 from tierstore_engine.ranks.others import Others
 from tierstore_engine.ranks.runner import RankedRunner
 from tierstore_engine.sampling import SamplingParams
@@ -259,10 +259,11 @@ def test_an_error_at_rank_0_ends_all(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.parametrize("after", [RankPong, RankLoaded])
 def test_a_rank_that_hangs_while_it_starts(
-    engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    after: type[FromRank], engine_with: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for its first message when it is stopped, and has answered a ping."""
+    """It waits for its first message when it is stopped, or is loaded and about to connect."""
     started = []
 
     def noted(*args: Any) -> subprocess.Popen[bytes]:
@@ -271,18 +272,20 @@ def test_a_rank_that_hangs_while_it_starts(
 
     class Stopping(Connection):
         def send(self, message: Any) -> None:
-            if not isinstance(message, RankSetup):
+            if after is RankLoaded or not isinstance(message, RankSetup):
                 super().send(message)
 
         def recv(self) -> Any:
             message = super().recv()
-            os.kill(started[0].pid, signal.SIGSTOP)
+            if isinstance(message, after):
+                os.kill(started[0].pid, signal.SIGSTOP)
             return message
 
     monkeypatch.setattr(Others, "spawn", staticmethod(noted))
     monkeypatch.setattr(others_of, "Connection", Stopping)
-    monkeypatch.setattr(others_of, "_LOADING_S", 0.5)
-    with pytest.raises(RankLostError, match=r"^rank 1 of 2 has not answered for 0\.5 s: restart the engine$"):
+    monkeypatch.setattr(others_of, "_PING_S", 0.1)
+    monkeypatch.setattr(others_of, "_LOADING_S", 1.5)
+    with pytest.raises(RankLostError, match=r"^rank 1 of 2 has not answered for 1\.5 s: restart the engine$"):
         engine_with(2)
 
 
