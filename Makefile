@@ -78,12 +78,13 @@ suite: $(VENV)/dev.stamp
 
 lowest: $(NATIVE)
 	$(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_VENV)/bin/python tests/lowest.py packs codecs > $(LOWEST_VENV)/lowest.txt
+	$(LOWEST_VENV)/bin/python tests/lowest.py packs codecs encryption > $(LOWEST_VENV)/lowest.txt
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c $(LOWEST_VENV)/lowest.txt -e '.[test,packs,codecs]'
+		-c $(LOWEST_VENV)/lowest.txt -e '.[test,packs,codecs,encryption]'
 	$(LOWEST_VENV)/bin/tierstore --help > $(LOWEST_VENV)/help.txt
 	$(LOWEST_VENV)/bin/python examples/embedded_store.py
-	$(LOWEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -W default -q tests/tierstore/api tests/tierstore/cli/test_cli.py
+	$(LOWEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -W default -q tests/tierstore/api tests/tierstore/cli/test_cli.py \
+		tests/tierstore/tiers/disk/test_sealing.py
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m soak

@@ -266,7 +266,8 @@ class DataKey:
         cipher.authenticate_additional_data(facts)
         # update_into needs room for a block more than it writes, so the end goes through update.
         whole = max(plain.nbytes - _LEAST_UPDATE, 0)
-        cipher.update_into(plain[:whole], out)
+        if whole:
+            cipher.update_into(plain[:whole], out)
         rest = bytes(plain[whole:]) + bytes(out.nbytes - plain.nbytes)
         out[whole:] = cipher.update(rest) + cipher.finalize()
         return cipher.tag
@@ -280,7 +281,8 @@ class DataKey:
         cipher = self._cipher(salt).decryptor()
         cipher.authenticate_additional_data(facts)
         whole = max(out.nbytes - _LEAST_UPDATE, 0)
-        cipher.update_into(sealed[:whole], out)
+        if whole:
+            cipher.update_into(sealed[:whole], out)
         out[whole:] = cipher.update(bytes(sealed[whole:]))[: out.nbytes - whole]
         try:
             cipher.finalize_with_tag(tag)
