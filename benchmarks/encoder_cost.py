@@ -41,7 +41,7 @@ BEFORE = 200  # tokens before an image
 
 
 @dataclass(frozen=True)
-class Model:
+class VisionModel:
     """Bytes of a token's KV and of a row, rows of an image, and operations for a byte of a row by those for a
     byte of KV."""
 
@@ -61,9 +61,9 @@ class Model:
 
 
 MODELS = {
-    "gemma-3-4b": Model(139_264, 5120, 256, 90.3),
-    "gemma-3-27b": Model(507_904, 10_752, 256, 19.7),
-    "qwen2.5-vl-7b": Model(57_344, 7168, 1024, 3.3),
+    "gemma-3-4b": VisionModel(139_264, 5120, 256, 90.3),
+    "gemma-3-27b": VisionModel(507_904, 10_752, 256, 19.7),
+    "qwen2.5-vl-7b": VisionModel(57_344, 7168, 1024, 3.3),
 }
 
 
@@ -156,7 +156,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Row:
+class CostRow:
     """The mean work of a turn that a larger cache would have spared, and the share of it that is images."""
 
     mix: str
@@ -167,7 +167,7 @@ class Row:
     image_share: float
 
 
-def simulate(mix: str, name: str, capacity: int, worth: int, count: int, seed: int) -> Row:
+def simulate(mix: str, name: str, capacity: int, worth: int, count: int, seed: int) -> CostRow:
     """Serve ``count`` turns. The first fifth is not counted."""
     model, host = MODELS[name], Host(capacity)
     text = host.root(KVSpec.opaque(CHUNK * model.token_bytes, chunk_tokens=CHUNK))
@@ -188,7 +188,7 @@ def simulate(mix: str, name: str, capacity: int, worth: int, count: int, seed: i
             work += again + image
             images += image
     counted = count - count // 5
-    return Row(mix, name, capacity, worth, work / counted, images / work if work else 0.0)
+    return CostRow(mix, name, capacity, worth, work / counted, images / work if work else 0.0)
 
 
 def main(capacities: str = "16GiB,64GiB", turns: int = 8000, seed: int = 1, json: str | None = None) -> None:
