@@ -156,12 +156,12 @@ class ReuseCurve:
     def looked_up(
         self, keys: Sequence[PageKey], tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
     ) -> None:
-        """Note that ``tokens`` tokens of a prompt were requested and the first ``held_tokens`` were found.
+        """Record that ``tokens`` tokens of a prompt were requested and the first ``held_tokens`` were found.
         ``keys`` has a key for each whole page. More keys may be appended, but none may change."""
         self._add(_Use(keys, tokens, held_tokens, page_tokens, page_bytes, False))
 
     def saved(self, keys: Sequence[PageKey], tokens: int, page_tokens: int, page_bytes: int) -> None:
-        """Note that the first ``tokens`` tokens of a prompt are being saved, or are stored already."""
+        """Record that the first ``tokens`` tokens of a prompt are being saved, or are stored already."""
         self._add(_Use(keys, tokens, tokens, page_tokens, page_bytes, True))
 
     def _add(self, use: _Use) -> None:

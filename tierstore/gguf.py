@@ -11,7 +11,7 @@ from typing import Any
 from tierstore.errors import UsageError
 
 _VERSIONS = (2, 3)
-_KINDS = "BbHhIif?saQqd"  # of metadata, as struct names them, but s is a string and a an array
+_KINDS = "BbHhIif?saQqd"  # types of metadata, by struct's codes, except s (a string) and a (an array)
 CONFIG_FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",

@@ -400,7 +400,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
         return {group: each for group, each in ends.items() if each}
 
     def note(asked: Mapping[int, Sequence[int]], answer: Mapping[int, Sequence[int]]) -> bool:
-        """Note an answer. Return whether everything asked for is held."""
+        """Record an answer. Return whether everything asked for is held."""
         for group, ends in asked.items():
             held[group].difference_update(ends)
             held[group].update(answer[group])

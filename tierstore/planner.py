@@ -271,7 +271,7 @@ class RateEstimate:
         self._moves.append(_Measured(nbytes, max(seconds, 1e-9), now_s))
 
     def late(self, nbytes: float, seconds: float, now_s: float) -> None:
-        """Note that bytes have not arrived within ``seconds``: they take at least that long."""
+        """Record that bytes have not arrived within ``seconds``: they take at least that long."""
         self._late = _Measured(nbytes, seconds, now_s)
 
     def report(self, rate: TierRate, now_s: float) -> None:
@@ -350,22 +350,22 @@ class Planner:
         self._probed: dict[str, float] = {}
 
     def moved(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
-        """Note that ``nbytes`` of a tier arrived in ``seconds``."""
+        """Record that ``nbytes`` of a tier arrived in ``seconds``."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).moved(nbytes, seconds, now_s)
 
     def late(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
-        """Note that ``nbytes`` of a tier did not arrive within ``seconds``."""
+        """Record that ``nbytes`` of a tier did not arrive within ``seconds``."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).late(nbytes, seconds, now_s)
 
     def report(self, tier: str, rate: TierRate, *, now_s: float) -> None:
-        """Use a daemon's rate of its tier."""
+        """Use the rate that a daemon reports for its ``tier``."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).report(rate, now_s)
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """Note that an engine computed ``tokens`` tokens of a prompt after ``behind`` others."""
+        """Record that an engine computed ``tokens`` tokens of a prompt after ``behind`` others."""
         with self._lock:
             self._prefill.computed(tokens, behind, seconds)
 

@@ -29,7 +29,7 @@ class Counters:
     loaded_pages: int = 0
     loads_cut_short: int = 0  # fewer pages arrived than the hit promised
     saved_pages: int = 0  # copied into the host tier
-    torn_pages: int = 0  # received by TCP with other bytes than their sender's checksum: not stored
+    torn_pages: int = 0  # received over TCP, but did not match the sender's checksum: not stored
     already_stored_pages: int = 0
     not_stored_pages: int = 0  # no room in the host tier, or the copy failed
     disk_written_pages: int = 0

@@ -1,8 +1,8 @@
 """LoRA adapters, as PEFT writes them: small matrices that are added to a model's own.
 
 An adapter is a folder with ``adapter_config.json`` and ``adapter_model.safetensors``. For a matrix ``W`` it
-has ``A`` and ``B`` of a low rank, and the layer computes with ``W + scale × B A``. The product is never made:
-rows of a step that belong to an adapter are multiplied by ``A`` and by ``B`` besides. So sequences with
+has ``A`` and ``B`` of a low rank, and the layer computes with ``W + scale × B A``. ``B A`` is never computed:
+rows of a step that belong to an adapter are also multiplied by ``A`` and then by ``B``. So sequences with
 different adapters, and without one, share a step.
 
 KV depends on the adapter. Its pages are kept apart by the SHA-256 of the adapter's two files, not by its

@@ -405,7 +405,7 @@ class ModelConfig:
     short_conv: ShortConvConfig | None = None
     mamba1: Mamba1Config | None = None
     arithmetic: str = ""
-    """Where a token's numbers have the same bits in every step, what decides these (``--deterministic``)."""
+    """The facts that determine a token's bits, if they are the same in every step (``--deterministic``)."""
     beside: tuple[int, ...] = ()
     """Layers whose mixer has the normed input of the mixer before, instead of its output. Both outputs are
     added to the input together. The layer before has no MLP (``bare_layers``)."""

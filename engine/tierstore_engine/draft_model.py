@@ -190,7 +190,7 @@ class DraftModel(Drafter):
         return Work(own, own.computed, stop, guessed=0 if shadow.ahead else max(stop - shadow.agreed, 0))
 
     def _computed(self, item: Work) -> None:
-        """Note that a shadow's work was computed. Save pages of accepted tokens."""
+        """Record that a shadow's work was computed. Save pages of accepted tokens."""
         own, shadow = item.sequence, self._shadows[item.sequence.request_id]
         if item.stop <= shadow.agreed:
             own.restore(item.stop)

@@ -35,7 +35,7 @@ class Drafter(Protocol):
         than usual, or empty."""
 
     def follow(self, work: Ints[Work]) -> None:
-        """Note that the model has computed this work. No page of it was saved yet."""
+        """Record that the model has computed this work. No page of it was saved yet."""
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended. It may never have been proposed for."""

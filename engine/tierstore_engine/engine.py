@@ -87,7 +87,7 @@ class PrefillTimer:
         self._sequence: object = None  # the sequence of these steps; None if they cannot be attributed
 
     def began(self, work: Ints[Work]) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         item = work[0]
         alone = len(work) == 1 and not item.sequence.decodes and not item.sequence.arriving
         if not alone:
@@ -99,16 +99,16 @@ class PrefillTimer:
             self._began = time.monotonic()
 
     def forget(self) -> None:
-        """Note that something else is computed."""
+        """Record that something else is computed."""
         self._sequence = None
 
     def queued(self) -> None:
-        """Note that a step has returned without a wait."""
+        """Record that a step has returned without a wait."""
         if not self._waits:
             self.ended()
 
     def ended(self) -> None:
-        """Note that all queued work has ended."""
+        """Record that all queued work has ended."""
         if self._sequence is not None:
             seconds = time.monotonic() - self._began
             self._connector.computed(self._stop - self._first, self._first, seconds)
@@ -268,7 +268,7 @@ class Engine:
             group = self._beams.of(sequence)
             self.limits.check_resize(nbytes, sequence, group.search.width if group else 1)
         size = self.connector.resize(nbytes)
-        self._scheduler.room_grew()  # may be False: then they continue to wait
+        self._scheduler.room_grew()  # may be False: then waiting requests continue to wait
         return size
 
     def discard(self, *request_ids: RequestId) -> None:

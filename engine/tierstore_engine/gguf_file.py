@@ -204,7 +204,7 @@ def _with_frequencies(file: Path, config: ModelConfig, contents: GGUFContents) -
     if len(factors) != len(plain) or not torch.allclose(
         plain / factors, inverse_frequencies(rope, config.head_dim)
     ):
-        raise ModelError(f"{file}: {_FREQUENCIES} is not a scaling of Llama 3, and no other is read")
+        raise ModelError(f"{file}: {_FREQUENCIES} is not Llama 3's RoPE scaling, the only one supported")
     return rope
 
 

@@ -371,7 +371,7 @@ class PageKeeper:
         return min(most, -(known + 1) % self.chunk_tokens) if self.stateful and self.keeps else most
 
     def accept(self, sequence: Sequence, accepted: int) -> None:
-        """Note that the first ``accepted`` tokens of a draft were chosen, and release the pages after them.
+        """Record that the first ``accepted`` tokens of a draft were chosen, and release the pages after them.
         Recurrent states have not seen them: the next step computes them again, with the newest token."""
         if self.stateful:
             sequence.repeated = accepted

@@ -169,8 +169,8 @@ class BlockWeights:
 @dataclass(frozen=True, slots=True)
 class SharedBlockWeights:
     """One use of a shared block: the block, and what only this use has. ``use`` counts the uses of all blocks
-    before it. ``qkv_changes`` are those of Q, K and V, empty in a model without them. ``out`` takes the
-    block's output."""
+    before it. ``qkv_changes`` holds its changes to Q, K and V; empty in a model without such changes. ``out``
+    takes the block's output."""
 
     use: int
     block: BlockWeights
@@ -235,8 +235,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class PredictorWeights:
-    """The weights of a predictor besides its decoder layer. ``merge`` takes the normed embedding and the
-    normed output beside each other, ``[hidden_size, 2 × hidden_size]``. ``norm`` comes before the head."""
+    """The weights of a predictor, except those of its decoder layer. ``merge`` takes the normed embedding and
+    the normed output beside each other, ``[hidden_size, 2 × hidden_size]``. ``norm`` comes before the
+    head."""
 
     embed_norm: torch.Tensor
     hidden_norm: torch.Tensor

@@ -76,8 +76,8 @@ class LoadedModel:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)
 
     def identity(self, spec: KVSpec) -> Identity:
-        """Return the identity of this model's pages. Other weights, shapes, RoPE or KV formats have other
-        identities."""
+        """Return the identity of this model's pages. It differs for different weights, shapes, RoPE or KV
+        formats."""
         config = self.config
         return Identity.of(
             spec,

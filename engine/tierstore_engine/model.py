@@ -261,7 +261,7 @@ class Model:
         return Positions(step.positions, rotations)
 
     def _begin(self, layer: int) -> None:
-        """Note that the weights of a layer are read now; those of the head come after the last layer."""
+        """Record that the weights of a layer are read now; those of the head come after the last layer."""
         if self._weights.stream is not None:
             self._weights.stream.begin(layer)
 

@@ -15,7 +15,7 @@ Work that takes longer than the rest of its ``bound_s`` may not overtake it. Eve
 it would also come before it with first come, first served. So no request waits more than ``bound_s`` longer
 than it would have, except for more urgent requests that arrive meanwhile. A deadline lowers the rest. This
 holds while there is room for all waiting requests. Otherwise a request can begin only when those before it
-end. Then all requests up to the last one whose time is used up come strictly by their places.
+end. Then all requests up to the last one whose time is used up are served strictly in order of their places.
 
 While there is room for all waiting requests, only the work for later requests counts. If slots or pages are
 short, a request also waits for those before it to end, and these wait for one another. Then all work out of

@@ -56,7 +56,7 @@ class AnswerLengths:
         self._lengths: deque[int] = deque(maxlen=_ANSWERS)
 
     def ended(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended."""
+        """Record that a sequence has ended."""
         if len(sequence.tokens) > sequence.prompt_tokens:
             self._lengths.append(len(sequence.tokens) - sequence.prompt_tokens)
 
@@ -120,7 +120,7 @@ class PendingPrompts:
         return self._prompts[sequence.request_id]
 
     def add(self, sequence: Sequence) -> None:
-        """Note a sequence that waits for its prompt to be computed or loaded again."""
+        """Record a sequence that waits for its prompt to be computed or loaded again."""
         if sequence in self:
             return
         keys = sequence.prompt.keys if self._keeper.keeps and not sequence.no_save else []
@@ -212,8 +212,8 @@ class PendingPrompts:
     # -- time ----------------------------------------------------------------------------------------
 
     def step_begins(self, plan: StepPlan, sakes: Mapping[RequestId, Place], kept_out: Place | None) -> None:
-        """Note that a step begins, and what it is spent on. ``sakes`` has the request that an admitted prompt
-        is computed for, if not itself. ``kept_out`` is as in :class:`Spent`."""
+        """Record that a step begins, and what it is spent on. ``sakes`` has the request that an admitted
+        prompt is computed for, if not itself. ``kept_out`` is as in :class:`Spent`."""
         spent, behind = Spent(short=self.short_of_room, kept_out=kept_out), 0.0
         spent.first = min((prompt.entry.place for prompt in self if not prompt.promised), default=None)
         for item in (*plan.batch, *plan.beside):
@@ -225,7 +225,7 @@ class PendingPrompts:
         self._step = _PromptStep(self._clock(), bool(plan), tokens, behind / max(tokens, 1), spent)
 
     def step_ended(self, admitted: Iterable[Sequence]) -> None:
-        """Note that the last step has ended, unless that was noted before."""
+        """Record that the last step has ended, unless that was noted before."""
         step, self._step = self._step, None
         if step is None:
             return

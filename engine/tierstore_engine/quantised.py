@@ -124,7 +124,7 @@ class PackedMatrix:
         assert native.DECODE is not None
         total, columns = self.shape
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < total):
-            raise IndexError(f"rows of a matrix of {total} are from 0 to {total - 1}, got {rows.tolist()}")
+            raise IndexError(f"a matrix of {total} rows has rows 0 to {total - 1}, got {rows.tolist()}")
         rows, out = rows.contiguous(), torch.empty(len(rows), columns)
         native.DECODE.tierstore_unpack(
             ctypes.byref(self._structure()),

@@ -398,9 +398,9 @@ class Scheduler:
         return sum(sequence.state is SequenceState.LOADING for sequence in self.admitted)
 
     def _take_turn(self, sequence: Sequence, sake: Place) -> int:
-        """Note that a sequence's prompt is computed next, for the request at place ``sake``. Return how many
-        tokens that takes in two steps, with a chunk in each. A sequence that is loading takes none: others
-        are computed meanwhile."""
+        """Record that a sequence's prompt is computed next, for the request at place ``sake``. Return how
+        many tokens that takes in two steps, with a chunk in each. A sequence that is loading takes none:
+        others are computed meanwhile."""
         if sequence.request_id in self._turns:
             self._sakes[sequence.request_id] = min(sake, self._sakes[sequence.request_id])
             return 0
@@ -466,7 +466,7 @@ class Scheduler:
         return True
 
     def ended(self) -> None:
-        """Note that the last step has ended, unless that was noted before. Overtaken requests are charged
+        """Record that the last step has ended, unless that was noted before. Overtaken requests are charged
         with its time, and its speed is recorded."""
         self._prompts.step_ended(self.admitted)
 

@@ -272,14 +272,15 @@ class Sequence:
         return max(min(stop, self._most_computed) - self.computed, 0)
 
     def advance(self, computed: int) -> None:
-        """Note that a step has computed the KV of the first ``computed`` tokens."""
+        """Record that a step has computed the KV of the first ``computed`` tokens."""
         self.tally.recomputed_tokens += self.repeats(computed)
         self._most_computed = max(self._most_computed, computed)
         self.in_step = False
         self.restore(computed)
 
     def restore(self, computed: int) -> None:
-        """Note that the KV of the first ``computed`` tokens came from the store or from another sequence."""
+        """Record that the KV of the first ``computed`` tokens came from the store or from another
+        sequence."""
         self.computed = computed
         self.repeated = 0
         if computed > len(self.prompt):

@@ -174,7 +174,8 @@ class StatePages:
     ) -> torch.Tensor:
         """Return the causal convolution of ``channels [tokens, channels]`` for the layout's spans, in the
         same shape. Sums are float32. Afterwards the pages have the inputs for the tokens after the
-        spans. Pages of sequences that begin have matrices of zeros. Call this before :meth:`advance`."""
+        spans. For new sequences, the matrices in their pages are set to zero. Call this before
+        :meth:`advance`."""
         batch = self._batch(layout)
         kept, matrices = self.inputs[layer], self.matrices[layer]
         if len(batch.new):

@@ -1,8 +1,7 @@
 """The images of a model: the processor and the encoder, both of transformers, and the embeddings.
 
-This engine does not exist for encoders, so it uses those of transformers, on the CPU and in the model's
-dtype. The first image imports transformers and Pillow, and reads the encoder's weights. Prompts of text need
-neither.
+The engine has no encoders of its own. It uses those of transformers, on the CPU and in the model's dtype. The
+first image imports transformers and Pillow, and reads the encoder's weights. Prompts of text need neither.
 
 An embedding is found by a SHA-256 over the processor's output, under an identity with the encoder's weights,
 its configuration and the version of transformers. So the encoder runs only for an image that the store does

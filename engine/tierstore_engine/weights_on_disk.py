@@ -85,7 +85,7 @@ class WeightStream:
         self._last: int | None = None  # the layer that was computed last; None before the first
 
     def begin(self, layer: int) -> None:
-        """Note that the computation of a layer begins: read the next one, and drop the one before."""
+        """Record that the computation of a layer begins: read the next one, and drop the one before."""
         if self._last is not None and self._last != layer:
             for each in self._layers[self._last]:
                 each.file.drop(each.start, each.stop)

@@ -351,7 +351,7 @@ class Channel:
             self._leads()
 
     def _leads(self) -> None:
-        """Note that a thread has begun or stopped leading."""
+        """Record that a thread has begun or stopped leading."""
         with self._lock:
             if not self._over:
                 self._active = True
@@ -490,7 +490,7 @@ class Channel:
                 self._over = True
 
     def _note_late(self, numbers: Sequence[int]) -> None:
-        """Note that requests were late. The daemon counts as hanging until it sends anything."""
+        """Record that requests were late. The daemon counts as hanging until it sends anything."""
         with self._lock:
             for number in numbers:
                 if self._pending.pop(number, None) is not None:

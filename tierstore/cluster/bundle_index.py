@@ -128,7 +128,7 @@ class BundleIndex:
         return sorted(unread, key=lambda each: each.written_at, reverse=True)
 
     def read(self, name: str, bundle: Bundle | None) -> None:
-        """Note the head of a bundle, or None if it is unreadable. After the last one, call
+        """Record the head of a bundle, or None if it is unreadable. After the last one, call
         :meth:`rebuild`."""
         stored = self._stored.get(name)
         if bundle is not None:
@@ -149,7 +149,7 @@ class BundleIndex:
             self.rebuild()
 
     def add(self, bundle: Bundle) -> None:
-        """Note a bundle that was written now."""
+        """Record a bundle that was written now."""
         self.remove([bundle.name], rebuild=False)
         self._stored[bundle.name] = StoredBundle(
             bundle.name, bundle.nbytes, self.now, self._clock(), bundle, merged_from=bundle.oldest_at
@@ -158,7 +158,7 @@ class BundleIndex:
         self.rebuild()
 
     def remove(self, names: Iterable[str], *, rebuild: bool = True) -> None:
-        """Note that bundles were deleted."""
+        """Record that bundles were deleted."""
         for name in names:
             stored = self._stored.pop(name, None)
             self.nbytes -= stored.nbytes if stored is not None else 0
@@ -166,7 +166,7 @@ class BundleIndex:
             self.rebuild()
 
     def note_time(self, written_at: float) -> None:
-        """Note a time of the server."""
+        """Record a time of the server."""
         if written_at > self.now or not self._newest[0]:
             self._newest = written_at, self._clock()
 

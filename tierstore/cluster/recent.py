@@ -38,7 +38,7 @@ class Recent(Generic[_Key]):
         return len(self._ends)
 
     def note(self, key: _Key) -> None:
-        """Note a key now. It displaces the key that was noted longest ago."""
+        """Record a key now. It displaces the key that was noted longest ago."""
         self._ends[key] = self._clock() + self._seconds
         self._ends.move_to_end(key)
         if len(self._ends) > self._most:

@@ -194,7 +194,7 @@ class SharedKeys:
             return b""
 
     def _note(self, path: str, tag: str, data: bytes) -> Scope | None:
-        """Note what an object has. Return the scope whose key is gone thereby, if there is one."""
+        """Record what an object has. Return the scope whose key is gone thereby, if there is one."""
         known = self._stored.get(path)
         id = data[len(_MAGIC) : len(_MAGIC) + ID_BYTES]
         same = known is not None and data and known.id == id

@@ -52,7 +52,7 @@ class SharedStore(Protocol):
         """Remove an object, best effort. Does not raise."""
 
     def used(self, names: Sequence[str]) -> None:
-        """Note that a prompt has used these objects. Some may not exist. Does not wait."""
+        """Record that a prompt has used these objects. Some may not exist. Does not wait."""
 
 
 def _ignore(message: ToDaemon) -> None:

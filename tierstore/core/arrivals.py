@@ -57,8 +57,8 @@ class Arrivals:
                 del self._waiting[page]
 
     def ended(self, pages: Iterable[Page]) -> None:
-        """Note that writes of these pages have ended. The caller must call :meth:`wake` after it has released
-        the lock."""
+        """Record that writes of these pages have ended. The caller must call :meth:`wake` after it has
+        released the lock."""
         if self._waiting:
             for page in pages:
                 self._due += self._waiting.pop((page.identity, page.key), ())

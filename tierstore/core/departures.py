@@ -91,8 +91,8 @@ class Departures:
     def note(
         self, identity: bytes, key: bytes, cause: Cause, tier: Tier | None = None, nbytes: int = 0
     ) -> None:
-        """Note that a page of ``nbytes`` has left its last tier, or was not kept. If it leaves the host tier
-        after it could not be written, that stays the cause."""
+        """Record that a page of ``nbytes`` has left its last tier, or was not kept. If it leaves the host
+        tier after it could not be written, that stays the cause."""
         now_s = int(self._clock())
         mark, first = self._place(identity, key)
         place = self._find(mark, first)

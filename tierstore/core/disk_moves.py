@@ -150,7 +150,7 @@ class DiskMoves:
         return self._state.page_table.place(record.serial)
 
     def _moved(self, record: PageRecord, before: int) -> None:
-        """Note a page's new place. Needs the lock."""
+        """Record a page's new place. Needs the lock."""
         state = self._state
         assert state.page_table is not None
         page = state.index.by_serial.get(record.serial)

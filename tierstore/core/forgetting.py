@@ -88,7 +88,7 @@ class ForgetLog:
             self._entries.extend(_LOGGED.iter_unpack(stored[_HEAD.size :]))
 
     def add(self, tenant: str | None, model: str | None) -> None:
-        """Note a forget."""
+        """Record a forget."""
         self.last += 1
         self._entries.append((_logged(tenant), _logged(model)))
 
@@ -191,7 +191,7 @@ class Forgetting:
         return min(self._untold - {number}, default=self._log.last + 1) - 1
 
     def _note(self, what: Forgettable) -> int:
-        """Note a forget in the log. Return its number. Needs the state's lock."""
+        """Record a forget in the log. Return its number. Needs the state's lock."""
         of_session = what.session is not None
         self._log.add((what.tenant or "") if of_session else what.tenant, None if of_session else what.model)
         self._untold.add(self._log.last)
@@ -230,7 +230,7 @@ class Forgetting:
                     disk.forgets.discard_freed()
 
     def _too_old(self, disk: DiskTier) -> Sequence[int]:
-        """Return the serials of all pages that are too old, and of those behind them, ascending. Note when
+        """Return the serials of all pages that are too old, and of those behind them, ascending. Record when
         the oldest other page was saved."""
         ages = self._state.ages
         found = array("Q")

@@ -135,20 +135,20 @@ class Health:
         self._fail(Condition.OFFLINE if error.errno in _GONE else Condition.READ_ONLY, _message(error))
 
     def written(self) -> None:
-        """Note that pages became durable."""
+        """Record that pages became durable."""
         if self._fault is Condition.ONLINE:
             self._backoffs[Condition.READ_ONLY].reset()
 
     def read_failed(self, error: OSError, what: str = "pages") -> None:
-        """Note that reading ``what`` failed. Pages and records are counted separately: an index read from the
-        page cache says nothing about the disk."""
+        """Record that reading ``what`` failed. Pages and records are counted separately: an index read from
+        the page cache says nothing about the disk."""
         self._errors["read"] += 1
         self._failures[what] += 1
         if error.errno in _GONE or self._failures[what] >= _READ_FAILURES:
             self._fail(Condition.OFFLINE, _message(error))
 
     def was_read(self, what: str = "pages") -> None:
-        """Note that reading ``what`` succeeded."""
+        """Record that reading ``what`` succeeded."""
         del self._failures[what]
         if self._fault is not Condition.OFFLINE:
             self._backoffs[Condition.OFFLINE].reset()
@@ -175,7 +175,7 @@ class Health:
         self._show()
 
     def under_way(self, longest_s: float) -> bool:
-        """Note how long the oldest call has been running. Return whether this changes the condition."""
+        """Record how long the oldest call has been running. Return whether this changes the condition."""
         stalled = longest_s >= self.stall_s
         if stalled == self._stalled:
             return False

@@ -325,7 +325,7 @@ class Lookups:
             self.core.hit_tokens[self.client.tenant, label] += tokens
 
     def _note_use(self, view: PromptView, limit: int, found: FoundPages, *, counted: bool = True) -> None:
-        """Note the use of the found pages and, if ``counted``, add the lookup to the curve."""
+        """Record the use of the found pages and, if ``counted``, add the lookup to the curve."""
         view.touch(self._state.access_log, found)
         if counted:
             page_bytes = view.registration.page_bytes

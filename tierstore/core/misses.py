@@ -363,8 +363,8 @@ class Misses:
     # -- a chain -------------------------------------------------------------------------------------
 
     def _left(self, chain: ChainView, first: int, limit: int) -> list[Miss]:
-        """Return why the leading pages from token ``first`` on are missed, as far as they are known: in the
-        tree, or in the memory of departures."""
+        """Return why the leading pages from token ``first`` on are missed, as far as the tree or the memory
+        of departures knows them."""
         state, chunk_tokens = self._state, chain.chunk_tokens
         identity = chain.registration.identity.digest
         start, stop = first // chunk_tokens, min(chain.whole_chunks, limit // chunk_tokens)

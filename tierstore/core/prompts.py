@@ -153,7 +153,7 @@ class PromptView(ABC):
 
     @abstractmethod
     def touch(self, log: AccessLog, found: FoundPages) -> None:
-        """Note a use of the found pages."""
+        """Record a use of the found pages."""
 
     @abstractmethod
     def remember(self, owner: object, client: Client, found: FoundPages, changes: int) -> PrefixHandle | None:

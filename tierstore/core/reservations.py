@@ -50,7 +50,7 @@ class _Branch:
         self._hold(parent)
 
     def use_before(self, pages: Sequence[Page]) -> None:
-        """Note that a save behind these pages uses them. Earlier batches of the save keep its hint."""
+        """Record that a save behind these pages uses them. Earlier batches of the save keep its hint."""
         alike = self._tracker.hinted_alike(pages)
         self._state.access_log.touch(pages, hit=False)
         self._tracker.hint_again(alike)
@@ -73,7 +73,7 @@ class _Branch:
         self._end = page
 
     def end_step(self, *, last: bool) -> None:
-        """Note the use of the pages of this step."""
+        """Record the use of the pages of this step."""
         if self._named:
             self._state.access_log.touch_named(self._depths, hit=False)
             self._step = list(self._depths)
@@ -216,7 +216,7 @@ class ReservationBuilder:
         return page
 
     def _note_no_room(self) -> None:
-        """Note that further pages have no room, for at most as many pages as one step handles."""
+        """Record that further pages have no room, for at most as many pages as one step handles."""
         prompt, departures = self._prompt, self._state.departures
         for chunk in self._chunks[self._next : self._next + _NOTED_AT_ONCE]:
             if chunk < prompt.whole_chunks:

@@ -37,13 +37,13 @@ class AccessLog:
         return self._disk.page_table if self._disk is not None else None
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
-        """Note that these pages are used now."""
+        """Record that these pages are used now."""
         self._index.touch(pages, hit=hit)
         if self._disk is not None:
             self._used.update([page for page in pages if page.copies[Tier.DISK] is not None])
 
     def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
-        """Note that these named pages are used now. ``depths`` has their known positions in a prompt."""
+        """Record that these named pages are used now. ``depths`` has their known positions in a prompt."""
         self._index.touch_named(depths, hit=hit)
         if self._disk is not None:
             self._used.update([page for page in depths if page.copies[Tier.DISK] is not None])
@@ -136,7 +136,7 @@ class Residency:
 
     def drop(self, page: Page, tier: Tier, cause: Cause | None = None) -> None:
         """Drop an unleased copy and free its place (on disk: with the next commit), and damaged copies before
-        it in host memory that only it has kept. Note the ``cause`` if it was the last copy (None: the page
+        it in host memory that only it has kept. Record the ``cause`` if it was the last copy (None: the page
         was damaged, was finished, or the policy chose it)."""
         leaving: Page | None = page
         while leaving is not None:  # no recursion: a whole prompt may have been forgotten

@@ -162,7 +162,7 @@ class StoreState:
     # -- pages on disk -------------------------------------------------------------------------------
 
     def was_read(self, read: ReadBatch) -> None:
-        """Note the outcome of a read from disk."""
+        """Record the outcome of a read from disk."""
         self.counters.disk_read_pages += read.good
         if read.good:
             self.health.was_read()  # first, because one failed page among good ones is no failed disk

@@ -173,7 +173,7 @@ class ArenaListener:
         return token in self._clients
 
     def serve(self, token: bytes) -> bool:
-        """Note that a connection's process has sent a whole request, over any socket. Return False if the
+        """Record that a connection's process has sent a whole request, over any socket. Return False if the
         limit of clients is reached."""
         place = self._clients[token].place
         return place.served or place.serve()

@@ -88,7 +88,7 @@ def chosen_store(value: str) -> ChosenStore:
 
 
 def _own_daemon(settings: Settings) -> ChosenStore:
-    """Return the daemon of ``settings``, which are those of the environment. Start it if none listens."""
+    """Return the daemon that ``settings`` (from the environment) describe. Start it if none listens."""
     url = checked_choice(settings.listen[0])
     if not url.startswith("ipc://"):
         raise UsageError(f"{VARIABLE}=auto needs an ipc:// address first in TIERSTORE_LISTEN, got {url}")

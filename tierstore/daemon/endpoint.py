@@ -151,12 +151,12 @@ class Endpoint:
         return listening.places
 
     def serve(self, connection: TcpConnection) -> bool:
-        """Note that a client begins on a connection. Return False if the limit of clients is reached."""
+        """Record that a client begins on a connection. Return False if the limit of clients is reached."""
         return self._gate is None or self._gate.place(connection).serve()
 
     def end_session(self, connection: TcpConnection, *, unread: bool) -> None:
-        """Note that a client connection has ended. If the client has ``unread`` data, the TCP connection ends
-        too, which discards the pages on their way. Otherwise it may begin again within some seconds."""
+        """Record that a client connection has ended. If the client has ``unread`` data, the TCP connection
+        ends too, which discards the pages on their way. Otherwise it may begin again within some seconds."""
         if unread:
             connection.hang_up()
         elif self._gate is not None:

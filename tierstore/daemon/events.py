@@ -133,7 +133,7 @@ class EventBlocks:
         return pages is not None and len(self._families[pages.family]) == pages.parts
 
     def afresh(self) -> EventBlocks:
-        """Return a copy for a report from the beginning to another follower."""
+        """Return a copy that reports every page again, for another follower."""
         other = EventBlocks(self._block_tokens)
         other._pages, other._families = self._pages, self._families
         return other

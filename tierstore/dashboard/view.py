@@ -72,7 +72,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A present capacity, marked in a curve."""
+    """The current capacity of a tier, marked on a curve."""
 
     label: str
     capacity_bytes: int

@@ -147,7 +147,7 @@ class Ages:
         self._order = itertools.count()
 
     def begin(self, page: Page, made_s: float | None = None) -> None:
-        """Note when a page without other copies was saved (None: now)."""
+        """Record when a page without other copies was saved (None: now)."""
         page.made_s = self.clock() if made_s is None else made_s
         if self.most_s < math.inf:
             heapq.heappush(self._ending, (page.made_s, next(self._order), page))
@@ -410,7 +410,7 @@ class Index:
     # -- use, leases, pins ---------------------------------------------------------------------------
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
-        """Note that a lookup found these pages (``hit``), or that a save used them. The logical clock
+        """Record that a lookup found these pages (``hit``), or that a save used them. The logical clock
         advances by one tick for all of them."""
         self.tick += 1
         tick = self.tick

@@ -7,9 +7,9 @@ ended.
 
 For each session, its last saved pages are remembered. The pages before them are their parents. Named pages
 have no parents and are remembered one by one. Unloaded pages (old, and on disk) are not remembered. So the
-end of a session may miss some of its pages. A forget must not: it searches all pages for the session's number
-(:meth:`Sessions.forget`). Sessions without activity for an hour are forgotten when there are too many, and
-all sessions after a restart. This module holds no pages.
+end of a session may miss some of its pages. A forget must miss none: it searches all pages for the session's
+number (:meth:`Sessions.forget`). Sessions without activity for an hour are forgotten when there are too many,
+and all sessions after a restart. This module holds no pages.
 
 A "likely" hint applies to all pages of the prompt that belong to its session: those saved now and earlier
 ones. An "unlikely" hint applies to the pages saved now, and only to those that no other session has used:
@@ -77,7 +77,7 @@ class Sessions:
         return session.number
 
     def share(self, page: Page | None, number: int) -> None:
-        """Note that a save continues behind ``page``: this page and those before it no longer belong to
+        """Record that a save continues behind ``page``: this page and those before it no longer belong to
         another session alone."""
         # All ancestors of a session's own page belong to the same session.
         while page is not None and page.session != number:
@@ -85,7 +85,7 @@ class Sessions:
             page = page.parent
 
     def saved(self, tenant: str, name: str | None, page: Page | None) -> None:
-        """Note the last page of a session's save."""
+        """Record the last page of a session's save."""
         session = self._sessions.get((tenant, name)) if name is not None else None
         if session is None or page is None or page.parent is None:
             return
@@ -211,7 +211,7 @@ class HintTracker:
             self._sessions.give_hint(pages, self._hint.facts(self._sessions.clock()))
 
     def comes_to(self, page: Page) -> None:
-        """Note the next page, before anything is done with it."""
+        """Record the next page, before anything is done with it."""
         if not any(page.copies):
             page.session = self._number
             if self._hint is not None:
@@ -220,7 +220,7 @@ class HintTracker:
             page.session = NO_SESSION
 
     def saved(self, pages: Sequence[Page]) -> None:
-        """Note that these pages, one behind the other, are stored or about to be. Their use must have been
+        """Record that these pages, one behind the other, are stored or about to be. Their use must have been
         noted."""
         last = pages[-1] if pages else self._parent
         if self._named:

@@ -238,7 +238,7 @@ class PartLoad(ABC):
 
     @abstractmethod
     def _take_local(self) -> list[HbmCopy]:
-        """Note the pages that need no copy, and lease those that are copied within this process. Needs the
+        """Record the pages that need no copy, and lease those that are copied within this process. Needs the
         lock, as the two methods below."""
 
     @abstractmethod
@@ -246,7 +246,7 @@ class PartLoad(ABC):
         """Return the targets of the leading pages among ``first … first + count``."""
 
     def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
-        """Note that the first ``good`` pages have arrived and the others have not."""
+        """Record that the first ``good`` pages have arrived and the others have not."""
         self._arrived[first : first + good] = [True] * good
 
     @abstractmethod
@@ -306,7 +306,7 @@ class PartLoad(ABC):
     # -- requesting --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note the pages in HBM. Needs the lock."""
+        """Record the pages in HBM. Needs the lock."""
         self._local = local = self._take_local()
         held = {each.position for each in local}
         self._wanted = [not there and i not in held for i, there in enumerate(self._arrived)]

@@ -76,7 +76,7 @@ class PromptCache:
         known = request.known
         with self._lock:
             if known is not None and (len(request.keys) - request.common) * _WORTH < len(request.keys):
-                # Not enough is new to store 4 bytes a token again.
+                # Too little is new to justify storing the prompt again, at 4 bytes a token.
                 _renew_handle(known, handle, request.common)
                 return
             if known is not None and request.common == len(known.keys):

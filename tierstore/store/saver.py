@@ -126,7 +126,7 @@ class Saver:
         return saved
 
     def _note_point(self, prompt: Prompt, group: Group, end: int, session: str) -> None:
-        """Note that a session was saved up to ``end``, and drop the save points that are not worth keeping
+        """Record that a session was saved up to ``end``, and drop the save points that are not worth keeping
         any more. The end of the last whole chunk before ``end`` stays, because a prompt that differs in its
         last few tokens can continue from there."""
         points = prompt.points.get(group.number, [])

@@ -218,7 +218,7 @@ class BeyondPool(PagePool):
         self._take_memory(leaving)
 
     def lose(self, pages: Iterable[int]) -> None:
-        """Note that the content of these pages is lost. They are lost until they are freed."""
+        """Record that the content of these pages is lost. They are lost until they are freed."""
         with self._lock:
             lost = np.fromiter(pages, np.int64)
             self._lost += int((self._content[lost] != LOST).sum())

@@ -130,7 +130,7 @@ class DeviceRegion:
     # -- work in flight in large pages whose pages are freed -----------------------------------------
 
     def leave(self, large_pages: Iterable[int], fillings: Mapping[int, Sequence[Filling]]) -> None:
-        """Note that pages in ``large_pages`` are about to be freed, while the copies ``fillings`` into them
+        """Record that pages in ``large_pages`` are about to be freed, while the copies ``fillings`` into them
         may be in flight."""
         computed = self.runtime.record(self.compute)
         with self._lock:

@@ -410,7 +410,7 @@ class OverflowPool(BeyondPool):
             return self._read(copies, None)
 
     def answers_not(self) -> None:
-        """Note that the disk did not answer a read in time: nothing is read from it or written to it any
+        """Record that the disk did not answer a read in time: nothing is read from it or written to it any
         more."""
         with self._lock:
             self.silent = True

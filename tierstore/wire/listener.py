@@ -52,16 +52,16 @@ class ListenerPlace:
         return self in self._places.served or self in self._places.probes
 
     def serve(self, *, probe: bool = False) -> bool:
-        """Note that a whole request has arrived. Return False if the maximum of connections is served: then
+        """Record that a whole request has arrived. Return False if the maximum of connections is served: then
         the caller refuses the request and closes the connection."""
         return self._places._serve(self, probe)
 
     def wait(self, seconds: float = FIRST_REQUEST_S) -> None:
-        """Note that the connection waits for a request, or for its rest, at most ``seconds``."""
+        """Record that the connection waits for a request, or for its rest, at most ``seconds``."""
         self._places._wait(self, seconds)
 
     def leave(self) -> None:
-        """Note that the connection has ended. Idempotent."""
+        """Record that the connection has ended. Idempotent."""
         self._places._forget(self)
 
 

@@ -413,8 +413,8 @@ class Written(Message):
 
 
 class Commit(Message):
-    """Complete pages of a reservation: ``done`` (uint32 positions) with the XXH3-64 of each (``checksums``,
-    uint64). The other pages are aborted. Ends the reservation."""
+    """Declare pages of a reservation complete: ``done`` (uint32 positions), with the XXH3-64 of each
+    (``checksums``, uint64). The other pages are aborted. Ends the reservation."""
 
     id: int
     reservation: int

@@ -59,7 +59,7 @@ class SentPrompts:
         self._sent: OrderedDict[bytes, int] = OrderedDict()  # each value has engines as bits
 
     def note(self, prompt: RoutedPrompt, engine: int) -> None:
-        """Note that an engine will hold a prompt."""
+        """Record that an engine will hold a prompt."""
         for block in self._blocks(prompt):
             self._sent[block] = self._sent.pop(block, 0) | 1 << engine
         while len(self._sent) > _MOST_BLOCKS:
@@ -297,7 +297,7 @@ class KnownResidency:
         return [each if each is not None else mine for each, mine in zip(told, remembered, strict=True)]
 
     def note(self, prompt: RoutedPrompt, engine: int) -> None:
-        """Note that a prompt was sent to an engine."""
+        """Record that a prompt was sent to an engine."""
         self._sent.note(prompt, engine)
 
     async def close(self) -> None:

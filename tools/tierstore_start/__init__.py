@@ -19,7 +19,7 @@ _ENDED_BY_SIGTERM = 128 + int(signal.SIGTERM)
 
 
 def _end_on_sigterm(*, server: bool) -> None:
-    """Exit at SIGTERM: with 0 if the program is a ``server``, whose normal end this is, otherwise with
+    """Exit at SIGTERM: with 0 if the program is a ``server``, which normally ends this way, otherwise with
     143."""
     code = 0 if server else _ENDED_BY_SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))

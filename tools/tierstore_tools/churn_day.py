@@ -155,8 +155,8 @@ class Day:
         seed: int = 0,
         seen: Callable[[ChurnRequest], None] = lambda request: None,
     ) -> None:
-        """Write ``times`` the capacity after the store is full. ``seen`` is called with every request. Raises
-        :class:`UsageError` for a capacity that is too small for the page sizes."""
+        """After the store is full, write ``times`` times its capacity. ``seen`` is called with every request.
+        Raises :class:`UsageError` for a capacity that is too small for the page sizes."""
         self.evening = Tenth()  # the time before, until the first eviction
         self.tenths = [Tenth() for _ in range(_TENTHS)]
         self.most_taken_bytes = 0

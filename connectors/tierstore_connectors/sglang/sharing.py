@@ -119,8 +119,8 @@ class PageTokens:
         return len(self._pages)
 
     def record(self, before: str | None, tokens: Sequence[int]) -> None:
-        """Note the pages of ``tokens``, which follow the page ``before`` (None: they begin a prompt). Tokens
-        are left out from the first one on that does not fit 32 bits."""
+        """Record the pages of ``tokens``, which follow the page ``before`` (None: they begin a prompt).
+        Tokens are left out from the first one on that does not fit 32 bits."""
         ids = np.asarray(tokens, np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids > 0xFFFFFFFF))
         encoded = ids[: wrong[0] if len(wrong) else None].astype(TOKEN_DTYPE).tobytes()

@@ -275,7 +275,7 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
 
     @guarded(lambda self, *_: self._note_bypass("arguments that cannot be read"))
     def _inspect(self, arguments: Mapping[str, Any], past: int) -> None:
-        """Note the pads of a call whose ids are those of the columns from ``past`` on. If anything besides
+        """Record the pads of a call whose ids are those of the columns from ``past`` on. If anything besides
         tokens decides the KV of the call, load and save nothing."""
         reason = None if self._bypass else self._objection(arguments, past)
         if reason is not None:
@@ -339,8 +339,8 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
         return [(pad, row[pad:].numpy().tobytes()) for pad, row in zip(self._pads, numbers, strict=True)]
 
     def _loaded(self, rows: Sequence[Row], past: int, limit: int) -> tuple[int, dict[Row, LoadedRow]] | None:
-        """Load the pages of each row. Return the columns that all rows have, and the pages; None if the
-        columns are no more than ``past``."""
+        """Load the pages of each row. Return the number of columns that all rows have, and the pages; None if
+        this number is at most ``past``."""
         layout = self._store.layout
         hits: dict[Row, Hit] = {}
         loaded: dict[Row, LoadedRow] = {}

@@ -30,7 +30,7 @@ class HookedCache(ABC):
 
     @abstractmethod
     def generation_begins(self, input_ids: Any, attention_mask: Any) -> None:
-        """Note the length of the prompts, because transformers may cut them, or append candidates to them.
+        """Record the length of the prompts, because transformers may cut them, or append candidates to them.
         Start again if the cache holds anything but a beginning of these prompts."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class HookedCache(ABC):
 
     @abstractmethod
     def forward_begins(self, arguments: Mapping[str, Any]) -> None:
-        """Note the tokens of a forward pass."""
+        """Record the tokens of a forward pass."""
 
     @abstractmethod
     def forward_ends(self) -> None:

@@ -89,7 +89,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self._keep(keys, values, keys.shape[-2] - kept)
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor, fallen: int) -> None:
-        """Note that the first ``fallen`` tokens of these fell out of the window."""
+        """Record that the first ``fallen`` tokens of these fell out of the window."""
         if fallen <= 0:
             return
         new = keys[..., :fallen, :], values[..., :fallen, :]

@@ -453,8 +453,8 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def weights_changed(self) -> None:
-        """Note that the engine may compute with other weights from now on: earlier pages are no longer found
-        (:mod:`tierstore_connectors.vllm.watch`)."""
+        """Record that the engine may compute with other weights from now on: earlier pages are no longer
+        found (:mod:`tierstore_connectors.vllm.watch`)."""
         self._changed = True
 
     @guarded(_nothing)

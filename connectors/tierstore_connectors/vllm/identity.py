@@ -237,8 +237,8 @@ def _named_files(values: Any, name: str = "config") -> dict[str, Path]:
 
 
 def _split_files(file: Path) -> dict[str, Path]:
-    """Return the weights that ``file`` names or is a part of, and the files beside it except weights of other
-    models."""
+    """Return the weight files that ``file`` names or belongs to, and the other files in its folder, except
+    weights of other models."""
     pattern = re.sub(r"-\d{5}-of-(\d{5})", r"-*-of-\1", file.name)  # GGUF
     pattern = re.sub(r"%0?\d*d", "*", pattern)  # tensorizer, one file for each rank
     found = {each.name: each for each in file.parent.glob(pattern) if each.is_file()}

@@ -285,7 +285,7 @@ class SchedulerHalf:
     # -- finding -------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """Note a new request. It is looked up when vLLM asks about it, or with the next step if vLLM has no
+        """Record a new request. It is looked up when vLLM asks about it, or with the next step if vLLM has no
         room for it yet."""
         self._unasked[request.request_id] = self._track(request)
 

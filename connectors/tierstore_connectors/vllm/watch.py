@@ -30,11 +30,11 @@ class ChangeWatcher:
     """A connector that reacts to these events."""
 
     def weights_changed(self) -> None:
-        """Note that the engine may compute with other weights from now on."""
+        """Record that the engine may compute with other weights from now on."""
         raise NotImplementedError
 
     def adapter_loads(self, adapter: Any) -> None:
-        """Note that vLLM is about to load a LoRA adapter. Ignored by default."""
+        """Record that vLLM is about to load a LoRA adapter. Ignored by default."""
 
 
 def watch_engines() -> list[str]:

@@ -47,7 +47,7 @@ T = TypeVar("T")
 _PING_S = 1.0
 _SILENT_S = 8.0
 """A rank that does not answer for this long counts as hanging. Ranks answer during a step, too."""
-_LOADING_S = 60.0  # the same until the rank is ready: it reads weights, connects NCCL and builds kernels
+_LOADING_S = 60.0  # the limit until a rank is ready, while it reads weights, connects NCCL and builds kernels
 _START_S = 600.0  # the same until its first answer: it imports libraries
 _REASON_S = 2.0  # a failed step waits at most this long for the watcher's reason
 

@@ -15,6 +15,6 @@ other threads. Requests that are too large, unknown or too many are refused befo
 request holds one place of :class:`~tierstore_engine.server.admission.Admission` from its first byte to its
 last.
 
-uvicorn speaks HTTP and starlette routes. FastAPI would add pydantic as a second type checker beside msgspec,
-which the project uses anyway and which is faster on prompts of 100,000 token ids.
+uvicorn handles HTTP, and starlette does the routing. FastAPI would add pydantic as a second type checker
+beside msgspec, which the project uses anyway and which is faster on prompts of 100,000 token ids.
 """

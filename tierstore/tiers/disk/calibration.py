@@ -157,7 +157,7 @@ def try_out(space: Space, payloads: Payloads, commit: Callable[[], object]) -> N
     """Write a page, make it durable (``commit`` syncs the files and the index) and read it back. Raise
     :class:`OSError` if the disk cannot do it."""
     place = space.reserve_outside(_PROBE_BYTES)
-    if place is None:  # no files, or full of pages: then all possible blocks are allocated
+    if place is None:  # the store has no files, or they are full: then all their blocks are allocated already
         commit()
         return
     try:

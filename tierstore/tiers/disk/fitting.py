@@ -267,7 +267,7 @@ class _Schedule:
         return next((left.popleft() for left in self._left.values() if left), None)
 
     def has_left(self, page: _FittingPage) -> None:
-        """Note that a page's old place is durably free."""
+        """Record that a page's old place is durably free."""
         for target in self._blocked.pop(page, ()):
             self._blockers[target] -= 1
             if not self._blockers[target]:

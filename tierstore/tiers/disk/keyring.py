@@ -194,8 +194,8 @@ def _printed(command: str) -> bytes:
 
 
 def sharing_key(master: bytes) -> bytes:
-    """Return the key that opens the shared data keys of hosts (``cluster/shared_keys.py``). It follows from
-    the master key, which other processes need not know."""
+    """Return the key that opens the shared data keys of hosts (``cluster/shared_keys.py``). It is derived
+    from the master key, so other processes need not know the master key."""
     return blake2b(key=master, digest_size=KEY_BYTES, person=b"shared keys").digest()
 
 

@@ -133,7 +133,8 @@ class LeavingOrder:
         self._held_up[entry.serial] = entry
 
     def drop(self, serial: int) -> None:
-        """Note that no pages are below this one any more. If it was set aside, it becomes the first entry."""
+        """Record that no pages are below this one any more. If it was set aside, it becomes the first
+        entry."""
         entry = self._held_up.pop(serial, None)
         if entry is not None:
             self._entries.appendleft(entry)
@@ -191,7 +192,7 @@ class NearWorst:
         self._bytes = 0  # bytes to leave until it is computed again
 
     def left(self, nbytes: int) -> None:
-        """Note that ``nbytes`` have left."""
+        """Record that ``nbytes`` have left."""
         self._bytes -= nbytes
 
     def score(self, policy: Policy, facts: Callable[[], Facts]) -> float:
@@ -395,7 +396,7 @@ class PageTable:
             return row is not None
 
     def keep_session(self, serial: int, session: int) -> None:
-        """Note the number of a page's session, as long as the tree does not have the page."""
+        """Record the number of a page's session, as long as the tree does not have the page."""
         with self._lock:
             row = self._alive_row(serial)
             if row is not None:

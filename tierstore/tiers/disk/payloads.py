@@ -51,7 +51,7 @@ class ReadBatch:
 
     @property
     def good(self) -> int:
-        """Number of pages that are as they were saved."""
+        """Number of pages that were read intact."""
         return sum(outcome is PageRead.GOOD for outcome in self.outcomes)
 
     @property

@@ -110,7 +110,7 @@ class Serials:
             return Unwritten(self._next, dict(self._unwritten))
 
     def written(self, roots: Iterable[int]) -> None:
-        """Note that these roots are durable."""
+        """Record that these roots are durable."""
         with self._lock:
             for serial in roots:
                 self._unwritten.pop(serial, None)  # it may have been forgotten meanwhile

@@ -394,7 +394,7 @@ class Space:
             self._free(place, nbytes)
 
     def settle(self, added: Iterable[PageRecord], removed: Iterable[Removal], *, index: IndexUsage) -> None:
-        """Note that a transaction is durable: added pages hold their places, and removed pages' places are
+        """Record that a transaction is durable: added pages hold their places, and removed pages' places are
         free."""
         with self._lock:
             for record in added:
@@ -404,7 +404,8 @@ class Space:
             self._index = index
 
     def settle_moved(self, moved: Iterable[tuple[PageRecord, int]], *, index: IndexUsage) -> None:
-        """Note that a transaction is durable that gave pages new places. Each is given with its old place."""
+        """Record that a transaction is durable that gave pages new places. Each is given with its old
+        place."""
         with self._lock:
             for record, before in moved:
                 self._count_reserved(record.place, record.room, -1)

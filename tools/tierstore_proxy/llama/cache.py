@@ -78,7 +78,7 @@ class SlotCache:
             await asyncio.gather(*self._saves, return_exceptions=True)
 
     def taint(self) -> None:
-        """Note that a client may have put KV into slots that does not belong to their tokens."""
+        """Record that a client may have put KV into slots that does not belong to their tokens."""
         if self._served is not None:
             self._served.book.taint()
 
@@ -244,7 +244,7 @@ class SlotCache:
             await self._noted(use, headers)
 
     async def _noted(self, use: SlotUse, headers: Mapping[str, str]) -> int:
-        """Note the number of the slot's last request. Return how many tokens the slot has."""
+        """Record the number of the slot's last request. Return how many tokens the slot has."""
         slots = {slot["id"]: slot for slot in await self._server.slots(headers)}
         found = slots.get(use.slot.number, {})
         if use.slot.used == use.turn:

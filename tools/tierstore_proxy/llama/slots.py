@@ -65,18 +65,18 @@ class SlotBook:
             slot.tokens, slot.held, slot.task = _NONE, 0, None
 
     def taint(self) -> None:
-        """Note that any slot may have KV that does not belong to its tokens."""
+        """Record that any slot may have KV that does not belong to its tokens."""
         for slot in self.slots:
             slot.tainted, slot.tokens, slot.held = True, _NONE, 0
 
     @staticmethod
     def emptied(slot: KnownSlot) -> None:
-        """Note that a slot is empty, or that nothing is known of it."""
+        """Record that a slot is empty, or that nothing is known of it."""
         slot.tokens, slot.held, slot.tainted = _NONE, 0, False
 
     @staticmethod
     def contains(slot: KnownSlot, tokens: Tokens, held: int) -> None:
-        """Note a slot's tokens, and how many of them the store has."""
+        """Record a slot's tokens, and how many of them the store has."""
         slot.tokens, slot.held = tokens, held
 
 

@@ -48,8 +48,8 @@ class BeyondRow:
     With ``times`` = 1 both have all pages in memory.
 
     ``process_bytes`` is the memory (PSS) of the process while it decodes beyond memory, ``pages_bytes`` that
-    of the pages in it. ``max_logit_diff`` is the largest difference of logits to those with all pages in
-    memory.
+    of the pages in it. ``max_logit_diff`` is the largest difference between its logits and those computed
+    with all pages in memory.
     """
 
     times: int

@@ -1,7 +1,7 @@
 """``tierstore-bench replay``: read a trace, run, print, write.
 
-Each result is a line on stderr as soon as it is there, and the document of ``--json FILE`` is written again
-(``unfinished`` counts the missing replays). So a killed command keeps its results.
+As soon as a result is known, it is printed as a line on stderr, and the document of ``--json FILE`` is
+written again (``unfinished`` counts the missing replays). So a killed command keeps its results.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Link:
         return nbytes / self._bytes_per_s
 
     def would_end(self, now_s: float, nbytes: int) -> float:
-        """Return the time at which a load of now would end. Nothing changes."""
+        """Return the time at which a load would end if it began now. This changes nothing."""
         return max(now_s, self.free_at_s) + self.seconds(nbytes) if nbytes else now_s
 
     def move(self, now_s: float, nbytes: int) -> float:

@@ -86,7 +86,7 @@ def measure(settings: VllmBench, open_engine: OpenEngine, phases: Phases) -> Slo
 def _pairs(
     asks: list[Ask], with_it: VllmEngine, without: VllmEngine, daemon: ServeProcess
 ) -> Iterator[tuple[float, float, int, bool]]:
-    """Yield TTFT with and without, the tokens from the store, and whether the answers are equal."""
+    """Yield TTFT with and without the connector, the tokens from the store, and whether the answers agree."""
     with Operator(daemon.url) as operator:
         for number, each in enumerate(asks):
             operator.ask(messages.Evict(0, "host", -1), messages.Evicted, wait_s=60.0)
