@@ -352,6 +352,7 @@ def test_a_forget_while_the_tenants_pages_are_read(place, monkeypatch, step):
         hit.release()
         assert held(store, "acme") == 0
         assert held(store, "globex") == 280
+        assert store.backend.core.forgetting.wait(WAIT_S)
         store.check()
 
 
