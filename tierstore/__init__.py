@@ -119,6 +119,7 @@ def open(
     disk_codec: str = "none",
     disk_key: str = "",
     disk_keyring: str | Path | None = None,
+    session_keys: bool = False,
     inline_bytes: int = 16 * KIB,
     policy: str = "default",
     lease_s: float = 60.0,
@@ -142,7 +143,8 @@ def open(
     day (0: no limit). ``disk_codec`` is how the disk keeps pages: ``none``, ``lossless`` or ``zstd``
     (:mod:`tierstore.codec`). ``disk_key`` encrypts the disk tier: it is the path of a master key, or
     ``command:COMMAND`` for a command that prints one. The keys of tenants are in ``disk_keyring``, a file
-    outside of ``path`` (None: beside the master key; see docs/encryption.md). ``checkpoint_tokens`` is the
+    outside of ``path`` (None: beside the master key; see docs/encryption.md). With ``session_keys``, each
+    session has a key of its own, which a forget of the session drops. ``checkpoint_tokens`` is the
     distance between the save points of a conversation in groups with named pages (None: see
     :mod:`tierstore.retention`). A disk call that takes longer than ``stall_s`` seconds marks the disk as
     stalled; loads and saves do not wait for it until it answers. ``max_age_days`` is the longest time that a
@@ -168,6 +170,7 @@ def open(
         disk_codec=disk_codec,
         disk_key=text("disk_key", disk_key),
         disk_keyring=disk_keyring,
+        session_keys=session_keys,
         inline_bytes=inline_bytes,
         policy=policy,
         lease_s=lease_s,

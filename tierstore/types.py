@@ -149,13 +149,13 @@ class Forgettable:
 
     ``tenant`` is the tenant of an identity, or the name of a client's key in a daemon. ``model`` is an
     identity's model, or a model's name for people. A ``session`` has the pages that no other session has
-    used.
+    used. In a store with session keys, it has all pages that it saved first, and those behind them.
 
     The pages leave the pools of this store and the host tier at once. When the call returns, no lookup finds
-    them on disk either, even after a crash. In an encrypted store, the keys of the tenant or model are gone
-    then, so the present keyring opens no copy of the directory. Without encryption, the bytes are overwritten
-    in the background. A daemon tells the pools of other engines. docs/encryption.md has the limits. A running
-    save may end afterwards.
+    them on disk either, even after a crash. In an encrypted store, the keys of the tenant or model (with
+    session keys, of the session) are gone then, so the present keyring opens no copy of the directory.
+    Otherwise, the bytes are overwritten in the background. A daemon tells the pools of other engines.
+    docs/encryption.md has the limits. A running save may end afterwards.
 
     Raise :class:`UsageError` for another combination, and for names that are not text.
 
@@ -188,8 +188,8 @@ class Forgettable:
 class ForgetReceipt:
     """The result of :meth:`Store.forget <tierstore.Store.forget>`. ``tenant``, ``model`` and ``session`` are
     as given (None: not given). No lookup finds the pages in any tier of this store. With ``encrypted``, the
-    ``keys`` of a tenant or model are gone from the keyring. ``shared_keys`` is None unless the store shares
-    encrypted pages with other hosts."""
+    ``keys`` are gone from the keyring. ``shared_keys`` is None unless the store shares encrypted pages with
+    other hosts."""
 
     tenant: _Name | None
     model: _Name | None
@@ -198,7 +198,7 @@ class ForgetReceipt:
     identities: int  # identities of the tenant or model that had pages, or a client; 0 for a session
     hbm_pages: int = 0  # pages in the store's own pools
     host_pages: int  # pages in host memory
-    keys: int  # data keys that were dropped; an encrypted store has one for each tenant and model
+    keys: int  # dropped data keys; an encrypted store has one for each tenant and model, or session of these
     shared_keys: int | None = None  # … and in the shared store. Other hosts drop them at their next listing
     at_s: float  # wall clock at the beginning, in seconds since 1970
     took_s: float

@@ -46,7 +46,8 @@ def command(
         typer.Option(
             "--session",
             metavar="NAME",
-            help="Forget the pages that only this session (of --tenant) has used",
+            help="Forget the pages that only this session (of --tenant) has used; "
+            "with --session-keys, those that it saved first",
             show_default=False,
         ),
     ] = None,
@@ -65,10 +66,10 @@ def command(
 ) -> None:
     """Erase a tenant, a model or a session, in memory and on disk.
 
-    When this returns, no lookup finds the pages. With --disk-key, the keys of a tenant or model are gone, and
-    neither the disk nor a copy of the directory can be read. Otherwise the pages are overwritten in the
-    background. Connected engines are told to drop the pages from their HBM. docs/encryption.md has the
-    limits."""
+    When this returns, no lookup finds the pages. With --disk-key, the keys of a tenant or model
+    (with --session-keys, of a session) are gone, and neither the disk nor a copy of the directory can be
+    read. Otherwise the pages are overwritten in the background. Connected engines are told to drop the pages
+    from their HBM. docs/encryption.md has the limits."""
     from tierstore.packs.signing import Signer
     from tierstore.wire import messages
 

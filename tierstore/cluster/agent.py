@@ -135,7 +135,7 @@ class Agent:
         try:
             if keys is not None:
                 deleted = keys.forget(
-                    order.id, lambda scope: what.covers(*scope) or tuple(scope) in order.scopes
+                    order.id, lambda scope: what.covers(*scope.names) or scope.names in order.scopes
                 )
         except SharedStoreError as error:
             failed = str(error)

@@ -182,7 +182,7 @@ class SharedKeys:
             if scope is not None and not any(covers(scope) for covers in list(self._blocks.values())):
                 number = next(self._numbers)
                 self._blocks[number] = scope.__eq__
-                self._tell(Vanished(number, *scope))
+                self._tell(Vanished(number, *scope.names))
         self._listed_at = began
         self._report()
 
@@ -222,7 +222,9 @@ class SharedKeys:
     def _report(self) -> None:
         """Tell the daemon which keys exist, for the next start. Wait while something is forgotten: if the
         daemon ends before it has forgotten, the next agent must notice again."""
-        held = sorted((*each.scope, each.id) for each in self._stored.values() if each.scope is not None)
+        held = sorted(
+            (*each.scope.names, each.id) for each in self._stored.values() if each.scope is not None
+        )
         del held[MOST_KEYS:]  # agents make no more, but another program might
         if held != self._held and not self._blocks:
             self._held = held
@@ -231,13 +233,13 @@ class SharedKeys:
     # -- the objects ---------------------------------------------------------------------------------
 
     def _path(self, scope: Scope) -> str:
-        name = blake2b(msgspec.msgpack.encode(scope), key=self._derived(b"names"), digest_size=20)
+        name = blake2b(msgspec.msgpack.encode(scope.names), key=self._derived(b"names"), digest_size=20)
         return f"{_KEYS}/{name.hexdigest()}"
 
     def _wrapped(self, path: str, scope: Scope) -> bytes:
         """Return an object with a new key."""
         head = _MAGIC + secrets.token_bytes(ID_BYTES)
-        entry = msgspec.msgpack.encode((secrets.token_bytes(KEY_BYTES), *scope))
+        entry = msgspec.msgpack.encode((secrets.token_bytes(KEY_BYTES), *scope.names))
         return head + wrap(self._derived(b"wrap"), entry, head + path.encode())
 
     def _unwrapped(self, path: str, data: bytes) -> DataKey | None:

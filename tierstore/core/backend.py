@@ -369,6 +369,7 @@ def open_core(
     disk_codec: str = NONE,
     disk_key: str = "",
     disk_keyring: str | FilePath | None = None,
+    session_keys: bool = False,
     inline_bytes: int = 16 * KIB,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
@@ -399,7 +400,12 @@ def open_core(
         disk_bytes = _checked_room("disk_bytes", disk_bytes, page_bytes)
     inline_bytes = whole_number("inline_bytes", inline_bytes, least=0)
     directory = FilePath(path) if path is not None else None
-    keyring = open_keyring(disk_key, FilePath(disk_keyring) if disk_keyring is not None else None, directory)
+    keyring = open_keyring(
+        disk_key,
+        FilePath(disk_keyring) if disk_keyring is not None else None,
+        directory,
+        session_keys=session_keys,
+    )
     open_disk = None
     if directory is not None:
         open_disk = partial(

@@ -250,6 +250,7 @@ class DiskPlacement:
         # Check only now: making room may have evicted the parent, and the page may have been forgotten.
         in_host = page.copies[Tier.HOST]
         wanted = in_host is not None and in_host.ready
+        wanted = wanted and self._disk.session_keys.admits(page.identity, page.key_session)
         if place is not None and wanted and parent_on_disk(page) and page.copies[Tier.DISK] is None:
             self._state.index.put_on_disk(page, self._record(page, place, encoded), ready=False, leases=1)
             return True
@@ -276,7 +277,7 @@ class DiskPlacement:
             checksum=0 if encoded is None else encoded.checksum,
             codec=RAW if encoded is None else encoded.codec,
             encoded_bytes=0 if encoded is None else encoded.nbytes,
-            seal=self._disk.moment(),
+            seal=self._disk.moment(page.key_session),
         )
 
     def _reserve_all(self, rooms: Sequence[int]) -> list[int | None]:

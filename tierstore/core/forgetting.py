@@ -17,11 +17,13 @@ The call returns after the third step. A running save may end after it, and is t
 be placed on disk before the keys are dropped and sealed after that. It gets a random key that is not kept
 (``DiskTier.moment``).
 
-A **session** has the pages that no other session has used (:mod:`tierstore.index.sessions`). The second and
-third step do not apply, because these pages share the key and the root of their tenant. Instead, the pages
-are noted in the index, durably, and the next opening removes those that the fourth step has not. They are
-overwritten in an encrypted store, too. The store knows a session only while the process runs. To forget a
-session later, or with its key, give its identity a ``tenant`` of its own.
+A **session** has the pages that no other session has used (:mod:`tierstore.index.sessions`). The store knows
+these only while the process runs. The third step does not apply, because they share the root of their tenant.
+Instead, the pages are noted in the index, durably, and the next opening removes those that the fourth step
+has not. They are overwritten in an encrypted store, too. With **session keys**, a session also has all pages
+that its keys encrypt, those that other sessions use included, and also after a restart: the page table has
+the number of each page's key. These pages leave with all pages behind them, and the second step drops the
+keys.
 
 With a **maximum age**, each lookup first marks the pages in the tree that are too old, and pages on disk that
 are too old do not enter the tree. A thread removes both as it removes a session's. It reads all records at
@@ -38,7 +40,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -49,9 +51,10 @@ from tierstore.core.quotas import Pins
 from tierstore.core.state import StoreState
 from tierstore.errors import StoreUnavailableError
 from tierstore.index import Page, Tier
+from tierstore.index.sessions import NO_SESSION
 from tierstore.keys import Identity, PageKey, outer_tenant
 from tierstore.tiers.disk import DiskTier
-from tierstore.tiers.disk.keyring import Scope, scope_name
+from tierstore.tiers.disk.keyring import Scope, scope_name, session_hash
 from tierstore.types import ForgetReceipt, Forgettable
 
 _log = logging.getLogger(__name__)
@@ -113,6 +116,15 @@ def expiry_s(max_age_s: float) -> float:
     (72.0, 51840.0)
     """
     return max(max_age_s / 50, 60.0)
+
+
+def _on_disk(pages: Iterable[Page]) -> dict[int, float]:
+    """Return when those of these pages were saved that have a copy on disk, by serial. Needs the lock."""
+    return {
+        page.serial: page.record.created_s
+        for page in pages
+        if page.copies[Tier.DISK] is not None and page.record is not None
+    }
 
 
 def _logged(name: str | None) -> bytes:
@@ -334,7 +346,9 @@ class Forgetting:
             if disk is not None:
                 # Drop keys after the pages were marked: a page placed on disk later would get a lasting key.
                 if disk.keyring is not None:
-                    keys = disk.keyring.drop(lambda scope: scope in scopes or short.covers(*scope))
+                    keys = disk.keyring.drop(
+                        lambda scope: scope.whole in scopes or short.covers(*scope.names)
+                    )
                 before = self._forget_roots(disk, digests)
                 find = partial(self._of, disk, digests, before)
                 again = self._in_tree(digests, before)  # lookups may have added pages from disk meanwhile
@@ -386,45 +400,63 @@ class Forgetting:
     # -- sessions ------------------------------------------------------------------------------------
 
     def _forget_session(self, what: Forgettable, name: str) -> dict[str, int]:
-        state = self._state
+        state, disk = self._state, self._disk
+        keyring = disk.keyring if disk is not None else None
+        session = session_hash(what.tenant or "", name) if keyring is not None else b""
+        if disk is not None and keyring is not None and keyring.of_session(session):
+            disk.wait_scanned()  # the page table knows the pages
         with state.lock:
             number = state.sessions.forget(what.tenant or "", name)
-            pages = state.index.of_session(number)
+            pages = state.index.of_session(number, session)
             own = set(pages)
             self._pins.forget(own.__contains__)
             forget = self._note(what)
         marked = self._mark(pages, erased=True)
         with state.lock:  # also pages whose writing has not ended
-            unloaded = self._unloaded(number, pages)
-            on_disk = {
-                page.serial: page.record.created_s
-                for page in pages
-                if page.copies[Tier.DISK] is not None and page.record is not None
-            }
+            encrypted = [key.number for key in keyring.of_session(session)] if keyring is not None else []
+            unloaded = self._unloaded(number, encrypted, pages)
+            on_disk = _on_disk(pages)
+        dropped = 0
         keys = {(page.identity, page.key) for page in pages}
         try:
-            if self._disk is not None:
-                records = list(filter(None, self._disk.records(unloaded)))
-                keys.update((record.identity, PageKey(record.key)) for record in records)
+            if disk is not None:
+                records = [record for record in disk.stored_records(unloaded) if record is not None]
                 on_disk.update((record.serial, record.created_s) for record in records)
-                self._disk.forgets.note(on_disk)
+                opened = filter(None, disk.records(unloaded))
+                keys.update((record.identity, PageKey(record.key)) for record in opened)
+                disk.forgets.note(on_disk)
+            if keyring is not None:
+                # Drop keys after the pages were marked: a page placed on disk later would get a lasting key.
+                dropped = keyring.drop(lambda scope: scope.session == session)
+                with state.lock:
+                    again = state.index.of_session(NO_SESSION, session)  # running saves may have added some
+                self._mark(again, erased=True)
+                with state.lock:
+                    on_disk.update(_on_disk(again))
+                pages += again
+                keys.update((page.identity, page.key) for page in again)
         finally:
             self._tell(ForgottenPages(pages=frozenset(keys)), forget)
             self._clean_up(pages, lambda: sorted(on_disk), erased=True)
-        return {"identities": 0, "host_pages": marked, "keys": 0}
+        return {"identities": 0, "host_pages": marked, "keys": dropped}
 
-    def _unloaded(self, number: int, pages: list[Page]) -> list[int]:
-        """Return the serials of a session's pages that are not in the tree. No lookup loads them any more.
-        Pages that came into the tree after ``pages`` are marked and added to these. Needs the lock."""
+    def _unloaded(self, number: int, keys: Sequence[int], pages: list[Page]) -> list[int]:
+        """Return the serials of a session's pages that are not in the tree: by its number, and by the numbers
+        of its keys. No lookup loads them any more. Pages that came into the tree after ``pages`` are marked
+        and added to these. Needs the lock."""
         state = self._state
-        if state.page_table is None or not number:
+        if state.page_table is None:
             return []
-        serials = state.page_table.of_session(number)
+        encrypted = state.page_table.of_keys(keys) if keys else []
+        known = set(encrypted)
+        serials = [*encrypted, *(state.page_table.of_session(number) if number else [])]
         loaded = state.index.by_serial
         come = [
             page
-            for page in map(loaded.get, serials)
-            if page is not None and page.session == number and page.ready_tier() is not None
+            for serial in serials
+            if (page := loaded.get(serial)) is not None
+            and (page.session == number or serial in known)
+            and page.ready_tier() is not None
         ]
         for page in come:
             state.residency.condemn(page, erased=True)

@@ -38,7 +38,16 @@ class _Branch:
         self._state = state
         self._named = named  # each page is right below the root
         self._depths: dict[Page, int] = {}  # depths of the pages of this step
-        self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant, named=named)
+        self._tracker = HintTracker(
+            state.sessions,
+            hints.hint,
+            hints.session,
+            tenant,
+            named=named,
+            key_session=state.disk.session_keys.hash(tenant, hints.session)
+            if state.disk is not None
+            else b"",
+        )
         self._end: Page | None = None
         self._held: Page | None = None  # held between two steps, so that the next step finds it in the tree
         self._step: list[Page] = []

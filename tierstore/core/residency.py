@@ -256,9 +256,10 @@ class Residency:
 
     def damaged_on_disk(self, page: Page) -> None:
         """Stop serving a disk copy that differs from the saved page, and free its place."""
-        if page.copies[Tier.DISK] is None:
+        copy = page.copies[Tier.DISK]
+        if copy is None:
             return
-        self._counters.damaged_pages += 1
+        self._counters.damaged_pages += not copy.damaged  # not if it was forgotten while it was read
         self._index.set_damaged(page, Tier.DISK)
         self.drop_damaged(page, Tier.DISK)
 

@@ -202,6 +202,8 @@ class StoreState:
                 return False
             hits = page_table.use(record.serial).hits if page_table is not None else 0
             parent = self.index.reload(parent, record, hits)
+            if parent.record is record and self.disk is not None:
+                parent.key_session = self.disk.session_keys.of(record)
             if parent.record is record and parent.copies[Tier.HOST] is None:
                 self.ages.begin(parent, record.created_s)
                 parent.session = page_table.session(record.serial) if page_table is not None else 0

@@ -182,6 +182,7 @@ class WriteBehind:
             self._finish(durable)
         if self._housekeeping_due():
             self._commit([])
+        self._disk.session_keys.free(self._disk.page_table)
 
     def _make_durable(self, written: Sequence[Page]) -> list[Page]:
         """Make the written pages durable. Return those that are."""

@@ -70,7 +70,9 @@ def open_core(
     """Open the tiers of the settings, with an arena that clients can map. Raise
     :class:`~tierstore.errors.UsageError` or :class:`~tierstore.errors.StoreUnavailableError` if that fails.
     """
-    keyring = open_keyring(settings.disk_key, settings.disk_keyring, settings.disk)
+    keyring = open_keyring(
+        settings.disk_key, settings.disk_keyring, settings.disk, session_keys=settings.session_keys
+    )
     open_disk = None
     if settings.disk is not None:
         open_disk = partial(

@@ -172,6 +172,12 @@ class Settings:
     disk_keyring: Path | None = _setting(
         None, _path, "FILE", "Keyring with the tenants' keys, outside of DIR (default: the key's FILE.ring)"
     )
+    session_keys: bool = _setting(
+        False,
+        _flag,
+        "BOOL",
+        "With disk_key: a key for each session, which a forget of the session drops (true or false)",
+    )
     max_age_days: float = _setting(
         0.0, _number, "DAYS", "Remove pages this long after they were saved (0: no limit)"
     )
@@ -307,6 +313,11 @@ class Settings:
             )
         if self.cluster_keys and not self.cluster:
             raise UsageError("cluster_keys is for the pages in a shared store: give cluster, or leave it out")
+        if self.session_keys and self.cluster:
+            raise UsageError(
+                "session_keys drops a session's keys on this host only, and cluster publishes its pages to "
+                "other hosts: leave one of the two out"
+            )
         max_age_s(self.max_age_days)
         if self.max_age_days and self.cluster:
             raise UsageError(

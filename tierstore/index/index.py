@@ -393,10 +393,16 @@ class Index:
         self.by_serial[record.serial] = page
         self.add_copy(page, Tier.DISK, record.place, ready=ready, leases=leases)
 
-    def of_session(self, number: int) -> list[Page]:
-        """Return the pages in the tree that belong to this session alone, parents first; none for number
-        0."""
-        return [page for page in self.tree.walk() if page.session == number] if number else []
+    def of_session(self, number: int, key_session: bytes = b"") -> list[Page]:
+        """Return the pages in the tree that belong to this session alone (0: to none), those that the key of
+        ``key_session`` encrypts, and all pages behind them. Parents come first."""
+        found: dict[Page, None] = {}
+        if number or key_session:
+            for page in self.tree.walk():
+                own = page.session == number != 0 or page.key_session == key_session != b""
+                if own or page.parent in found:
+                    found[page] = None
+        return list(found)
 
     def unload(self, page: Page) -> None:
         """Remove an idle page from the tree. Remaining references to it show a page without copies."""

@@ -68,6 +68,7 @@ class Page(Struct, gc=False, eq=False):
     hits: int = 0
     hint: PageHint = NO_HINT  # about its next use; no longer valid once it was used after tick ``hinted``
     hinted: int = 0
+    key_session: bytes = b""  # hash of the session whose key encrypts it on disk; empty: its tenant's key
     session: int = 0  # the only session that saved it or a page behind it; 0: none, or several
     serial: int = 0  # its number on disk; 0: not on disk
     record: PageRecord | None = None  # record of its disk copy

@@ -169,7 +169,8 @@ def _is_before(page: Page, other: Page) -> bool:
 
 class HintTracker:
     """Follows one save and applies its hint. Needs the store's lock. ``tenant`` separates the session names
-    of tenants."""
+    of tenants. ``key_session`` is the :attr:`Page.key_session` of pages that this save is the first to
+    save."""
 
     def __init__(
         self,
@@ -179,8 +180,10 @@ class HintTracker:
         tenant: str = "",
         *,
         named: bool = False,
+        key_session: bytes = b"",
     ) -> None:
         self._sessions = sessions
+        self._key_session = key_session
         self._named = named
         self._hint = hint if hint is not None and hint.for_policy else None
         self._session = session
@@ -212,6 +215,8 @@ class HintTracker:
 
     def comes_to(self, page: Page) -> None:
         """Record the next page, before anything is done with it."""
+        if all(copy is None or copy.damaged for copy in page.copies):
+            page.key_session = self._key_session
         if not any(page.copies):
             page.session = self._number
             if self._hint is not None:

@@ -271,7 +271,7 @@ def test_keys_that_are_gone_replaced_or_exchanged_are_not_used(keys, buckets):
     other.refresh()
     assert [other.find(scope) for scope in scopes] == [None, None]
     vanished = [each for each in keys.said if isinstance(each, Vanished)]
-    assert {(each.tenant, each.model) for each in vanished} == set(scopes)
+    assert {(each.tenant, each.model) for each in vanished} == {scope.names for scope in scopes}
     assert other.gone == {key.id for key in made}
     # No new key before the daemon has forgotten the pages.
     assert other.find_or_make(scopes[1]) is None

@@ -63,6 +63,7 @@ class TestEncrypted(Portioned):
             if disk:
                 number = len(opened)
                 options["disk_key"] = str(tmp_path / "key")
+                options["session_keys"] = True
                 options["disk_keyring"] = tmp_path / f"ring {number}"
             path = tmp_path / f"disk {len(opened)}" if disk else None
             sizes = {"host_bytes": host_chunks * layout.chunk_bytes, "disk_bytes": 16 << 20}

@@ -44,6 +44,7 @@ from tierstore.tiers.disk.records import (
     FACTS_BYTES,
     FORMAT_KEY,
     INLINE,
+    KEY_NUMBER_BYTES,
     NEXT_SERIAL,
     PIECE_BYTES,
     TICK,
@@ -62,6 +63,7 @@ from tierstore.tiers.disk.records import (
     link_of,
     page_key,
     payload_key,
+    stored_key_number,
     stored_names,
     stored_place,
     with_place,
@@ -392,6 +394,18 @@ class IndexDB:
                 for key, value in cursor:
                     records += described(key, value) or b""
         return _confirmed(_by_serial(decode_facts(rows)), _by_serial(decode_facts(records)), self.tick)
+
+    def key_numbers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the serial of each page, and the number of its key, if the directory is encrypted. One pass
+        over the records."""
+        serials, numbers = bytearray(), bytearray()
+        with _os_errors(), self._env.begin(db=self._pages) as txn, txn.cursor() as cursor:
+            for key, value in cursor:
+                number = stored_key_number(value)
+                if _is_serial(key) and len(number) == KEY_NUMBER_BYTES:
+                    serials += key
+                    numbers += number
+        return np.frombuffer(serials, ">i8").astype(np.int64), np.frombuffer(numbers, "<i8").astype(np.int64)
 
     def roots(self) -> dict[int, bytes]:
         """Return serial → identity, for every identity that ever had a page here."""

@@ -2,9 +2,10 @@
 
 **Three levels.** The *master key* is the operator's: 32 bytes in a file, or printed by a command. It opens
 the *keyring*, a file outside of the store's directory. The keyring holds a random ring key, wrapped by the
-master key, and a *data key* for each tenant and model, wrapped by the ring key. A data key leaves this
-process in wrapped form only. All wrapping is AES-256-GCM. A wrapped data key contains the names of its tenant
-and model, so that two entries cannot be exchanged.
+master key, and a *data key* for each tenant and model, wrapped by the ring key. With *session keys*, each
+session has a data key of its own for its pages of a model. A data key leaves this process in wrapped form
+only. All wrapping is AES-256-GCM. A wrapped data key contains the names of its tenant and model, and the
+session's hash, so that two entries cannot be exchanged.
 
 **Why the keyring is not in the store's directory.** A forget overwrites the tenant's entries. An earlier copy
 of the directory has the tenant's pages, but no key. If the directory held the wrapped keys, the copy would
@@ -19,6 +20,10 @@ open. A new file beside the old one would leave the old entries in free blocks, 
 On SSDs, and on file systems that copy on write, the old block may survive until the device or the file system
 reuses it. There, only the destruction of the master key is final: rotate to a new one, and destroy the old
 one.
+
+**Many sessions.** A new key takes a slot of 1 KiB and is synced, together with the other new keys of a batch
+of pages. :meth:`Keyring.free_sessions` drops the keys of sessions without pages on disk, and new keys take
+their slots. At :data:`MOST_SESSION_KEYS` keys, a new session gets none (:meth:`Keyring.admits`).
 
 **Rotation.** The ring key is replaced together with the master key. The new ring key wraps the data keys in a
 new file, which takes the name of the old one. No page changes. Remains of the old file open only with the old
@@ -43,7 +48,7 @@ import subprocess
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -80,13 +85,26 @@ _HEADER = struct.Struct(f"<16s{_RING_ID_BYTES}s{NONCE_BYTES}s{KEY_BYTES + _TAG_B
 _LENGTH = struct.Struct("<H")
 _ENTRY_BYTES = _SLOT_BYTES - NONCE_BYTES - _TAG_BYTES
 _MOST_NAME_BYTES = 400  # most bytes of a name in an entry; longer names are hashed
+SESSION_BYTES = 16
+MOST_SESSION_KEYS = 1 << 16  # of one keyring: 64 MiB
+_LEAST_FREED = 64  # new session keys before those without pages are looked for
 
 
 class Scope(NamedTuple):
-    """A tenant and a model: the pages that one data key encrypts."""
+    """The pages that one data key encrypts: those of a tenant and a model, or those of a session."""
 
     tenant: str  # as in the identities of its pages
     model: str
+    session: bytes = b""  # hash of its name (:func:`session_hash`); empty: no session's
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.tenant, self.model
+
+    @property
+    def whole(self) -> Scope:
+        """The scope of the tenant and the model."""
+        return self._replace(session=b"")
 
 
 # -- memory for keys -----------------------------------------------------------------------------------
@@ -236,7 +254,7 @@ _KEPT_DROPS = 1024
 
 
 class DataKey:
-    """The key of one tenant's pages of one model. Thread-safe.
+    """The key of one tenant's or one session's pages of one model. Thread-safe.
 
     After the key was dropped, each use gets a random key instead. So a page that is sealed while its tenant
     is forgotten can never be opened."""
@@ -252,6 +270,11 @@ class DataKey:
 
     def __repr__(self) -> str:
         return f"DataKey({self.id.hex()})"
+
+    @property
+    def number(self) -> int:
+        """The id as in :func:`~tierstore.tiers.disk.records.key_number`."""
+        return int.from_bytes(self.id, "little", signed=True)
 
     def page_key(self, salt: bytes) -> bytes:
         """Return the AES key of the page with this salt: keyed BLAKE2b (RFC 7693), a pseudo-random
@@ -318,7 +341,8 @@ class DataKey:
 
 
 class Keyring:
-    """An open keyring. Thread-safe. One process at a time can have it open."""
+    """An open keyring. Thread-safe. One process at a time can have it open. With ``session_keys``, pages that
+    are saved within a session get a key of the session."""
 
     def __init__(self, lock: PathLock, id: bytes, ring_key: bytes | None, sharing: bytes) -> None:
         self.path = lock.path
@@ -329,13 +353,17 @@ class Keyring:
         self._memory = SecretMemory()
         self._ring_key = self._memory.keep(ring_key) if ring_key is not None else None
         self._sharing = self._memory.keep(sharing)
+        self.session_keys = False
         # Guarded by _lock.
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
         self.drops = 0  # grows with each drop
         self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # ``wanted`` of the last drops
         self._free_slots: list[int] = []
+        self._torn: set[int] = set()  # slots that may have a key whose writing failed
         self._slots = 0  # the header's included
+        self._sessions = 0  # number of session keys
+        self._kept_sessions = 0  # … after the last call of free_sessions
         if ring_key is not None:
             self._read()
         _open_keyrings.add(self)
@@ -376,7 +404,7 @@ class Keyring:
         header = os.pread(lock.fd, _SLOT_BYTES, 0)
         if not header.strip(b"\0"):  # new, or its first opening was interrupted
             ring_key, id = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(_RING_ID_BYTES)
-            _write(lock.fd, 0, _wrapped_ring_key(master, id, ring_key))
+            _write(lock.fd, {0: _wrapped_ring_key(master, id, ring_key)})
             FileIO().sync_directory(lock.path.parent)
             return cls(lock, id, ring_key, sharing_key(master))
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -410,19 +438,36 @@ class Keyring:
 
     def key(self, scope: Scope, *, drops: int | None = None) -> DataKey | None:
         """Return the key of a scope. Make one if there is none, durably. Return None if the scope's key was
-        dropped after :attr:`drops` had the value ``drops``. Raise :class:`OSError` if the key cannot be
-        written."""
+        dropped after :attr:`drops` had the value ``drops`` (None: now). Raise :class:`OSError` if the key
+        cannot be written."""
+        drops = self.drops if drops is None else drops
+        self.make([(scope, drops)])
         scope = _shortened(scope)
         found = self._by_scope.get(scope)
-        if found is None:
-            with self._lock:
-                found = self._by_scope.get(scope)
-                if found is None and not self._dropped_since(scope, drops):
-                    found = self._make(scope)
         return None if self._dropped_since(scope, drops) else found  # after the search: it may be a later key
 
-    def _dropped_since(self, scope: Scope, drops: int | None) -> bool:
-        newer = 0 if drops is None else self.drops - drops
+    def make(self, wanted: Iterable[tuple[Scope, int]]) -> None:
+        """Make the keys of these scopes that have none, durably, with one sync for all. Each scope comes with
+        an earlier value of :attr:`drops`: it gets no key if its key was dropped since. Raise :class:`OSError`
+        if the keys cannot be written."""
+        missing: dict[Scope, int] = {}
+        for scope, drops in wanted:
+            scope = _shortened(scope)
+            if scope not in self._by_scope:
+                missing[scope] = max(drops, missing.get(scope, 0))
+        if not missing:
+            return
+        with self._lock:
+            self._make(
+                [
+                    scope
+                    for scope, drops in missing.items()
+                    if scope not in self._by_scope and not self._dropped_since(scope, drops)
+                ]
+            )
+
+    def _dropped_since(self, scope: Scope, drops: int) -> bool:
+        newer = self.drops - drops
         if newer > _KEPT_DROPS:
             return True  # perhaps not; but then the page took very long to write, and it is no loss
         return any(wanted(scope) for wanted in list(self._last_drops)[len(self._last_drops) - newer :])
@@ -434,23 +479,54 @@ class Keyring:
         returns them."""
         self._require_unlocked()
         with self._lock:
-            dropped = [key for scope, key in self._by_scope.items() if wanted(scope)]
+            dropped = [key for key in self._by_scope.values() if wanted(key.scope)]
             self._last_drops.append(wanted)  # also for scopes without a key: one may be about to be made
             self.drops += 1
-            for key in dropped:  # of no use from here on, even if the file cannot be written
-                key.dropped = True
-                self._by_id.pop(key.id, None)
-            for key in dropped:
-                os.pwrite(self._lock_file.fd, bytes(_SLOT_BYTES), key.slot * _SLOT_BYTES)
-            if dropped:
-                os.fdatasync(self._lock_file.fd)
-            for key in dropped:
-                del self._by_scope[key.scope]
-                self._memory.erase(key.secret)
-                self._free_slots.append(key.slot)
+            self._erase(dropped)
             if self.path.exists() and not self._lock_file.current():
                 raise OSError(errno.ESTALE, f"{self.path} was replaced by another file")
             return len(dropped)
+
+    def of_session(self, session: bytes) -> list[DataKey]:
+        """Return the keys of a session, one for each tenant and model."""
+        with self._lock:
+            return [key for key in self._by_scope.values() if key.scope.session == session]
+
+    def admits(self, scope: Scope) -> bool:
+        """Return whether the scope has a key or may get one: there may be too many session keys."""
+        return not scope.session or self._sessions < MOST_SESSION_KEYS or _shortened(scope) in self._by_scope
+
+    @property
+    def sessions_due(self) -> bool:
+        """Whether there may be enough session keys without pages for :meth:`free_sessions`."""
+        kept = self._kept_sessions
+        return self._sessions >= min(kept + max(kept // 8, _LEAST_FREED), MOST_SESSION_KEYS)
+
+    def free_sessions(self, used: Collection[bytes]) -> int:
+        """Drop the session keys whose ids are not ``used``, and return their number. A page that is being
+        written must not need one: it could not be opened. Raise :class:`OSError` if the file cannot be
+        written."""
+        with self._lock:
+            keys = self._by_scope.values()
+            unused = [key for key in keys if key.scope.session and key.id not in used]
+            self._erase(unused)
+            self._kept_sessions = self._sessions
+            return len(unused)
+
+    def _erase(self, keys: Sequence[DataKey]) -> None:
+        """Overwrite keys in the file and in memory."""
+        for key in keys:  # of no use from here on, even if the file cannot be written
+            key.dropped = True
+            self._by_id.pop(key.id, None)
+        for key in keys:
+            os.pwrite(self._lock_file.fd, bytes(_SLOT_BYTES), key.slot * _SLOT_BYTES)
+        if keys:
+            os.fdatasync(self._lock_file.fd)
+        for key in keys:
+            del self._by_scope[key.scope]
+            self._sessions -= bool(key.scope.session)
+            self._memory.erase(key.secret)
+            self._free_slots.append(key.slot)
 
     def rotate(self, master: bytes) -> None:
         """Replace the keyring by one with another master key and another ring key, durably, and close it.
@@ -460,12 +536,11 @@ class Keyring:
         new = _rotated(self.path)
         with self._lock:
             slots = [_wrapped_ring_key(master, self._id, ring_key)]
-            slots += [wrap(ring_key, _entry(key), self._id) for key in self._by_scope.values()]
+            slots += [wrap(ring_key, _packed(key), self._id) for key in self._by_scope.values()]
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                for slot, data in enumerate(slots):
-                    _write(fd, slot, data)
+                _write(fd, dict(enumerate(slots)))
             finally:
                 os.close(fd)
             os.replace(new, self.path)
@@ -492,42 +567,51 @@ class Keyring:
             if entry is None:  # free, forgotten, or its making was interrupted
                 self._free_slots.append(slot)
                 continue
-            id, secret, tenant, model = entry
-            self._add(DataKey(id, Scope(tenant, model), self._memory.keep(secret), slot))
+            scope = Scope(entry.tenant, entry.model, entry.session)
+            self._add(DataKey(entry.id, scope, self._memory.keep(entry.secret), slot))
 
-    def _unwrapped(self, nonce: bytes, wrapped: bytes) -> tuple[bytes, bytes, str, str] | None:
+    def _unwrapped(self, nonce: bytes, wrapped: bytes) -> _Entry | None:
         assert self._ring_key is not None
         plain = unwrap(bytes(self._ring_key), nonce, wrapped, self._id)
         if plain is None:
             return None
         (length,) = _LENGTH.unpack_from(plain)
-        return msgspec.msgpack.decode(
-            plain[_LENGTH.size : _LENGTH.size + length], type=tuple[bytes, bytes, str, str]
-        )
+        return msgspec.msgpack.decode(plain[_LENGTH.size : _LENGTH.size + length], type=_Entry)
 
-    def _make(self, scope: Scope) -> DataKey:
+    def _make(self, scopes: Sequence[Scope]) -> None:
+        if not scopes:
+            return
         ring_key = self._require_unlocked()
-        id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(KEY_BYTES)
-        slot = self._free_slots.pop() if self._free_slots else self._slots + 1
-        made = DataKey(id, scope, self._memory.keep(secret), slot)
+        made: list[DataKey] = []
+        for number, scope in enumerate(scopes):
+            free = len(self._free_slots) - number
+            slot = self._free_slots[free - 1] if free > 0 else self._slots + 1 - free
+            secret = self._memory.keep(secrets.token_bytes(KEY_BYTES))
+            made.append(DataKey(secrets.token_bytes(ID_BYTES), scope, secret, slot))
+        slots = dict.fromkeys(self._torn, bytes(_SLOT_BYTES))  # so that no scope has two keys
+        slots |= {key.slot: wrap(ring_key, _packed(key), self._id) for key in made}
+        self._torn = set(slots)
         try:
-            _write(self._lock_file.fd, slot, wrap(ring_key, _entry(made), self._id))
+            _write(self._lock_file.fd, slots)
         except OSError:
-            self._memory.erase(made.secret)
-            self._free_slots += [slot] if slot <= self._slots else []
+            for key in made:
+                self._memory.erase(key.secret)
             raise
-        self._slots = max(self._slots, slot)
-        return self._add(made)
+        self._torn.clear()
+        del self._free_slots[max(len(self._free_slots) - len(made), 0) :]
+        for key in made:
+            self._slots = max(self._slots, key.slot)
+            self._add(key)
 
     def _require_unlocked(self) -> bytes:
         if self._ring_key is None:
             raise OSError(errno.EACCES, "the disk key does not open the keyring")
         return bytes(self._ring_key)
 
-    def _add(self, key: DataKey) -> DataKey:
+    def _add(self, key: DataKey) -> None:
         self._by_scope[key.scope] = key
         self._by_id[key.id] = key
-        return key
+        self._sessions += bool(key.scope.session)
 
 
 def _release_after_fork() -> None:
@@ -550,18 +634,31 @@ def require_cryptography(what: str) -> None:
         ) from error
 
 
-def open_keyring(source: str, path: Path | None, directory: Path | None) -> Keyring | None:
-    """Open the keyring for the store in ``directory``. ``source`` and ``path`` are the settings ``disk_key``
-    and ``disk_keyring``. Return None without a key. Raise the errors of :func:`read_master_key` and
-    :meth:`Keyring.open`, and :class:`UsageError` for a keyring without a key, or a key without a disk
-    tier."""
+def open_keyring(
+    source: str, path: Path | None, directory: Path | None, *, session_keys: bool = False
+) -> Keyring | None:
+    """Open the keyring for the store in ``directory``. ``source``, ``path`` and ``session_keys`` are the
+    settings ``disk_key``, ``disk_keyring`` and ``session_keys``. Return None without a key. Raise the errors
+    of :func:`read_master_key` and :meth:`Keyring.open`, and :class:`UsageError` for the other two without a
+    key, or a key without a disk tier."""
     if not source:
         if path is not None:
             raise UsageError("disk_keyring needs disk_key: give both, or neither")
+        if session_keys:
+            raise UsageError("session_keys needs disk_key: give both, or neither")
         return None
     if directory is None:
         raise UsageError("disk_key encrypts the disk tier, and there is none: give a directory for it")
-    return Keyring.open(keyring_path(source, path), read_master_key(source), directory=directory)
+    keyring = Keyring.open(keyring_path(source, path), read_master_key(source), directory=directory)
+    keyring.session_keys = session_keys
+    return keyring
+
+
+def session_hash(tenant: str, name: str) -> bytes:
+    """Return the :data:`SESSION_BYTES` bytes that stand for a session in a keyring. ``tenant`` is its
+    client's."""
+    names = msgspec.msgpack.encode((tenant, name))
+    return blake2b(names, digest_size=SESSION_BYTES, person=b"session").digest()
 
 
 def scope_name(name: str) -> str:
@@ -571,12 +668,24 @@ def scope_name(name: str) -> str:
 
 
 def _shortened(scope: Scope) -> Scope:
-    return Scope(scope_name(scope.tenant), scope_name(scope.model))
+    return Scope(scope_name(scope.tenant), scope_name(scope.model), scope.session)
 
 
-def _entry(key: DataKey) -> bytes:
+class _Entry(NamedTuple):
+    """A key in its slot."""
+
+    id: bytes
+    secret: bytes
+    tenant: str
+    model: str
+    session: bytes = b""
+
+
+def _packed(key: DataKey) -> bytes:
     """Return the contents of a key's slot, before they are wrapped."""
-    entry = msgspec.msgpack.encode((key.id, bytes(key.secret), *key.scope))
+    tenant, model, session = key.scope
+    parts = (key.id, bytes(key.secret), tenant, model, *([session] if session else []))
+    entry = msgspec.msgpack.encode(parts)
     return (_LENGTH.pack(len(entry)) + entry).ljust(_ENTRY_BYTES, b"\0")
 
 
@@ -588,10 +697,11 @@ def _slots(fd: int) -> Iterator[tuple[bytes, bytes]]:
         at += _SLOT_BYTES
 
 
-def _write(fd: int, slot: int, data: bytes) -> None:
-    """Write a slot, durably. Raise :class:`OSError`, with ENOSPC if only a part could be written."""
-    if os.pwrite(fd, data, slot * _SLOT_BYTES) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _write(fd: int, slots: Mapping[int, bytes]) -> None:
+    """Write slots, durably. Raise :class:`OSError`, with ENOSPC if only a part could be written."""
+    for slot, data in slots.items():
+        if os.pwrite(fd, data, slot * _SLOT_BYTES) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
 
 

@@ -84,9 +84,9 @@ def _read_facts(index_db: IndexDB) -> _Facts:
     return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
 
 
-def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int]) -> ScannedPages:
-    """Read the facts of every page and claim the places they name. ``worths`` are those of the roots. Raise
-    :class:`OSError` if the disk fails."""
+def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int], *, sealed: bool) -> ScannedPages:
+    """Read the facts of every page, and its key if the directory is encrypted (``sealed``), and claim the
+    places they name. ``worths`` are those of the roots. Raise :class:`OSError` if the disk fails."""
     facts, parents, good = _read_facts(index_db)
     serials = facts["serial"].astype(np.int64)
     rows = np.flatnonzero(good)
@@ -95,7 +95,10 @@ def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int]) -> Sc
     kept = reachable(parents, good)
     unclaimed = np.flatnonzero(good & ~kept)
     space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
-    return ScannedPages(PageTable(facts[kept], worths), serials[~kept].tolist())
+    page_table = PageTable(facts[kept], worths)
+    if sealed:
+        page_table.set_keys(*index_db.key_numbers())
+    return ScannedPages(page_table, serials[~kept].tolist())
 
 
 class IndexScan:
@@ -107,17 +110,20 @@ class IndexScan:
         space: Space,
         worths: Mapping[int, int],
         *,
+        sealed: bool,
         check: IndexFile | None,
         waited_for: bool,
     ) -> None:
-        """``check`` is the index's file if its payloads have not been checked yet: no page may leave before.
-        Damage is logged, unless the scan is ``waited_for``; then the caller reports :attr:`error`."""
+        """``sealed`` says whether the directory is encrypted. ``check`` is the index's file if its payloads
+        have not been checked yet: no page may leave before. Damage is logged, unless the scan is
+        ``waited_for``; then the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
         self.error: Exception | None = None
         self.lost_pages = 0
         self._index_db = index_db
         self._space = space
         self._worths = worths
+        self._sealed = sealed
         self._check = check
         self._waited_for = waited_for
         self._thread = threading.Thread(target=self._run, name="tierstore-scan", daemon=True)
@@ -132,7 +138,7 @@ class IndexScan:
         try:
             if self._check is not None:
                 self._check.check_payloads()
-            scan = scan_index(self._index_db, self._space, self._worths)
+            scan = scan_index(self._index_db, self._space, self._worths, sealed=self._sealed)
             self._forget(scan.lost)
             self.lost_pages = len(scan.lost)
             self.page_table = scan.page_table
@@ -423,7 +429,14 @@ class _Opening:
             index=index_db.usage,
         )
         quick = len(index_db) <= _QUICKLY_SCANNED
-        scan = IndexScan(index_db, space, serials.worths, check=self._index, waited_for=quick)
+        scan = IndexScan(
+            index_db,
+            space,
+            serials.worths,
+            sealed=bool(self._keyring),
+            check=self._index,
+            waited_for=quick,
+        )
         if quick:
             scan.wait()
             if isinstance(scan.error, DamagedIndexError):

@@ -2,7 +2,7 @@
 
 A store may have millions of pages on disk, most of them from earlier runs. Their records stay in the index on
 disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are here: one row per
-page, 77 bytes in columns. A million pages take 77 MB, are read in a second at open, and are sorted by a
+page, 85 bytes in columns. A million pages take 85 MB, are read in a second at open, and are sorted by a
 policy in one operation.
 
 If a damaged page is removed while pages below it stay, its row becomes a *tombstone*. It keeps their position
@@ -22,13 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.policy import EXPIRED, NO_HINT, PageFacts, PageHint, Policy, Reuse
-from tierstore.tiers.disk.records import PageRecord, PageUse, Removal, first_use
+from tierstore.tiers.disk.records import PageRecord, PageUse, Removal, first_use, key_number
 from tierstore.tiers.slabs import slot_bytes
 
 # -- parents and children, for a whole directory at once ---------------------------------------------
 
 
-def parent_rows(facts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+def parent_rows(
+    facts: npt.NDArray[np.void] | Mapping[str, npt.NDArray[np.int64]],
+) -> npt.NDArray[np.int64]:
     """Return the row of each row's parent; -1 if the parent is not among them. A parent has a lower serial.
     Any other parent is damage and counts as missing, so that no row is its own ancestor."""
     serials = facts["serial"].astype(np.int64)
@@ -225,6 +227,7 @@ _COLUMNS = {
     "alive": np.bool_,
     "session": np.int64,
     "worth": np.int8,
+    "key": np.int64,  # key_number of its key; 0: it is not encrypted
 }
 
 
@@ -319,8 +322,11 @@ class PageTable:
 
     # -- changes -------------------------------------------------------------------------------------
 
-    def add(self, records: Iterable[PageRecord], used: Mapping[int, PageUse]) -> None:
-        """Add pages that are now durable. Their serials are above all others, or those of tombstones."""
+    def add(
+        self, records: Iterable[PageRecord], used: Mapping[int, PageUse], *, sealed: bool = False
+    ) -> None:
+        """Add pages that are now durable, with their stored records, which may be ``sealed``. Their serials
+        are above all others, or those of tombstones."""
         records = sorted(records, key=lambda record: record.serial)
         with self._lock:
             if not records:
@@ -336,6 +342,7 @@ class PageTable:
             columns["alive"][rows] = True
             columns["session"][rows] = 0
             columns["worth"][rows] = self._worths_below(np.array(parents, np.int64))
+            columns["key"][rows] = [key_number(record.tokens) if sealed else 0 for record in records]
             self._alive += len(records)
             above = self._find(np.array(parents, np.int64))
             np.add.at(columns["children"], above[above >= 0], 1)
@@ -351,6 +358,7 @@ class PageTable:
             columns = self._columns
             assert columns["alive"][row], f"page {serial} is removed twice"
             columns["alive"][row] = False
+            columns["key"][row] = 0
             self._alive -= 1
             parent = int(columns["parent"][row])
             above = self._row(parent)
@@ -416,6 +424,31 @@ class PageTable:
                 columns["alive"] & (columns["session"] == session)
             ].tolist()
             return serials
+
+    # -- keys ----------------------------------------------------------------------------------------
+
+    def set_keys(self, serials: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> None:
+        """Note the numbers of the keys of pages. Pages that are not in the table are ignored."""
+        with self._lock:
+            rows = self._find(serials)
+            self._columns["key"][rows[rows >= 0]] = keys[rows >= 0]
+
+    def used_keys(self) -> npt.NDArray[np.int64]:
+        """Return the numbers of all keys that pages have. One pass over the pages."""
+        with self._lock:
+            keys = self._columns["key"][: self._rows].copy()
+        return np.unique(keys)
+
+    def of_keys(self, keys: Sequence[int]) -> list[int]:
+        """Return the serials of the pages with these keys, and of all pages behind them, ascending. One pass
+        over the pages."""
+        with self._lock:
+            serial, parent, key, alive = (
+                self._columns[name][: self._rows].copy() for name in ("serial", "parent", "key", "alive")
+            )
+        kept = reachable(parent_rows({"serial": serial, "parent": parent}), ~np.isin(key, keys))
+        serials: list[int] = serial[alive & ~kept].tolist()
+        return serials
 
     def expire_hints(self, now_s: float) -> None:
         """Treat pages whose time to live is over as finished. Searches all pages if any may have expired."""

@@ -96,6 +96,22 @@ def token_count(nbytes: int, *, sealed: bool) -> int:
     return max(nbytes - SEALED_BYTES * sealed, 0) // TOKEN_BYTES
 
 
+KEY_NUMBER_BYTES = 8
+
+
+def key_number(tokens: bytes) -> int:
+    """Return the id of the key that seals a stored record, from what it has in place of its tokens, as a
+    signed number."""
+    return int.from_bytes(tokens[BEGINNING : BEGINNING + KEY_NUMBER_BYTES], "little", signed=True)
+
+
+def stored_key_number(data: bytes) -> bytes:
+    """Return the bytes of :func:`key_number` of a stored record of an encrypted directory, without checking
+    the rest of it; fewer if it is cut short."""
+    start = _HEAD.size + BEGINNING
+    return data[start : start + KEY_NUMBER_BYTES]
+
+
 _STEPS = 64
 _LEAST_STEPS = 4
 

@@ -18,6 +18,9 @@ with nonce 0, and the record with nonce 1 (:class:`~tierstore.tiers.disk.keyring
 counter that could fall back. So no nonce repeats after
 a crash, or after a copy of the directory or the keyring was restored. A move copies the sealed bytes.
 
+**A session's pages** (with session keys) are sealed with the session's key. The names in the index are those
+of the tenant's key, so that other sessions find the pages.
+
 **What is authenticated.** The record's tag covers its key, tokens, sizes, codec, times, serial, parent and
 identity, the names in the index, the checksum, and the payload's tag. The payload's tag covers the page's
 identity, key and serial. The place is not covered, so that pages can be moved without keys. The bytes at a
@@ -36,9 +39,10 @@ hash that could be compared with the hash of a guessed prompt."""
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -47,23 +51,44 @@ from msgspec.structs import replace
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.memory import Memory
-from tierstore.tiers.disk.keyring import ID_BYTES, KEY_BYTES, NAME_BYTES, SALT_BYTES, DataKey, Keyring, Scope
+from tierstore.tiers.disk.keyring import (
+    ID_BYTES,
+    KEY_BYTES,
+    NAME_BYTES,
+    SALT_BYTES,
+    DataKey,
+    Keyring,
+    Scope,
+    session_hash,
+)
+from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import Payloads, Staging
-from tierstore.tiers.disk.records import BEGINNING, INLINE, SEALED_BYTES, PageRecord, beginnings
+from tierstore.tiers.disk.records import (
+    BEGINNING,
+    INLINE,
+    KEY_NUMBER_BYTES,
+    SEALED_BYTES,
+    PageRecord,
+    beginnings,
+)
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import MIB
+
+_log = logging.getLogger(__name__)
 
 _TAG_BYTES = 16
 _PREFIX = struct.Struct(f"<{NAME_BYTES}s{ID_BYTES}s{SALT_BYTES}s")  # before the sealed record
 # key, payload's tag, nbytes, checksum, codec, encoded_bytes
 _RECORD = struct.Struct(f"<16s{_TAG_BYTES}sQQBQ")
 _FACTS = struct.Struct("<QQQQd")  # serial, parent, room, checksum of the sealed payload, created_s
+_MOMENT = struct.Struct(">Q")  # before the hash of a session
 _SEAL = struct.Struct(f"<{ID_BYTES}s{SALT_BYTES}s{_TAG_BYTES}sQ")
 SEAL_BYTES = _SEAL.size
 _STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are written at the same time
 
 assert _PREFIX.size + _RECORD.size + _TAG_BYTES == SEALED_BYTES
 assert NAME_BYTES == BEGINNING
+assert ID_BYTES == KEY_NUMBER_BYTES
 
 
 class Seal(NamedTuple):
@@ -118,7 +143,7 @@ class Sealing:
 
     def seal_payload(self, record: PageRecord, payload: memoryview, out: memoryview) -> Seal:
         """Seal ``payload`` into ``out``, which has the size of the page's room. Return the seal, without the
-        checksum of ``out``. Make a key if the tenant has none. Raise :class:`OSError` if the key cannot be
+        checksum of ``out``. Make a key if there is none. Raise :class:`OSError` if the key cannot be
         stored."""
         data_key = self._key_for(record)
         salt = os.urandom(SALT_BYTES)
@@ -141,16 +166,19 @@ class Sealing:
         data_key = self.keyring.by_id(seal.key_id)
         if data_key is None:  # forgotten meanwhile: the payload cannot be opened, nor this record
             data_key = _NOT_KEPT
+        names = data_key
+        if data_key.scope.session:
+            names = self.keyring.find(data_key.scope.whole) or _NOT_KEPT
         stored = replace(
             record,
-            key=data_key.name(record.key, b"key"),
+            key=names.name(record.key, b"key"),
             nbytes=record.room,
             checksum=seal.checksum,
             codec=0,
             encoded_bytes=0,
             seal=b"",
         )
-        prefix = _PREFIX.pack(_beginning(data_key, record.parent, record.tokens), seal.key_id, seal.salt)
+        prefix = _PREFIX.pack(_beginning(names, record.parent, record.tokens), seal.key_id, seal.salt)
         plain = _RECORD.pack(
             record.key, seal.tag, record.nbytes, record.checksum, record.codec, record.encoded_bytes
         )
@@ -189,29 +217,90 @@ class Sealing:
             seal=Seal(key_id, salt, tag, stored.checksum).pack(),
         )
 
-    def moment(self) -> bytes:
-        """Return the value of :attr:`PageRecord.seal` for a record that is made now, before it is sealed."""
-        return self.keyring.drops.to_bytes(8, "big")
+    def moment(self, session: bytes = b"") -> bytes:
+        """Return the value of :attr:`PageRecord.seal` for a record that is made now, before it is sealed with
+        the key of ``session`` (empty: of its tenant)."""
+        return _MOMENT.pack(self.keyring.drops) + session
 
     # -- keys ----------------------------------------------------------------------------------------
 
+    def make_keys(self, records: Iterable[PageRecord]) -> None:
+        """Make the keys that these pages need, all at once. Raise :class:`OSError` if they cannot be
+        stored."""
+        wanted: dict[tuple[Scope, int], None] = {}
+        for record in records:
+            scope, drops = self._wanted(record)
+            if scope is not None:
+                wanted[scope.whole, drops] = wanted[scope, drops] = None
+        self.keyring.make(wanted)
+
+    def _wanted(self, record: PageRecord) -> tuple[Scope | None, int]:
+        """Return the scope of a page that is not sealed yet, and ``drops`` when its record was made."""
+        scope = self.scope(record.identity)
+        if not record.seal:
+            return scope, self.keyring.drops
+        session = record.seal[_MOMENT.size :]
+        (drops,) = _MOMENT.unpack_from(record.seal)
+        return (scope._replace(session=session) if scope is not None else None), drops
+
     def _key_for(self, record: PageRecord) -> DataKey:
-        """Return the key that seals a page. If the page's tenant or model was forgotten after its record was
-        made, the key is random and is not kept."""
-        scope = self._scope(record.identity)
-        made = int.from_bytes(record.seal, "big") if record.seal else None
-        found = self.keyring.key(scope, drops=made) if scope is not None else None
+        """Return the key that seals a page. If the page's tenant, model or session was forgotten after its
+        record was made, the key is random and is not kept."""
+        scope, drops = self._wanted(record)
+        found = self.keyring.key(scope, drops=drops) if scope is not None else None
         return found if found is not None else _NOT_KEPT
 
     def _find(self, identity: bytes) -> DataKey | None:
-        scope = self._scope(identity)
+        scope = self.scope(identity)
         return self.keyring.find(scope) if scope is not None else None
 
-    def _scope(self, digest: bytes) -> Scope | None:
+    def scope(self, digest: bytes) -> Scope | None:
+        """Return the tenant and model with this digest; None if the index has no root for it."""
         scope = self._scopes.get(digest)
         if scope is None and (identity := self._identity_of(digest)) is not None:
             scope = self._scopes[digest] = Scope(identity.tenant, identity.model)
         return scope
+
+
+class SessionKeys:
+    """The data keys of sessions, in a directory that ``sealing`` encrypts (None: there are none).
+    Thread-safe."""
+
+    def __init__(self, sealing: Sealing | None) -> None:
+        self._sealing = sealing
+
+    def hash(self, tenant: str, name: str | None) -> bytes:
+        """Return what stands for the session whose key encrypts pages that it saves. Empty without a session,
+        and if sessions get no keys."""
+        if name is None or self._sealing is None or not self._sealing.keyring.session_keys:
+            return b""
+        return session_hash(tenant, name)
+
+    def of(self, record: PageRecord) -> bytes:
+        """Return the hash of the session whose key encrypts the page of an opened record; empty if there is
+        none."""
+        if self._sealing is None or not record.seal:
+            return b""
+        data_key = self._sealing.keyring.by_id(Seal.unpack(record.seal[:SEAL_BYTES]).key_id)
+        return data_key.scope.session if data_key is not None else b""
+
+    def admits(self, identity: bytes, session: bytes) -> bool:
+        """Return whether a page of this identity and session can be encrypted: there may be too many keys."""
+        if self._sealing is None or not session:
+            return True
+        scope = self._sealing.scope(identity) or Scope("", "")
+        return self._sealing.keyring.admits(scope._replace(session=session))
+
+    def free(self, page_table: PageTable | None) -> None:
+        """Drop the keys of sessions without pages on disk, if there may be many. No page may be between
+        ``DiskTier.write`` and the end of ``DiskTier.commit``. Raise :class:`OSError` if the keyring cannot be
+        written."""
+        if self._sealing is None or page_table is None or not self._sealing.keyring.sessions_due:
+            return
+        used = page_table.used_keys().astype("<i8").tobytes()
+        ids = {used[at : at + ID_BYTES] for at in range(0, len(used), ID_BYTES)}
+        if freed := self._sealing.keyring.free_sessions(ids):
+            _log.info("disk tier: freed %d keys of sessions without pages", freed)
 
 
 class SealedPayloads:
@@ -226,6 +315,7 @@ class SealedPayloads:
         """Seal payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
         seals, and the checksums of unencoded pages. An inline payload stays in ``record.seal`` until the
         commit. It is sealed now, so that a tenant that is forgotten before the commit gets no new key."""
+        self._sealing.make_keys(record for record, _ in pages)
         for record, view in pages:
             if record.place == INLINE:
                 out = memoryview(bytearray(record.room))

@@ -36,7 +36,7 @@ from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, beginnings
 from tierstore.tiers.disk.roots import identity_of
-from tierstore.tiers.disk.sealing import SealedPayloads, Sealing
+from tierstore.tiers.disk.sealing import SealedPayloads, Sealing, SessionKeys
 from tierstore.tiers.disk.space import Space, split
 from tierstore.units import KIB
 
@@ -155,6 +155,7 @@ class DiskTier:
             self._sealed_payloads = SealedPayloads(self._sealing, parts.payloads)
             parts.index_db.sealing = self._sealing
             parts.payloads.unseal = self._sealing.open_payload
+        self.session_keys = SessionKeys(self._sealing)
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
         self.forgets = ForgetNotes(parts.index_db, self._changing, io)
@@ -337,10 +338,11 @@ class DiskTier:
         """Reserve up to ``count`` places. Return fewer if there is no more room."""
         return self._space.reserve_many(nbytes, count)
 
-    def moment(self) -> bytes:
-        """Return the value of :attr:`PageRecord.seal` for a page that is about to be written. A page that was
-        placed before its tenant was forgotten, and is sealed after it, cannot be opened."""
-        return self._sealing.moment() if self._sealing is not None else b""
+    def moment(self, session: bytes = b"") -> bytes:
+        """Return the value of :attr:`PageRecord.seal` for a page that is about to be written, with the key of
+        ``session`` (empty: of its tenant). A page that was placed before its tenant or session was forgotten,
+        and is sealed after it, cannot be opened."""
+        return self._sealing.moment(session) if self._sealing is not None else b""
 
     def unreserve(self, place: int, nbytes: int) -> None:
         """Free a place that :meth:`reserve` returned and no :meth:`commit` has added."""
@@ -451,7 +453,7 @@ class DiskTier:
             self.child_filter.add(records)
             self._space.settle(records, removed, index=self._index_db.usage)
             if self.page_table is not None:
-                self.page_table.add(records, used)
+                self.page_table.add(records, used, sealed=self._sealing is not None)
             self.serials.written(new.roots)
             self._unsynced.forget([record.place for record in records])
             with self._lock:
