@@ -260,10 +260,11 @@ def test_pages_that_cost_more_leave_later():
 
 def test_pages_that_the_collector_does_not_know_go_all_the_same():
     """Those that leave the tree, and those that are in it when it goes."""
-    identity = IDENTITIES[0].digest  # every page refers to it
+    own = Identity("m", "layout", tenant="of this test")  # others' pages may go meanwhile
+    identity = own.digest  # every page refers to it
     free = sys.getrefcount(identity)
     index = Index([LRU() for _ in Tier])
-    page = root = index.tree.root(IDENTITIES[0], PAGE_BYTES)
+    page = root = index.tree.root(own, PAGE_BYTES)
     for n in range(100):
         page = index.add(page, PageKey(bytes([n]) * 16), encode_tokens([n]))
         index.add_copy(page, Tier.HOST, n, ready=True)
