@@ -149,6 +149,11 @@ class _Qwen25(_Family):
         return embedding
 
 
+def _placeholder(raw: Mapping[str, Any]) -> int:
+    """Return the id of an image's token from a ``config.json`` of any version of transformers."""
+    return positive(raw, "image_token_index" if "image_token_index" in raw else "image_token_id")
+
+
 class _Gemma3(_Family):
     """Gemma 3: each image is scaled to one size and takes the same number of tokens, which see one
     another."""
@@ -157,9 +162,7 @@ class _Gemma3(_Family):
 
     @property
     def token(self) -> int:
-        return positive(
-            self.raw, "image_token_index" if "image_token_index" in self.raw else "image_token_id"
-        )
+        return _placeholder(self.raw)
 
     @property
     def marker(self) -> int:
@@ -211,9 +214,7 @@ class _Mllama(_Family):
 
     @property
     def token(self) -> int:
-        return positive(
-            self.raw, "image_token_index" if "image_token_index" in self.raw else "image_token_id"
-        )
+        return _placeholder(self.raw)
 
     def processor(self, folder: Path) -> Any:
         try:

@@ -94,7 +94,7 @@ def _queue(policy: Policy, tier: Tier) -> EvictionQueue[Copy]:
 def _facts(copy: Copy) -> PageFacts:
     page = copy.page
     hint = page.hint if page.last_use <= page.hinted else NO_HINT
-    return PageFacts(page.nbytes, page.depth, page.last_use, page.hits, *hint[:2], page.worth)
+    return PageFacts(page.nbytes, page.depth, page.last_use, page.hits, hint.reuse, hint.priority, page.worth)
 
 
 _SPARE_HINTS = 1024

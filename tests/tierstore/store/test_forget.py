@@ -194,7 +194,7 @@ def test_old_pages_do_not_come_back_with_the_tenants_new_key(encrypted):
         store.forget(tenant="acme")
         assert save(store, "acme", 1).wait(WAIT_S) == 70
         assert store.flush(WAIT_S)
-    _copy(copy, encrypted.disk)
+    copy_over(copy, encrypted.disk)
     with encrypted.open() as store:
         assert held(store, "acme") == 0
         assert held(store, "globex") == 280
@@ -682,7 +682,7 @@ def test_a_forgotten_session_is_gone_after_a_crash(place, monkeypatch):
         monkeypatch.setattr(core.forgetting, "_drop", pausing)
         assert store.forget(session="private").host_pages == 2
         assert reached.wait(WAIT_S)
-        _copy(place.disk, crashed)
+        copy_over(place.disk, crashed)
         go_on.set()
         assert core.forgetting.wait(WAIT_S)
         store.save(prompt(own), pages_of(own)).wait(WAIT_S)
@@ -709,7 +709,7 @@ def test_a_forget_is_finished_on_a_file_system_without_holes(place, monkeypatch)
         assert store.flush(WAIT_S)
         monkeypatch.setattr(store.backend.core.forgetting, "_clean_up", lambda *_, **__: None)
         store.forget(session="private")
-        _copy(place.disk, crashed)
+        copy_over(place.disk, crashed)
     for _ in range(2):
         with place.open(crashed) as store:
             assert found(store, [0]) == {}
@@ -831,11 +831,11 @@ def test_a_forgotten_tenant_is_gone_after_kill_9_at_any_write_point(tmp_path, st
         fill(store)
     names = ("disk", "key.ring")
     for name in names:
-        _copy(tmp_path / name, tmp_path / f"before {name}")
+        copy_over(tmp_path / name, tmp_path / f"before {name}")
     last, outcomes = 1, set()
     while True:
         for name in names:
-            _copy(tmp_path / f"before {name}", tmp_path / name)
+            copy_over(tmp_path / f"before {name}", tmp_path / name)
         returned, killed = run_killed(encrypted, last, tenant="acme")
         outcomes.add(returned)
         ring = encrypted.keyring()
@@ -851,7 +851,9 @@ def test_a_forgotten_tenant_is_gone_after_kill_9_at_any_write_point(tmp_path, st
                 store.forget(tenant="acme")
                 assert held(store, "acme") == 0
             store.check()
-        _copy(tmp_path / "before disk", tmp_path / "disk")  # a copy from before, with the keyring of today
+        copy_over(
+            tmp_path / "before disk", tmp_path / "disk"
+        )  # a copy from before, with the keyring of today
         with encrypted.open() as store:
             assert held(store, "acme") == 0, f"killed at {last}: an old copy can be read"
             assert held(store, "globex") == 280
@@ -868,10 +870,10 @@ def test_a_forgotten_session_is_gone_after_kill_9_at_any_write_point(tmp_path, s
     place = Place(tmp_path, encrypted=False, inline=False)
     with place.open() as store:
         fill(store)
-    _copy(place.disk, tmp_path / "before")
+    copy_over(place.disk, tmp_path / "before")
     last, outcomes, killed = 1, set(), True
     while killed:
-        _copy(tmp_path / "before", place.disk)
+        copy_over(tmp_path / "before", place.disk)
         returned, killed = run_killed(place, last, session="private")
         outcomes.add(returned)
         with place.open() as store:
@@ -886,7 +888,7 @@ def test_a_forgotten_session_is_gone_after_kill_9_at_any_write_point(tmp_path, s
     assert outcomes == {False, True}
 
 
-def _copy(path, to):
+def copy_over(path, to):
     if path.is_dir():
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(path, to)

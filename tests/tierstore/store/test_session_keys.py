@@ -16,6 +16,7 @@ from tests.tierstore.store.test_forget import (
     MODEL,
     WAIT_S,
     Place,
+    copy_over,
     prompt_of,
     raw,
     run_killed,
@@ -416,11 +417,11 @@ def test_a_forgotten_session_is_gone_after_kill_9_at_any_write_point(simple, ste
     with simple.open() as store:
         fill(store)
     for name in names:
-        copy(simple.root / name, simple.root / f"before {name}")
+        copy_over(simple.root / name, simple.root / f"before {name}")
     last, outcomes, killed = 1, set(), True
     while killed:
         for name in names:
-            copy(simple.root / f"before {name}", simple.root / name)
+            copy_over(simple.root / f"before {name}", simple.root / name)
         returned, killed = run_killed(simple, last, session="a")
         outcomes.add(returned)
         with simple.open() as store:
@@ -428,19 +429,11 @@ def test_a_forgotten_session_is_gone_after_kill_9_at_any_write_point(simple, ste
             assert counts in ([[0, 0, 0]] if returned else [[0, 0, 0], [70, 70, 70]]), f"killed at {last}"
             assert store.lookup(prompt_of("acme", 9)).tokens in ((0,) if returned else (0, 70))
             store.check()
-        copy(simple.root / "before disk", simple.disk)  # a copy from before, with the keyring of today
+        copy_over(simple.root / "before disk", simple.disk)  # a copy from before, with the keyring of today
         with simple.open() as store:
             assert not returned or found(store) == [0, 0, 0], f"killed at {last}: an old copy can be read"
         last += step
     assert outcomes == {False, True}
-
-
-def copy(path, to):
-    if path.is_dir():
-        shutil.rmtree(to, ignore_errors=True)
-        shutil.copytree(path, to)
-    else:
-        shutil.copy(path, to)
 
 
 # -- settings ----------------------------------------------------------------------------------------------

@@ -428,7 +428,7 @@ class PageTable:
     # -- keys ----------------------------------------------------------------------------------------
 
     def set_keys(self, serials: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> None:
-        """Note the numbers of the keys of pages. Pages that are not in the table are ignored."""
+        """Record the numbers of the keys of pages. Pages that are not in the table are ignored."""
         with self._lock:
             rows = self._find(serials)
             self._columns["key"][rows[rows >= 0]] = keys[rows >= 0]
