@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tierstore_engine.attention.base import Attention, BatchLayout, SeenTokens
-from tierstore_engine.attention.cpu import CpuAttention
+from tierstore_engine.attention.cpu import CpuAttention, Partial
 from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
 from tierstore_engine.layer_weights import (
     AttentionWeights,
@@ -179,22 +179,17 @@ class CrossAttention:
         weights, config = self._weights, self._config
         queries = linear(hidden, weights.q).view(len(hidden), config.heads, config.head_dim)
         queries = self._norm(queries, weights.q_norm)
-        attended, lse = self._over(queries, sights, 0)
+        attended = self._over(queries, sights, 0)
         for further in range(1, max(len(sight.images) for sight in sights)):
             rows = torch.tensor(_rows_that_see(sights, further))
-            more, of_more = self._over(
-                queries[rows], [each for each in sights if len(each.images) > further], further
-            )
-            both = torch.logaddexp(lse[rows], of_more)
-            shares = (lse[rows] - both).exp().unsqueeze(-1), (of_more - both).exp().unsqueeze(-1)
-            attended[rows] = attended[rows] * shares[0] + more * shares[1]
-            lse[rows] = both
-        return linear(attended.to(hidden.dtype).flatten(1), weights.o) * self._factor
+            more = self._over(queries[rows], [each for each in sights if len(each.images) > further], further)
+            both = Partial(attended.out[rows], attended.lse[rows]).merge(more)
+            attended.out[rows], attended.lse[rows] = both.out, both.lse
+        return linear(attended.out.to(hidden.dtype).flatten(1), weights.o) * self._factor
 
-    def _over(
-        self, queries: torch.Tensor, sights: Sequence[SeenInputs], number: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention over image ``number`` of each of ``sights``, and its LSEs."""
+    def _over(self, queries: torch.Tensor, sights: Sequence[SeenInputs], number: int) -> Partial:
+        """Return attention over image ``number`` of each of ``sights``: ``out [rows, heads, head_dim]``, and
+        ``lse`` in the same shape with a last dimension of 1."""
         seen, first = list[SeenTokens](), 0
         for sight in sights:
             pages, rows = sight.images[number]
@@ -202,7 +197,8 @@ class CrossAttention:
             table = torch.tensor(pages, dtype=torch.int64)
             seen.append(SeenTokens(first, table, firsts, np.full_like(firsts, rows)))
             first += len(sight.rows)
-        return self._attention.over(self._layer, queries, self._attention.plan(seen))
+        out, lse = self._attention.over(self._layer, queries, self._attention.plan(seen))
+        return Partial(out, lse.unsqueeze(-1))
 
 
 def _rows_that_see(sights: Sequence[SeenInputs], number: int) -> list[int]:

@@ -40,8 +40,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Attention over a part of the keys: ``out [kv_heads, groups, tokens, head_dim]``, and ``lse`` in the
-    same shape with a last dimension of 1."""
+    """Attention over a part of the keys: ``out``, usually ``[kv_heads, groups, tokens, head_dim]``, and
+    ``lse`` in the same shape with a last dimension of 1."""
 
     out: torch.Tensor
     lse: torch.Tensor
