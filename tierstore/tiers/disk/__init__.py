@@ -42,7 +42,7 @@ directory, for fsck.
 **What is read when.** Opening reads the index's facts (56 bytes a page) in the background, for free space and
 the order of eviction (opening.py, page_table.py). Lookups do not wait for it. Facts have no checksum, so a
 page's parent and place are taken from its record. After that, a record is read when a lookup needs it: a link
-from (parent, key) leads to it. So a store of millions of pages opens at once and uses 77 bytes of memory for
+from (parent, key) leads to it. So a store of millions of pages opens at once and uses 84 bytes of memory for
 each.
 
 **Serials.** The index is keyed by serials, not by page keys: a parent's serial is always below its

@@ -492,6 +492,11 @@ class Keyring:
         with self._lock:
             return [key for key in self._by_scope.values() if key.scope.session == session]
 
+    @property
+    def keeps_sessions(self) -> bool:
+        """Whether sessions have keys, or may get some."""
+        return self.session_keys or self._sessions > 0
+
     def admits(self, scope: Scope) -> bool:
         """Return whether the scope has a key or may get one: there may be too many session keys."""
         return not scope.session or self._sessions < MOST_SESSION_KEYS or _shortened(scope) in self._by_scope

@@ -35,6 +35,7 @@ from tierstore.tiers.disk.forgets import discard_freed, forgotten_in, note_forgo
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, SEALED_FORMAT, Change, IndexDB
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
+from tierstore.tiers.disk.keyring import Keyring
 from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
 from tierstore.tiers.disk.payloads import Payloads
 from tierstore.tiers.disk.records import INLINE, Removal
@@ -84,9 +85,9 @@ def _read_facts(index_db: IndexDB) -> _Facts:
     return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
 
 
-def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int], *, sealed: bool) -> ScannedPages:
-    """Read the facts of every page, and its key if the directory is encrypted (``sealed``), and claim the
-    places they name. ``worths`` are those of the roots. Raise :class:`OSError` if the disk fails."""
+def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int], *, keyed: bool) -> ScannedPages:
+    """Read the facts of every page, and its key if sessions may have keys (``keyed``), and claim the places
+    they name. ``worths`` are those of the roots. Raise :class:`OSError` if the disk fails."""
     facts, parents, good = _read_facts(index_db)
     serials = facts["serial"].astype(np.int64)
     rows = np.flatnonzero(good)
@@ -95,8 +96,8 @@ def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int], *, se
     kept = reachable(parents, good)
     unclaimed = np.flatnonzero(good & ~kept)
     space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
-    page_table = PageTable(facts[kept], worths)
-    if sealed:
+    page_table = PageTable(facts[kept], worths, keyed=keyed)
+    if keyed:
         page_table.set_keys(*index_db.key_numbers())
     return ScannedPages(page_table, serials[~kept].tolist())
 
@@ -110,11 +111,11 @@ class IndexScan:
         space: Space,
         worths: Mapping[int, int],
         *,
-        sealed: bool,
+        keyed: bool,
         check: IndexFile | None,
         waited_for: bool,
     ) -> None:
-        """``sealed`` says whether the directory is encrypted. ``check`` is the index's file if its payloads
+        """``keyed`` says whether sessions may have keys. ``check`` is the index's file if its payloads
         have not been checked yet: no page may leave before. Damage is logged, unless the scan is
         ``waited_for``; then the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
@@ -123,7 +124,7 @@ class IndexScan:
         self._index_db = index_db
         self._space = space
         self._worths = worths
-        self._sealed = sealed
+        self._keyed = keyed
         self._check = check
         self._waited_for = waited_for
         self._thread = threading.Thread(target=self._run, name="tierstore-scan", daemon=True)
@@ -138,7 +139,7 @@ class IndexScan:
         try:
             if self._check is not None:
                 self._check.check_payloads()
-            scan = scan_index(self._index_db, self._space, self._worths, sealed=self._sealed)
+            scan = scan_index(self._index_db, self._space, self._worths, keyed=self._keyed)
             self._forget(scan.lost)
             self.lost_pages = len(scan.lost)
             self.page_table = scan.page_table
@@ -209,11 +210,11 @@ def open_parts(
     io: FileIO,
     policy: Policy,
     codec: Codec | None = None,
-    keyring: str = "",
+    keyring: Keyring | None = None,
 ) -> OpenedParts:
     """Lock and open ``path``. Its index is checked before LMDB opens it. ``policy`` decides which pages leave
     if there are too many for ``layout``. ``codec`` will be used for new pages, and they will be encrypted
-    with the keys of the keyring with this id (empty: not encrypted).
+    with the keys of the ``keyring`` (None: not encrypted).
 
     Raise :class:`StoreUnavailableError` for a directory that cannot be used; such a directory is not changed.
     """
@@ -282,11 +283,12 @@ class _Opening:
         index: IndexFile | None,
         policy: Policy,
         codec: Codec | None,
-        keyring: str,
+        keyring: Keyring | None,
     ) -> None:
         self._policy = policy
         self._codec = codec
-        self._keyring = keyring
+        self._keyring = keyring.id if keyring is not None else ""
+        self._keyed = keyring is not None and keyring.keeps_sessions
         self._directory = directory
         self._layout = layout
         self._inline_bytes = inline_bytes
@@ -433,7 +435,7 @@ class _Opening:
             index_db,
             space,
             serials.worths,
-            sealed=bool(self._keyring),
+            keyed=self._keyed,
             check=self._index,
             waited_for=quick,
         )

@@ -2,8 +2,8 @@
 
 A store may have millions of pages on disk, most of them from earlier runs. Their records stay in the index on
 disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are here: one row per
-page, 85 bytes in columns. A million pages take 85 MB, are read in a second at open, and are sorted by a
-policy in one operation.
+page, 84 bytes in columns (92 if sessions have keys). A million pages take 84 MB, are read in a second at
+open, and are sorted by a policy in one operation.
 
 If a damaged page is removed while pages below it stay, its row becomes a *tombstone*. It keeps their position
 until the page is saved again under its old serial, or the last page below it leaves.
@@ -227,18 +227,23 @@ _COLUMNS = {
     "alive": np.bool_,
     "session": np.int64,
     "worth": np.int8,
-    "key": np.int64,  # key_number of its key; 0: it is not encrypted
 }
+_KEYED_COLUMNS = {**_COLUMNS, "key": np.int64}  # key_number of its key; 0 for a tombstone
 
 
 class PageTable:
     """A row for each durable page, in order of serials. Thread-safe; does no I/O."""
 
     def __init__(
-        self, facts: npt.NDArray[np.void] | None = None, worths: Mapping[int, int] = _NO_WORTHS
+        self,
+        facts: npt.NDArray[np.void] | None = None,
+        worths: Mapping[int, int] = _NO_WORTHS,
+        *,
+        keyed: bool = False,
     ) -> None:
         """Take over ``facts`` (``FACTS_DTYPE``, in order of serials). The parent of each must be among them
-        or a root. ``worths`` are those of the roots that have one (``Serials.worths``). It may grow."""
+        or a root. ``worths`` are those of the roots that have one (``Serials.worths``). It may grow. With
+        ``keyed``, rows also have the numbers of keys: all records are sealed, and sessions may have keys."""
         self._worths = worths
         self._lock = threading.Lock()
         self._rows = 0 if facts is None else len(facts)
@@ -249,7 +254,7 @@ class PageTable:
         self._expires_s = np.inf  # no hint expires before
         size = max(self._rows * 9 // 8, _LEAST_ROWS)
         self._columns: dict[str, npt.NDArray[Any]] = {
-            name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()
+            name: np.zeros(size, dtype) for name, dtype in (_KEYED_COLUMNS if keyed else _COLUMNS).items()
         }
         self._columns["expires_s"][:] = np.inf
         if facts is not None:
@@ -322,11 +327,9 @@ class PageTable:
 
     # -- changes -------------------------------------------------------------------------------------
 
-    def add(
-        self, records: Iterable[PageRecord], used: Mapping[int, PageUse], *, sealed: bool = False
-    ) -> None:
-        """Add pages that are now durable, with their stored records, which may be ``sealed``. Their serials
-        are above all others, or those of tombstones."""
+    def add(self, records: Iterable[PageRecord], used: Mapping[int, PageUse]) -> None:
+        """Add pages that are now durable, with their stored records. Their serials are above all others, or
+        those of tombstones."""
         records = sorted(records, key=lambda record: record.serial)
         with self._lock:
             if not records:
@@ -342,7 +345,8 @@ class PageTable:
             columns["alive"][rows] = True
             columns["session"][rows] = 0
             columns["worth"][rows] = self._worths_below(np.array(parents, np.int64))
-            columns["key"][rows] = [key_number(record.tokens) if sealed else 0 for record in records]
+            if "key" in columns:
+                columns["key"][rows] = [key_number(record.tokens) for record in records]
             self._alive += len(records)
             above = self._find(np.array(parents, np.int64))
             np.add.at(columns["children"], above[above >= 0], 1)
@@ -358,7 +362,8 @@ class PageTable:
             columns = self._columns
             assert columns["alive"][row], f"page {serial} is removed twice"
             columns["alive"][row] = False
-            columns["key"][row] = 0
+            if "key" in columns:
+                columns["key"][row] = 0
             self._alive -= 1
             parent = int(columns["parent"][row])
             above = self._row(parent)

@@ -210,7 +210,7 @@ class DiskTier:
                 io=watched,
                 policy=POLICIES[policy](),
                 codec=chosen,
-                keyring=keyring.id if keyring is not None else "",
+                keyring=keyring,
             )
             opened.pop_all()
         encoder = PageEncoder(chosen, inline_bytes=inline_bytes) if chosen is not None else None
@@ -453,7 +453,7 @@ class DiskTier:
             self.child_filter.add(records)
             self._space.settle(records, removed, index=self._index_db.usage)
             if self.page_table is not None:
-                self.page_table.add(records, used, sealed=self._sealing is not None)
+                self.page_table.add(records, used)
             self.serials.written(new.roots)
             self._unsynced.forget([record.place for record in records])
             with self._lock:
