@@ -115,7 +115,7 @@ def open_model(
         if count > 1 and adapters:
             raise UsageError(f"{option} does not work with --adapter")
     if weights_on_disk and (model in PRESETS or expand_weights):
-        why = "a preset has no file" if model in PRESETS else "--expand-weights changes them in memory"
+        why = "a preset has no file" if model in PRESETS else "--expand-weights makes others of them"
         raise UsageError(f"weights cannot stay on disk: {why}")
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
