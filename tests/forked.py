@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 
 _REQUEST_BYTES = 1 << 20
-_OUT_OF_THE_WAY = 512  # descriptors from here on have no fixed use
+_OUT_OF_THE_WAY = 512  # usually, descriptors from here on have no fixed use
 # Imported by programs when they run. Only newer versions of typer have adapters.
 _STORE = ("tierstore.backend", "tierstore.client.backend", "tierstore.daemon.daemon", "typer._adapters")
 _ENGINE = ("tierstore_engine.build", "tierstore_engine.server.run", "tierstore_connectors.bundled")
@@ -221,7 +221,10 @@ def _run(text: bytes, descriptors: Sequence[int]) -> None:
         _wait(line, program)
     line.close()
     numbers, *request = json.loads(text)
-    received = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for each in descriptors[1:]]
+    above = max(
+        _OUT_OF_THE_WAY, *(number + 1 for number in numbers)
+    )  # of no number that is still to be taken
+    received = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in descriptors[1:]]
     for descriptor in descriptors[1:]:
         os.close(descriptor)
     for number, descriptor in zip(numbers, received, strict=True):
