@@ -88,6 +88,8 @@ def test_a_turn_goes_on_where_the_last_one_ended(models, engines, name, tier):
         assert known % CHUNK
         told = [*told, *answer.tokens, *prompt(9 + turn, seed=turn)]
         if tier == "host":
+            assert isinstance(engine.connector, StoreConnector)
+            assert engine.connector.store.flush(30)  # pages that are being saved are not idle
             engine._keeper.evict_idle()
         if tier == "disk":
             engines.close()
