@@ -343,6 +343,11 @@ class Lookup:
                     counters.hit_tokens[label] += count
         return hit
 
+    def ask_again(self) -> bool:
+        """Send a second request if the answer, which must have arrived, allows a longer hit. Return whether
+        it was sent. :meth:`hit` does so by itself, and waits."""
+        return isinstance(self._request, HitLookup) and self._request.ask_again()
+
     def give_up(self) -> None:
         """Release the leases of the answer, now or when it arrives."""
         if self._found is None:
@@ -453,10 +458,13 @@ class HitLookup:
         self._held = PageLease()  # on all of these, until the hit is known
         self._local = 0  # length of the hit that HBM alone supports
         self._branch = 0
+        self._ends = 0.0
+        self._shorter: HitLease | None = None  # the first answer, if there is a second request
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
         """Request the pages that are not in HBM, if there are any and there is time left."""
         finder, hbm = self._finder, self._finder.hbm
+        self._ends = time.monotonic() + patience_s
         groups = zip(self._chains, self._chained, strict=True)
         self._matches = [hbm.match(chain, group.number) for chain, group in groups]
         self._branch = min([*(match.tokens for match in self._matches), self.limit])
@@ -503,10 +511,14 @@ class HitLookup:
         else:
             ends = {*range(chunk_tokens, self.limit + 1, chunk_tokens)}
             for end in (self.limit, self._branch):
-                ends.update(range(end - end % chunk_tokens + 1, end + 1))
+                ends.update(_inside(end, chunk_tokens))
             asked = sorted(ends)
-        found = hbm.match_named(self._pages_at(group, asked), group.number)
-        return {asked[at]: page for at, page in found.items()}
+        return self._match_ends(group, asked)
+
+    def _match_ends(self, group: Group, ends: Sequence[int]) -> dict[int, Page]:
+        """Return the pages of a group that are in HBM and end at these tokens, by their ends."""
+        found = self._finder.hbm.match_named(self._pages_at(group, ends), group.number)
+        return {ends[at]: page for at, page in found.items()}
 
     def _pages_at(self, group: Group, ends: Sequence[int]) -> NamedRequest:
         """Return the request for the pages of a group that end at these tokens."""
@@ -529,10 +541,38 @@ class HitLookup:
         except StopIteration as end:
             return int(end.value)
 
+    def ask_again(self) -> bool:
+        """Wait for the answer. If HBM has named pages that end in the chunk where the backend's chains end,
+        send one more request, which names these pages. Only the first answer tells which chunk that is.
+        Return whether the request was sent."""
+        found = self.answer.wait() if self.answer is not None else None
+        patience_s = self._ends - time.monotonic()
+        if found is None or found.tokens >= found.branch or self._shorter is not None or patience_s <= 0:
+            return False
+        hbm, more = self._finder.hbm, list[Page]()
+        for group in self._named:
+            here = self._here[group.number]
+            ends = [end for end in _inside(found.branch, self._finder.chunk_tokens) if end > found.tokens]
+            if ends and group.rule.past is not Past.CROSS and hbm.published[group.number]:
+                new = {end: page for end, page in self._match_ends(group, ends).items() if end not in here}
+                self._here = {**self._here, group.number: {**here, **new}}
+                more += new.values()
+        if not more:
+            return False
+        with hbm.lock:
+            self._held = hbm.leases.joined(self._held, hbm.hold(more, self._finder.lookup_s))
+        self._shorter, self._counted = found, False
+        self.answer = self._finder.backend.find_hit(self._hit_request(), patience_s=patience_s)
+        return True
+
     def found(self) -> FoundHit:
         """Wait for the answer and return the hit."""
         finder, hbm = self._finder, self._finder.hbm
+        self.ask_again()
         found = self.answer.wait() if self.answer is not None else None
+        if found is None:
+            found, self._shorter = self._shorter, None
+        self._release(self._shorter)
         answered = self.answer is None or found is not None
         if found is not None:
             for chain, each in zip(self._chains, found.chains, strict=True):
@@ -615,8 +655,17 @@ class HitLookup:
         hbm, answer = self._finder.hbm, self.answer
         with hbm.lock:
             hbm.leases.release(self._held)
+        self._release(self._shorter)
         if answer is not None and not answer.cancel():
-            found = answer.wait()
-            for group in found.groups if found is not None else ():
-                if group.lease.tokens:
-                    self._finder.backend.release(group.lease)
+            self._release(answer.wait())
+
+    def _release(self, found: HitLease | None) -> None:
+        """Release the leases of an answer."""
+        for group in found.groups if found is not None else ():
+            if group.lease.tokens:
+                self._finder.backend.release(group.lease)
+
+
+def _inside(end: int, chunk_tokens: int) -> range:
+    """Return the positions in the chunk of ``end``, up to ``end``, at which a partial page may end."""
+    return range(end - end % chunk_tokens + 1, end + 1)

@@ -212,8 +212,10 @@ class Store:
         lookup = self._finder.begin(prompt, max_tokens=max_tokens, began=time.monotonic())
         try:
             lookup.ask()
-            if lookup.answer is not None:
+            while lookup.answer is not None:
                 await lookup.answer
+                if not lookup.ask_again():
+                    break
             return lookup.hit()
         except BaseException:
             lookup.give_up()

@@ -3,6 +3,7 @@ saved: hits are as long as they may be, bring the very bytes, and no page serves
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,29 @@ def test_a_group_whose_partial_page_has_gone_shortens_the_hit():
         hit = engine.lookup(told)
         assert (hit.branch, hit.tokens) == (70, 64)
         assert engine.load(hit) == 64
+        engine.check()
+
+
+@pytest.mark.parametrize("spec", [GEMMA, HYBRID, EVERYTHING])
+@pytest.mark.parametrize("elsewhere", [(), (0,)])
+def test_partial_pages_in_hbm_serve_a_prompt_whose_chain_is_below(spec, elsewhere):
+    """``elsewhere`` are the chunks of the named groups that are in host memory only."""
+    saved = list(range(1000, 1000 + LENGTH))
+    prompt = [*saved[: CHUNK + 5], *range(LENGTH)]
+    with Engine(spec) as engine:
+        save_all(engine, saved, groups=engine.chains)
+        save_all(engine, saved[: CHUNK + 5], groups=engine.named)
+        for group in engine.chains:
+            engine.store.evict("hbm", 40, group=group)
+        for group in engine.named:
+            for chunk in engine.rules[group].pages(CHUNK + 5, CHUNK):
+                tier = Tier.HBM if chunk in elsewhere else Tier.HOST
+                engine.forget(group, saved[: CHUNK + 5], [chunk], [tier])
+        before = engine.store.stats().counters["lookups"]
+        assert engine.load(engine.lookup(prompt)) == CHUNK + 5
+        with asyncio.run(engine.store.lookup_async(prompt)) as hit:
+            assert hit.tokens == hit.branch == CHUNK + 5
+        assert engine.store.stats().counters["lookups"] == before + 2
         engine.check()
 
 
