@@ -54,7 +54,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/codespell
 
 # A contributor's loop of a minute. With VENV=.venv-quick it installs neither torch nor compilers for CUDA.
-LATER := daemon cluster cli dashboard packs faults explain curve test_copying.py store/test_hammer.py store/test_grouped_daemon.py
+LATER := daemon cluster cli dashboard packs faults explain curve test_bounds.py test_copying.py store/test_hammer.py store/test_grouped_daemon.py
 QUICK_TESTS := tests/tierstore -k "not OverIpc and not OverTcp" --ignore-glob='*disk*' --ignore-glob='*device*' \
 	$(addprefix --ignore=tests/tierstore/,$(LATER))
 quick: $(VENV)/test.stamp

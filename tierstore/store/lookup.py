@@ -343,10 +343,14 @@ class Lookup:
                     counters.hit_tokens[label] += count
         return hit
 
-    def ask_again(self) -> bool:
-        """Send a second request if the answer, which must have arrived, allows a longer hit. Return whether
-        it was sent. :meth:`hit` does so by itself, and waits."""
-        return isinstance(self._request, HitLookup) and self._request.ask_again()
+    async def hit_async(self) -> Hit:
+        """Send the request, await its answer and return the hit."""
+        self.ask()
+        while self.answer is not None:
+            await self.answer
+            if isinstance(self._request, NamedLookup) or not self._request.ask_again():
+                break
+        return self.hit()
 
     def give_up(self) -> None:
         """Release the leases of the answer, now or when it arrives."""
@@ -502,10 +506,9 @@ class HitLookup:
     def _pages_here(self, group: Group) -> Mapping[int, Page]:
         """Return the pages of a group that are in HBM, by the token at which they end: whole pages, and pages
         that end inside the last chunk of the prompt or of the chains."""
-        finder, hbm = self._finder, self._finder.hbm
-        if not hbm.pools or not hbm.published[group.number]:
+        chunk_tokens = self._finder.chunk_tokens
+        if not self._in_hbm(group):
             return {}
-        chunk_tokens = finder.chunk_tokens
         if group.rule.past is Past.CROSS:
             asked = list(group.rule.ends(self.limit, chunk_tokens))
         else:
@@ -514,6 +517,11 @@ class HitLookup:
                 ends.update(_inside(end, chunk_tokens))
             asked = sorted(ends)
         return self._match_ends(group, asked)
+
+    def _in_hbm(self, group: Group) -> bool:
+        """Whether HBM may have pages of this group."""
+        hbm = self._finder.hbm
+        return bool(hbm.pools and hbm.published[group.number])
 
     def _match_ends(self, group: Group, ends: Sequence[int]) -> dict[int, Page]:
         """Return the pages of a group that are in HBM and end at these tokens, by their ends."""
@@ -553,7 +561,7 @@ class HitLookup:
         for group in self._named:
             here = self._here[group.number]
             ends = [end for end in _inside(found.branch, self._finder.chunk_tokens) if end > found.tokens]
-            if ends and group.rule.past is not Past.CROSS and hbm.published[group.number]:
+            if ends and group.rule.past is not Past.CROSS and self._in_hbm(group):
                 new = {end: page for end, page in self._match_ends(group, ends).items() if end not in here}
                 self._here = {**self._here, group.number: {**here, **new}}
                 more += new.values()

@@ -211,12 +211,7 @@ class Store:
         self._require_open()
         lookup = self._finder.begin(prompt, max_tokens=max_tokens, began=time.monotonic())
         try:
-            lookup.ask()
-            while lookup.answer is not None:
-                await lookup.answer
-                if not lookup.ask_again():
-                    break
-            return lookup.hit()
+            return await lookup.hit_async()
         except BaseException:
             lookup.give_up()
             raise
