@@ -151,7 +151,7 @@ class Core:
             )
         if registration.model_name:
             self.state.names[identity.digest] = registration.model_name
-        self.quotas.register(tenant, identity.digest)
+        self.quotas.register(tenant, identity)
         self.state.residency.register(registration)
 
     def register(self, client: Client, registration: Registration) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tierstore.core.clients import Refusal
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
+from tierstore.keys import Identity, outer_tenant
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import format_size
 
@@ -27,16 +28,20 @@ class Quotas:
     def __init__(self, state: StoreState, quotas: Mapping[str, int]) -> None:
         self._state = state
         self.quotas = quotas  # bytes by tenant; may be replaced
-        self._identities: dict[str, set[bytes]] = {}  # by tenant
+        self._identities: dict[str, set[bytes]] = {}  # digests by tenant
+        self._tenants: dict[bytes, str] = {}  # by digest
         self.evicted_pages = 0
 
-    def register(self, tenant: str, identity: bytes) -> None:
-        """Assign the pages of this identity digest to the tenant."""
-        self._identities.setdefault(tenant, set()).add(identity)
+    def register(self, client: str, identity: Identity) -> None:
+        """Assign the pages of this identity to a tenant: to the outer tenant of a nested one, because agents
+        fetch pages for tenants, or else to the ``client``'s tenant."""
+        tenant = self._tenants[identity.digest] = outer_tenant(identity.tenant) or client
+        self._identities.setdefault(tenant, set()).add(identity.digest)
 
     def forget(self, identity: bytes) -> None:
         """Forget an identity digest that has no pages."""
         self._state.residency.host_bytes.pop(identity, None)
+        self._tenants.pop(identity, None)
         for identities in self._identities.values():
             identities.discard(identity)
 
@@ -52,11 +57,16 @@ class Quotas:
     def tenants(self) -> list[str]:
         return sorted(self._identities)
 
-    def admit(self, tenant: str, page: Page) -> bool:
-        """Return whether a new page may have a slot. Evict the tenant's own pages if necessary."""
-        quota = self.quotas.get(tenant)
-        if quota is None:
+    def limited(self, page: Page) -> bool:
+        """Return whether the tenant of a page has a quota."""
+        return self._tenants.get(page.identity) in self.quotas
+
+    def admit(self, page: Page) -> bool:
+        """Return whether a new page may have a slot. Evict its tenant's own pages if necessary."""
+        if not self.limited(page):
             return True
+        tenant = self._tenants[page.identity]
+        quota = self.quotas[tenant]
         over = self.used_bytes(tenant) + slot_bytes(page.nbytes) - quota
         if over <= 0:
             return True

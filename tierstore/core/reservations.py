@@ -237,9 +237,8 @@ class ReservationBuilder:
         allowed = (self._reserve_bytes - self._client.reserved_bytes) // slot_bytes(page.nbytes)
         if allowed < 1:
             return None
-        if not self._quotas.admit(self._client.tenant, page):
+        if not self._quotas.admit(page):
             return None
-        # do not make room for pages that the quota may not admit
-        if self._client.tenant in self._quotas.quotas:
+        if self._quotas.limited(page):  # do not make room for pages that the quota may not admit
             following = 0
         return self._state.fills.begin(page, following=min(following, allowed - 1))

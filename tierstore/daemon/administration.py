@@ -16,7 +16,7 @@ from tierstore.daemon.client_connections import ClientConnection, Reply, checked
 from tierstore.daemon.stats import LayersStats, TenantStats, version
 from tierstore.errors import SpecError
 from tierstore.index import LABELS, Tier
-from tierstore.keys import Identity, nested_tenant
+from tierstore.keys import Identity, nested_tenant, outer_tenant
 from tierstore.spec import check_page, layers_label
 from tierstore.wire import messages as p
 
@@ -41,8 +41,8 @@ def register(connection: ClientConnection, m: p.Register) -> p.Registered:
         raise Refusal("usage", f"not an identity: {error}") from error
     if connection.tenant:
         identity = replace(identity, tenant=nested_tenant(connection.tenant, identity.tenant))
-    elif identity.tenant.startswith("["):
-        raise Refusal("usage", "the name of a tenant must not begin with '['")
+    elif identity.tenant.startswith("[") and outer_tenant(identity.tenant) is None:
+        raise Refusal("usage", 'a tenant whose name begins with \'[\' must be nested: ["TENANT","NAME"]')
     registration = Registration(identity, m.page_bytes, m.chunk_tokens, m.model_name)
     number = connection.backend.assign_number(registration)
     return p.Registered(m.id, number, connection.backend.core.forgetting.latest(registration))

@@ -10,6 +10,7 @@ import numpy as np
 import obstore
 import pytest
 
+import tierstore
 from tests.forked import run
 from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, check, prompt, published
 from tests.tierstore.cluster.seaweed import BUCKET
@@ -23,7 +24,9 @@ from tierstore.cluster.shared_keys import SharedKeys
 from tierstore.keys import Identity, Prompt
 from tierstore.testing.clock import wait_until
 from tierstore.testing.pages import pages_of
+from tierstore.testing.processes import free_port
 from tierstore.tiers.disk.keyring import Scope, make_master_key
+from tierstore.wire.keys import generate
 
 pytestmark = pytest.mark.usefixtures("credentials")
 
@@ -133,6 +136,35 @@ def test_the_buckets_show_no_tokens_no_kv_and_no_name_that_can_be_guessed(start,
     assert b"acme" not in content
     assert b"globex" not in content
     assert len(buckets.key_paths()) == 3
+
+
+def test_pages_of_a_client_with_a_key_reach_other_hosts_and_count_against_its_quota(start, tmp_path):
+    server, _ = generate(tmp_path / "server", "server")
+    acme, _ = generate(tmp_path / "tenants", "acme")
+    hosts = []
+    for quota in ("64KiB", "32KiB"):  # pages of 8 KiB, which need slots of that size
+        tcp = f"tcp://127.0.0.1:{free_port()}"
+        access = (f"--server-key={server}", f"--tenants={tmp_path / 'tenants'}", f"--quotas=acme={quota}")
+        hosts.append(start("master", f"--listen={tcp}", *access))
+        hosts[-1].tcp = tcp
+    one, other = hosts
+
+    def connected(host):
+        keys = {"keys": acme, "server_key": server.with_suffix(".key")}
+        store = tierstore.connect(host.tcp, SPEC, identity=ACME, lookup_s=10, **keys)
+        assert store.wait_connected(30)
+        return store
+
+    with connected(one) as store:
+        store.save(prompt(1), pages_of(prompt(1), SPEC)).wait(10)
+        store.lookup(prompt(1)).release()
+    published(one, 8)
+    with connected(other) as store:
+        wait_until(lambda: store.lookup(prompt(1)).remote_tokens == 128)
+        with store.lookup(prompt(1)) as hit:
+            store.fetch_remote(hit, deadline_s=10).wait(30)
+        assert check(store, prompt(1)) == 64
+    assert other.stats().service.tenants["acme"].host_bytes == 32 << 10
 
 
 def test_changed_swapped_cut_and_foreign_bundles_are_misses(start, buckets):

@@ -481,7 +481,7 @@ def test_hello_once_more_keeps_what_a_process_holds(start, connect):
         (p.Register(0, {"model": "x" * 9999, "layout": "y"}, 8192, 16), "usage"),
         (p.Register(0, {"model": "x", "layout": "y"}, 0, 16), "usage"),
         (p.Register(0, asdict(IDENTITY), PAGE_BYTES * 2, 16), "usage"),
-        (p.Register(0, {"model": "x", "layout": "y", "tenant": '["bob",""]'}, 8192, 16), "usage"),
+        (p.Register(0, {"model": "x", "layout": "y", "tenant": '["bob"]'}, 8192, 16), "usage"),
         (p.Hello(0), None),
     ],
 )
