@@ -55,7 +55,7 @@ class Capacity:
 
 
 def parse_capacities(text: str) -> tuple[Capacity, ...]:
-    """Return the entries of a list, in its order. Raises :class:`UsageError` for other text."""
+    """Parse a comma-separated list of capacities. Raise :class:`UsageError` for other text."""
     entries = [entry.strip() for entry in text.split(",")]
     capacities: list[Capacity] = []
     unit = ""

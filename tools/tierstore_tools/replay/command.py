@@ -1,7 +1,8 @@
 """``tierstore-bench replay``: read a trace, run, print, write.
 
 As soon as a result is known, it is printed as a line on stderr, and the document of ``--json FILE`` is
-written again (``unfinished`` counts the missing replays). So a killed command keeps its results.
+written again (``unfinished`` counts the missing replays). The results of a command that is killed are
+therefore kept.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _CSV_BLOCK_TOKENS = 64  # the store's default chunk: for capacities in blocks of
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The options. ``spec`` is the model's (None: no model was named). With ``tiers`` a whole engine is
-    simulated.
+    """The options. ``spec`` is the model's layout, or None if no model was named. With ``tiers`` a whole
+    engine is simulated.
     """
 
     trace: Path
@@ -54,7 +55,8 @@ def spec_of(model: str) -> KVSpec:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        from tierstore_engine.presets import PRESETS  # needs an extra; a replay without a model does not
+        # needs an extra that a replay without a model does not need
+        from tierstore_engine.presets import PRESETS
 
         if model in PRESETS:
             return PRESETS[model].kv_spec()
@@ -165,8 +167,8 @@ class _Results:
         self.write()
 
     def write(self, *, last: bool = False) -> None:
-        """Write the results so far. Before the last time only to a regular file, which is replaced
-        atomically."""
+        """Write the results so far. Before the last write, results are written to regular files only, and
+        each file is replaced atomically."""
         if self._json is None or self._json == "-" or Path(self._json).is_char_device():
             if last:
                 report.write_json(self._document(), self._json)

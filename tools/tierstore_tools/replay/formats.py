@@ -17,7 +17,8 @@ tenth of the lines (or sessions) is unreadable, the file probably has another fo
     {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521, "output_length": 132,
      "type": "text", "turn": 2, "hash_ids": [1089, 1090, …]}
 
-``timestamp`` in seconds, ids of 16 tokens. A chat's parent is the turn before it, -1 for the first.
+``timestamp`` in seconds, ids of 16 tokens. The parent of a chat is the turn before it, or -1 for the first
+turn.
 
 **Lengths**: CSV files with the lengths of prompts and nothing of their content, such as the Azure LLM
 inference traces (https://github.com/Azure/AzurePublicDataset: ``TIMESTAMP,ContextTokens,GeneratedTokens``) or
@@ -34,14 +35,14 @@ ids the reuse is unknown: such a trace only shows how fast pages come in.
       {"t": 31.5, "type": "subagent", "agent_id": "…", "requests": [ … ]}]}
 
 The reader accepts a file with one such object, a file with an array of them or with one per line, and a
-folder of such files. The description leaves some points open. They are read like this:
+folder of such files. The description leaves some points open. The reader decides these points as follows:
 
 - Ids are local to a session (``hash_id_scope`` ``local``, also if it is missing), and shared by its subagents
   and models. With ``global`` they are shared by all sessions.
 - A session has times since its own start. All sessions start at once, unless ``session_gap_s`` separates
   their starts.
-- A subagent's times count from its marker if one of them is earlier than the marker's, else from the
-  session's start. The published sessions count from the marker.
+- A subagent's times are relative to the time of its marker if one of them is earlier than that, else to the
+  session's start. In the published sessions they are relative to the marker.
 - A subagent is a session of its own.
 - ``hash_ids`` has whole blocks only, so the tokens after the last whole block belong to no prompt.
 """
@@ -87,9 +88,9 @@ def load(
     session_gap_s: float = 0.0,
     progress: Progress = lambda _: None,
 ) -> LoadedTrace:
-    """Read a trace once. ``block_tokens`` replaces the format's own. ``session_gap_s`` is the time between
-    the starts of two WEKA sessions. Raises :class:`UsageError` for a missing file, another kind of file, or a
-    file that is too damaged."""
+    """Read a trace once. ``block_tokens`` replaces the block size of the format. ``session_gap_s`` is the
+    time between the starts of two WEKA sessions. Raises :class:`UsageError` for a missing file, another kind
+    of file, or a file that is too damaged."""
     if format_name not in ("auto", *FORMATS):
         raise UsageError(f"unknown trace format {format_name!r} (known: auto, {', '.join(FORMATS)})")
     if not path.exists():
@@ -184,7 +185,7 @@ def _detect_later(path: Path) -> str:
 Progress = Callable[[float], None]  # called with the share that is done, 0 to 1
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of decoding foreign bytes. The last one is for values that are nested too deeply."""
+"""Errors of decoding foreign bytes. RecursionError is for values that are nested too deeply."""
 
 _MOST_UNREADABLE = 0.1
 _GZIP = b"\x1f\x8b"
@@ -210,7 +211,7 @@ class Complaints:
         self.read = 0  # readable requests
 
     def add(self, path: Path, line: int | None, what: object) -> None:
-        """Count an error of a line, or (None) of the whole file."""
+        """Count an error in a line, or in the whole file if the line is None."""
         self.count += 1
         if not self.first:
             where = path.name if line is None else f"{path.name}:{line}"
@@ -412,7 +413,8 @@ class LengthsTrace:
 
     @property
     def span_s(self) -> float | None:
-        """Seconds from the first request to the last; None without times, or if it is 0."""
+        """Seconds from the first request to the last. None without times, or if all requests have the same
+        time."""
         if not self.timestamps_s:
             return None
         return max(self.timestamps_s) - min(self.timestamps_s) or None

@@ -1,4 +1,4 @@
-"""``--hints``: the sources of hints in a replay, and the future that some of them know."""
+"""``--hints``: the sources of hints in a replay, and the next uses of blocks, which some sources know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierstore.types import inferred
 from tierstore_tools.replay.trace import TraceRequest
 
 _ORACLE = re.compile(r"oracle:(\d+(?:\.\d+)?|\.\d+)")
-# Reasons in traces → reasons of the engines.
+# The reasons for the end of an answer, as traces name them → as engines name them.
 _REASONS = {
     "tool_use": "tool_calls",
     "function_call": "tool_calls",
@@ -46,8 +46,8 @@ class Inferred:
 
 
 class NextUses:
-    """For every block of every request, the number of the next request that has it. This takes one pass over
-    the trace and 8 bytes per block of each prompt."""
+    """The number of the next request that has the same block, for every block of every request. Computing it
+    takes one pass over the trace, and 8 bytes of memory for each block of each prompt."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self.never = len(requests)
@@ -61,14 +61,14 @@ class NextUses:
         self._of = backwards[::-1]
 
     def of(self, number: int) -> Sequence[int]:
-        """Return the next uses by block of request ``number``; :attr:`never` for blocks without another
-        use."""
+        """Return the number of the next request for each block of request ``number``: :attr:`never` for
+        blocks that no later request has."""
         return self._of[number]
 
 
 class OracleHints:
     """Hints for each block of every request: whether it is used again. A hint is right with probability
-    ``right``, else it says the opposite. Equal seeds make equal errors."""
+    ``right``. A wrong hint says the opposite. Equal seeds give equal wrong hints."""
 
     def __init__(self, uses: NextUses, right: float, *, seed: int = 0) -> None:
         self._uses = uses
@@ -81,7 +81,8 @@ class OracleHints:
 
 
 class BeladyHints:
-    """Hints with the exact next use of each block of every request, as a priority: sooner is higher."""
+    """Hints with the exact next use of each block of every request, as a priority: the sooner the next use,
+    the higher the priority."""
 
     def __init__(self, uses: NextUses) -> None:
         self._uses = uses
@@ -98,7 +99,7 @@ class HintSource:
     accuracy: float | None = None  # an oracle's
 
     def hinter(self, uses: Callable[[], NextUses]) -> Hinter | None:
-        """Return a source for one pass over a trace. ``uses`` returns the trace's future."""
+        """Return a source of hints for one pass over a trace. ``uses`` returns the next use of each block."""
         if self.accuracy is not None:
             return OracleHints(uses(), self.accuracy)
         return Inferred() if self.name == "inferred" else None

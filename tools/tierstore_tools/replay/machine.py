@@ -87,7 +87,8 @@ def _document(path: Path, what: str) -> Mapping[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """The options for tiers; None if not given. ``bandwidths_file`` and ``prefill_file`` were written by
-    ``tierstore-bench tiers`` and ``longctx``. A number has precedence over a file."""
+    ``tierstore-bench tiers`` and ``longctx``. A speed given as a number has precedence over the one in a
+    file."""
 
     hbm: Capacity | None = None
     host: Capacity | None = None
@@ -143,7 +144,8 @@ def parse_prefetch(text: str) -> tuple[bool, ...]:
 
 
 def _known(said: float | None, measured: float | None, option: str, needed: bool) -> float:
-    """Return the given rate, else the measured one. A rate that is not ``needed`` may be missing."""
+    """Return the rate given as an option, or else the measured one. Only a rate that is ``needed`` must be
+    known."""
     rate = said if said is not None else measured
     if rate is None:
         if needed:

@@ -3,8 +3,8 @@
 The store's own policies order an :class:`~tierstore.policy.EvictionQueue`, as in the store. FIFO, LFU,
 S3-FIFO, SIEVE and 2Q need the time at which a block came into the tier, and the last three have two queues.
 They were made for caches with independent entries. Here a block leaves only after the blocks behind it in its
-prompts. So the first of a queue is the first *that may leave*. A block with others behind it keeps its place,
-and is first when no block is behind it.
+prompts. A queue therefore gives its first block *that may leave*. A block that has blocks behind it keeps its
+place in the queue.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class FIFO(BlockQueue[E]):
 
 
 class LFU(BlockQueue[E]):
-    """The least frequently used page leaves first. Among equals it is the least recently used page.
-    Uses count from the page's arrival in the tier."""
+    """The least frequently used page leaves first, and the least recently used one of pages with equally many
+    uses. Uses count from the page's arrival in the tier."""
 
     name = "lfu"
 
@@ -227,8 +227,9 @@ class TwoQueues(BlockQueue[E]):
 
 
 class S3FIFO(TwoQueues[E]):
-    """A tenth of the tier is for new pages. At its end a page that was used twice moves to the main queue.
-    There every use gives a page one more round (at most three)."""
+    """New pages have a tenth of the tier. A page that was used twice moves from the end of that part to the
+    main queue. At the end of the main queue, a page that was used since is put to the beginning again, at
+    most three times."""
 
     name = "s3fifo"
 
@@ -248,8 +249,8 @@ class S3FIFO(TwoQueues[E]):
 
 
 class TwoQ(TwoQueues[E]):
-    """A quarter of the tier is for new pages, and their uses there do not count. A page that returns after it
-    left is kept in LRU order."""
+    """New pages have a quarter of the tier, and their uses there do not count. Pages that return after an
+    eviction are kept in LRU order in the rest of the tier."""
 
     name = "2q"
     main_by_use = True
@@ -263,7 +264,8 @@ class TwoQ(TwoQueues[E]):
 
 class Sieve(TwoQueues[E]):
     """A hand passes over the pages in order of arrival. A page that was used since the last pass stays at its
-    place, any other page leaves. The two segments are the pages before and behind the hand in this round."""
+    place, any other page leaves. The two segments are the pages before the hand and the pages behind it in
+    this pass."""
 
     name = "sieve"
     _round = 0
@@ -275,7 +277,7 @@ class Sieve(TwoQueues[E]):
         return self._round
 
     def spare(self, copy: E, hits: int) -> bool:
-        self._round = copy.segment  # the other segment if this round's is empty
+        self._round = copy.segment  # the other segment if the current one is empty
         if hits <= copy.spent:
             return False
         copy.segment, copy.spent = 1 - self._round, hits

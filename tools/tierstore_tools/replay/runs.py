@@ -1,7 +1,6 @@
 """Run independent replays of one trace, in one process or several. Each result is reported as soon as it is
-ready.
-
-A :class:`Case` is a policy at one capacity, a :class:`TieredCase` a policy through the tiers of a machine.
+ready. A :class:`Case` is a policy at one capacity, a :class:`TieredCase` a policy through the tiers of a
+machine.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from tierstore_tools.replay.simulator import Simulator
 from tierstore_tools.replay.tiered import TieredEngine, TieredRow
 from tierstore_tools.replay.trace import Trace, TraceRequest
 
-Progress: TypeAlias = Callable[[float], None]  # called with the share that is done, 0 to 1
+Progress: TypeAlias = Callable[[float], None]  # called with the share of the work that is done, from 0 to 1
 
-_WORTH_PROCESSES_BLOCKS = 200_000  # in all cases together; processes take half a second to start
+# blocks of all cases together, from which several processes pay: each takes half a second to start
+_WORTH_PROCESSES_BLOCKS = 200_000
 _POLL_S = 0.1
 
 
@@ -167,7 +167,7 @@ class _Worker:
 
 
 class _Stopped(Exception):
-    """The run was stopped: results are not needed any more."""
+    """Raised in a worker process when the run was stopped and results are not needed any more."""
 
 
 def _start(subject: Subject, shares: _Shares) -> None:
@@ -177,7 +177,7 @@ def _start(subject: Subject, shares: _Shares) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent was killed, also while it waits for work."""
+    """End this worker process if its parent is killed, also while it waits for work."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -196,7 +196,7 @@ def _work_on(number: int, case: AnyCase) -> AnyRow:
 def _on_processes(
     subject: Subject, cases: Sequence[AnyCase], jobs: int, done: Done, progress: Progress
 ) -> None:
-    # No fork: the thread that draws the progress may hold a lock.
+    # Processes are not forked, because the thread that draws the progress may hold a lock.
     context = multiprocessing.get_context("spawn")
     shares = context.Array("d", len(cases) + 1, lock=False)
     pool = ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(subject, shares))

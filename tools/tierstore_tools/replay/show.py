@@ -27,7 +27,7 @@ def one_line(row: ReplayRow | TieredRow) -> str:
 
 
 def hit_rates(rows: Sequence[ReplayRow], *, title: str, token_bytes: float | None, to_stderr: bool) -> None:
-    """Print policies against capacities. The longer of the two goes down."""
+    """Print policies against capacities. The longer list of the two runs downwards in the table."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     capacities = list(dict.fromkeys(row.capacity_blocks for row in rows))
     rates = {(row.policy, row.capacity_blocks): f"{row.hit_rate:.4f}" for row in rows}

@@ -64,7 +64,7 @@ class SimulatedMemory:
         return known
 
     def forget(self, block: TraceBlock) -> None:
-        """Remove a block that no tier holds any more, and keep its ghost."""
+        """Remove a block that no tier holds any more. Keep the record of its use (its ghost)."""
         del self.blocks[block.id]
         self._ghosts.remember(block.fingerprint, block.hits)
 
@@ -75,10 +75,10 @@ class SimulatedMemory:
             known = self.blocks[block]
             known.last_use = self.tick
             known.hits += 1
-            known.hint = NO_HINT  # a hint is about one use
+            known.hint = NO_HINT  # a hint counts for the next use only
 
     def saved(self, blocks: Sequence[int]) -> None:
-        """Register a save of these blocks."""
+        """Register that these blocks were saved."""
         self.tick += 1
         for block in blocks:
             self.blocks[block].last_use = self.tick
@@ -212,7 +212,7 @@ class Cache:
 
     def check(self) -> None:
         """Assert that the blocks are closed over prefixes, counted right, and queued if they may leave."""
-        assert len(self._copies) <= self.capacity_blocks, "more blocks than the capacity"
+        assert len(self._copies) <= self.capacity_blocks, "the tier holds more blocks than its capacity"
         children = Counter(copy.block.parent.id for copy in self._copies.values() if copy.block.parent)
         for block, copy in self._copies.items():
             assert copy.children == children[block], f"block {block} has {children[block]} children"
@@ -226,8 +226,8 @@ def _may_leave(copy: _Copy) -> bool:
 
 def reconciled(reuse: Sequence[int]) -> list[int]:
     """Remove contradictions from the hints of one prompt's pages. The use of a page is a use of all pages
-    before it. So some leading pages are kept and the pages behind them are not. The split is where the fewest
-    hints are wrong. (Otherwise one wrong "likely" would keep all pages before it.)"""
+    before it, so the result keeps leading pages and no page behind them. Their number is the one that
+    contradicts the fewest hints. (Without this, one wrong "likely" would keep all pages before its page.)"""
     ahead = most = split = 0
     for position, said in enumerate(reuse, 1):
         ahead += (said > 0) - (said < 0)
@@ -291,7 +291,7 @@ class Simulator:
         """Save the blocks behind the hit in steps, as the store does. Return the number of leading blocks
         that are held now."""
         kept = hit
-        while True:  # an empty save is a step, too
+        while True:  # a save without blocks counts as a step, too
             first, stop = kept, min(kept + _SAVE_STEP, len(blocks))
             kept = self.tier.store(blocks[:stop], first)
             self._memory.saved(blocks[first:kept])

@@ -4,9 +4,9 @@
 host tier at once, and are written to disk in the background, as far as the queue of writes (half of the host
 tier) has room. Pages from disk also go to the host tier. Each tier has a policy of its own. A request arrives
 at its time in the trace. Its time to first token is the time to load plus the time to compute the rest. The
-store's own planner decides how many leading blocks are loaded, from the machine's rates and the queues of
-each link: so a slow disk is never worse than none. The disk and the link from host to HBM serve one request
-at a time, in order.
+store's own planner decides how many leading blocks are loaded, from the machine's rates and each link's
+queue. A slow disk is therefore never worse than no disk. The disk and the link from host to HBM serve one
+request at a time, in order.
 
 **Left out.** Requests do not wait for each other's computing, and decoding costs nothing: TTFT is that of an
 engine without overload, compared with the same engine without a store. Loading does not overlap with
@@ -15,9 +15,10 @@ Lookups take no time.
 
 **Prefetch.** It uses only information that the store could have. After each turn of a conversation the next
 turn is expected after the median of its earlier gaps. Gaps after a tool call and after an answer are
-separate. Half that gap before, the pages of its prompt that are only on disk are read into the host tier. If
-pages leave the host tier sooner, it is half the time that they stay. These reads use idle time of the disk,
-and requests have precedence. The first gap of a conversation is never predicted.
+separate. The pages of its prompt that are only on disk are read into the host tier, half of that gap before
+the expected time. If pages stay in the host tier for less than the gap, they are read half of their stay
+before that time. These reads use idle time of the disk, and requests have precedence. The first gap of a
+conversation is never predicted.
 """
 
 from __future__ import annotations
@@ -80,16 +81,16 @@ class MovedBytes:
     disk_to_host: int
     hbm_to_host: int
     host_to_disk: int
-    not_written: int  # the queue of writes was full
+    not_written: int  # blocks that were not written, because the queue of writes was full
     prefetched: int
     prefetched_used: int
 
 
 @dataclass(frozen=True, slots=True)
 class TieredRow:
-    """One line of the result. ``write_amplification`` is bytes written to disk over bytes of different pages:
-    above 1 if pages were written again after their eviction. ``disk_read_per_written`` is bytes read for
-    requests per byte written."""
+    """The result of one replay, a row of the document. ``write_amplification`` is bytes written to disk over
+    bytes of different pages: above 1 if pages were written again after their eviction.
+    ``disk_read_per_written`` is bytes read for requests per byte written."""
 
     policy: str
     hints: str
@@ -104,7 +105,7 @@ class TieredRow:
 
     @property
     def hit_rate(self) -> float:
-        """Tokens not computed, over all tokens of all prompts."""
+        """The share of all prompt tokens that were not computed."""
         hits = self.hit_tokens
         return (hits.hbm + hits.host + hits.disk) / self.input_tokens if self.input_tokens else 0.0
 
@@ -126,7 +127,7 @@ class Link:
         return max(now_s, self.free_at_s) + self.seconds(nbytes) if nbytes else now_s
 
     def move(self, now_s: float, nbytes: int) -> float:
-        """Queue a load now. Return the time at which it ends."""
+        """Queue a load now. Carry a load and return the time at which it ends."""
         end = self.would_end(now_s, nbytes)
         if nbytes:
             self.free_at_s = end
@@ -147,7 +148,7 @@ class SimulatedWrites:
         return self._link.moved_bytes
 
     def room(self, now_s: float, block_bytes: int) -> int:
-        """Return the number of blocks that fit into the queue now."""
+        """Return how many blocks the queue of writes has room for now."""
         waiting = max(0.0, self._link.free_at_s - now_s) / self._link.seconds(1)
         return max(0, int((self._most_bytes - waiting) // block_bytes))
 
@@ -203,7 +204,7 @@ class _Due:
 
 
 class Expectations:
-    """The conversations, and the expected times of their next turns."""
+    """All conversations, with the expected time of the next turn of each."""
 
     def __init__(self) -> None:
         self._conversations: dict[str, _KnownConversation] = {}
@@ -226,7 +227,7 @@ class Expectations:
 
     def next_due(self, before_s: float) -> tuple[str, Sequence[int], float] | None:
         """Return the next conversation to prepare, its latest prompt, and the time, if that is before
-        ``before_s``. Conversations whose turn has come are skipped."""
+        ``before_s``. Conversations whose next turn has arrived are skipped."""
         while self._due and self._due[0].at_s < before_s:
             due = heapq.heappop(self._due)
             conversation = self._conversations[due.name]
@@ -244,7 +245,8 @@ class Expectations:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Leading blocks of a prompt in HBM, in HBM or the host tier, and in any tier."""
+    """How many leading blocks of a prompt are in HBM, how many in HBM or the host tier, and how many in any
+    tier."""
 
     hbm: int
     host: int
@@ -253,7 +255,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The number of leading blocks to use, and the seconds to the first token."""
+    """A plan for one request: how many leading blocks it uses, and the seconds to its first token."""
 
     used: int
     wait_s: float
@@ -291,7 +293,7 @@ class TieredEngine:
         )
         self._conversations = Conversations(block_tokens)
         self._expectations = Expectations() if prefetch else None
-        self._prefetched: set[int] = set()  # blocks in the host tier without a request yet
+        self._prefetched: set[int] = set()  # prefetched blocks in the host tier that no request has used yet
         self._prefetched_blocks = 0
         self._prefetched_used_blocks = 0
         self._written: set[int] = set()  # blocks that have been on disk
@@ -299,7 +301,8 @@ class TieredEngine:
         self._started_s: float | None = None
         self._requests = 0
         self._input_tokens = 0
-        self._hits = [0, 0, 0, 0]  # tokens from HBM, from host, from disk, declined
+        # tokens from HBM, from the host tier and from disk, and tokens that were not loaded
+        self._hits = [0, 0, 0, 0]
         self._waits: list[float] = []
         self._recompute_waits: list[float] = []
 
@@ -309,7 +312,7 @@ class TieredEngine:
     # -- one request ---------------------------------------------------------------------------------
 
     def step(self, request: TraceRequest) -> float:
-        """Run a request. Return its seconds to the first token."""
+        """Run a request. Run one request and return the seconds to its first token."""
         now_s, blocks = request.timestamp_s, request.blocks
         self._prefetch_until(now_s)
         self._memory.now_s = now_s
@@ -471,7 +474,7 @@ class TieredEngine:
         if on_disk <= max(in_host, self._hbm.held(blocks)):
             return False
         block_s = self._reads.seconds(self._block_bytes)
-        # A started read is finished.
+        # A read that has begun is finished, also if a request arrives.
         count = min(missing, int((until_s - start_s) / block_s) + 1)
         kept = self._fill(self._host, blocks, in_host + count)
         # An expected use counts as a use for eviction, or these blocks would leave first.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, overload
 
-_NOTHING = -1  # the block before the first
+_NOTHING = -1  # the number that stands for the block before the first block of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class TraceRequest:
 
 
 class _Packed(NamedTuple):
-    """A request that keeps only its last block, ``leaf``. Each block knows the one before it."""
+    """A request, stored with its last block only (``leaf``). The blocks before it follow from the tree, in
+    which each block refers to the block before it."""
 
     timestamp_s: float
     leaf: int
@@ -61,27 +62,28 @@ class _Packed(NamedTuple):
 class Trace(Sequence[TraceRequest]):
     """A whole trace in little memory: a tree of blocks, and the last block of each prompt.
 
-    Prompts share their beginnings, so most ids of a prompt are known. Blocks are numbered in order of
-    appearance, and each keeps the number of the block before it. If a trace uses one id after two different
-    blocks (hashes of a block's content only), these become two blocks.
+    Prompts share their beginnings, so most ids of a new prompt are in the tree already. Blocks are numbered
+    in order of appearance, and each keeps the number of the block before it. If a trace uses one id after two
+    different blocks (hashes of a block's content only), these become two blocks.
 
     Fill it with :meth:`append`, then call :meth:`close`, which sorts the requests by time."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.blocks = 0  # in all prompts together
-        self.untimed = 0  # requests without a timestamp: they get that of the request before
+        self.untimed = 0  # requests without a timestamp, which get the one of the request before them
         self.reordered = False  # whether the file was not sorted by time
         self.misfits = 0  # requests whose number of blocks does not match their tokens
-        self.has_stops = False  # whether the trace has reasons of the ends of answers
+        self.has_stops = False  # whether the trace says why answers ended
         self._before = array("q")  # the block before each block
         self._requests: list[_Packed] = []
         self._scope = ""
-        self._first: dict[int | str, int] = {}  # id → its first block in the scope
-        self._others: dict[tuple[int, int | str], int] = {}  # and the blocks after another block
+        self._first: dict[int | str, int] = {}  # id → the first block with this id in the scope
+        # (block before, id) → block, for further blocks of an id
+        self._others: dict[tuple[int, int | str], int] = {}
 
     def append(self, raw: RawRequest) -> None:
-        """Add a request, in the order of the file."""
+        """Add the next request of the file."""
         if raw.scope != self._scope:
             self._scope, self._first, self._others = raw.scope, {}, {}
         time_s = raw.timestamp_s
@@ -157,7 +159,7 @@ class TraceExtent:
     requests: int
     blocks: int  # in all prompts together
     unique_blocks: int
-    ideal: float  # hit rate of a cache that never forgets
+    ideal: float  # the hit rate of a cache without a limit
 
 
 def extent(requests: Iterable[TraceRequest]) -> TraceExtent:
