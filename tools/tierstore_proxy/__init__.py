@@ -9,10 +9,11 @@
 
 If no decode engine holds a prompt, the request goes to a prefill engine first, with one token to generate and
 ``kv_transfer_params``. The proxy copies the ``kv_transfer_params`` of that answer into the request for the
-decode engine, as in vLLM (docs/handover.md). Pages are found by prompt. So the proxy carries no KV, reserves
-nothing, and a restart loses only running requests. If anything fails before the decode engine has begun to
-answer, the proxy asks a decode engine alone. That is slower, but equally correct.
+decode engine, as in vLLM (docs/handover.md). The decode engine finds the pages by the prompt. The proxy
+therefore carries no KV and reserves nothing, and its restart loses only running requests. If anything fails
+before the decode engine has begun to answer, the proxy asks a decode engine alone. The request is then
+slower, but its answer is the same.
 
-Answers pass through as they arrive, byte for byte. The data that the proxy reads itself (a prefill's answer,
-token ids, a selector's choice) is bounded, and checked as types.
+Answers pass through as they arrive, byte for byte. The data that the proxy itself reads (a prefill's answer,
+token ids, a selector's choice) has a size limit, and its types are checked.
 """

@@ -5,8 +5,8 @@
     body ─ place ─ token ids? ─ who holds it? ─ prefill, if worthwhile ─ decode ─ bytes as they arrive
     413/408/400 429/503                          late, failed: skipped   503
 
-A task listens for the client's disconnect. If the client disconnects, or its time is over, the request at an
-engine is cancelled by closing the connection, which engines notice.
+A task listens for the client's disconnect. If the client disconnects, or the request's time limit is over,
+the proxy closes its connection to the engine. Engines then cancel the request.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ from tierstore_proxy.upstream import Upstream, UpstreamError, watch, within
 _REQUEST_ID = "x-request-id"
 # Client headers that an engine may need. All others stay between the client and the proxy.
 _UPWARDS = ("accept", "authorization", "traceparent", "tracestate", "x-session-id")
-_MOST_PREFILL_BYTES = 4 << 20  # for a prefill's answer, which has one token and its parameters
+_MOST_PREFILL_BYTES = 4 << 20  # the size limit of a prefill's answer, which has one token and its parameters
 _MOST_TOKENIZED_BYTES = 64 << 20
-_NOT_TOKENIZED_S = 60.0  # after this an engine without /tokenize is asked again
+_NOT_TOKENIZED_S = 60.0  # the time after which the proxy tries an engine without /tokenize again
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Prefilled:
-    """The result of a prefill. ``params`` are for the decode engine; None without a prefill."""
+    """The result of a prefill. ``params`` are the ``kv_transfer_params`` for the decode engine, or None if no
+    prefill engine computed the prompt."""
 
     way: Outcome
     params: Mapping[str, Any] | None = None
@@ -151,7 +152,7 @@ class Proxy:
             status = "degraded" if any(engine.problem for engine in engines) else "ok"
         code = 200 if status in ("ok", "degraded") else 503
         if self.settings.api_key is not None and not has_key(exchange.request, self.settings.api_key):
-            # the engines' addresses are only for clients with the key
+            # only clients with the key may see the engines' addresses
             await exchange.reply(code, {"status": status})
             return
         document = {
@@ -179,7 +180,7 @@ class Proxy:
             headers = _upwards(exchange.request)
             name = str(exchange.request.path_params.get("name", ""))
             if any(part in (".", "..") for part in name.split("/")):
-                # other paths of an engine are not reachable either
+                # the proxy passes no other path to an engine either
                 raise ApiError(404, "there is no such model")
             path = "/v1/models" + (f"/{quote(name)}" if name else "")
             ranked = rank_decode([engine.load for engine in self._decode], [0] * len(self._decode), 0)
@@ -196,7 +197,8 @@ class Proxy:
         await self._generate(exchange, Api.CHAT)
 
     async def _generate(self, exchange: Exchange, api: Api) -> None:
-        body = await exchange.body(self.settings.max_body_bytes)  # slow senders take no place
+        # a slow sender takes no place among the running requests
+        body = await exchange.body(self.settings.max_body_bytes)
         with self.admission.place() as place:
             asked = Asked.parse(api, body)
             place.take(asked.prompt.length if asked.prompt is not None else 0)
@@ -217,7 +219,7 @@ class Proxy:
         ranked = rank_decode([engine.load for engine in self._decode], held, tokens, self._turn)
         self.metrics.prompt_tokens.inc(tokens)
         self.metrics.held_tokens.inc(held[ranked[0]])
-        # counted before the decode starts, so that other requests see it
+        # the request is counted before its decode starts, so that the choice for other requests includes it
         with self._decode[ranked[0]].under_way(tokens):
             prefilled = await self._prefilled(asked, prompt, held[ranked[0]], headers)
         self.metrics.went(prefilled.way)
@@ -293,7 +295,7 @@ class Proxy:
                             way = Outcome.REFUSED
                             continue
                         if answer.status_code != 200:
-                            # the decode engine reports the reason, or succeeds
+                            # the decode engine computes the prompt instead, or reports the reason
                             return _Prefilled(Outcome.REFUSED)
                         document = msgspec.json.decode(await read_bounded(answer, _MOST_PREFILL_BYTES))
             except UpstreamError as error:
@@ -358,7 +360,8 @@ class Proxy:
 
 
 def _passes(status: int) -> bool:
-    """Return whether another engine may be tried after this status: the engine is busy or has failed."""
+    """Return whether another engine may be tried after an answer with this status, because the engine is busy
+    or has failed."""
     return status == 429 or status >= 500
 
 

@@ -30,7 +30,8 @@ def rank_decode(loads: Sequence[EngineLoad], held: Sequence[int], tokens: int, t
     engine holds.
 
     The best engine has the least work: the tokens that it does not hold, plus the tokens of its current
-    requests. If all engines are down, all are returned, because only a request can tell.
+    requests. If all engines are down, all are returned, because only a request can show whether one is up
+    again.
 
     >>> rank_decode([EngineLoad(3, 9000), EngineLoad(1, 2000)], [8000, 0], 8000)
     [0, 1]
@@ -44,7 +45,8 @@ def rank_decode(loads: Sequence[EngineLoad], held: Sequence[int], tokens: int, t
 
 
 def worth_handing_over(tokens: int, held: int, least: int) -> bool:
-    """Return whether a prefill engine should compute a prompt: only for at least ``least`` missing tokens.
+    """Return whether a prefill engine should compute a prompt: only if at least ``least`` of its tokens are
+    missing.
 
     >>> worth_handing_over(4000, 0, 128), worth_handing_over(4000, 3900, 128)
     (True, False)

@@ -37,7 +37,7 @@ def serve(*, config: Path | None, version: bool, **flags: object) -> None:
 
 
 def _option(field: Field[Any]) -> inspect.Parameter:
-    """Return the option for a setting. None if it is not given."""
+    """Return the option for a setting. Its value is None if the option is not given."""
     help, default = field.metadata["help"], cast(Any, field.default)
     kind: Any = get_type_hints(ProxySettings)[field.name]
     if default == ():

@@ -22,7 +22,7 @@ HOP_BY_HOP = frozenset(
 """Headers that concern one connection only."""
 
 _log = logging.getLogger(__name__)
-_REPLACED = frozenset({"date", "server"})  # the proxy's own server sends these
+_REPLACED = frozenset({"date", "server"})  # the proxy's own HTTP server sends these headers
 
 
 def api_error(error: Exception) -> ApiError:
@@ -45,7 +45,7 @@ async def while_connected(
     listening = asyncio.ensure_future(exchange.hang_up())
     try:
         await asyncio.wait((working, listening), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if working.done() or exchange.ended:  # a client with the whole answer may leave
+        if working.done() or exchange.ended:  # a client that has received the whole answer may disconnect
             await working
         elif listening.done():
             raise ClientDisconnect

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from tierstore_engine.server.errors import bad_request
 from tierstore_engine.server.http import decode_json
 
-# The parameters with which vLLM's own proxies ask a prefill engine: another engine continues, none computed
-# before.
+# The parameters that vLLM's own proxies send to a prefill engine. They say that another engine will decode,
+# and that no other engine has computed the prompt.
 _FOR_DECODE: Mapping[str, object] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -40,8 +40,8 @@ class Api(Enum):
 
 @dataclass(frozen=True)
 class RoutedPrompt:
-    """One prompt. ``tokens`` are its ids (uint32), None if they are unknown. ``text`` then replaces them:
-    prompts with a common beginning have texts with a common beginning."""
+    """One prompt. ``tokens`` are its ids (uint32), None if they are unknown. If they are unknown, ``text``
+    replaces them: prompts with a common beginning have texts with a common beginning."""
 
     tokens: npt.NDArray[np.uint32] | None
     text: bytes
@@ -53,7 +53,7 @@ class RoutedPrompt:
 
     @property
     def content(self) -> bytes:
-        """Return the content, about four bytes per token."""
+        """Return the prompt's content as bytes, about four for each token."""
         return self.tokens.tobytes() if self.tokens is not None else self.text
 
 
@@ -118,7 +118,8 @@ class Asked:
 def _prompt(api: Api, fields: Mapping[str, Any]) -> RoutedPrompt | None:
     if api is Api.CHAT:
         messages = fields.get("messages")
-        # Without the closing bracket, so that a continued conversation has the same beginning.
+        # The closing bracket is left out, so that the text of a conversation is the beginning of the text of
+        # its next turn.
         return RoutedPrompt(None, msgspec.json.encode(messages)[:-1]) if isinstance(messages, list) else None
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):

@@ -1,15 +1,15 @@
 """Find out which decode engine holds how much of a prompt.
 
-There are three sources. The most reliable one that answers is used:
+There are three sources. There are three sources. The proxy uses the first of this list that answers:
 
 * :class:`DaemonLookups` asks each decode engine's daemon, by token ids (``Lookup`` and ``Release``, like an
-  engine; the daemon counts a lookup). It cannot ask for pages whose keys only their engine can make (vLLM's).
+  engine; the daemon counts a lookup). This source cannot ask for vLLM's pages, whose keys only vLLM can make.
 * :class:`Selector` asks NVIDIA Dynamo's selector, which follows the daemons' KV events, including those of
   vLLM's pages.
-* :class:`SentPrompts` remembers which prompt was sent where. It needs no token ids, and does not notice
-  evictions.
+* :class:`SentPrompts` remembers which prompt was sent where. This source needs no token ids, and does not
+  notice evictions.
 
-All answers are hints. If one is wrong, a prompt is computed unnecessarily.
+All answers are hints. If a source is wrong, an engine computes a prompt that another engine holds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SentPrompts:
 
     def __init__(self, engines: int) -> None:
         self._engines = engines
-        self._sent: OrderedDict[bytes, int] = OrderedDict()  # each value has engines as bits
+        self._sent: OrderedDict[bytes, int] = OrderedDict()  # each value is a bit set of engines
 
     def note(self, prompt: RoutedPrompt, engine: int) -> None:
         """Record that an engine will hold a prompt."""
@@ -89,8 +89,8 @@ class SentPrompts:
 class PromptLookups:
     """Lookups in the daemon at ``url`` that keep no lease; for one thread.
 
-    ``identity`` is the beginning of an identity's digest. Without it the only identity without tenant and
-    adapter is used, or the one with the model's name. ``keys`` and ``server_key`` are those of
+    ``identity`` is the beginning of an identity's digest. If it is not given, the only identity without a
+    tenant and an adapter is used, or the one with the model's name. ``keys`` and ``server_key`` are those of
     :func:`tierstore.connect`.
     """
 
@@ -112,11 +112,11 @@ class PromptLookups:
         except (StoreUnavailableError, UsageError):
             if fresh:
                 raise
-            self.close()  # the client connection may have ended meanwhile
+            self.close()  # the connection may have ended since its last use
             return self._look(self._connected(), tokens, model, wait_s)
 
     def close(self) -> None:
-        """Close the client connection. The next lookup opens another one."""
+        """Close the client connection. The next lookup opens another connection."""
         self._identities.clear()
         if self._operator is not None:
             self._operator.close()
@@ -135,7 +135,8 @@ class PromptLookups:
         return found.tokens
 
     def _chosen(self, known: list[Identity], model: str) -> Identity:
-        """Return the identity to ask for. Raises :class:`UsageError` if it is ambiguous."""
+        """Return the identity whose pages the proxy asks for. Raises :class:`UsageError` if it is
+        ambiguous."""
         if self._digest:
             return choose_identity(known, None, self._digest)
         plain = [each for each in known if not (each.tenant or each.adapter or is_opaque(each.layout))]
@@ -154,8 +155,8 @@ class DaemonLookups:
 
     def __init__(self, lookups: PromptLookups) -> None:
         self.url = lookups.url
-        self.problem = ""  # why the daemon is not asked now; empty while it is
-        self._lookups = lookups  # used by the thread only
+        self.problem = ""  # why the daemon is not asked at the moment; empty if it is asked
+        self._lookups = lookups  # only the separate thread uses it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierstore-proxy-lookup")
         self._again_at = 0.0
 
@@ -264,7 +265,8 @@ class Selector:
 
 
 class KnownResidency:
-    """All sources about ``engines`` decode engines. ``daemons`` are theirs, one for each or one for all."""
+    """All sources, for ``engines`` decode engines. ``daemons`` has one address for each engine, or one for
+    all."""
 
     def __init__(
         self, engines: int, daemons: Sequence[DaemonLookups], selector: Selector | None, *, look_s: float

@@ -56,7 +56,7 @@ async def _serve(
             drain=proxy.drain,
             announce=f"{name} at",
             err=err,
-            descriptors=2,  # the client's connection, and one to the engine
+            descriptors=2,  # descriptors for each request: the client's connection and the one to the engine
         )
     finally:
         await proxy.close()

@@ -43,22 +43,26 @@ class ProxySettings:
     selector: str = _setting("", "URL", "Dynamo's selector, asked instead of daemons")
     identity: str = _setting("", "HEX", "Identity of the pages, as `tierstore ls` shows it")
     keys: str = _setting("", "FILE", "Client's .secret file, for daemons at tcp://")
-    server_key: str = _setting("", "FILE", "Public .key file of these daemons")
+    server_key: str = _setting("", "FILE", "Public .key file of the daemons at tcp://")
     listen: str = _setting(
         "127.0.0.1:8100", "HOST:PORT", "Address to listen at; other than loopback needs a key"
     )
     api_key: str | None = _setting(
         None, "KEY", "Key that clients must send for all but /health; it is sent on to the engines"
     )
-    min_prefill_tokens: int = _setting(128, "N", "Prompts with fewer tokens to compute skip prefill engines")
+    min_prefill_tokens: int = _setting(
+        128, "N", "Send a prompt with fewer missing tokens to a decode engine alone"
+    )
     prefill_s: float = _setting(
         30.0, "SECONDS", "Time limit of a prefill; then the decode engine computes the prompt"
     )
-    look_s: float = _setting(0.05, "SECONDS", "Time limit of asking a daemon or selector, and for token ids")
+    look_s: float = _setting(
+        0.05, "SECONDS", "Time limit for the answer of a daemon or selector, and for token ids"
+    )
     max_body_bytes: int = _setting(4 * MIB, "SIZE", "Largest request body; larger ones get 413")
     max_answer_bytes: int = _setting(256 * MIB, "SIZE", "Largest answer; the rest is cut off")
     max_requests: int = _setting(1024, "N", "Running requests at most; more get 429")
-    max_queued_tokens: int = _setting(16_000_000, "N", "Prompt tokens of these requests at most")
+    max_queued_tokens: int = _setting(16_000_000, "N", "Prompt tokens of all running requests at most")
     request_s: float = _setting(600.0, "SECONDS", "Time limit of one request; then it gets 504")
     drain_s: float = _setting(30.0, "SECONDS", "How long SIGTERM waits for running requests")
 

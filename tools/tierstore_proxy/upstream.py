@@ -15,11 +15,13 @@ from tierstore_proxy.choice import EngineLoad
 
 _CONNECT_S = 2.0
 _KEEP_ALIVE_S = (
-    2.0  # shorter than an engine's, so that an idle connection is not closed at the moment of its use
+    # shorter than an engine's own limit for idle connections, so that no engine closes a connection while the
+    # proxy begins to use it
+    2.0
 )
 _HEALTH_S = 1.0
 _HEALTH_WAIT_S = 5.0  # an engine may be in the middle of a long step
-_LATE_CHECKS = 2  # consecutive late checks after which the engine counts as down
+_LATE_CHECKS = 2  # an engine counts as down after this many consecutive late checks
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ T = TypeVar("T")
 
 
 class UpstreamError(TierStoreError):
-    """An engine did not answer as expected. ``sent``: the request may have reached it."""
+    """An engine did not answer as expected. ``sent`` says whether the request may have reached the engine."""
 
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)
@@ -42,13 +44,14 @@ class Upstream:
         self.role = role
         self.requests = 0
         self.tokens = 0
-        self.problem = ""  # why it counts as down; empty while it is up
+        self.problem = ""  # the reason why the engine counts as down; empty while it is up
         self.failures = 0
         self._late = 0
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEP_ALIVE_S
         )
-        timeout = httpx.Timeout(None, connect=_CONNECT_S)  # other waits have their own deadlines
+        # only the connection has a limit here; other waits have their own deadlines
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
 
     @property
@@ -114,7 +117,7 @@ class Upstream:
         await self._http.aclose()
 
     def _note_unreachable(self, error: httpx.HTTPError) -> None:
-        if isinstance(error, httpx.ConnectTimeout):  # once may also mean that this process was busy
+        if isinstance(error, httpx.ConnectTimeout):  # a single late check may mean that this process was busy
             self._note_late(f"no connection within {_CONNECT_S:g} s")
         else:
             self._take_down(f"cannot connect: {str(error) or type(error).__name__}")
@@ -154,7 +157,7 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
             task.cancel()
             await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # the caller has the error, or has left
+            task.exception()  # the caller has got the error already, or has left
 
 
 async def watch(engines: Sequence[Upstream]) -> None:

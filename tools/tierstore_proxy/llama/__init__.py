@@ -9,6 +9,6 @@
 Before a request, the longest held prefix of its prompt is restored into a free slot, and the request is sent
 to that slot. After the answer, the new part of the slot's state is saved. Everything else passes through
 unchanged, byte for byte. After any failure the request is forwarded, and llama-server computes its prompt as
-without the proxy. llama-server compares a slot's tokens with those of a prompt, so a wrong choice only costs
-time.
+without the proxy. llama-server compares a slot's tokens with the prompt's tokens. If the proxy chooses a
+wrong slot, this costs time, but does not change the answer.
 """

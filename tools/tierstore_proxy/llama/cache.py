@@ -1,4 +1,4 @@
-"""States from the store into llama-server's slots, and from its slots into the store."""
+"""Restore states from the store into llama-server's slots, and save the slots into the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tierstore_proxy.llama.slots import KnownSlot, common_prefix
 from tierstore_proxy.upstream import Upstream
 
 _LOOK_AGAIN_S = 1.0
-_REFUSED_AGAIN_S = 30.0  # finding out that a model is not supported computes a token
+# the pause between two attempts to identify a model that is not supported: each computes a token
+_REFUSED_AGAIN_S = 30.0
 _FINDERS = 4
 _MOST_WAITING_SAVES = 4
 
@@ -29,8 +30,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class SlotUse:
-    """A slot that a request uses. ``held`` is how many of its ``tokens`` the store has. ``answered`` is set
-    when llama-server has begun to answer."""
+    """A slot that a request uses. ``held`` is how many of the slot's ``tokens`` the store has. ``answered``
+    is set when llama-server has begun to answer."""
 
     served: ServedModel
     slot: KnownSlot
@@ -42,7 +43,7 @@ class SlotUse:
 
 class SlotCache:
     """Restores prompts into slots and saves slots. Used on one event loop, from :meth:`start` to
-    :meth:`close`. Errors end here: a request is then forwarded as it came."""
+    :meth:`close`. No error leaves this class: after an error, the request is forwarded unchanged."""
 
     def __init__(self, settings: LlamaSettings, upstream: Upstream, metrics: LlamaMetrics) -> None:
         self.errors = ErrorLog(_log)
@@ -63,7 +64,7 @@ class SlotCache:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Finish the running save, and drop the others."""
+        """Finish the running save, and drop the saves that wait."""
         tasks = [*self._saves, *([self._watching] if self._watching else [])]
         for task in tasks:
             task.cancel()
@@ -86,7 +87,7 @@ class SlotCache:
 
     @property
     def served(self) -> ServedModel | None:
-        """The model that is served now; None while it is not known."""
+        """The model that llama-server serves now. None while it is unknown."""
         if self._served is not None and not self._served.process.alive:
             self._leave()
         return self._served
@@ -161,7 +162,8 @@ class SlotCache:
             served.book.emptied(slot)
             slot.busy = False
             raise
-        if served is not self.served:  # another process may have got the state
+        # llama-server may have been restarted meanwhile, and the new process has the state
+        if served is not self.served:
             slot.busy = False
             return None, LlamaOutcome.UNKNOWN
         return use, outcome

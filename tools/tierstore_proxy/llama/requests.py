@@ -15,7 +15,8 @@ from tierstore_proxy.prompts import token_ids
 COMPLETIONS = frozenset({"completion", "completions", "v1/completions"})
 CHATS = frozenset({"chat/completions", "v1/chat/completions"})
 
-# With one of these a prompt has more than its tokens, or several slots compute it.
+# With one of these fields, the KV of a prompt depends on more than its tokens, or several slots compute the
+# prompt.
 _UNSUITED = ("image_data", "lora", "n_cache_reuse")
 _COUNTS = ("n", "n_cmpl", "best_of")
 
@@ -62,7 +63,7 @@ class LlamaRequest:
             return self.body
         fields = self.body.rstrip()
         number = b'"id_slot":%d}' % slot
-        if b'"id_slot"' in fields:  # the client asks for any slot
+        if b'"id_slot"' in fields:  # -1: the client accepts any slot
             return msgspec.json.encode({**msgspec.json.decode(self.body), "id_slot": slot})
         return fields[:-1] + b"," + number
 
@@ -82,7 +83,7 @@ def moves_cells(path: str, query: Mapping[str, str], body: bytes) -> bool:
 
 
 def _only_text(messages: object) -> bool:
-    """Return whether a chat has messages of text only. Images and sounds are not made of tokens."""
+    """Return whether a chat has messages of text only. Tokens do not say which image or sound a chat has."""
     if not isinstance(messages, list) or not messages:
         return False
     for message in messages:

@@ -34,17 +34,18 @@ from tierstore_proxy.residency import read_bounded
 from tierstore_proxy.upstream import Upstream, within
 
 _MOST_ANSWER_BYTES = 64 << 20
-_ASK_S = 2.0  # for answers that take no step of the model
+_ASK_S = 2.0  # the time limit of answers that need no computation by the model
 _STATE_S = 30.0  # for a slot's file
 _PREFIX = "tierstore-"
 _STALE_S = 600.0
-_CONNECT_S = 1.0  # a daemon that starts later is used as well
+_CONNECT_S = 1.0  # do not wait for the daemon here: one that starts later is used as well
 
 _log = logging.getLogger(__name__)
 
 
 class LlamaServerError(TierStoreError):
-    """llama-server did not answer as expected. ``status`` is 0 if that is not about its status."""
+    """llama-server did not answer as expected. ``status`` is the HTTP status, or 0 if something else in the
+    answer is wrong."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Which slot a prompt goes to. Pure: callers report what has happened."""
+"""Choose the slot for a prompt. This module does no I/O: callers report what has happened to slots."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _SIMILAR = 0.1  # least part of a prompt that a slot must have to be chosen for 
 
 @dataclass
 class KnownSlot:
-    """A slot as far as it is known. ``tokens`` are in it unless the server has dropped them; the store has
-    the first ``held`` of them. ``task`` is the server's number of the last request in it, None until it is
-    known. ``tainted``: its KV may not belong to its tokens."""
+    """The known state of a slot. It has ``tokens`` unless the server has dropped them, and the store has the
+    first ``held`` of these. ``task`` is the server's number of the last request in the slot, None until it is
+    known. A slot is ``tainted`` if its KV may not belong to its tokens."""
 
     number: int
     tokens: Tokens = field(default_factory=lambda: _NONE)
     held: int = 0
     task: int | None = None
-    used: int = 0  # the turn of its last use
+    used: int = 0  # the number of the request that used the slot last
     busy: bool = False
     tainted: bool = False
 
 
 class SlotBook:
-    """The slots of a llama-server, from its start to its end."""
+    """The slots of one process of llama-server."""
 
     def __init__(self, count: int) -> None:
         self.slots = [KnownSlot(number) for number in range(count)]
