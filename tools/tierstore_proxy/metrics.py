@@ -20,8 +20,8 @@ class Outcome(Enum):
 
     HANDED_OVER = "handed over"
     HELD = "held or short"
-    UNSUITED = "a request with several prompts, or whose prompt is unknown"
-    NO_PREFILL = "no prefill engine is running"
+    UNSUITED = "several prompts, or none that is known"
+    NO_PREFILL = "no prefill engine is up"
     LATE = "prefill was late"
     FAILED = "prefill failed"
     REFUSED = "prefill refused"

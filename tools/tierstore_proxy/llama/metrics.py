@@ -17,7 +17,7 @@ class LlamaOutcome(Enum):
     MISS = "not held"
     SHORT = "too short"
     BUSY = "all slots in use"
-    UNSUITED = "the request has several prompts, or one that is not only text"
+    UNSUITED = "not a single prompt of text"
     UNKNOWN = "server not identified"
     FAILED = "failed"
 

@@ -2,10 +2,10 @@
 
 ``python -m tierstore_tools.gpu.check [--json FILE] [--budget-s SECONDS] [--only STEP,…] [--fresh]``, from the
 root of the repository. ``make gpu-check`` runs it in an environment of its own, ``make gpu-check-here`` with
-the current interpreter. Each step is a process with a time limit, so a crash or hang costs this step only.
-The document is written after every step, and a benchmark writes its rows one by one. A step beyond the budget
-is ``not run``. The next call continues: steps that are ``ok`` in the document are kept, failed steps come
-last.
+the current interpreter. Each step is a process with a time limit. A step that crashes or hangs does not end
+the others. The document is written after every step, and a benchmark writes its rows one by one. Steps for
+which the budget has no time left are ``not run``. The next call continues: steps that are ``ok`` in the
+document are kept, failed steps come last.
 
 The order of the steps: the hardware properties that the tests without a GPU assume (``golden``), the engine
 on the device, the benchmarks, the kernels' tests, and compute-sanitizer.
@@ -17,8 +17,8 @@ Without a CUDA device each step and line is ``not measured``, and the exit code 
 that cannot be used (torch does not see it, CuPy or NVRTC is missing), the check prints the reason and exits
 with 1.
 
-Only the standard library is imported before :func:`missing` has run: so an interpreter without the packages
-gets one line that names them all, and no traceback for the first.
+Only the standard library is imported before :func:`missing` has run. An interpreter that lacks packages
+therefore prints one line with all of their names, and no traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from tierstore_tools.gpu import lines
 
 NO_DEVICE = "no CUDA device"
 DRIVER = Path("/proc/driver/nvidia/version")
-# Module → package. The first ones are always needed, the others only with a device.
+# Module → package. The packages of the first dictionary are always needed, those of the second only with a
+# device.
 NEEDED = {"torch": "torch", "numpy": "numpy", "cupy": "cupy-cuda13x"}
 NEEDED |= {"lmdb": "lmdb", "msgspec": "msgspec", "zmq": "pyzmq"}
 NEEDED_ON_A_DEVICE = {
@@ -59,14 +60,14 @@ NEEDED_ON_A_DEVICE = {
 }
 _TAIL = 4000  # kept characters of a step's output
 _KERNEL_TESTS = "tests/engine/kernels"
-# These are slow and need no device: their result is the same on every machine.
+# The left-out tests are slow and need no device: their result is the same on every machine.
 _ON_THE_CPU_ONLY = ("test_compile.py", "test_executor.py", "test_planted_bugs.py", "test_races.py")
-_TOOLKIT_BIN = "/usr/local/cuda/bin"  # often not on the path
+_TOOLKIT_BIN = "/usr/local/cuda/bin"  # the folder of CUDA's programs, which is often not on the path
 _SANITIZER = "compute-sanitizer"
 
 
 class UnusableDeviceError(Exception):
-    """There is a device that cannot be used."""
+    """Raised if the machine has a CUDA device that cannot be used."""
 
 
 def missing(needed: Mapping[str, str]) -> list[str]:
@@ -86,7 +87,8 @@ def how_to_bring(packages: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckStep:
-    """A command. With ``result`` its last argument is the name of a JSON file that it writes."""
+    """A command. If ``result`` is set, the process writes a JSON file, and its last argument is the file's
+    name."""
 
     name: str
     command: tuple[str, ...]
@@ -99,7 +101,8 @@ def steps(python: str) -> list[CheckStep]:
     """Return all steps in their order."""
 
     def tests(name: str, *arguments: str, limit_s: float) -> CheckStep:
-        # In the normal suite warnings are errors. Here a new warning of torch must not fail a rare run.
+        # In the normal test suite a warning is an error. Here it is not, because this check is rarely run,
+        # and a new warning of torch must not fail it.
         quiet = ("-q", "-p", "no:cacheprovider", "-W", "default")
         return CheckStep(name, (python, "-m", "pytest", *quiet, *arguments), limit_s)
 
@@ -249,7 +252,7 @@ def _run_one(step: CheckStep, limit_s: float) -> dict[str, Any]:
 
 
 def _read(result: Path) -> Any:
-    """Return the parsed file; None if its writer was killed in the middle of it."""
+    """Return the parsed file; None if its writer was killed before the file was complete."""
     try:
         return json.loads(result.read_text())
     except ValueError:
@@ -303,7 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [step for step in wanted if step.name in names]
 
     def write(told: dict[str, Any]) -> None:
-        # Written to another file first: a killed call keeps the last document.
+        # The document is written to another file first, so that a call that is killed keeps the last
+        # document.
         written = given.json.with_name(given.json.name + ".part")
         written.write_text(json.dumps(told, indent=2) + "\n")
         written.replace(given.json)

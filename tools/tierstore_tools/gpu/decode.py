@@ -38,8 +38,9 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One case. ``fraction`` is K+V bytes per second over the copy's (read and written) bytes per second.
-    ``best_torch_s`` is the fastest of torch's attentions over contiguous K and V; None if none runs."""
+    """One case. ``fraction`` is the rate of reading K and V, divided by the rate of a copy (bytes read plus
+    bytes written). ``best_torch_s`` is the fastest of torch's attentions over contiguous K and V; None if
+    none runs."""
 
     batch: int
     context: int
@@ -67,7 +68,7 @@ def copy_rate(device: str, timer: Timer, nbytes: int = COPY_BYTES) -> float:
 
 
 class DecodeProblem:
-    """The sequences of ``case`` in pages, and the same K and V contiguous."""
+    """The sequences of ``case``, with K and V in pages and the same K and V in contiguous tensors."""
 
     def __init__(
         self, launcher: Launcher, device: str, case: DecodeCase, *, shape: Heads, page_tokens: int
@@ -120,7 +121,7 @@ class DecodeProblem:
 
 
 def torch_attentions(device: str) -> list[SDPBackend]:
-    """Return torch's backends to compare with."""
+    """Return the backends of torch's attention that the kernel is compared with."""
     if device == "cpu":
         return [SDPBackend.MATH]
     return [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -138,7 +139,8 @@ def run(
 ) -> Iterator[DecodeRow]:
     """Yield one row per case."""
     for case in cases:
-        copied = copy_rate(device, timer, copy_nbytes)  # for each case: clocks change
+        # the copy is measured for each case, because the device's clock rates change
+        copied = copy_rate(device, timer, copy_nbytes)
         problem = DecodeProblem(launcher, device, case, shape=shape, page_tokens=page_tokens)
         seconds = timer(problem.ours)
         queries, keys, values = problem.contiguous()

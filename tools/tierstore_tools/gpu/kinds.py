@@ -51,7 +51,7 @@ class Shapes:
 
 
 LARGE = Shapes(
-    latent_heads=16,  # DeepSeek's models, in 8 parts
+    latent_heads=16,  # the shape of DeepSeek's models, divided over 8 devices
     width=576,
     rank=512,
     windowed=Heads(64, 8, 64),  # gpt-oss
@@ -64,8 +64,8 @@ LARGE = Shapes(
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """One case. ``nbytes`` is the memory traffic of a step in one layer. ``fraction`` is its speed over the
-    copy's.
+    """One case. ``nbytes`` is the memory traffic of a step in one layer. ``fraction`` is its rate divided by
+    the copy's rate.
     """
 
     name: str
@@ -98,7 +98,8 @@ def run(
 ) -> Iterator[KindRow]:
     """Yield one row per case."""
     for case in cases:
-        copied = copy_rate(device, timer, copy_nbytes)  # for each case: clocks change
+        # the copy is measured for each case, because the device's clock rates change
+        copied = copy_rate(device, timer, copy_nbytes)
         problem = PROBLEMS[case.name](launcher, device, case, shapes, page_tokens)
         seconds = timer(problem.launch)
         rate = problem.nbytes / seconds

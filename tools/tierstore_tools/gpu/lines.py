@@ -1,4 +1,5 @@
-"""The lines that must hold on a GPU, and their verdicts from the results of a check's steps.
+"""The goals ("lines") that must be reached on a GPU, and the verdict on each, from the results of a check's
+steps.
 
 A line is *not measured* unless all of its figures were measured. The document has every figure beside its
 bound, so a reader can check the verdict.
@@ -15,14 +16,16 @@ Result = Any
 """The parsed JSON of a step."""
 
 _LARGE_KV_BYTES = 1e9
-_LARGEST_DIFFERENCE = 0.02  # for bfloat16 outputs below 1: a few roundings on both sides
+# the bound for differences of bfloat16 outputs below 1: a few roundings in each of the two computations
+_LARGEST_DIFFERENCE = 0.02
 _MISSING = (LookupError, ValueError, TypeError)
 """Errors of a missing row, a missing figure, or a null."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure. ``value`` must be at least ``least``, or at most ``most``; one of the two is set."""
+    """A figure. A measured figure. ``value`` must be at least ``least``, or at most ``most``; only one of the
+    two is set."""
 
     what: str
     value: float
@@ -50,7 +53,7 @@ class Line:
     figures: Callable[[Result], Iterator[Figure]]
 
     def outcome(self, result: Result, why_not: str) -> dict[str, Any]:
-        """Return the line's entry in the document. ``why_not`` is the reason for a ``result`` of None."""
+        """Return the line's entry in the document. ``why_not`` is the reason if ``result`` is None."""
         told: dict[str, Any] = {"line": self.name, "must": self.must}
         if result is None:
             return told | {"state": f"not measured: {why_not}"}
@@ -99,7 +102,11 @@ def _longctx(result: Result) -> Iterator[Figure]:
     yield Figure("fraction of the disk's limit", float(rows["disk"]["limit_fraction"]), least=0.9)
     tiers = [rows[tier] for tier in ("hbm", "host", "disk")]
     yield Figure("answers other than cold", sum(not row["identical"] for row in tiers), most=0)
-    yield Figure("tiers with other page bytes", sum(not row["pages_identical"] for row in tiers), most=0)
+    yield Figure(
+        "tiers whose pages have other bytes",
+        sum(not row["pages_identical"] for row in tiers),
+        most=0,
+    )
     yield Figure("added by saving", result["save_overhead"], most=0.02)
 
 

@@ -30,7 +30,7 @@ class PrefillCase:
 CASES = (
     *(PrefillCase(tokens << 10) for tokens in (16, 32, 64, 128)),
     *(PrefillCase(2048, (all_tokens << 10) - 2048) for all_tokens in (16, 64, 128)),
-    PrefillCase(64, 100_000),  # the rest after a hit
+    PrefillCase(64, 100_000),  # the part of a prompt that is computed after a hit
     PrefillCase(64, 100_000, ENGINE_LAYERS),
     PrefillCase(2048, 30 << 10, ENGINE_LAYERS),
 )
@@ -39,7 +39,8 @@ CASES = (
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
     """One case. ``fraction`` is the kernels' speed over that of torch's flash attention on contiguous
-    tensors. ``library_overhead`` is the relative time that gathering adds to the library's call."""
+    tensors. ``library_overhead`` is the time of gathering pages, divided by the time of the library's
+    call."""
 
     tokens: int
     past: int

@@ -26,7 +26,7 @@ from tierstore_tools.longctx.beyond import fill
 
 _STEPS = 3
 _SHARE = 0.8  # pages take at most this share of the free memory
-_SPARE_PAGES = 8  # in host memory, for pages that move together and for the new token's page
+_SPARE_PAGES = 8  # more pages in host memory, for the pages that move together and for the new token's page
 _LINK_PAGES = 128  # the copy that measures the link has at most this many pages
 
 
@@ -48,9 +48,10 @@ class PushDownRow:
 
     ``step_s`` is the time of attention for one new token, in all layers, without the rest of the model.
     ``host_gb_per_s`` is the size of the pages in host memory over this time. ``fraction`` is this rate over
-    the rate of a plain copy from pinned memory. If it is above 1, copying the pages up for each token would
-    be slower. ``resident_s`` is the time of the same step with all pages on the device, and
-    ``largest_difference`` is between the last layer's outputs of both; None if the pages do not fit.
+    the rate of a plain copy from pinned memory. If it is above 1, it would be slower to copy the pages to the
+    device for each token. ``resident_s`` is the time of the same step with all pages on the device, and
+    ``largest_difference`` the largest difference between the last layer's outputs of the two steps. Both are
+    None if the pages do not fit.
     """
 
     wanted: int
@@ -88,7 +89,7 @@ class PushDownBench:
         attend: Callable[[PagePool, ModelConfig], Attention],
         computing: Callable[[Stream], AbstractContextManager[object]],
     ) -> PushDownBench:
-        """Return the benchmark with most of the memory that is free now."""
+        """Return the benchmark with pages in most of the device and host memory that is free now."""
         room = int(device.memory().free * _SHARE), int(memory_bytes().available * _SHARE)
         return cls(device, config, attend, computing, device.name, *room)
 
@@ -107,7 +108,7 @@ class PushDownBench:
         if (pages + 1) * page <= self.device_bytes:
             resident = DevicePool(spec, pages + 1, self.device)
             resident_s, expected = self._decode(resident, resident, pages)
-            del resident  # its memory is for the next pool
+            del resident  # release its memory for the next pool
         host = Overflow(None, 0, host_bytes=(beyond + _SPARE_PAGES) * page)
         pool = DeviceOverflowPool.open(spec, here, host, self.device)
         link = self._link_gb_per_s(pool.hbm)
@@ -132,7 +133,7 @@ class PushDownBench:
         """Fill ``pages`` pages of ``pool`` and decode one token behind them a few times. Return the median of
         the seconds, and the last layer's output."""
         table = pool.allocate(pages + 1)
-        assert table is not None, "the pool has a page for each"
+        assert table is not None, "the pool has room for this many pages"
         fill(pool, table[:-1], getattr(torch, self.config.dtype))
         attention, took = self.attend(pool, self.config), []
         with self.computing(hbm.compute):

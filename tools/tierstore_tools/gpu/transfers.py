@@ -17,8 +17,8 @@ _DECODES = 200
 
 @dataclass(frozen=True, slots=True)
 class TransferRow:
-    """One case: ``nbytes`` in ``seconds``, and in ``plain_s`` by a plain copy. ``fraction`` is the speed over
-    the plain copy's."""
+    """One case: ``nbytes`` in ``seconds``, and in ``plain_s`` by a plain copy. ``fraction`` is the rate
+    divided by the plain copy's rate."""
 
     case: str
     nbytes: int
@@ -53,7 +53,7 @@ class TransferBench:
             memory.populate()
             pool.register(memory.address, memory.nbytes)
         self._device: Device = pool.runtime
-        # The pool's own streams are not shared.
+        # The measured copies use streams of their own, not the pool's streams.
         self._streams: list[Stream] = [self._device.stream(), self._device.stream()]
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class TransferBench:
 
     @staticmethod
     def _best(work: Callable[[], None], repetitions: int) -> float:
-        """Return the least of several times: other load on the machine only adds time."""
+        """Return the least of several measured times, because other load on the machine only adds time."""
         work()
         took = []
         for _ in range(repetitions):

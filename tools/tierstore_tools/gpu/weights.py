@@ -39,8 +39,8 @@ LARGE = (14336, 4096)
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """One case. ``nbytes`` is the size of the packed matrix, ``fraction`` its speed over the copy's.
-    ``torch_s`` is the time of torch's product with the expanded matrix."""
+    """One case. ``nbytes`` is the size of the packed matrix, and ``fraction`` the rate of reading it divided
+    by the copy's rate. ``torch_s`` is the time of torch's product with the expanded matrix."""
 
     form: str
     tokens: int
@@ -65,7 +65,8 @@ def run(
     kernels = PackedKernels(launcher, dtype=str(_DTYPE).removeprefix("torch."), device=device)
     dense = torch.randn(shape, device=device).to(_DTYPE)
     for case in cases:
-        copied = copy_rate(device, timer, copy_nbytes)  # for each case: clocks change
+        # the copy is measured for each case, because the device's clock rates change
+        copied = copy_rate(device, timer, copy_nbytes)
         packed = random_matrix(FORMATS[case.form], *shape)
         matrix = QuantisedMatrix(*shape, dtype=_DTYPE, kernels=kernels)
         matrix.put(packed)
@@ -80,7 +81,7 @@ def run(
 
 
 def random_matrix(form: WeightFormat, rows: int, columns: int) -> PackedMatrix:
-    """Return any bytes, with a scale for each 128 columns where the format has none of its own."""
+    """Return random packed weights, with a scale for each 128 columns if the format itself has no scales."""
     codes = torch.randint(256, (rows, columns // form.block * form.block_bytes), dtype=torch.uint8)
     if form not in (FP8_E4M3, UINT4):
         return PackedMatrix(form, codes)

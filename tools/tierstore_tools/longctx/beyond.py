@@ -3,8 +3,8 @@
 A context is made of pages with random numbers, as a load from a store would leave them. A decode step attends
 to all of them: with all pages in memory, and with memory for ``tokens`` tokens and the others in an overflow
 file. Steps take turns with the operations that limit them: reading the bytes of the same keys and values from
-memory, and reading those of the file with O_DIRECT and nothing else. So a busy machine slows all of them
-alike.
+memory, and reading those of the file with O_DIRECT and nothing else. A busy machine therefore slows the steps
+and the limits alike.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tierstore_tools import machine, processes, report
 from tierstore_tools.limits import RawDisk
 from tierstore_tools.report import Phase
 
-_STEPS = 5  # the longest context takes this many; shorter ones take more
+_STEPS = 5  # the number of steps for the longest context; shorter contexts take more steps
 _MOST_STEPS = 60
 _RAW_BYTES = 1 << 30
-_SPARE_PAGES = 4  # beside those of ``tokens`` tokens
+_SPARE_PAGES = 4  # pages beside those of ``tokens`` tokens
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def run(
 
 
 def fill(pool: PagePool, pages: Sequence[int], dtype: torch.dtype) -> None:
-    """Write random numbers into the pages. Each page gets the same series, from another start."""
+    """Write random numbers into the pages. All pages get the same series of numbers, but each begins at
+    another place in it."""
     count = pool.spec.page_bytes // dtype.itemsize
     numbers = torch.randn(2 * count, generator=torch.Generator().manual_seed(1))
     filled = (numbers * 0.5).to(dtype)
@@ -142,7 +143,7 @@ class DecodedContext:
         fill(pool, found[:-1], getattr(torch, model.config.dtype))
 
     def step(self) -> tuple[float, torch.Tensor]:
-        """Decode a token. Return the seconds, and its logits."""
+        """Decode a token. Run one step. Return its seconds and its logits."""
         span = Span((self.table,), self._past, self._past + 1)
         self._past += 1
         begun = time.perf_counter()
@@ -201,8 +202,9 @@ def _measure(
 
 @dataclass(frozen=True)
 class _Turn:
-    """A step beyond memory and one in memory, with the bytes that the first has read, and the limits: bytes
-    per second of the disk, and seconds for the same bytes from memory."""
+    """The times of a step beyond memory and of one in memory, the bytes that the first one read from the
+    file, and the limits. The limits are the disk's bytes per second, and the seconds to read the same bytes
+    from memory."""
 
     beyond_s: float
     read: int

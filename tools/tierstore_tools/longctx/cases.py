@@ -43,10 +43,10 @@ _MOST_MEASURED = 256 * MIB
 @dataclass(frozen=True)
 class LongContextRow:
     """One case. ``gb_per_s`` is the load's speed, compared with ``limit``. On a GPU a load overlaps with
-    computing: there it is the speed over the whole TTFT, and ``make gpu-check`` measures the limit of copies.
-    ``speedup`` is over the cold run of the same prompt. Hits in memory are repeated, because they are short.
-    The figures are those of the repetition with the median TTFT. The fields after ``speedup`` cover all
-    repetitions.
+    computing. There ``gb_per_s`` is the speed over the whole TTFT, and ``make gpu-check`` measures the limit
+    of copies. ``speedup`` is over the cold run of the same prompt. Hits in memory are repeated, because they
+    are short. The figures of a row are those of the repetition with the median TTFT. Only the fields after
+    ``speedup`` cover all repetitions.
 
     ``identical`` is the verdict of three comparisons. Pages are equal in every byte (``pages_identical``).
     All hits of the prompt, from all tiers, have bit-equal logits (``hits_identical``). Logits differ from the
@@ -84,8 +84,9 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class RankedPart:
-    """One part of the tokens, in the cold run. ``sent_bytes_per_token`` is what one of its ranks sends, per
-    token of all parts. ``held_bytes`` is the memory of the pages that it keeps for the prompt."""
+    """One part of the prompt's tokens in the cold run, computed by ranks of its own. ``sent_bytes_per_token``
+    is how many bytes one rank of the part sends for each token of the whole prompt. ``held_bytes`` is the
+    memory of the pages that the rank keeps for the prompt."""
 
     sent_bytes_per_token: float
     held_bytes: int
@@ -149,7 +150,7 @@ def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
 
 
 def _measured_bytes(model: LoadedModel, sizes: Sizes, settings: LongContext) -> int:
-    """Return how much is copied to measure the limits: as many bytes as the pages have, within bounds."""
+    """Return how many bytes are copied to measure the limits: as many as the pages have, within bounds."""
     nbytes = sizes.pool_pages * model.kv_spec(chunk_tokens=settings.chunk_tokens).page_bytes
     return min(max(nbytes // MIB * MIB, _LEAST_MEASURED), _MOST_MEASURED)
 
@@ -185,7 +186,8 @@ class _LongContextExperiment:
         self._sizes = sizes
         self._limits = measured
         self._phases = phases
-        self._first_hit: LongContextAnswer | None = None  # the reference for all other hits of the prompt
+        # the first hit, with which all other hits of the prompt are compared
+        self._first_hit: LongContextAnswer | None = None
         self.parts: tuple[RankedPart, ...] = ()
 
     def run(self, prompt: Sequence[int]) -> tuple[list[LongContextRow], float]:
@@ -251,9 +253,9 @@ class _LongContextExperiment:
         )
         turn = [*prompt, *cold.tokens, *new]
         engine.connector.evict(self._sizes.pool_pages)
-        with self._phases.phase("prefix from host, new 1K tail") as phase:
+        with self._phases.phase("a prefix from the host tier, and a new end of 1K tokens") as phase:
             answer = ask(engine, turn, phase.update)
-        with self._phases.phase("the same cold, for comparison") as phase:
+        with self._phases.phase("the same prompt computed without a hit, for comparison") as phase:
             reference = ask(without, turn, phase.update)
         same_pages = page_digests(engine, prompt) == pages
         row = self._row("tail", [answer], reference, len(turn), limit="memcpy", new_past=True)
@@ -301,9 +303,9 @@ class _LongContextExperiment:
         *,
         limit: str | None = None,
     ) -> LongContextRow:
-        """Return a row of hits of ``prompt``, compared also with its first hit."""
+        """Return a row of hits of ``prompt``. Each hit is also compared with the first one."""
         first = self._first_hit = self._first_hit or answers[0]
-        # The order of sums depends on which part has a page.
+        # The order in which partial sums are added depends on which part of the tokens has a page.
         alone = self._settings.parts == 1
         hits_identical = all(same_bits(answer, first) for answer in answers) if alone else None
         row = self._row(case, answers, cold, len(prompt), limit=limit)
