@@ -1,1 +1,1 @@
-"""tierstore-bench: what each tier is worth, measured beside the machine's own limits."""
+"""tierstore-bench: measure each tier beside the machine's own limits."""

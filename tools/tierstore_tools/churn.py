@@ -1,7 +1,7 @@
 """``tierstore-bench churn``: a day of traffic with mixed page sizes through one store, at the disk's speed.
 
-After each batch the benchmark also writes to the disk without a store. So each tenth of the day has its own
-limit, and a slow hour of a shared machine does not look like a slow store.
+After each batch the benchmark also writes to the disk without a store. Each tenth of the day therefore has
+its own limit, and a slow hour of a shared machine does not look like a slow store.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _REQUESTS = 4
 
 
 class _RawWrites:
-    """A writer to a preallocated file, with O_DIRECT if possible and one sync. No store of durable pages can
-    do with less work."""
+    """A writer to a preallocated file, with O_DIRECT if possible and one sync. This is the least work that a
+    store of durable pages needs."""
 
     def __init__(self, path: Path) -> None:
         self._seconds: dict[int, list[float]] = {}
@@ -36,10 +36,10 @@ class _RawWrites:
         except OSError:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(self._fd, 0, _REQUEST * _REQUESTS)
-        self.write(-1)  # the first time costs more
+        self.write(-1)  # the first write to a file costs more than later ones
 
     def write(self, tenth: int) -> None:
-        """Write once, for that tenth of the day."""
+        """Write once to measure the limit of the current tenth of the day."""
         started = time.perf_counter()
         for number in range(_REQUESTS):
             os.pwrite(self._fd, self._view, number * _REQUEST)
@@ -47,7 +47,8 @@ class _RawWrites:
         self._seconds.setdefault(tenth, []).append(time.perf_counter() - started)
 
     def gb_per_s(self, tenth: int) -> float:
-        """Return the disk's speed in that tenth: all bytes over all the time, as for the store."""
+        """Return the disk's speed in a tenth of the day: all bytes divided by all the time, as for the
+        store."""
         seconds = self._seconds.get(tenth, [])
         return len(seconds) * _REQUEST * _REQUESTS / sum(seconds) / 1e9 if seconds else 0.0
 
@@ -101,7 +102,8 @@ def run(directory: Path, *, capacity_bytes: int, times: float, seed: int, json: 
 
 
 def _summary(tenths: Sequence[Tenth], limits: Sequence[float]) -> dict[str, float]:
-    """The last tenth has the same traffic as the first, and the store is full in both."""
+    """Compare the last tenth of the day with the first one: both have the same traffic, and the store is full
+    in both."""
     samples = [sample for tenth in tenths for sample in tenth.utilisation]
     written = sum(tenth.written_bytes for tenth in tenths)
     first, *_, last = (_part(tenth.gb_per_s, limit) for tenth, limit in zip(tenths, limits, strict=True))

@@ -35,9 +35,9 @@ _LEAST_LARGEST = 16  # pages of the largest size that must fit
 
 
 CHUNK_TOKENS = 64
-_TIDES = 2 / 0.9  # per day: so the first and the last tenth have the same shares
-_LOWEST = 0.02  # share at low tide, as a fraction of the mean
-_REMEMBERED = 4096  # prompts per model that may repeat
+_TIDES = 2 / 0.9  # cycles per day; a whole number, so that the first and the last tenth have the same shares
+_LOWEST = 0.02  # the least share of a model during a cycle, as a fraction of its mean share
+_REMEMBERED = 4096  # how many of a model's last prompts may be repeated
 _MOST_CHUNKS = 64
 
 
@@ -55,7 +55,7 @@ class ChurnRequest:
 
 class ChurnTraffic:
     """Prompts of one model per page size. ``reuse`` is the share of prompts that repeat an earlier one, some
-    of them longer. The typical distance to the earlier one is ``recent_bytes``, over all models.
+    of them longer. The typical distance between the two, over all models, is ``recent_bytes``.
     ``prompt_bytes`` is the approximate size of a prompt's pages.
     """
 
@@ -115,7 +115,7 @@ class ChurnTraffic:
 
 @dataclass(slots=True)
 class Tenth:
-    """A tenth of the day."""
+    """The figures of a tenth of the day."""
 
     written_bytes: int = 0
     write_s: float = 0.0
@@ -123,7 +123,8 @@ class Tenth:
     moved_bytes: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
-    utilisation: list[float] = field(default_factory=list)  # share of the cap after each batch
+    # the share of the cap that holds pages, after each batch
+    utilisation: list[float] = field(default_factory=list)
 
     @property
     def gb_per_s(self) -> float:
@@ -157,7 +158,7 @@ class Day:
     ) -> None:
         """After the store is full, write ``times`` times its capacity. ``seen`` is called with every request.
         Raises :class:`UsageError` for a capacity that is too small for the page sizes."""
-        self.evening = Tenth()  # the time before, until the first eviction
+        self.evening = Tenth()  # the requests before the day, until the first eviction
         self.tenths = [Tenth() for _ in range(_TENTHS)]
         self.most_taken_bytes = 0
         self._seen = seen
@@ -234,7 +235,7 @@ class Day:
         return nbytes
 
     def _serve(self, tenth: Tenth, time_of_day: float) -> None:
-        """Serve requests until they make a batch of new pages, and write it."""
+        """Serve requests until their new pages are a whole batch, and write the batch."""
         saves = []
         new = 0
         while new < self._batch_bytes:
@@ -271,7 +272,7 @@ class Day:
         assert lease is not None, "the core is open"
         backend.release(lease)
         first = lease.tokens // CHUNK_TOKENS
-        # Pages that an earlier request of this batch reserved cannot be found yet.
+        # Pages that an earlier request of the same batch has reserved cannot be found yet.
         while first < len(prompt.keys) and prompt.keys[first] in self._reserved:
             first += 1
         self._reserved.update(prompt.keys[first:])

@@ -28,8 +28,8 @@ app.add_typer(plan, name="plan")
 
 
 def _python(help: str) -> Any:
-    """Return an option that takes a Python. Its path is made absolute, and a virtual environment's symlink is
-    kept: the Python behind it does not have the environment's packages."""
+    """Return an option that takes a Python. Its path is made absolute. A virtual environment's symlink is not
+    resolved, because the Python that it points to does not have the environment's packages."""
     return typer.Option(help=help, metavar="PATH", parser=lambda text: Path(text).absolute())
 
 
@@ -514,7 +514,8 @@ def plan_handover(
 ) -> None:
     """Find the traffic at which separate prefill engines pay off.
 
-    Decode runs on other engines then. The default costs were measured with a tiny model on two CPU cores.
+    With separate prefill engines, other engines decode. The default costs were measured with a tiny model on
+    two CPU cores.
     """
     from tierstore_tools.plan import HandoverCosts, HandoverRequests, run_handover
 

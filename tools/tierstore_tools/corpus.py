@@ -37,8 +37,9 @@ def _modules() -> list[tuple[Path, str]]:
 def long_prompt(
     encode: Encode, tokens: int, *, text: str | None = None, skip: int = 0, question: str
 ) -> list[int]:
-    """Return exactly ``tokens`` token ids: ``text`` (or the standard library), cut, with ``question`` at the
-    end. ``skip`` tokens of text are left out first. Raises :class:`UsageError` if the text is too short.
+    """Return exactly ``tokens`` token ids: the beginning of ``text`` (or of the standard library's sources),
+    and ``question`` at the end. The first ``skip`` tokens of the text are left out. Raises
+    :class:`UsageError` if the text is too short.
     """
     ending = encode(question)
     wanted = tokens - len(ending)

@@ -24,8 +24,8 @@ _THREADS = (1, 4)
 
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
-    """GB/s of each way to use the disk, with the best number of threads. ``read`` and ``write`` are the
-    best."""
+    """GB/s of each way to use the disk, with the best number of threads. ``read`` and ``write`` are the rates
+    of the fastest ways."""
 
     read_direct_gb_per_s: float
     read_buffered_gb_per_s: float
@@ -43,7 +43,7 @@ class DiskLimits:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """The limits of memory and disk."""
+    """The measured limits of memory and disk."""
 
     memcpy_gb_per_s: float
     disk: DiskLimits
@@ -58,7 +58,8 @@ class MachineLimits:
 
 
 def measure(directory: Path, *, nbytes: int = 256 << 20, passes: int = 3) -> MachineLimits:
-    """Measure all limits; the disk's with a temporary file of ``nbytes`` in ``directory``."""
+    """Measure all limits. The disk is measured with a temporary file of ``nbytes`` in
+    ``directory``."""
     return MachineLimits(memcpy(nbytes, passes=passes), disk(directory, nbytes=nbytes, passes=passes))
 
 

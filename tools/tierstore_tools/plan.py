@@ -1,19 +1,22 @@
 """``tierstore-bench plan``: two simulations of queues, from measured costs.
 
 **cluster** finds where a store that many hosts share saturates. Requests arrive at each host at random. A
-share of them ends beyond the pages that the host holds and asks the master, which answers one call at a time.
-A share of those finds its pages at a lender, which sends them over its own link and the host's. Hosts publish
-reused pages over the same links. Every queue is first come, first served. Links are full duplex and carry one
-transfer at a time in each direction. Switches and kernels under load are not modelled.
+share of the requests needs pages that the host does not hold, and asks the master, which answers one call at
+a time. A share of the requests that ask finds its pages at a lender, which sends them over its own link and
+the host's link. Hosts publish reused pages over the same links. Every queue is first come, first served.
+Links are full duplex and carry one transfer at a time in each direction. Switches and kernels under load are
+not modelled.
 
 **handover** finds the traffic from which separate prefill and decode engines pay. Requests arrive at random
 and go to the engine with the fewest queued prompt tokens. An engine computes in steps like the bundled one:
-one token for each sequence that decodes, and in the rest of the step a chunk of the oldest prompt.
-*Together*, every engine does both. *Apart*, some engines compute prompts only, and the sequence decodes at
-another engine ``handover_s`` later. The simulation tries several splits and keeps the best one.
+one token for each sequence that decodes, and in the rest of the step a chunk of the oldest prompt. *Together*
+means that every engine computes prompts and decodes. *Apart* means that some engines only compute prompts,
+and that a sequence decodes at another engine, ``handover_s`` later. The simulation tries several splits and
+keeps the best one.
 
 An arrangement *serves* a rate when the 99th percentiles of the time to first token and of the time between
-tokens are within their limits. All engines are alike, memory is unlimited, nothing is cached.
+tokens are within their limits. The simulation assumes that all engines are equal, that memory is unlimited,
+and that nothing is cached.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ _WIRE_S = 0.0002  # round trip
 
 @dataclass(frozen=True, slots=True)
 class ClusterCosts:
-    """Processor seconds: of the master for a call and for each name in it, of host and lender for a byte."""
+    """Processor seconds: the master's for a call and for each name in it, and those of host and lender for a
+    byte."""
 
     master_call_s: float
     master_name_s: float
@@ -85,7 +89,7 @@ class ClusterLoad:
 
 
 class _Links:
-    """The links of all hosts: a queue in each direction of each."""
+    """The links of all hosts. Each direction of a link has a queue."""
 
     def __init__(self, hosts: int, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -180,7 +184,7 @@ def run_cluster(
 
 _REQUESTS_PER_ENGINE = 400
 _MOST_REQUESTS = 2_000  # in one simulation
-_BISECTIONS = 8  # to find the highest rate
+_BISECTIONS = 8  # steps of the search for the highest rate
 _SPLITS = 7
 
 
@@ -223,9 +227,9 @@ class ServedRate:
 
 @dataclass(frozen=True, slots=True)
 class HandoverPoint:
-    """The best of ``engines`` engines. ``together`` and ``apart`` are the highest rates in requests per
-    second that are served within the limits (0 if none is); ``prefill`` engines compute the prompts of the
-    best split."""
+    """The best arrangements of ``engines`` engines. ``together`` and ``apart`` are the highest rates in
+    requests per second that are served within the limits (0 if none is); ``prefill`` engines compute the
+    prompts of the best split."""
 
     engines: int
     together: float
@@ -244,8 +248,8 @@ class _Prompt:
 @dataclass(slots=True, eq=False)
 class _SimulatedEngine:
     """A simulated engine. Steps follow one another while there is work. A sequence that joins during a step
-    is computed from the next step on. Equal steps (nothing but tokens until a sequence ends) are one event,
-    which an arrival cuts short."""
+    is computed from the next step on. Steps that only generate tokens, until a sequence ends, are one event.
+    An arrival ends this event early."""
 
     prompts: deque[_Prompt] = field(default_factory=deque)
     queued_tokens: int = 0  # in these prompts
@@ -258,7 +262,7 @@ class _SimulatedEngine:
     begun_at: float = 0.0  # start of the current event
     steps: int = 1  # in the current event
     step_s: float = 0.0
-    event: int = 0  # number of the worker's only valid event
+    event: int = 0  # the number of the worker's valid event; older events in the queue are void
     busy: bool = False
 
     @property
@@ -268,7 +272,7 @@ class _SimulatedEngine:
 
 
 class _Simulation:
-    """One run: a queue of events in order of time."""
+    """One run of the simulation, with a queue of events in order of time."""
 
     def __init__(self, prefill: int, decode: int, requests: HandoverRequests, costs: HandoverCosts) -> None:
         workers = [_SimulatedEngine() for _ in range(prefill + decode)]
@@ -279,7 +283,7 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._ttfts: list[float] = []
-        self._gaps: list[tuple[float, int]] = []  # gap, number of such gaps
+        self._gaps: list[tuple[float, int]] = []  # (a gap between tokens, number of gaps of that length)
 
     def run(self, rate_per_s: float, count: int, seed: int) -> ServedRate:
         draw, at = random.Random(seed), 0.0
@@ -373,7 +377,8 @@ def simulate_handover(
     *,
     seed: int = 1,
 ) -> ServedRate:
-    """Simulate ``prefill`` engines before ``decode`` engines. With 0 prefill engines the others do both."""
+    """Simulate ``prefill`` engines before ``decode`` engines. With 0 prefill engines, the decode engines also
+    compute prompts."""
     count = min(_REQUESTS_PER_ENGINE * (prefill + decode), _MOST_REQUESTS)
     return _Simulation(prefill, decode, requests, costs).run(rate_per_s, count, seed)
 
@@ -381,7 +386,8 @@ def simulate_handover(
 def highest_rate(
     prefill: int, decode: int, requests: HandoverRequests, costs: HandoverCosts
 ) -> tuple[float, ServedRate]:
-    """Return the highest rate within the limits and its latencies; 0 if a single request breaks them."""
+    """Return the highest rate within the limits, and its latencies. Return 0 if a single request already
+    exceeds the limits."""
     alone_s = requests.tokens * costs.token_s + requests.answer * (costs.step_s + costs.sequence_s)
     low, high = 0.0, 1.5 * (prefill or decode) / (requests.tokens * costs.token_s)
     best = simulate_handover(0.01 / alone_s, prefill, decode, requests, costs)
@@ -398,7 +404,7 @@ def highest_rate(
 
 
 def compare(engines: int, requests: HandoverRequests, costs: HandoverCosts) -> HandoverPoint:
-    """Return the best of ``engines`` engines together, and of the best split."""
+    """Return the highest rate of ``engines`` engines together, and that of their best split."""
     together, served = highest_rate(0, engines, requests, costs)
     tried = min(engines - 1, _SPLITS)
     splits = sorted({round(1 + at * (engines - 2) / max(tried - 1, 1)) for at in range(tried)})
@@ -453,7 +459,8 @@ def run_handover(
 
 
 def _weighted_percentile(values: Sequence[tuple[float, int]], share: float) -> float:
-    """Return a percentile of values that come with a count; 0 for an empty sequence."""
+    """Return a percentile of values, each given with the number of its occurrences; 0 for an empty
+    sequence."""
     left = int(sum(count for _, count in values) * share)
     for value, count in sorted(values):
         left -= count

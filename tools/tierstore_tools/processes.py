@@ -18,19 +18,20 @@ def listens(port: int) -> bool:
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Return the memory (PSS) of these processes and their children; shared pages count once. The kernel
-    walks all of their pages, which takes .1 s for a few GiB: do not call it while they are timed."""
+    """Return the memory (PSS) of these processes and their children; shared pages count once. Do not call it
+    while the processes are timed: the kernel visits all of their pages, which takes .1 s for a few GiB."""
     return sum(_kib(each, "smaps_rollup", "Pss") for pid in pids for each in _family(pid))
 
 
 def private_bytes(pids: Iterable[int]) -> int:
-    """Return their private anonymous memory. It reads a counter of the kernel, so the processes may be timed
-    meanwhile. Pages shared by a fork count for each process."""
+    """Return the private anonymous memory of these processes. The call reads a counter of the kernel, so it
+    does not disturb processes that are timed. Pages shared by a fork count for each process."""
     return sum(_kib(each, "status", "RssAnon") for pid in pids for each in _family(pid))
 
 
 def shared_bytes(pids: Iterable[int]) -> int:
-    """Return their part of shared memory: a page of several processes is divided between them."""
+    """Return the shared memory of these processes in bytes. A page that several processes share is divided
+    between them."""
     return sum(_kib(each, "smaps_rollup", "Pss_Shmem") for pid in pids for each in _family(pid))
 
 

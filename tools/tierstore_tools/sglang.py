@@ -105,7 +105,7 @@ class SglangEngine(RunningEngine):
 
 
 class _ChildSglang:
-    """SGLang, asked one request at a time. Its first token is timed."""
+    """An SGLang engine that gets one request at a time. The time to the first token is measured."""
 
     def __init__(self, job: EngineJob) -> None:
         import sglang

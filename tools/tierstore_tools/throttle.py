@@ -40,13 +40,14 @@ class Throttle:
         self._locate = backend.locate
         self._lock = threading.Lock()
         self._free_at: dict[str, float] = {}  # by tier: the time at which its device is idle
-        vars(backend)["locate"] = self.locate  # for every part of the store that has this backend
+        # every part of the store that uses this backend shares these devices
+        vars(backend)["locate"] = self.locate
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
     ) -> Transfer[Located | None]:
-        """Locate pages like :meth:`~tierstore.backend.Backend.locate`, but answer later. A cancelled call
-        does not occupy the device."""
+        """Locate pages like :meth:`~tierstore.backend.Backend.locate`, but answer later. A call that is
+        cancelled takes no time of the device."""
         tier = lease.run_at(first)[0]
         rate = self.rates.get(tier)
         found = self._locate(lease, first, count, wait_s=wait_s)

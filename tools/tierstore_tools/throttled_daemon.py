@@ -1,7 +1,7 @@
 """``tierstore serve`` on a slow disk: ``python -m tierstore_tools.throttled_daemon BYTES_PER_S serve …``.
 
-Reads of payloads take the time of that rate, one after the other as from one device. If ``BYTES_PER_S`` is
-the name of a file, the rate is read from it, and may be changed while the daemon runs."""
+Reads of payloads take the time that a device of this rate needs, one read after the other. If ``BYTES_PER_S``
+is the name of a file, the rate is read from it, and may be changed while the daemon runs."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ A *put* moves pages into a tier, a *get* moves them out:
 * ``host``: caller's buffers → host slots (a save), and back (a load).
 * ``disk``: host slots → durable on disk; disk with a dropped page cache → host slots.
 
-A put into the disk tier begins when all pages are in the host tier. Nothing is written before, but the first
-pages have their places on disk by then. A *save* is both hops as an engine sees them that waits for the disk:
-caller's buffers → durable on disk. A *scatter* reads pages that are not adjacent on disk: eight prompts are
-saved page by page in turn, and loaded one after the other.
+A put into the disk tier begins when all pages are in the host tier. No page is written before that, but the
+first pages already have their places on disk. A *save* is both steps together, for an engine that waits for
+the disk: caller's buffers → durable on disk. A *scatter* reads pages that are not adjacent on disk: eight
+prompts are saved page by page in turn, and loaded one after the other.
 
 All work goes through the store's public methods, with index, leases, checksums and commits. The benchmark
-first finds the fastest raw way to write to this disk and to read from it. In every round it then measures the
-limit directly before and after each operation. A fraction is the median of the rounds' fractions.
+first finds the fastest raw way to write to this disk and to read from it. In every round it then measures
+this limit directly before and after each operation. A reported fraction is the median over all rounds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SURVEY_PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """One line of the result. ``limit`` names the limit that ``limit_fraction`` refers to."""
+    """One row of the result. ``limit`` names the limit that ``limit_fraction`` refers to."""
 
     tier: str
     op: str
@@ -318,8 +318,9 @@ class _PageSize:
         path = Path(tempfile.mkdtemp(prefix="tierstore-tiers-", dir=self._directory))
         try:
             with self._open(path, io=io) as store:
-                gc.collect()  # free the last round's arena now, outside of the measured time
-                os.sync()  # and let the device discard deleted blocks now
+                # free the arena of the last round now, so that the measured time does not include it
+                gc.collect()
+                os.sync()  # let the device discard deleted blocks now, outside of the measured time
                 yield path, store
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -329,7 +330,7 @@ class _PageSize:
         self, path: Path | None, pool: PagePool | None = None, io: FileIO | None = None
     ) -> Iterator[Store]:
         room = 2 * self._nbytes + (16 << 20)  # half of the host tier may wait to be written
-        # stall_s: the writes that _from_host holds back are no sign of a broken disk.
+        # stall_s is long, because _from_host holds writes back, and these must not count as a broken disk.
         with open_store(
             path, self._spec, pools=pool, host_bytes=room, disk_bytes=room, stall_s=_WAIT_S, io=io
         ) as store:

@@ -23,8 +23,8 @@ from tierstore_tools.vllm import models
 
 def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
     """Measure all targets, print tables, write JSON and a picture. Raises :class:`UsageError` for an unknown
-    name or file, and :class:`TierStoreError` if no target is available or if one failed. In the last case the
-    results of the others are printed and written first."""
+    name or file, and :class:`TierStoreError` if no target is available or if one failed. If a target failed,
+    the results of the other targets are printed and written first."""
     report.require_targets(json, plot)
     result = ScenarioResult()
     steps = list(_steps(settings, result))
@@ -55,7 +55,7 @@ def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
 
 @contextmanager
 def _failures(target: Target, result: ScenarioResult) -> Iterator[None]:
-    """Record the failure of a target: it is not measured any more, and the others are."""
+    """Record the failure of a target. This target is not measured any more; the other targets are."""
     try:
         yield
     except UsageError:
@@ -66,8 +66,8 @@ def _failures(target: Target, result: ScenarioResult) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One load, sent to one target after the other: a slow moment of the machine affects all of them alike.
-    ``backwards``: from the last target to the first."""
+    """Send one load to one target after the other, so that a slow moment of the machine affects all of them
+    alike. With ``backwards``, begin with the last target."""
 
     name: str
     work: Callable[..., Coroutine[Any, Any, Any]]
@@ -128,7 +128,8 @@ def _described(settings: Scenarios) -> dict[str, object]:
     described = {
         name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
     }
-    del described["directory"], described["vllm"]  # paths do not matter for the figures
+    # the document leaves out paths, because figures do not depend on them
+    del described["directory"], described["vllm"]
     return described
 
 
@@ -141,7 +142,7 @@ def _rounds(rows: Sequence[StreamRow]) -> list[list[StreamRow]]:
 
 
 Column = Callable[[Any], str]
-"""Return the cell of a row."""
+"""Return the text of one cell of a table."""
 
 _BATCH: dict[str, Column] = {
     "target": lambda row: row.target,
@@ -178,7 +179,7 @@ _ONLINE: dict[str, Column] = {
     "held": lambda row: report.percent(row.hit_rate),
     "failed": lambda row: f"{row.failed}",
 }
-_STREAM: dict[str, Column] = {  # a row here is all rounds of one target
+_STREAM: dict[str, Column] = {  # one row of the table has all rounds of one target
     "target": lambda rows: rows[0].target,
     "beside": lambda rows: rows[0].beside,
     "ITL p50": lambda rows: report.seconds(statistics.median(row.itl_p50_s for row in rows)),

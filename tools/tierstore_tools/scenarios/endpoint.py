@@ -28,7 +28,7 @@ _SHOWN = 160
 
 @dataclass(frozen=True, slots=True)
 class ScenarioRequest:
-    """One request, as token ids: so all targets get the same tokens."""
+    """One request. Its prompt is token ids, so that all targets get the same tokens."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -37,7 +37,8 @@ class ScenarioRequest:
 @dataclass(frozen=True, slots=True)
 class Reply:
     """An answer. ``gaps_s`` are the times between pieces of text. ``cached_tokens`` are the prompt tokens
-    that the server reports as cached (0 if it reports none). With an ``error`` the answer is not complete."""
+    that the server reports as cached (0 if it reports none). If there is an ``error``, the answer is not
+    complete."""
 
     ask: ScenarioRequest
     sent_at: float
@@ -67,7 +68,7 @@ class NonsenseError(TierStoreError):
 
 @dataclass(slots=True, eq=False)
 class _Growing:
-    """A request that is not complete yet."""
+    """The answer to a request while it arrives."""
 
     ask: ScenarioRequest
     sent_at: float = field(default_factory=time.perf_counter)
@@ -124,7 +125,7 @@ class OpenAiEndpoint:
 
     async def ask(self, ask: ScenarioRequest, *, pause_s: float = 0.0) -> Reply:
         """Send a request and read the answer as it arrives. A reader with a ``pause_s`` sleeps that long
-        after each piece, and has a small buffer. The reply carries an error; nothing is raised."""
+        after each piece, and has a small buffer. Errors are returned in the reply and not raised."""
         growing = _Growing(ask)
         self._under_way.add(growing)
         try:
@@ -138,8 +139,8 @@ class OpenAiEndpoint:
         return growing.reply()
 
     async def warm_up(self, ask: ScenarioRequest) -> None:
-        """Ask once, and find out whether the server accepts ``ignore_eos``. Raises :class:`NonsenseError` if
-        it does not complete the prompt."""
+        """Send one request, and find out whether the server accepts ``ignore_eos``. Raises
+        :class:`NonsenseError` if it does not complete the prompt."""
         reply = await self.ask(ask)
         if reply.error is not None and self._extra:
             self._extra = {}

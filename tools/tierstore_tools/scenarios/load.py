@@ -1,5 +1,5 @@
-"""The load of each scenario, made from a seed: every target gets the same. Token ids are printable ASCII, one
-character each, in the random models of this benchmark."""
+"""Make the load of each scenario from a seed, so that every target gets the same requests. Token ids are
+printable ASCII, one character each, in the random models of this benchmark."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def conversations(
     seed: object,
 ) -> list[Arrival]:
     """Return turns of ``sessions`` conversations, by a Poisson process. All conversations begin with one
-    system prompt. A turn is the conversation so far and new tokens. A conversation that would outgrow
-    ``max_tokens`` starts again."""
+    system prompt. The prompt of a turn is the conversation so far and new tokens. A conversation that would
+    outgrow ``max_tokens`` starts again."""
     draw = random.Random(str(seed))
     system = tokens((seed, "system"), system_tokens)
     said: list[tuple[int, ...]] = [system] * sessions

@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # after the choice of the backend
 from matplotlib.axes import Axes
 
-_HATCHES = ("", "///", "...", "xxx")  # cases differ also without colour
+_HATCHES = ("", "///", "...", "xxx")  # patterns, so that cases can be told apart without colours
 _COLOURS = ("#808080", "#00798c", "#edae49", "#d1495b")
 
 

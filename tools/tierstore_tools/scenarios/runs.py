@@ -1,4 +1,5 @@
-"""The four scenarios. Each sends its load to one endpoint and returns a row of figures.
+"""The four scenarios. Each function for a scenario sends its load to one endpoint and returns a row of
+figures.
 
 A scenario is bounded by the number of requests in its load, and by ``request_s`` for each of them.
 """
@@ -80,7 +81,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class OnlineRow:
-    """The online scenario. ``goodput_per_s``: requests per second that met the SLO. ITL is over all gaps."""
+    """The online scenario. ``goodput_per_s`` is how many requests per second met the SLO. ITL figures are
+    over all gaps between tokens."""
 
     target: str
     arrivals: str
@@ -129,7 +131,7 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True)
 class NamedArrivals:
-    """Arrivals, with the name of their source and their mean rate."""
+    """The requests of one online run with their times, the name of their source, and their mean rate."""
 
     name: str
     rate_per_s: float
@@ -137,7 +139,8 @@ class NamedArrivals:
 
 
 class Agreement:
-    """The first answer to each request. Targets that serve one model should give equal answers."""
+    """The first target's answer to each request, with which the answers of the other targets are compared.
+    Targets that serve one model should give equal answers."""
 
     def __init__(self) -> None:
         self._first: dict[ScenarioRequest, str] = {}
@@ -238,7 +241,7 @@ async def online(
 async def stream(
     target: Target, *, round: int, readers: Readers, request_s: float, progress: Progress
 ) -> StreamRow:
-    """Let quick readers read beside slow readers or new requests. The others may use the rest of their
+    """Let quick readers read beside slow readers or new requests. Slow readers may use the rest of their
     ``request_s`` after the quick ones are done. Metrics and memory are not read meanwhile. Raises
     :class:`TierStoreError` if no quick reader gets an answer."""
     async with _warm(target, request_s) as endpoint:
@@ -266,7 +269,7 @@ async def stream(
 @dataclass(slots=True)
 class _Watch:
     """Samples of a busy server: its reserved KV, the KV that its current answers need, its private memory.
-    ``shared_bytes`` is the rest of its memory at the end."""
+    ``shared_bytes`` is the server's shared memory at the end."""
 
     reserved: list[float] = field(default_factory=list)
     needed: list[float] = field(default_factory=list)

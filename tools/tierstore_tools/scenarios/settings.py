@@ -17,13 +17,13 @@ _DOCUMENTS = 4
 _SESSIONS = 12
 _QUICK_READERS = 4
 _LONG_PROMPTS, _LONG_EVERY_S = 3, 0.3
-_PAUSE_S = 0.05  # a slow reader's, after each piece
+_PAUSE_S = 0.05  # how long a slow reader pauses after each piece of text
 
 
 @dataclass(frozen=True, slots=True)
 class Scenarios:
-    """The options of one run. The room's ``max_tokens`` is the length of a long prompt with its answer.
-    Documents have half of it, and conversations grow up to it. ``urls`` are running endpoints."""
+    """The options of one run. ``room.max_tokens`` is the length of a long prompt with its answer. Documents
+    have half of this length, and conversations grow up to it. ``urls`` are running endpoints."""
 
     scenarios: tuple[str, ...]
     targets: tuple[str, ...]
@@ -108,7 +108,7 @@ class Scenarios:
 
     def readers(self, round: int) -> list[load.Readers]:
         """Return the loads of the stream scenario: quick readers alone, beside slow ones, and beside long
-        prompts that arrive. Readers have short prompts and long answers, and new ones in each round."""
+        prompts that arrive. Readers have short prompts and long answers. Each round has new prompts."""
         short, whole = self.room.max_tokens // 32, self.room.max_tokens - self.answer_tokens
 
         def asks(name: str, count: int) -> list[ScenarioRequest]:

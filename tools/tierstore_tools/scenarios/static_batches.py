@@ -2,7 +2,7 @@
 
 ``python -m tierstore_tools.scenarios.static_batches MODEL --port N --batch B --max-tokens N``. Up to ``B``
 waiting requests form a batch. The next batch starts when every answer of the last one is complete. Each row
-of a batch reserves contiguous keys and values for ``max-tokens`` tokens, and nothing is kept afterwards.
+of a batch reserves contiguous keys and values for ``max-tokens`` tokens. They are dropped after the batch.
 Prompts are padded on the left. Greedy, float32.
 
 It serves the part of OpenAI's API that the benchmark needs: ``/v1/models``, streamed ``/v1/completions`` with
@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _log = logging.getLogger(__name__)
-_GATHER_S = 0.02  # for requests sent at the same moment
+_GATHER_S = 0.02  # wait this long for requests that were sent at the same moment
 
 
 _CacheLayer: Any = CacheLayerMixin  # only some versions of transformers have types
@@ -73,7 +73,7 @@ class _ContiguousLayer(_CacheLayer):
     def get_max_length(self) -> int:
         return self._max_tokens
 
-    get_max_cache_shape = get_max_length  # its name in earlier versions
+    get_max_cache_shape = get_max_length  # the method's name in earlier versions of transformers
 
 
 @dataclass(eq=False)
@@ -111,7 +111,8 @@ class Batches:
             self.kv_slots = len(taken) * self.max_tokens
             try:
                 self._complete(taken)
-            except RuntimeError as error:  # for example torch's out of memory: the next batch may fit
+            # an error such as torch's out of memory ends this batch only, because the next one may fit
+            except RuntimeError as error:
                 _log.warning("a batch failed: %s", error)
             finally:
                 self.kv_slots = 0

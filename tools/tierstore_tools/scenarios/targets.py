@@ -1,8 +1,8 @@
 """The measured servers: start, restart, end. All listen at loopback.
 
-A target has a server. With a store it also has a daemon, which outlives the server: after a restart of the
-server pages are in the daemon's host tier, after a restart of both they are on disk. All targets have the
-same KV capacity in tokens and the same number of threads, and compute in float32.
+A target has a server. A target with a store also has a daemon, which outlives the server. After a restart of
+the server, pages are in the daemon's host tier. After a restart of both, they are on disk. All targets have
+the same KV capacity in tokens and the same number of threads, and compute in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _END_S = 60.0
 _LOOK_S = 0.05
 _LOG_TAIL_LINES = 5
 _SERVER = "from tierstore_engine.cli import main; main()"
-_PAGE_TOKENS = 64  # our pages', and vLLM's blocks'
+_PAGE_TOKENS = 64  # tokens of a page of the bundled engine, and of a block of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class ServerRoom:
 
 
 class Target:
-    """A server to measure at ``url``. This class is a running server, which is left alone. ``restartable``:
-    it has a daemon, and can be restarted with it or without it."""
+    """A server to measure at ``url``. This class is for a server that is already running, and neither starts
+    nor ends it. A ``restartable`` target has a daemon, and can be restarted with the daemon or without it."""
 
     def __init__(self, name: str, url: str, *, restartable: bool = False) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class Target:
 
 
 class Started(Target):
-    """A server that is started here by ``command``, above ``daemon`` (None: without a store)."""
+    """A server that ``command`` starts, with the store of ``daemon``, or without a store if that is None."""
 
     def __init__(
         self,
@@ -278,6 +278,7 @@ def _cannot_import(python: Path, packages: list[str]) -> str | None:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    # By default vLLM binds its threads and leaves out one core. The other targets do neither.
+    # By default vLLM binds its threads to cores and leaves out one core. These settings stop it, because the
+    # other targets do neither.
     given = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {**ENVIRONMENT, **os.environ, **given}

@@ -30,15 +30,15 @@ from tierstore_tools.vllm.settings import (
 )
 
 _WARM_UP = 3
-_WARM_UP_SEED = 1 << 20  # measured prompts have lower seeds
+_WARM_UP_SEED = 1 << 20  # the seed of prompts that warm engines up; measured prompts have lower seeds
 
 
 @dataclass(frozen=True)
 class VllmRow:
     """One case: medians over ``rounds`` prompts. ``hit_tokens`` came from the store, by vLLM's own count.
-    ``speedup`` is over the cold TTFT of the same prompts with the connector. ``identical``: the same greedy
-    tokens as without a connector, and for float32 log-probabilities within 1e-4. ``max_logprob_diff`` is None
-    if the tokens differ."""
+    ``speedup`` is over the cold TTFT of the same prompts with the connector. ``identical`` says whether the
+    greedy tokens are those without a connector and, for float32, log-probabilities differ by at most 1e-4.
+    ``max_logprob_diff`` is None if the tokens differ."""
 
     case: str
     rounds: int
@@ -92,7 +92,7 @@ def _model(settings: VllmBench) -> Path:
 
 
 class _VllmExperiment:
-    """The cases of one run. Answers are kept by their prompt's seed."""
+    """The cases of one run, and the answers by the seed of their prompt."""
 
     def __init__(
         self, settings: VllmBench, model: Path, url: str, daemon: ServeProcess | None, phases: Phases
@@ -104,7 +104,8 @@ class _VllmExperiment:
         self._phases = phases
         self._dtype = settings.dtype or ("float32" if settings.model in models.KINDS else "auto")
         self._kept = range(settings.rounds)
-        self._namespace = f"tierstore-bench {time.time_ns()}"  # no hit on pages of an earlier run
+        # a name of its own, so that no prompt hits pages of an earlier run
+        self._namespace = f"tierstore-bench {time.time_ns()}"
         self._without: dict[int, VllmAnswer] = {}
         self._with_it: dict[int, VllmAnswer] = {}
 

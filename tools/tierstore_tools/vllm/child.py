@@ -62,7 +62,7 @@ class _RunningRequest:
 
 
 class _ChildEngine:
-    """vLLM's synchronous engine. It is stepped here, so first tokens can be timed."""
+    """vLLM's synchronous engine. The engine is stepped in this process, so that first tokens can be timed."""
 
     def __init__(self, job: EngineJob) -> None:
         from vllm import LLM

@@ -184,7 +184,8 @@ class RunningEngine:
 
     def _died(self, how: str) -> EngineDiedError:
         if how == "ended":
-            with suppress(subprocess.TimeoutExpired):  # the end of its log comes after it has closed the pipe
+            # the process closes the pipe before it has written the end of its log
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_WORDS_S)
         tail = self.log[-_LOG_TAIL_BYTES:]
         self.kill()

@@ -109,14 +109,16 @@ def write(
     torch.manual_seed(_SEED)
     model = make_model().float()
     for name, parameter in model.named_parameters():
-        if "norm" in name and parameter.dim() == 1:  # ones or zeros would hide a missing norm
+        # random values, because a missing norm would not be noticed if all values were ones or zeros
+        if "norm" in name and parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
     partial = directory.with_name(f"{directory.name}.partial")
     model.save_pretrained(partial)
     _write_tokenizer(partial)
     if more is not None:
         more(partial)
-    partial.rename(directory)  # in one step: an existing directory is complete
+    # the directory is renamed in one step, so that an existing directory is always complete
+    partial.rename(directory)
 
 
 def _write_tokenizer(directory: Path) -> None:

@@ -37,7 +37,7 @@ _SWITCHED = {
     "kv_connector": "SwitchedConnector",
     "kv_connector_module_path": "tierstore_tools.vllm.switched",
 }
-_SEED = 2 << 20  # and above: no other part of the benchmark has these seeds
+_SEED = 2 << 20  # seeds from here on belong to this part of the benchmark only
 _WARM_UP_ROUNDS = 2
 
 StartEngine = Callable[[str, Mapping[str, Any] | None], AbstractContextManager[VllmEngine]]
@@ -73,9 +73,9 @@ class Added:
 @dataclass(frozen=True)
 class Overhead:
     """All comparisons. ``connector`` is switched on over switched off, ``interface`` is switched off over no
-    connector (vLLM's own part), and ``both`` is switched on over no connector. ``added`` is the first as time
-    per request. The other figures are medians without a connector. ``daemon_cpu_s`` is the daemon's mean CPU
-    time for one prompt and one batch twice; None for a running daemon."""
+    connector (vLLM's own part), and ``both`` is switched on over no connector. ``added`` is the cost of
+    ``connector`` as time per request. The other figures are medians without a connector. ``daemon_cpu_s`` is
+    the daemon's mean CPU time for one prompt and one batch twice; None for a running daemon."""
 
     prompt_tokens: int
     batch_requests: int
@@ -198,8 +198,8 @@ class OverheadExperiment:
     def _turn(
         self, engine: VllmEngine, way: str, asks: Sequence[Ask], *, cached: bool = False
     ) -> tuple[Answers, float]:
-        """Ask, and return the answers and the engine's CPU time. ``cached``: vLLM's own cache may have
-        them."""
+        """Send prompts. Return the answers and the CPU time of the engine's process. If ``cached``, vLLM's
+        own cache may have the prompts."""
         if way != NONE:
             engine.switch(way == ON)
         before = cpu_seconds(engine.pid)

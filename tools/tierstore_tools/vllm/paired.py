@@ -33,8 +33,8 @@ def ratio(series: Sequence[Pairs]) -> PairedRatio:
     """Return the ratio over all pairs (with, without). There is at least one series, and each has at least
     one pair.
 
-    Two processes of one kind may differ for their whole life, for example by the place of their memory. So
-    series are resampled first, and then the pairs in them.
+    Two processes of one kind may differ for their whole life, for example by the place of their memory. The
+    confidence interval therefore comes from resampling the series first, and then the pairs in each.
     """
     ratios = [[mine / without for mine, without in each] for each in series]
     chance = random.Random(0)

@@ -21,7 +21,7 @@ from tierstore_tools.vllm.engine import VllmEngine, connector_options
 from tierstore_tools.vllm.paired import PairedRatio, ratio
 from tierstore_tools.vllm.settings import ANSWER_TOKENS, MAX_LOGPROB_DIFF, VllmBench
 
-_SEED = 1 << 21  # no other part of the benchmark has these seeds
+_SEED = 1 << 21  # seeds from here on belong to this part of the benchmark only
 
 
 class OpenEngine(Protocol):

@@ -1,5 +1,5 @@
-"""The connector with a switch, for engines in one process. Switched off, it does as little as a connector
-can.
+"""The connector with a switch, for engines in one process. While it is switched off, it does as little as a
+connector can.
 
 Two engines differ by more than their connectors: the place of their memory makes one of them a few percent
 faster. One engine with a switch has no such difference.
@@ -91,5 +91,6 @@ def _switched(name: str) -> Any:
 
 
 for _name in _SERVING:
-    if _name in dir(KVConnectorBase_V1) or _name in dir(SupportsHMA):  # some versions lack some of them
+    # some versions of vLLM do not have all of these methods
+    if _name in dir(KVConnectorBase_V1) or _name in dir(SupportsHMA):
         setattr(SwitchedConnector, _name, _switched(_name))
