@@ -103,7 +103,7 @@ def _longctx(result: Result) -> Iterator[Figure]:
     tiers = [rows[tier] for tier in ("hbm", "host", "disk")]
     yield Figure("answers other than cold", sum(not row["identical"] for row in tiers), most=0)
     yield Figure(
-        "tiers whose pages have other bytes",
+        "tiers with other page bytes",
         sum(not row["pages_identical"] for row in tiers),
         most=0,
     )
