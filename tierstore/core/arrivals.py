@@ -1,9 +1,8 @@
-"""Wait for pages that another client writes or has promised to save. The end of the write wakes the waiter;
-nothing polls.
+"""Wait for pages that another client writes or has promised to save, without polling.
 
-A prompt is saved in batches, and the steps of different batches overlap. So a waiter names the first page
-that it lacks. When the write of that page has ended, the waiter is called, checks how much of its prompt is
-held by then, and names the next page.
+A prompt is saved in batches, and another client may wait for it meanwhile. A waiter names the first page that
+it lacks. When the write of that page has ended, the waiter is called, checks how much of its prompt is stored
+now, and names the next page that it lacks.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ PageName: TypeAlias = "tuple[bytes, PageKey]"
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A callback for a page. ``look`` is called with the waiter, without a lock, when the page's write has
-    ended, successfully or not."""
+    """A callback for a page. ``look`` is called with the waiter, without a lock held, when the page's write
+    has ended, successfully or not."""
 
     look: Callable[[Waiter], None]
     page: PageName | None = None
 
 
 class Arrivals:
-    """The waiters for pages. Guarded by the store's lock: the caller must hold it, except for
-    :meth:`wake`."""
+    """The waiters for pages. The caller must hold the store's lock, except for :meth:`wake`."""
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
@@ -65,7 +63,7 @@ class Arrivals:
 
     def wake(self) -> None:
         """Call the waiters whose page's write has ended."""
-        if not self._due:  # code that adds to it calls wake() afterwards
+        if not self._due:  # safe without the lock: a thread that adds to it calls wake() afterwards
             return
         with self._lock:
             due, self._due = self._due, []

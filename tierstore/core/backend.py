@@ -1,8 +1,7 @@
-"""``LocalBackend``: everything below HBM in this process, for one client of a
-:class:`~tierstore.core.core.Core`.
+"""``LocalBackend``: the backend in this process, for one client of a :class:`~tierstore.core.core.Core`.
 
 A daemon has one ``LocalBackend`` for each of its clients. A ``LocalBackend`` turns requests into views and
-passes them to the module that decides: :mod:`tierstore.core.lookups`, :mod:`tierstore.core.reading` or
+passes the views to the modules that decide: :mod:`tierstore.core.lookups`, :mod:`tierstore.core.reading` and
 :mod:`tierstore.core.writing`.
 """
 
@@ -59,9 +58,8 @@ _EVICTED_AT_ONCE = 256
 
 
 class LocalBackend:
-    """One client of ``core``. Thread-safe. With ``owns_core``, :meth:`close` closes the core too. A daemon
-    passes its own views instead of requests.
-    """
+    """One client of ``core``. Thread-safe. With ``owns_core``, :meth:`close` also closes the core. A daemon
+    passes views that it has made itself instead of requests."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class LocalBackend:
         model_name: str = "",
     ) -> None:
         self.core = core
-        self._model_name = model_name  # of registrations that have none of their own
+        self._model_name = model_name  # for registrations that have no model name
         self.client = client if client is not None else Client()
         self.lookups = Lookups(core, self.client, self)
         self.reading = Reading(core, self.client)
@@ -99,8 +97,7 @@ class LocalBackend:
 
     def assign_number(self, registration: Registration) -> int:
         """Register an identity and return its number for this client. Raise :class:`Refusal` at a limit, and
-        :class:`~tierstore.errors.UsageError` if the identity has pages of another size.
-        """
+        :class:`~tierstore.errors.UsageError` if the identity is registered with another page size."""
         return self.core.register(self.client, registration)
 
     def register(self, registration: Registration) -> None:
@@ -179,7 +176,8 @@ class LocalBackend:
     def expect(
         self, request: LookupRequest | PromptView, *, wait_s: float, tokens: int | None = None
     ) -> Transfer[None]:
-        """Wait for promised pages of the first ``tokens`` tokens of the prompt (None: all)."""
+        """Wait for other clients to save their promised pages of the prompt's first ``tokens`` tokens (None:
+        all tokens)."""
         view = self._view(request)
         chunks = view.whole_chunks if tokens is None else min(tokens // view.chunk_tokens, view.whole_chunks)
         if wait_s <= 0 or not chunks:
@@ -287,9 +285,9 @@ class LocalBackend:
         return self.core.forgetting.forget(self.forgettable(tenant=tenant, model=model, session=session))
 
     def forgettable(self, *, tenant: str | None, model: str | None, session: str | None) -> Forgettable:
-        """Return what a client's request to forget covers: nothing of other tenants."""
+        """Return what a client's request to forget covers. It never covers other tenants."""
         own = self.client.tenant
-        if own and session is None:  # ``tenant`` is one of the client's own
+        if own and session is None:  # ``tenant`` is a tenant below the client's tenant
             tenant = own if tenant is None else nested_tenant(own, tenant)
         elif own:
             tenant = own
@@ -326,8 +324,7 @@ class LocalBackend:
 
     def end(self) -> None:
         """Release everything that the client held. The daemon calls this when the client has disconnected or
-        died. Repeated calls do nothing.
-        """
+        died. Repeated calls do nothing."""
         client = self.client
         with self._state.lock:
             if client.ended:
@@ -382,9 +379,8 @@ def open_core(
     wall: Callable[[], float] = time.time,
 ) -> Core:
     """Open a core for backends of this process, with pages of up to ``page_bytes``; see
-    :func:`tierstore.open`. ``pools`` are the pools that pages will be copied to and from: the host tier's
-    memory is registered with their devices. ``io``, ``clock`` and ``wall`` let tests make the disk fail or
-    the time pass.
+    :func:`tierstore.open`. ``pools`` are the HBM pools that copy to and from the host tier, whose memory is
+    registered with their devices. ``io``, ``clock`` and ``wall`` let tests make the disk fail or time pass.
 
     Raise :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -443,7 +439,7 @@ def _reaches(core: Core, host: HostTier, pool: PagePool) -> bool:
     """Register the host tier's memory with a pool's device. Return False if the device refuses."""
     try:
         pool.register(host.address(0), host.capacity_bytes)
-    except DeviceError as error:  # copies work without it, but slower
+    except DeviceError as error:  # copies still work, but slower
         size = format_size(host.capacity_bytes)
         _log.warning(
             "the host tier (%s) cannot be pinned, so loads to the device are slower: %s", size, error

@@ -1,11 +1,11 @@
 """Find the prefixes with the most hits, without walking the whole tree.
 
-A lookup that finds a page also finds all pages before it, so hits never increase along a path. The page with
-the most hits among the remaining ones is therefore always the next to visit. A prefix *ends* where no page
-behind it has more than half as many hits: prompts diverge there (the end of a system prompt) or stop.
+A lookup that finds a page also finds all pages before it, so a page never has more hits than its parent. The
+unvisited page with the most hits is therefore always a child of a visited page. A prefix *ends* at a page if
+no page behind it has more than half as many hits: prompts diverge there (the end of a system prompt) or stop.
 
-The result has no tokens and no keys. A key is a hash of tokens, and anyone who can guess a prompt could check
-the guess with it. A prefix's name is a different hash, salted anew in each process.
+The result has no tokens and no keys. A key is a hash of tokens, so a reader could use it to check a guess of
+a prompt. A prefix's name is a different hash, with a new salt in each process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tierstore.core.state import StoreState
 from tierstore.index.page import Page
 from tierstore.keys import Identity
 
-_LOOKS = 4096  # pages visited: some milliseconds of one thread
-_CONTINUED = 0.5  # share of a page's hits that a page behind it needs to continue the prefix
+_LOOKS = 4096  # most pages visited: several milliseconds of one thread
+_CONTINUED = 0.5  # a prefix continues behind a page if a child has more than this share of the page's hits
 _MOST_IDENTITIES = 1024
 _SALT = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
 class BusyPrefix:
-    """A prefix that is found often. ``tier`` is the fastest tier that has its last page. ``hits`` are the
+    """A prefix that lookups often find. ``tier`` is the fastest tier that has its last page. ``hits`` are the
     hits of that page since it was saved."""
 
     name: str
@@ -43,7 +43,7 @@ class BusyPrefix:
 
 @dataclass(order=True, slots=True)
 class _Next:
-    """A page to visit. The page with the most hits comes first, and among equals the one that was seen
+    """A page to visit. The page with the most hits sorts first, and among equals the page that was seen
     first."""
 
     cold: int  # negative hits
@@ -53,10 +53,10 @@ class _Next:
 
 
 def busiest(state: StoreState, identities: Mapping[bytes, Identity], count: int) -> list[BusyPrefix]:
-    """Return the ``count`` prefixes with the most hits, the busiest first. Return fewer if no others have
-    hits, or after visiting some thousand pages.
+    """Return the ``count`` prefixes with the most hits, in descending order. The list is shorter if fewer
+    prefixes have hits, or if the search ends after ``_LOOKS`` pages.
 
-    ``identities`` are by digest. Thread-safe: the state's lock is held for one page, or for one copy of a
+    ``identities`` are by digest. Thread-safe: the state's lock is held only for one page, or for copying one
     list, at a time.
     """
     number = itertools.count()
@@ -82,8 +82,8 @@ def busiest(state: StoreState, identities: Mapping[bytes, Identity], count: int)
 
 
 def _found_below(state: StoreState, page: Page) -> Sequence[Page]:
-    # The root can have hundreds of thousands of named pages as children. Copying the list under the lock is
-    # fast. Visiting each page under the lock would delay saves and lookups.
+    # The root can have hundreds of thousands of named pages as children. Copying their list under the lock is
+    # fast. Examining each page under the lock would delay saves and lookups.
     with state.lock:
         children = list(page.children.values())
     return [child for child in children if child.hits]
@@ -101,7 +101,7 @@ def _add(
         tier = page.ready_tier()
     if identity is None or tier is None:
         return  # the page has left meanwhile
-    # Named pages (SGLang's) are found one by one. The last page of a prompt stands for all of them.
+    # Each named page (SGLang's) is found separately. The last page of a prompt represents all of them.
     named = page.depth > 1 and page.parent is not None and page.parent.parent is None
     tokens = page.depth * page.num_tokens if named else at.tokens
     key = (page.identity, page.hits) if named else (page.key, 0)

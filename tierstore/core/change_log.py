@@ -1,8 +1,8 @@
 """A log of the pages that enter and leave the tiers, in order, for followers outside of the store.
 
-The store notes changes under its lock, as they happen; another thread takes and publishes them. The log is
-bounded: when it is full, all changes are dropped, and the follower is told to start again. ``held.py`` lists
-the pages that are held now.
+The store logs changes under its lock, as they happen; another thread takes and publishes them. The log is
+bounded: a full log drops all changes and reports :class:`Lost`, so that the follower starts again.
+``held.py`` lists the pages that the store holds at that time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MOST = 1 << 16  # changes that wait to be taken
 
 
 class Stored(NamedTuple):
-    """A page is now in a tier and can be served from it."""
+    """A page has entered a tier and can be served from it."""
 
     tier: Tier
     identity: bytes  # the digest
     key: bytes
-    parent: bytes  # the key of the page before it; empty for the first one
+    parent: bytes  # the key of the page before it; empty for a prompt's first page
     tokens: bytes
 
 
@@ -37,21 +37,20 @@ class PageRemoved(NamedTuple):
 
 
 class Named(NamedTuple):
-    """Pages of an identity are reported from now on. The log has not reported the pages that the store holds
-    now."""
+    """Pages of an identity are reported from now on. Pages that the store already holds were not reported."""
 
     identity: bytes
 
 
 class Lost(NamedTuple):
-    """Changes were not taken in time and are lost: the follower must start again."""
+    """Changes were dropped because they were not taken in time: the follower must start again."""
 
 
 Change: TypeAlias = Stored | PageRemoved | Named | Lost
 
 
 class Followed(NamedTuple):
-    """An identity that followers know, and the tokens in its chunks."""
+    """An identity whose pages are reported, and the number of tokens in its chunks."""
 
     identity: Identity
     chunk_tokens: int
@@ -61,9 +60,9 @@ class ChangeLog:
     """The changes of one store for one follower. Guarded by the store's lock, including :meth:`take`.
 
     ``wake`` is called, under the lock, when the log is no longer empty. The log reports only whole chunks of
-    identities passed to :meth:`register`: followers cannot interpret others. It does not report pages named
-    by a hash: followers identify a block by its tokens and the block before it, and such a page has neither.
-    It also skips identities for which ``wants`` returns False.
+    identities passed to :meth:`register`, because followers cannot interpret other pages. It skips pages
+    named by a hash: followers identify a block by its tokens and the block before it, and a named page has
+    neither. It also skips identities for which ``wants`` returns False.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class ChangeLog:
         return list(self._followed)
 
     def tells(self, identity: bytes, tokens: bytes) -> bool:
-        """Return whether a page is reported to followers."""
+        """Return whether the page with these tokens is reported to followers."""
         followed = self._followed.get(identity)
         return followed is not None and len(tokens) == followed.chunk_tokens * TOKEN_BYTES
 

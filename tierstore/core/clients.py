@@ -1,5 +1,5 @@
-"""The objects that one client of a core holds: identities, leases, reservations, remembered prefixes. Nothing
-is decided here."""
+"""The objects that one client of a core holds: identities, leases, reservations, remembered prefixes. This
+module decides nothing."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tierstore.transfer import Transfer
 
 MOST_IDENTITIES = 1024  # per client
 MOST_LEASES = 4096
-MOST_EXPECTING = 64  # prompts whose promised pages a client waits for: each is checked as pages arrive …
-MOST_EXPECTED_TOKENS = 4 << 20  # … and their tokens, except for a single prompt
+MOST_EXPECTING = 64  # prompts whose promised pages a client waits for: each is checked when pages arrive
+MOST_EXPECTED_TOKENS = 4 << 20  # tokens of these prompts together; a single prompt may have more
 MOST_WAITING = 4096  # requests that wait for a disk: enough for a prefetch for each lease
-# remembered paths: an engine asks for each prompt once per worker and KV cache group, up to 56 times
+# Remembered paths: an engine looks up each prompt once per worker and KV cache group, up to 56 times.
 MOST_PATHS = 1024
 MOST_PATH_PAGES = 1 << 18  # pages of all remembered paths together
 
-# Starts at a random number, so that ids of an earlier process are not valid in this one.
+# The first id is random, so that ids of an earlier process are not valid in this one.
 _ids = itertools.count(secrets.randbelow(1 << 40) + 1)
 
 
-class Refusal(Exception):  # not named ...Error, because it is an answer and no fault
-    """A request that cannot be done as asked. ``kind`` is for programs: ``identity`` (unknown: register it),
-    ``path`` (not remembered: send the whole prompt), ``denied``, ``usage`` or ``busy``."""
+class Refusal(Exception):  # not named ...Error, because it is an answer to a client and not a fault
+    """A refused request. ``kind`` is for programs: ``identity`` (unknown: register it), ``path`` (not
+    remembered: send the whole prompt), ``denied``, ``usage`` or ``busy``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -42,8 +42,8 @@ NEVER = -1  # value of ``Path.changes`` before the tiers were looked up
 
 @dataclass(slots=True)
 class Path:
-    """The whole pages of an earlier answer. ``runs`` are their tiers as of the index's change number
-    ``changes``."""
+    """The whole pages that an earlier lookup found. ``runs`` are the pages' tiers, as they were when the
+    index's ``changes`` had this value."""
 
     pages: Sequence[Page]
     runs: Sequence[tuple[Tier, int]]
@@ -54,9 +54,9 @@ class Path:
 class LocalLease(Lease):
     """A lease on the pages of a hit.
 
-    ``tail_tokens`` tokens of the last page match. ``hold`` is on the *last* page of each run in one tier: the
-    pages before it cannot leave the tier earlier (see ``Page.may_leave``), so leasing takes the same time for
-    a prompt of any length.
+    ``tail_tokens`` tokens of the last page match. ``hold`` holds only the *last* page of each run of pages in
+    one tier. The pages before it cannot leave the tier earlier (see ``Page.may_leave``), so taking a lease
+    takes the same time for a prompt of any length.
     """
 
     tail_tokens: int = 0
@@ -66,32 +66,32 @@ class LocalLease(Lease):
     chunk_tokens: int = 0
 
     def holders(self, first: int, count: int) -> Sequence[Page]:
-        """Return the pages whose leases hold ``count`` pages from ``first`` on: the last one in a chain, each
-        page if they are named."""
+        """Return the pages whose leases hold the ``count`` pages from ``first`` on: only the last page of a
+        chain, but every named page."""
         return self.held[first : first + count] if self.positions else [self.held[first + count - 1]]
 
 
 @dataclass(slots=True, eq=False)
 class LocalReservation(Reservation):
-    """A reservation of slots. ``positions`` and ``pages`` have the same order."""
+    """A reservation of slots. ``pages[i]`` is the page for ``positions[i]``."""
 
     pages: list[Page] = field(default_factory=list)
     page_bytes: int = 0
     copying: int = 0  # threads that copy the client's frames into the slots
-    # position → XXH3-64 of the bytes received in frames
+    # XXH3-64 of the bytes received in frames, by position
     arrived: dict[int, int] = field(default_factory=dict)
     ended: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots."""
+        """Size of all slots in bytes."""
         return len(self.pages) * slot_bytes(self.page_bytes)
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One client of a core. A ``local`` client writes to the arena itself, so its reservations end only when
-    it ends. Guarded by the state's lock."""
+    """One client of a core. A ``local`` client writes to the arena itself, so the slots of its open
+    reservations stay reserved until it disconnects. The state's lock guards this object."""
 
     name: str = ""
     local: bool = True
@@ -110,13 +110,13 @@ class Client:
     ended: bool = False
 
     def may_expect(self, tokens: int) -> bool:
-        """Return whether the client may also wait for promised pages of a prompt of ``tokens`` tokens."""
+        """Return whether the client may wait for promised pages of one more prompt of ``tokens`` tokens."""
         waiting = self.expecting.values()
         room = len(waiting) < MOST_EXPECTING and sum(waiting) + tokens <= MOST_EXPECTED_TOKENS
         return not waiting or room
 
     def registration(self, number: int) -> Registration:
-        """Return a registered identity. Raise :class:`Refusal` if there is none of this number."""
+        """Return a registered identity. Raise :class:`Refusal` if the number is unknown."""
         if not 0 <= number < len(self.identities):
             raise Refusal("identity", f"identity {number} is not registered on this connection")
         return self.identities[number]
@@ -161,21 +161,21 @@ class Client:
         return number
 
     def end_reservation(self, number: int) -> LocalReservation:
-        """Remove a reservation. Raise :class:`Refusal` if there is none of this number."""
+        """Remove a reservation and return it. Raise :class:`Refusal` if the number is unknown."""
         reservation = self.reservation(number)
         del self.reservations[number]
         self.reserved_bytes -= reservation.nbytes
         return reservation
 
     def reservation(self, number: int) -> LocalReservation:
-        """Return a reservation. Raise :class:`Refusal` if there is none of this number."""
+        """Return a reservation. Raise :class:`Refusal` if the number is unknown."""
         reservation = self.reservations.get(number)
         if reservation is None:
             raise Refusal("usage", f"this client has no reservation {number}")
         return reservation
 
     def path(self, number: int) -> Path:
-        """Return a remembered path. Raise :class:`Refusal` if there is none of this number."""
+        """Return a remembered path. Raise :class:`Refusal` if the number is unknown."""
         path = self.paths.get(number)
         if path is None:
             raise Refusal("path", f"path {number} is not remembered (any more): send the whole prompt")
@@ -183,7 +183,7 @@ class Client:
         return path
 
     def remember(self, path: Path) -> int:
-        """Remember a path and forget the oldest ones beyond the limits. Return its id."""
+        """Remember a path, and forget the oldest paths beyond the limits. Return its id."""
         number = next(_ids)
         self.paths[number] = path
         self.path_pages += len(path.pages)
@@ -195,14 +195,14 @@ class Client:
             self.forget_path(next(iter(self.paths)))
 
     def lengthen(self, number: int, path: Path) -> None:
-        """Replace path ``number`` by a longer one that begins with it. Running requests continue with the
-        shorter one."""
+        """Replace path ``number`` by a longer path that begins with it. Running requests still use the
+        shorter path."""
         self.path_pages += len(path.pages) - len(self.paths[number].pages)
         self.paths[number] = path
         self._forget_paths()
 
     def forget_gone(self) -> None:
-        """Forget paths whose pages have left the tree."""
+        """Forget ended leases, and paths whose last page is in no tier."""
         self.forget_ended_leases()
         for number, path in list(self.paths.items()):
             if not any(path.pages[-1].copies):

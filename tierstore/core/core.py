@@ -1,7 +1,7 @@
-"""The tiers below HBM, with their state, mover and write-behind, and how they are closed.
+"""The core: the tiers below HBM, with their state, mover and write-behind.
 
-Each client uses a core through its own :class:`~tierstore.core.backend.LocalBackend`: one in this process, or
-one for each client connection of a daemon.
+Each client uses a core through its own :class:`~tierstore.core.backend.LocalBackend`. A daemon has one
+``LocalBackend`` for each client connection.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 _QUEUE_FRACTION = 1 / 2  # share of the host tier that may wait to be written to disk
 MOST_TENANT_IDENTITIES = 4096  # identities of one tenant that have a client or pages in memory
-_SPARE_IDENTITIES = 1024  # new identities since the last sweep that start the next sweep
-# entries that are stored when the store is closed: 768 KiB, and at most 12 bytes per 4 KiB of the disk tier
+_SPARE_IDENTITIES = 1024  # number of new identities after which unused identities are swept again
+# most entries stored when the store is closed: 768 KiB. Also at most 12 bytes per 4 KiB of the disk tier.
 KEPT_DEPARTURES = 1 << 16
 _THREADS = 4  # threads for disk lookups and other slow work
 
@@ -50,9 +50,9 @@ _THREADS = 4  # threads for disk lookups and other slow work
 class Core:
     """The tiers below HBM and everything that decides about them. A core owns its tiers and closes them.
 
-    ``shared`` says that the clients are in other processes. Their holds then expire, are limited, and slow
-    work runs on the core's threads instead of the caller's thread. ``defer`` runs work that an answer need
-    not wait for. If it is None, that work is done before the answer.
+    ``shared`` means that the clients are in other processes: their leases and reservations are limited, and
+    slow work runs on the core's threads instead of the caller's thread. ``defer`` schedules work that an
+    answer need not wait for. If ``defer`` is None, that work is done before the answer.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Core:
         # number of clients that have registered an identity, by digest
         self._registrations: Counter[bytes] = Counter()
         self._swept = 0  # number of registered identities after the last sweep
-        self._forgotten_bytes = 0  # ``index.forgotten_bytes`` when clients last dropped removed pages
+        self._forgotten_bytes = 0  # value of ``index.forgotten_bytes`` when clients last dropped such pages
         self.hit_tokens: Counter[tuple[str, str]] = Counter()  # by (tenant, tier)
         self.lookup_tokens: Counter[str] = Counter()  # by tenant
         self._write_worth: dict[str, WriteWorth] = {}  # by tenant
@@ -120,9 +120,8 @@ class Core:
         self.forgetting.start()
 
     def write_worth(self, tenant: str) -> WriteWorth:
-        """Return the record of a tenant's disk reads, which decides whether its saves go to disk. Needs the
-        lock.
-        """
+        """Return a tenant's measure of whether its disk reads pay, which decides whether its saves go to
+        disk. Needs the lock."""
         worth = self._write_worth.get(tenant)
         if worth is None:
             worth = self._write_worth[tenant] = WriteWorth(self.state.clock)
@@ -130,15 +129,14 @@ class Core:
 
     @property
     def arena_address(self) -> int:
-        """Return the address of the host tier's memory, or 0 without a host tier."""
+        """The address of the host tier's memory; 0 without a host tier."""
         return self.host.address(0) if self.host is not None else 0
 
     # -- identities ----------------------------------------------------------------------------------
 
     def know(self, tenant: str, registration: Registration) -> None:
         """Prepare the store for pages of an identity. Raise :class:`~tierstore.errors.UsageError` if the
-        identity has pages of another size.
-        """
+        identity already has pages of another size."""
         with self.state.lock:
             self._know(tenant, registration)
 
@@ -155,10 +153,9 @@ class Core:
         self.state.residency.register(registration)
 
     def register(self, client: Client, registration: Registration) -> int:
-        """Register an identity for ``client`` and return its number there. The core keeps the identity as
-        long as the client is connected or the identity has pages. Raise :class:`Refusal` at a limit, or as
-        :meth:`know` does.
-        """
+        """Register an identity for ``client`` and return its number for this client. The core keeps the
+        identity as long as the client is connected or the identity has pages. Raise :class:`Refusal` at a
+        limit, and errors as :meth:`know` does."""
         digest = registration.identity.digest
         with self.state.lock:
             self._require_room(client.tenant, digest)
@@ -174,16 +171,14 @@ class Core:
             return number
 
     def client_ended(self, client: Client) -> None:
-        """Remove a client. Forget its identities that have no other client and no pages. Needs the state's
-        lock.
-        """
+        """Remove a client. Forget its identities that have no other client and no pages. Needs the lock."""
         self.clients.pop(client.number, None)
         for digest in {each.identity.digest for each in client.identities}:
             self._registrations[digest] -= 1
             self._forget(digest)
 
     def _require_room(self, tenant: str, digest: bytes) -> None:
-        """Raise :class:`Refusal` if the tenant may not have one identity more."""
+        """Raise :class:`Refusal` if the tenant may not have one more identity."""
         if digest in self.registered:
             return
         if len(self.registered) > 2 * self._swept + _SPARE_IDENTITIES:
@@ -207,9 +202,7 @@ class Core:
                 self.quotas.forget(digest)
 
     def forget_gone(self) -> None:
-        """Make clients drop their references to pages that have left the tree, if there are enough of them.
-        Needs the state's lock.
-        """
+        """If many pages have left the tree, make clients drop their references to them. Needs the lock."""
         forgotten = self.state.index.forgotten_bytes
         if forgotten - self._forgotten_bytes > GONE_BYTES:
             self._forgotten_bytes = forgotten
@@ -236,15 +229,10 @@ class Core:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything saved so far is on disk or was given up (``disk_dropped_pages``). Return
-        False when ``timeout`` seconds pass first, or when the disk does not answer.
-        """
+        False if ``timeout`` seconds pass first, or if the disk does not answer."""
         state = self.state
         pending = self.write_behind
-
-        def flushed() -> bool:
-            return pending is None or pending.idle
-
-        return state.stall_detector.wait_for(flushed, timeout)
+        return state.stall_detector.wait_for(lambda: pending is None or pending.idle, timeout)
 
     def stats(self) -> StoreStats:
         """Return a snapshot of the statistics. Thread-safe."""
@@ -274,7 +262,7 @@ class Core:
             )
 
     def busiest(self, count: int) -> list[BusyPrefix]:
-        """Return the prefixes with the most hits. Thread-safe; takes some milliseconds."""
+        """Return the prefixes with the most hits. Thread-safe; takes several milliseconds."""
         return busiest(self.state, self.registered, count)
 
     def check(self) -> None:
@@ -288,10 +276,8 @@ class Core:
             self.disk.check()
 
     def close(self) -> None:
-        """Finish running work, write the queue to disk and release everything. Repeated calls do nothing.
-
-        The call also returns when the disk does not answer. Durable pages stay durable.
-        """
+        """Finish running work, write the queue to disk and release everything. Return also if the disk does
+        not answer; durable pages stay durable. Repeated calls do nothing."""
         state = self.state
         with state.lock:
             if state.closed:
@@ -316,7 +302,7 @@ class Core:
             if self.disk is not None:
                 self._keep_departures(self.disk)
                 self.disk.close()
-        except OSError as error:  # durable pages do not depend on it
+        except OSError as error:  # durable pages stay durable
             _log.warning("disk tier: could not be closed cleanly: %s", error)
         finally:
             if self.before_giving_back is not None:
@@ -332,16 +318,15 @@ class Core:
         try:
             if dump:
                 disk.keep_departures(dump)
-        except OSError as error:  # explanations know less after the restart
+        except OSError as error:  # after the restart, fewer misses can be explained
             _log.info("disk tier: the memory of evicted pages was not stored: %s", error)
 
 
 def open_tiers(
     open_disk: Callable[[], DiskTier] | None, open_host: Callable[[], HostTier] | None
 ) -> tuple[DiskTier | None, HostTier | None]:
-    """Open both tiers, or neither. If there is no memory for the host tier, the disk is closed again, so that
-    its directory does not stay locked.
-    """
+    """Open both tiers, or neither. If the host tier cannot be opened for lack of memory, close the disk, so
+    that its directory does not stay locked."""
     disk = open_disk() if open_disk is not None else None
     try:
         return disk, open_host() if open_host is not None else None

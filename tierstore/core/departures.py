@@ -1,14 +1,14 @@
-"""The memory of pages that have left all tiers, and of pages that were computed and not kept.
+"""A table of pages that have left all tiers, and of pages that were computed but not stored.
 
-An entry is 12 bytes in a table of fixed size: a fingerprint of the page with the cause, and the time. Entries
-lie in rows of eight. A new entry takes the place of the oldest one in its row, so the table forgets in about
-the order in which pages left. It holds one entry for each 64 KiB of the tiers, at least 16,384 and at most 4
-million (48 MiB): with 10 million pages, the table knows the 4 million that left last. The memory is only used
-as far as entries are written.
+An entry takes 12 bytes in a table of fixed size: a fingerprint of the page with the cause, and the time.
+Entries lie in rows of eight. A new entry replaces the oldest entry in its row, so the table forgets pages in
+about the order in which they left. The table has one entry for each 64 KiB of the tiers, at least 16,384 and
+at most 4 million (48 MiB). Of 10 million pages that left, it knows the last 4 million. Entries that were
+never written take no memory.
 
-The fingerprint is a keyed hash of the identity, and with it the tenant, and the page's key. An engine may
-choose its pages' keys, so without a secret it could choose one whose fingerprint is that of another tenant's
-page, and would learn that this page was there.
+The fingerprint is a keyed hash of the page's key and identity (which includes the tenant). An engine may
+choose its pages' keys. Without a secret, it could choose a key whose fingerprint equals that of another
+tenant's page, and would learn that this page was stored.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _TIER_BITS = 2
 _FACT_BITS = _CAUSE_BITS + _TIER_BITS
 _FACTS = (1 << _FACT_BITS) - 1
 _SECRET_BYTES = 16
-_ROW_SHIFT = 40  # the bits of a mark that choose its row
+_ROW_SHIFT = 40  # the bits of a fingerprint from this one on choose its row
 
 
 class Cause(enum.IntEnum):
     """Why a page left, or was not kept. The numbers are stored: never change one."""
 
     EVICTED = 1
-    BY_REQUEST = 2  # a person or program evicted it
+    BY_REQUEST = 2  # evicted by a command or an API call
     EXPIRED = 3
     SUPERSEDED = 4
     LET_GO = 5
     DAMAGED = 6
     BUDGET = 7  # the write budget was used up
     QUEUE = 8  # the write queue was full
-    WORTH = 9  # its tenant's engines compute such pages faster than they read them
+    WORTH = 9  # the tenant's engines compute such pages faster than the disk loads them
     READ_ONLY = 10  # the disk could not be written
-    NO_ROOM = 11  # no slot in the host tier
+    NO_ROOM = 11  # the host tier had no free slot
 
 
 NOT_WRITTEN = frozenset({Cause.BUDGET, Cause.QUEUE, Cause.WORTH, Cause.READ_ONLY})
@@ -68,31 +68,32 @@ class Departure(NamedTuple):
 
 
 class Departures:
-    """The table. Needs the store's lock."""
+    """The table of departures. Needs the store's lock."""
 
     def __init__(self, capacity_bytes: int, clock: Callable[[], float] = time.time) -> None:
         """Make an empty table for tiers that have ``capacity_bytes`` together."""
         wanted = min(max(capacity_bytes // _BYTES_PER_ENTRY, _LEAST_ENTRIES), _MOST_ENTRIES)
         rows = 1 << (wanted // _ROW - 1).bit_length()
-        # numpy maps zeros that are not touched yet without memory; a memoryview is 20 times faster per entry
+        # numpy's untouched zeros take no memory; a memoryview accesses an entry 20 times faster than numpy
+        # does
         self._marks = np.zeros(rows * _ROW, np.uint64).data
         self._times = np.zeros(rows * _ROW, np.uint32).data
         self._row_mask = rows - 1
         self._clock = clock
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._left_bytes = 0
-        self._volumes: list[tuple[int, int]] = []  # (second, bytes that had left before), the newest last
+        self._volumes: list[tuple[int, int]] = []  # (second, bytes that had left before it), newest last
 
     @property
     def nbytes(self) -> int:
-        """The most memory that the table takes."""
+        """The most memory that the table takes, in bytes."""
         return self._marks.nbytes + self._times.nbytes
 
     def note(
         self, identity: bytes, key: bytes, cause: Cause, tier: Tier | None = None, nbytes: int = 0
     ) -> None:
-        """Record that a page of ``nbytes`` has left its last tier, or was not kept. If it leaves the host
-        tier after it could not be written, that stays the cause."""
+        """Record that a page of ``nbytes`` has left its last tier, or was not stored. If the page leaves the
+        host tier because it could not be written to disk, the cause stays the reason for that."""
         now_s = int(self._clock())
         mark, first = self._place(identity, key)
         place = self._find(mark, first)
@@ -113,8 +114,8 @@ class Departures:
         return int(self._clock())
 
     def left_since(self, at_s: int) -> int:
-        """Return the number of bytes that have left since ``at_s``. A page that left then would still be
-        there if the tiers were larger by about this."""
+        """Return the number of bytes that have left since ``at_s``. If the tiers were larger by about this
+        number, a page that left at ``at_s`` would still be stored."""
         first = bisect_left(self._volumes, (at_s, 0))
         return self._left_bytes - self._volumes[first][1] if first < len(self._volumes) else 0
 
@@ -127,13 +128,13 @@ class Departures:
         return Departure(self._cause(place), None if tier == _NO_TIER else Tier(tier), self._times[place])
 
     def _place(self, identity: bytes, key: bytes) -> tuple[int, int]:
-        """Return a page's mark, and the first place of its row."""
+        """Return a page's fingerprint (with the cause and tier bits 0), and the first place of its row."""
         hashed = blake2b(identity + key, digest_size=8, key=self._secret).digest()
         mark = int.from_bytes(hashed, "little") & ~_FACTS
         return mark, (mark >> _ROW_SHIFT & self._row_mask) * _ROW
 
     def _find(self, mark: int, first: int) -> int | None:
-        """Return the place of an entry in its row; None if it is not there."""
+        """Return the place of a fingerprint in its row; None if the row does not have it."""
         for place in range(first, first + _ROW):
             if self._marks[place] & ~_FACTS == mark:
                 return place
@@ -145,8 +146,8 @@ class Departures:
     # -- over a restart ------------------------------------------------------------------------------
 
     def dump(self, most: int = _MOST_ENTRIES) -> bytes:
-        """Return the ``most`` newest entries and the secret of their fingerprints, for :meth:`load`. Empty if
-        there are none."""
+        """Return the ``most`` newest entries and the secret of their fingerprints for :meth:`load`; empty if
+        there are no entries."""
         marks, times = np.asarray(self._marks), np.asarray(self._times)
         used = np.flatnonzero(marks)
         if not len(used):
@@ -158,8 +159,8 @@ class Departures:
         return self._secret + entries.tobytes()
 
     def load(self, dump: bytes) -> None:
-        """Fill an empty table with a dump, which may come from a table of another size. Entries without a
-        known cause are left out."""
+        """Fill an empty table with a dump, which may be from a table of another size. Skip entries with an
+        unknown cause."""
         whole = (len(dump) - _SECRET_BYTES) // _ENTRY.itemsize
         if whole <= 0:
             return
@@ -168,7 +169,7 @@ class Departures:
         causes = (entries["mark"] & _FACTS) >> _TIER_BITS
         entries = np.sort(entries[np.isin(causes, list(Cause))], order="at_s")
         rows = (entries["mark"] >> np.uint64(_ROW_SHIFT)).astype(np.int64) & self._row_mask
-        order = np.argsort(rows, kind="stable")  # by row, and by time within it
+        order = np.argsort(rows, kind="stable")  # by row, and within a row by time
         newer = np.searchsorted(rows[order], rows[order], side="right") - 1 - np.arange(len(order))
         kept = newer < _ROW
         places = rows[order][kept] * _ROW + newer[kept]

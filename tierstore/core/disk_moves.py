@@ -1,12 +1,12 @@
-"""Move pages on disk out of the way while the store is in use.
+"""Move pages on disk while the store is in use, to free whole regions of the disk.
 
-A move copies. It reads and verifies the payload (as stored, even if a codec has encoded it), writes it to the
-new place, changes the record in one transaction, and then frees the old place. After a crash, the page is in
-one of the two places.
+A move reads and verifies the payload (as stored, even if a codec has encoded it), writes it to the new place,
+changes the record in one transaction, and then frees the old place. After a crash, the page is in one of the
+two places.
 
-Pages in use do not move. A page that comes into use before its record is changed stays where it is. A page
-that comes into use later keeps its old place until its lease ends. If the disk fails, the move is abandoned;
-the next write finds and reports the failure.
+Pages in use do not move. If a page comes into use before its record is changed, its move is abandoned. If it
+comes into use later, its old place is kept until its lease ends. If the disk fails, the move is abandoned,
+and the next write finds and reports the failure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DiskMoves:
         self._memory: Memory | None = None
         self._pages = 0
         self._bytes = 0
-        self._leaving: dict[int, Page] = {}  # old places of moved pages that are still being read
+        self._leaving: dict[int, Page] = {}  # pages that have moved, by the old place if it is still read
 
     def stats(self) -> MoveStats:
         return MoveStats(self._pages, self._bytes)
@@ -59,7 +59,7 @@ class DiskMoves:
             self._move(piece)
 
     def _movable(self, window: Window) -> list[PageRecord]:
-        """Return the records of the pages in a window; none if one of the pages cannot move."""
+        """Return the records of the pages in a window; none if any of the pages may not move."""
         page_table = self._state.page_table
         assert page_table is not None
         found = [page for places in self._space.bytes_of(window) for page in page_table.within(places)]
@@ -77,7 +77,7 @@ class DiskMoves:
         return good if len(good) == len(found) else []
 
     def _may_move(self, serial: int) -> bool:
-        """Whether a page's disk copy is not in use. Needs the lock."""
+        """Return whether a page's disk copy is not in use. Needs the lock."""
         page = self._state.index.by_serial.get(serial)
         if page is None:
             return True
@@ -85,8 +85,8 @@ class DiskMoves:
         return copy is not None and copy.ready and not copy.leases
 
     def _move(self, records: Sequence[PageRecord]) -> None:
-        """Move pages to free slots elsewhere, as long as there are any. Raise :class:`OSError` if the disk
-        fails."""
+        """Move pages to free slots outside of held windows, as far as there are free slots. Raise
+        :class:`OSError` if the disk fails."""
         copies: list[tuple[PageRecord, memoryview]] = []
         moved: list[tuple[PageRecord, int]] = []
         try:
@@ -108,9 +108,9 @@ class DiskMoves:
             moved = []
             raise
         finally:
-            there = {record.serial for record, _ in moved}
+            moved_serials = {record.serial for record, _ in moved}
             for record, _ in copies:
-                if record.serial not in there:
+                if record.serial not in moved_serials:
                     self._disk.unreserve(record.place, record.room)
         with self._state.lock:
             for record, place in moved:
@@ -120,7 +120,7 @@ class DiskMoves:
         self.vacate()
 
     def _read(self, records: Sequence[PageRecord]) -> Iterator[tuple[PageRecord, memoryview]]:
-        """Yield the pages that are as they were saved. A damaged page is dropped."""
+        """Yield the intact pages with their payloads. Drop a damaged page."""
         total = sum(slot_bytes(record.payload_bytes) for record in records)
         if self._memory is None or self._memory.nbytes < total:
             self._memory = Memory(total, shared=False)
@@ -143,18 +143,18 @@ class DiskMoves:
                 self._state.residency.damaged_on_disk(page)
             elif page is None and self._state.eviction.leaves_disk(record.serial):
                 self._state.counters.damaged_pages += 1
-            # Otherwise pages below it are there, and the next lookup finds the damage.
+            # Otherwise pages below it exist, and the next lookup finds the damage.
 
     def _ledger_place(self, record: PageRecord) -> int | None:
         assert self._state.page_table is not None
         return self._state.page_table.place(record.serial)
 
     def _moved(self, record: PageRecord, before: int) -> None:
-        """Record a page's new place. Needs the lock."""
+        """Record that a page has moved from place ``before``. Needs the lock."""
         state = self._state
         assert state.page_table is not None
         page = state.index.by_serial.get(record.serial)
-        if not state.page_table.move(record.serial, record.place):  # removed while its record was changed
+        if not state.page_table.move(record.serial, record.place):  # removed while it moved
             state.residency.removed = [
                 removal._replace(place=record.place) if removal.serial == record.serial else removal
                 for removal in state.residency.removed
@@ -179,7 +179,7 @@ class DiskMoves:
 
 
 def _pieces(records: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
-    """Yield the records to move with one commit."""
+    """Split the records into batches of at most ``_AT_ONCE`` bytes, each moved with one commit."""
     piece: list[PageRecord] = []
     nbytes = 0
     for record in records:

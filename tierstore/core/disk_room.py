@@ -1,25 +1,24 @@
 """Make room on disk for new pages: decide which pages to evict, and which to move.
 
-Pages of one size class share slabs (tiers/slabs.py). Evicting the globally worst page would mostly free a
-slot of another class, which is useless until its whole slab happens to be empty. Under traffic of mixed
-sizes, a tenth to a fifth of the disk would be idle. So:
+Pages of one size class share slabs (tiers/slabs.py). The globally worst page mostly lies in a slab of another
+class, and its slot is useless to this class until the whole slab is empty. If only the worst pages were
+evicted, a tenth to a fifth of the disk would be idle under traffic of mixed sizes. So:
 
-* A class with pages **nearly as bad as the worst** of all (among the worst 1/32 of all bytes) evicts its own
-  pages: each frees a usable slot at once. This is the usual case, because in steady traffic the ages of all
-  classes are alike.
-* Otherwise the class has to **grow** at the expense of the classes with the worst pages. Pages of as many
-  bytes as the wanted slabs are evicted, wherever they are. Then the emptiest windows are chosen
+* A class that has pages among the worst 1/32 of all bytes evicts those pages: each frees a usable slot at
+  once. This is the usual case, because in steady traffic the pages of all classes have similar ages.
+* Any other class has to **grow** at the expense of the classes with the worst pages. It evicts the worst
+  pages of all classes, for as many bytes as the slabs that it needs. Then the emptiest windows are chosen
   (tiers/disk/space.py), and their remaining pages move to the freed slots (disk_moves.py).
-* **Idle** space in slabs of classes that are no longer written is collected in the same way, without
-  evictions. If the idle space consists of gaps between slabs, too small for new pages, neighbours of the gaps
-  move into freed runs, and the gaps are joined.
+* **Idle** space in slabs of classes that are no longer written is collected by moving pages, without
+  evictions. If the idle space consists of gaps between slabs, too small for new pages, pages next to the gaps
+  move away, and the gaps are joined.
 
 **Rejected alternatives**:
 
-* Evict the pages of the windows instead of moving them. This is cheaper, but pages that are used all day
-  would leave because of their position.
-* Use a log with a cleaner instead of slabs. There would be no classes, but each eviction out of order
-  leaves a hole. At 95 % full, the cleaner writes each page many times.
+* Evict the pages of the windows instead of moving them. This is cheaper, but it would evict frequently used
+  pages because of their position.
+* Use a log with a cleaner instead of slabs. A log needs no size classes, but each eviction out of order
+  leaves a hole, and on a disk that is 95 % full the cleaner would rewrite each page many times.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from tierstore.tiers.slabs import slot_bytes
 
 _log = logging.getLogger(__name__)
 
-_SHARE = 1 / 32  # largest share of the capacity that is freed at once for one class …
-_MOST_PAGES = 512  # … and the most pages: the next pages to be written wait for this
-_AT_ONCE = 32  # pages evicted under one hold of the lock
-_ROUNDS = 2  # rounds of evicting and moving before a class gets no more
-_MOST_MOVED = 1.0  # bytes moved for each byte that a class can grow by
-_MOST_MOVED_TO_JOIN = 4.0  # bytes moved for each byte that would otherwise be idle
+_SHARE = 1 / 32  # largest share of the capacity that is freed at once for one class
+_MOST_PAGES = 512  # most pages evicted at once, because the next pages to be written wait for it
+_AT_ONCE = 32  # pages handled under one hold of the lock: passing the lock on for each page costs too much
+_ROUNDS = 2  # rounds of evicting and moving before the search for room ends
+_MOST_MOVED = 1.0  # most bytes moved for each byte that a class can grow by
+_MOST_MOVED_TO_JOIN = 4.0  # most bytes moved for each byte that would otherwise be idle
 _LEAST_COLLECTED = 1 / 512  # share of the capacity; less idle space is not worth collecting
 _TOLERATED_IDLE = 1 / 128  # share of the capacity that may be free but too scattered to use
 _INDEX_ROUNDS = 64
-_LEAST_INDEX_PAGES = 16  # records in a page of the index tree: fewer evictions free no space
+_LEAST_INDEX_PAGES = 16  # records in a page of the LMDB index: fewer evictions free no space in it
 
 
 class DiskRoom:
-    """Makes room for the store's writer, on the writer's thread. ``commit`` makes pending removals
-    durable."""
+    """Makes room for the store's writer, on the writer's thread. ``commit`` makes pending removals durable.
+    ``moves`` counts the pages that were moved for this."""
 
     def __init__(self, state: StoreState, disk: DiskTier, commit: Callable[[], bool]) -> None:
         self._state = state
@@ -64,21 +63,16 @@ class DiskRoom:
         self._space = disk.space
         self._commit = commit
         self._capacity_bytes = disk.stats().capacity_bytes
-        self._moves = DiskMoves(state, disk)
+        self.moves = DiskMoves(state, disk)
         self._idle_bytes = 0  # idle bytes that the last attempt could not collect
 
-    @property
-    def moves(self) -> DiskMoves:
-        """The moves of pages, with their cost so far."""
-        return self._moves
-
     def make(self, nbytes: int, waiting: Mapping[int, int]) -> bool:
-        """Make room for a page of ``nbytes``, and for some of the ``waiting`` pages (page bytes → number of
-        pages) that are written after it. Return False when no page may leave, or the disk failed."""
+        """Make room for a page of ``nbytes``, and for some of the ``waiting`` pages that are written after it
+        (number of pages by page bytes). Return False if no page may leave, or the disk failed."""
         page_table = self._state.page_table
         if page_table is None:
             return False
-        self._moves.vacate()
+        self.moves.vacate()
         shortage = self._space.shortage(nbytes)
         if shortage is Shortage.INDEX:
             return self._make_index_room(page_table, nbytes, waiting)
@@ -90,7 +84,7 @@ class DiskRoom:
     # -- the index -----------------------------------------------------------------------------------
 
     def _make_index_room(self, page_table: PageTable, nbytes: int, waiting: Mapping[int, int]) -> bool:
-        """Evict the worst pages of the class that has the most pages. Each page frees one record."""
+        """Evict the worst pages of the class that has the most pages, because each page frees one record."""
         pages = min(max(sum(waiting.values()), 1), _LEAST_INDEX_PAGES)
         for _ in range(_INDEX_ROUNDS):
             evicted = self._leave(pages, size_class=page_table.commonest_class())
@@ -113,7 +107,7 @@ class DiskRoom:
                 self._empty_windows(nbytes, wanted, joining=True)
             if self._has_room(nbytes) or self._empty_windows(nbytes, wanted):
                 return True
-            # Alternatively, use the slots meant for the other classes, which find new slots more easily.
+            # Or use only the slots freed for this class: the other classes find new slots more easily.
             if len(wanted) > 1 and self._empty_windows(nbytes, alone):
                 return True
             spare = 0
@@ -124,11 +118,11 @@ class DiskRoom:
         return self._space.shortage(nbytes) is Shortage.NONE
 
     def _evict(self, page_table: PageTable, nbytes: int, wanted: Counter[int], *, spare: int) -> bool:
-        """Evict pages for each class that needs more slots than are free. Return False when no page could
-        leave.
+        """Evict pages for each class that needs more slots than are free, and commit once. Return False if no
+        page could leave.
 
-        A class with pages nearly as bad as the worst evicts those. Otherwise the worst pages of all classes
-        leave, for as many bytes as the class has to grow, less the ``spare`` bytes. One commit covers all.
+        A class evicts its own pages if some are among the worst. Otherwise the worst pages of all classes
+        leave, for as many bytes as the class has to grow minus ``spare``.
         """
         policy = self._state.eviction.disk_policy
         free = self._space.free_slots()
@@ -156,8 +150,8 @@ class DiskRoom:
         size_class: int | None = None,
         until: float = math.inf,
     ) -> int:
-        """Evict pages as :meth:`~.Eviction.evict_from_disk` does, but a few at a time: each page must be
-        removed from the tree, and lookups would wait for all of them."""
+        """Evict pages as :meth:`~.Eviction.evict_from_disk` does, but a few at a time, so that lookups need
+        not wait until all of them are removed from the tree."""
         evicted = 0
         while evicted < pages and nbytes > 0:
             with self._state.lock:
@@ -172,14 +166,15 @@ class DiskRoom:
         return evicted
 
     def _most_pages(self, nbytes: int) -> int:
-        """Return how many pages may leave at once."""
+        """Return how many pages of ``nbytes`` may be evicted at once."""
         return min(max(int(self._capacity_bytes * _SHARE) // nbytes, 1), _MOST_PAGES)
 
     def _windows_for(self, nbytes: int, pages: int) -> int:
         return -(-pages // max(self._space.slab_slots(nbytes), 1))
 
     def _collect_idle(self, nbytes: int, wanted: Counter[int]) -> bool:
-        """Use idle free space, if there is enough of it to be worthwhile."""
+        """Move pages to make idle free space usable, if there is enough of it. Return whether there is
+        room."""
         idle = self._idle(wanted)
         self._idle_bytes = min(self._idle_bytes, idle)
         worthwhile = max(self._space.slab_bytes(nbytes), int(self._capacity_bytes * _LEAST_COLLECTED))
@@ -191,7 +186,7 @@ class DiskRoom:
         return False
 
     def _idle(self, wanted: Counter[int]) -> int:
-        """Return the bytes that are free and not about to be used."""
+        """Return the number of bytes that are free and that the ``wanted`` pages will not use."""
         free = self._space.free_slots()
         taken = (min(free[slot_bytes(each)], pages) * slot_bytes(each) for each, pages in wanted.items())
         return max(self._space.free_bytes() - sum(taken), 0)
@@ -199,13 +194,13 @@ class DiskRoom:
     # -- windows -------------------------------------------------------------------------------------
 
     def _empty_windows(self, nbytes: int, wanted: Counter[int], *, joining: bool = False) -> bool:
-        """Move pages out of the way of pages of ``nbytes``. Return whether there is room now."""
+        """Move pages away to make whole slabs free for pages of ``nbytes``. Return whether there is room."""
         others = Counter({slot_bytes(each): pages for each, pages in wanted.items() if each != nbytes})
         count = self._windows_for(nbytes, min(wanted[nbytes], self._most_pages(nbytes)))
         most = _MOST_MOVED_TO_JOIN if joining else _MOST_MOVED
         windows = self._space.hold(nbytes, count, wanted=others, most_moved=most, joining=joining)
         try:
-            self._moves.empty(windows)
+            self.moves.empty(windows)
         except OSError as error:
             _log.warning("disk tier: pages could not be moved: %s", error)
         finally:
@@ -213,13 +208,8 @@ class DiskRoom:
         return self._has_room(nbytes)
 
 
-# pages under one hold of the lock: one hold for each would pass the lock on thousands of times a second
-_AT_ONCE = 32
-
-
 class DiskPlacement:
-    """Assigns places on disk to pages, for the store's writer and on its thread. ``commit`` makes pending
-    removals durable."""
+    """Assigns places on disk to pages, on the writer's thread. ``commit`` makes pending removals durable."""
 
     def __init__(
         self, state: StoreState, disk: DiskTier, queue: WriteQueue, commit: Callable[[], bool]
@@ -228,11 +218,11 @@ class DiskPlacement:
         self._disk = disk
         self._queue = queue
         self.room = DiskRoom(state, disk, commit)
-        self._usual: dict[int, int] = {}  # page bytes → the bytes that the last such page took on disk
+        self._usual: dict[int, int] = {}  # by page bytes: the bytes that the last such page took on disk
 
     def give(self, batch: Sequence[Page], encoded: Mapping[Page, Encoded]) -> list[Page]:
-        """Give each page of a batch a place on disk. Return the pages that got one. ``encoded`` has the
-        payloads of pages that a codec has made smaller."""
+        """Give each page of a batch a place on disk. Return the pages that got a place. ``encoded`` has the
+        payloads of pages that a codec has compressed."""
         placed: list[Page] = []
         for start in range(0, len(batch), _AT_ONCE):
             some = batch[start : start + _AT_ONCE]
@@ -243,11 +233,11 @@ class DiskPlacement:
                 for page, place in zip(some, places, strict=True):
                     if self._put_in_place(page, place, encoded.get(page)):
                         placed.append(page)
-                self._state.changed.notify_all()  # some pages may have been given up
+                self._state.changed.notify_all()  # the queue may have given up some pages
         return placed
 
     def _put_in_place(self, page: Page, place: int | None, encoded: Encoded | None) -> bool:
-        # Check only now: making room may have evicted the parent, and the page may have been forgotten.
+        # These conditions may have changed: making room can evict the parent, and a forget the page itself.
         in_host = page.copies[Tier.HOST]
         wanted = in_host is not None and in_host.ready
         wanted = wanted and self._disk.session_keys.admits(page.identity, page.key_session)
@@ -290,15 +280,16 @@ class DiskPlacement:
         return places
 
     def _reserve(self, nbytes: int) -> int | None:
-        """Return a place for one page, making room if the disk is full. Return None if no page may leave."""
+        """Return a place for one page, and make room if the disk is full. Return None if no page may
+        leave."""
         place = self._disk.reserve(nbytes)
         if place is None and self.room.make(nbytes, self._waiting()):
             place = self._disk.reserve(nbytes)
         return place
 
     def _waiting(self) -> Counter[int]:
-        """Return the number of pages that have no place on disk yet, by the bytes that such a page usually
-        takes there."""
+        """Return the number of pages that have no place on disk yet, by the bytes that such pages usually
+        take on disk."""
         with self._state.lock:
             unplaced = self._queue.unplaced()
         rooms: Counter[int] = Counter()
@@ -308,6 +299,6 @@ class DiskPlacement:
 
 
 def parent_on_disk(page: Page) -> bool:
-    """Whether a page could be found on disk: its parent is there. Needs the lock."""
+    """Return whether a page could be found on disk, because its parent is on disk. Needs the lock."""
     assert page.parent is not None
     return page.parent.parent is None or page.parent.copies[Tier.DISK] is not None

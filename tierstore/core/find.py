@@ -1,7 +1,7 @@
 """Find a prompt's pages: first in the tree and, where the tree ends, in the index on disk.
 
 The tree is read under the store's lock. The disk is read without it, because a page fault must never delay
-other engines. Records found on disk are therefore checked again when they are added to the tree.
+other engines. The records found on disk are therefore checked again when they are added to the tree.
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ from tierstore.index import Match, Page, Tier, common_tokens
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.tiers.disk import PageRecord
 
-_LOOK_S = 2.0  # the longest wait for a disk lookup; after it, the lookup continues and helps the next one
-_MOST_LOOKS = 4  # disk lookups per call; more than one only if others evict or save the same prompt
-_MOST_COUNTED = 16  # children to count, to find out whether a disk lookup can be skipped
+_LOOK_S = 2.0  # longest wait for a disk lookup; the disk finishes it later, which helps the next lookup
+_MOST_LOOKS = 4  # disk lookups per call: more than one only if others evict or save the same prompt meanwhile
+_MOST_COUNTED = 16  # most children in the tree that are counted to find out if a disk lookup can be skipped
 
 ChunkAt = Callable[[int], "tuple[PageKey | None, bytes]"]
-"""Return key and token bytes of a prompt's chunk. The partial chunk at the end has no key; chunks beyond it
-are empty.
-"""
+"""Return the key and the token bytes of the prompt's chunk with this number. The partial chunk at the end has
+no key. Chunks beyond the end are empty."""
 
 
 @contextmanager
 def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) -> Iterator[Match]:
-    """Yield the longest held prefix of ``prompt``. The block runs under the store's lock, and the whole match
-    is in the tree while it runs.
-
-    Raises :class:`~tierstore.errors.StoreClosedError`.
-    """
+    """Yield the longest stored prefix of ``prompt``. The ``with`` block runs under the store's lock, and the
+    match stays in the tree while it runs. Raise :class:`~tierstore.errors.StoreClosedError`."""
 
     def chunk(index: int) -> tuple[PageKey | None, bytes]:
         return prompt.keys[index] if index < len(prompt.keys) else None, prompt.chunk(index)
@@ -58,10 +54,9 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
 def frontier(
     state: StoreState, root: Page, match: Match, identity: Identity, chunk_tokens: int, chunk: ChunkAt
 ) -> Page | None:
-    """Return the last whole page of a match below ``root`` (or below any page) if the prompt may continue on
-    disk below that page. Return None if it cannot. ``chunk(0)`` is the prompt's chunk right below ``root``.
-    Needs the lock.
-    """
+    """Return the last whole page of a match below ``root`` (which may be any page) if the disk may have the
+    next page of the prompt; None otherwise. ``chunk(0)`` is the prompt's chunk right below ``root``. Needs
+    the lock."""
     whole = match.tokens // chunk_tokens
     page = match.pages[whole - 1] if whole else root
     on_disk = page.copies[Tier.DISK] is not None or page.parent is None
@@ -75,9 +70,8 @@ def frontier(
 
 
 def _all_loaded(state: StoreState, page: Page) -> bool:
-    """Whether all children that the disk has of ``page`` are already in the tree. False for a root, whose
-    children are not counted.
-    """
+    """Return whether all children that the disk has of ``page`` are already in the tree; False for a root,
+    whose children are not counted."""
     if state.page_table is None or page.parent is None:
         return False
     below = state.page_table.children(page.serial)
@@ -88,9 +82,8 @@ def _all_loaded(state: StoreState, page: Page) -> bool:
 
 
 def _load_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int) -> bool:
-    """Load the pages that the disk has of a prompt below ``parent`` into the tree. Return whether another
-    disk lookup could find more.
-    """
+    """Load the pages of a prompt that the disk has below ``parent`` into the tree. Return whether another
+    disk lookup could find more."""
     assert state.disk is not None
     disk = state.disk
     first = parent.depth  # the root's is 0
@@ -116,7 +109,7 @@ def _load_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
 def load_named(
     state: StoreState, root: Page, identity: Identity, chunks: Sequence[tuple[PageKey, bytes]]
 ) -> None:
-    """Load the pages that the disk has of these named ones into the tree, all below ``root``."""
+    """Load those of these named pages that are on disk into the tree, as children of ``root``."""
     assert state.disk is not None
     disk = state.disk
 
@@ -130,9 +123,7 @@ def load_named(
 
 
 def _looked(state: StoreState, look: Callable[[], list[PageRecord]]) -> list[PageRecord] | None:
-    """Return the records that ``look`` finds on disk. Return None if the disk fails or takes too long for a
-    lookup.
-    """
+    """Return the records that ``look`` finds on disk; None if the disk fails or takes too long."""
     assert state.disk is not None
     try:
         found = state.disk.within(_LOOK_S, look)

@@ -1,33 +1,34 @@
 """Forget tenants, models, sessions and pages that are too old, in host memory and on disk.
 
-To forget a tenant or a model takes four steps:
+Forgetting a tenant or a model takes four steps:
 
 1. **Memory.** Copies of the pages are marked as damaged, so that no lookup finds them.
-2. **Keys.** In an encrypted store, the tenant's or model's data keys are dropped from the keyring, durably.
+2. **Keys.** In an encrypted store, the tenant's or model's data keys are removed from the keyring, durably.
 3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup reaches a
    page without its root, and the next opening removes such pages. So a forget takes the same time for one
-   page and for a terabyte on disk.
-   Then pools are told, in this process and in engines at the daemon. An engine that is away finds out when it
-   comes back (:class:`ForgetLog`).
-4. **Pages.** A thread drops the marked copies. A copy that a load or a write uses leaves with its last
-   holder. Then the thread removes the pages from the disk, in small batches. Without encryption, it first
-   overwrites their payloads in the extents, and discards index pages that are free afterwards.
+   page and for a terabyte on disk. Then the HBM pools, of this process and of the daemon's engines, receive a
+   notice of the forget. An engine that is disconnected learns of it when it reconnects (:class:`ForgetLog`).
+4. **Pages.** A thread drops the marked copies. A copy that a load or a write uses is dropped when its last
+   holder releases it. Then the thread removes the pages from the disk, in small batches. Without encryption,
+   it first overwrites their payloads in the extents, and afterwards discards index pages that have become
+   free.
 
-The call returns after the third step. A running save may end after it, and is then not forgotten. A page may
-be placed on disk before the keys are dropped and sealed after that. It gets a random key that is not kept
-(``DiskTier.moment``).
+The call returns after the third step. A save that ends after that is not forgotten. A page may get a place on
+disk before the keys are removed, and be sealed (encrypted) after that: it is sealed with a random key that is
+not kept (``DiskTier.moment``).
 
-A **session** has the pages that no other session has used (:mod:`tierstore.index.sessions`). The store knows
-these only while the process runs. The third step does not apply, because they share the root of their tenant.
-Instead, the pages are noted in the index, durably, and the next opening removes those that the fourth step
-has not. They are overwritten in an encrypted store, too. With **session keys**, a session also has all pages
-that its keys encrypt, those that other sessions use included, and also after a restart: the page table has
-the number of each page's key. These pages leave with all pages behind them, and the second step drops the
-keys.
+**Forgetting a session** covers the pages that no other session has used (:mod:`tierstore.index.sessions`).
+The store knows these pages only while the process runs. Their tenant's other pages have the same root, so the
+roots stay. Instead of the third step, the pages are recorded in the index, durably, and the next opening
+removes those that the fourth step has not removed. These pages are overwritten in an encrypted store, too.
+With **session keys**, the forget also covers all pages that the session's keys encrypt, including pages that
+other sessions use, and also after a restart: the page table has the number of each page's key. These pages
+are removed with all pages behind them, and the second step removes the keys.
 
-With a **maximum age**, each lookup first marks the pages in the tree that are too old, and pages on disk that
-are too old do not enter the tree. A thread removes both as it removes a session's. It reads all records at
-times that :func:`expiry_s` gives. The age is the wall clock's, because it must go on during a restart."""
+With a **maximum age**, each lookup first marks the pages in the tree that are too old, and no page on disk
+that is too old enters the tree. A thread removes these pages as it removes a session's pages. It also reads
+all records on disk at the interval :func:`expiry_s`. Ages follow the wall clock, because pages must also age
+while no process runs."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -53,18 +54,18 @@ from tierstore.errors import StoreUnavailableError
 from tierstore.index import Page, Tier
 from tierstore.index.sessions import NO_SESSION
 from tierstore.keys import Identity, PageKey, outer_tenant
-from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk import DiskTier, PageRecord
 from tierstore.tiers.disk.keyring import Scope, scope_name, session_hash
 from tierstore.types import ForgetReceipt, Forgettable
 
 _log = logging.getLogger(__name__)
 
-_MARKED_AT_ONCE = 4096  # pages under one hold of the lock: takes some milliseconds
+_MARKED_AT_ONCE = 4096  # pages under one hold of the lock: takes several milliseconds
 _AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
-_READ_AT_ONCE = 4096  # records
+_READ_AT_ONCE = 4096  # records read from the disk's index at once
 _MOST_UNCOMMITTED = 4096  # removals that wait for a commit
 _KEPT_FORGETS = 256
-_PAUSE_S = 0.5  # between two rounds for pages that lookups found too old: each round searches all pools
+_PAUSE_S = 0.5  # minimum time between removals of pages that lookups found too old: each searches all pools
 _NAME_BYTES = 8
 _HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, number of the last forget
 _LOGGED = struct.Struct("<16s16s")  # tenant, model
@@ -72,9 +73,10 @@ _ANY = bytes(16)
 
 
 class ForgetLog:
-    """The last forgets of tenants and models, numbered from 1. A client that was away finds out which of its
-    identities were forgotten meanwhile. A session counts as its tenant. Names are hashed. Not thread-safe.
-    ``name`` is random: it tells a client that another log has begun, whose numbers mean other forgets.
+    """The last forgets of tenants and models, numbered from 1. A client that reconnects finds out which of
+    its identities were forgotten meanwhile. Forgetting a session is logged as a forget of its tenant. Names
+    are hashed. ``name`` is random and changes when a log starts anew, so that clients do not compare the
+    numbers of different logs. Not thread-safe.
 
     >>> log = ForgetLog()
     >>> log.add("acme", None)
@@ -83,7 +85,7 @@ class ForgetLog:
     """
 
     def __init__(self, stored: bytes = b"") -> None:
-        """Continue with the value of :meth:`dump`; empty: begin anew."""
+        """Continue the log ``stored``, a value of :meth:`dump`; start a new log if it is empty."""
         self._entries: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT_FORGETS)
         self.last, self.name = 0, os.urandom(_NAME_BYTES)
         if len(stored) % _LOGGED.size == _HEAD.size:
@@ -96,8 +98,8 @@ class ForgetLog:
         self._entries.append((_logged(tenant), _logged(model)))
 
     def latest(self, tenant: str, *models: str) -> int:
-        """Return the number of the last forget that covers pages of this tenant and of a model with these
-        names. If there is none in the log, return the number of the last forget that has left it."""
+        """Return the number of the last forget that covers pages of this tenant and of a model with one of
+        these names. If no such forget is in the log, return the number of the last forget dropped from it."""
         tenants = {_ANY, _logged(tenant), _logged(outer_tenant(tenant))}
         names = {_ANY, *map(_logged, models)}
         for at, (one, other) in enumerate(reversed(self._entries)):
@@ -110,7 +112,7 @@ class ForgetLog:
 
 
 def expiry_s(max_age_s: float) -> float:
-    """Return the seconds within which pages have left the disk after they became ``max_age_s`` old.
+    """Return the interval, in seconds, at which the disk is searched for pages older than ``max_age_s``.
 
     >>> expiry_s(3600.0), expiry_s(30 * 86400.0)
     (72.0, 51840.0)
@@ -119,7 +121,8 @@ def expiry_s(max_age_s: float) -> float:
 
 
 def _on_disk(pages: Iterable[Page]) -> dict[int, float]:
-    """Return when those of these pages were saved that have a copy on disk, by serial. Needs the lock."""
+    """Return the time at which each of these pages was saved, by serial, for pages on disk. Needs the
+    lock."""
     return {
         page.serial: page.record.created_s
         for page in pages
@@ -132,7 +135,7 @@ def _logged(name: str | None) -> bytes:
 
 
 class Forgetting:
-    """Forgets pages of one core. Thread-safe. ``registered`` are the identities of clients, by digest."""
+    """Forgets pages of one core. Thread-safe. ``registered`` has the identities of clients, by digest."""
 
     def __init__(
         self, state: StoreState, disk: DiskTier | None, registered: dict[bytes, Identity], pins: Pins
@@ -141,27 +144,27 @@ class Forgetting:
         self._pins = pins
         self._disk = disk
         self._registered = registered
-        self._one = threading.Lock()  # held while something is forgotten, and while the disk is cleaned up
+        self._one = threading.Lock()  # held by an expiry and by the clean-up of a forget
         self._closing = False
         self._cleaners: list[threading.Thread] = []
-        self._oldest_s = -math.inf  # no page on disk was saved earlier
+        self._oldest_s = -math.inf  # lower bound of the times at which pages on disk were saved
         self.followers: list[Callable[[ForgottenPages], None]] = []
         self._expiry: threading.Thread | None = None
         self._log = ForgetLog(disk.forgets.log() if disk is not None else b"")  # guarded by the state's lock
-        self._telling = threading.Lock()  # held while pools are told, so that numbers arrive in order
-        self._untold: set[int] = set()  # numbers of forgets that pools are not told of; by the state's lock
+        self._telling = threading.Lock()  # held while pools are notified, so that notices arrive in order
+        self._untold: set[int] = set()  # numbers of forgets without a notice yet; guarded by the state's lock
 
     def start(self) -> None:
-        """Drop pages that become too old from now on, in the background."""
+        """Start removing pages that become too old, in the background."""
         if self._state.ages.most_s < math.inf:
             self._expiry = threading.Thread(target=self._expire_often, name="tierstore-expiry", daemon=True)
             self._expiry.start()
 
     def forget(self, what: Forgettable) -> ForgetReceipt:
-        """Forget all pages that ``what`` covers. Blocks for at most some tenths of a second and one commit
+        """Forget all pages that ``what`` covers. Blocks for at most several tenths of a second and one commit
         to the disk. Raise :class:`UsageError` for a session's invalid name, and
-        :class:`StoreUnavailableError` if the disk or the keyring cannot be written. Then the pages have left
-        memory, but not the disk: forget again."""
+        :class:`StoreUnavailableError` if the disk or the keyring cannot be written: then the pages have left
+        memory but not the disk, and the caller must forget again."""
         began, at_s = time.monotonic(), time.time()
         with self._state.lock:
             self._state.require_open()
@@ -188,8 +191,8 @@ class Forgetting:
 
     @property
     def told(self) -> int:
-        """Pools have been told of all forgets up to this number, also before a restart if there is a disk.
-        Several forgets may run at once, and end in any order."""
+        """The number up to which pools have been notified of all forgets, also of those before a restart if
+        there is a disk. Several forgets may run at once and end in any order."""
         with self._state.lock:
             return self._told_but(0)
 
@@ -199,11 +202,11 @@ class Forgetting:
         return self._log.name
 
     def _told_but(self, number: int) -> int:
-        """Return :attr:`told` as if pools were told of forget ``number``, too. Needs the state's lock."""
+        """Return :attr:`told` as if pools had been notified of forget ``number``, too. Needs the lock."""
         return min(self._untold - {number}, default=self._log.last + 1) - 1
 
     def _note(self, what: Forgettable) -> int:
-        """Record a forget in the log. Return its number. Needs the state's lock."""
+        """Record a forget in the log. Return its number. Needs the lock."""
         of_session = what.session is not None
         self._log.add((what.tenant or "") if of_session else what.tenant, None if of_session else what.model)
         self._untold.add(self._log.last)
@@ -217,9 +220,10 @@ class Forgetting:
             return self._log.latest(identity.tenant, identity.model, registration.model_name)
 
     def expire(self, *, whole: bool = True) -> None:
-        """Drop pages that are too old from memory and disk: without ``whole``, only those that lookups have
-        found, otherwise all, with the pages behind them. Blocks until they have left the disk, durably. Pages
-        in use leave with a later call. Raise :class:`OSError` if the disk fails."""
+        """Remove pages that are too old from memory and disk: with ``whole`` all such pages and the pages
+        behind them, otherwise only the pages that lookups have found too old. Blocks until the removals from
+        disk are durable. Pages in use are removed by a later call. Raise :class:`OSError` if the disk
+        fails."""
         state, disk = self._state, self._disk
         with state.lock:
             state.expire()
@@ -242,33 +246,33 @@ class Forgetting:
                     disk.forgets.discard_freed()
 
     def _too_old(self, disk: DiskTier) -> Sequence[int]:
-        """Return the serials of all pages that are too old, and of those behind them, ascending. Record when
-        the oldest other page was saved."""
+        """Return the serials of all pages on disk that are too old, and of the pages behind them, ascending.
+        Update ``_oldest_s``."""
         ages = self._state.ages
         found = array("Q")
         known: set[int] = set()
-        oldest_s, start = math.inf, 0
-        while not self._closing:
-            records = disk.stored_from(start, _READ_AT_ONCE)
-            for serial, record in records:
-                if record is None:
-                    continue
-                if record.parent in known or ages.is_over(record.created_s):
-                    known.add(serial)
-                    found.append(serial)
-                else:
-                    oldest_s = min(oldest_s, record.created_s)
-            if not records:
-                break
-            start = records[-1][0] + 1
-            self._state.yield_lock()
+        oldest_s = math.inf
+        for serial, record in self._stored(disk):
+            if record.parent in known or ages.is_over(record.created_s):
+                known.add(serial)
+                found.append(serial)
+            else:
+                oldest_s = min(oldest_s, record.created_s)
         with self._state.lock:
             pages = self._state.index.by_serial
             behind = {pages[serial] for serial in found if serial in pages}
             self._pins.forget(behind.__contains__)
-        # Later pages are younger. Some of the found ones may stay for now.
+        # Pages saved after the search are younger. A page that was found may stay if it is in use.
         self._oldest_s = -math.inf if found else min(oldest_s, ages.clock())
         return found
+
+    def _stored(self, disk: DiskTier) -> Iterator[tuple[int, PageRecord]]:
+        """Yield the serials and records of all pages on disk, ascending, until the store is closed."""
+        start = 0
+        while not self._closing and (records := disk.stored_from(start, _READ_AT_ONCE)):
+            yield from ((serial, record) for serial, record in records if record is not None)
+            start = records[-1][0] + 1
+            self._state.yield_lock()
 
     def _expire_often(self) -> None:
         state = self._state
@@ -289,15 +293,15 @@ class Forgetting:
                 state.changed.wait_for(lambda: self._closing or state.too_old, left_s)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the pages that were forgotten so far have left the disk. Return False after ``timeout``
-        seconds."""
+        """Wait until the pages that were forgotten so far have left the disk. Return False if ``timeout``
+        seconds pass first."""
         ends = None if timeout is None else time.monotonic() + timeout
         for cleaner in list(self._cleaners):
             cleaner.join(None if ends is None else max(ends - time.monotonic(), 0.0))
         return not any(cleaner.is_alive() for cleaner in self._cleaners)
 
     def close(self) -> None:
-        """Stop cleaning up. The next opening removes pages that are left."""
+        """Stop removing pages. The next opening removes the remaining forgotten pages."""
         self._closing = True
         with self._state.lock:
             self._state.changed.notify_all()
@@ -329,7 +333,7 @@ class Forgetting:
         state, disk = self._state, self._disk
         known = self._covered(what)
         digests = set(known)
-        short = replace(  # as keyrings store names
+        short = replace(  # with the names that keyrings store
             what,
             tenant=None if what.tenant is None else scope_name(what.tenant),
             model=None if what.model is None else scope_name(what.model),
@@ -344,7 +348,8 @@ class Forgetting:
         keys, find = 0, None
         try:
             if disk is not None:
-                # Drop keys after the pages were marked: a page placed on disk later would get a lasting key.
+                # Remove keys after marking pages: otherwise a page placed on disk later would get a lasting
+                # key.
                 if disk.keyring is not None:
                     keys = disk.keyring.drop(
                         lambda scope: scope.whole in scopes or short.covers(*scope.names)
@@ -360,8 +365,8 @@ class Forgetting:
         return {"identities": len(digests), "host_pages": marked, "keys": keys}
 
     def _forget_roots(self, disk: DiskTier, digests: set[bytes]) -> int:
-        """Delete the roots of these identities. Return a serial above those of all their pages, and below
-        those of later pages."""
+        """Delete the roots of these identities from the disk's index. Return a serial that is greater than
+        those of all their pages, and less than those of later pages."""
         state = self._state
         with state.lock:
             before = disk.serials.new()
@@ -382,20 +387,9 @@ class Forgetting:
             ]
 
     def _of(self, disk: DiskTier, digests: set[bytes], before: int) -> Sequence[int]:
-        """Return the serials below ``before`` of all pages of these identities, ascending."""
-        found = array("Q")
-        start = 0
-        while not self._closing:
-            records = disk.stored_from(start, _READ_AT_ONCE)
-            found.extend(
-                serial
-                for serial, record in records
-                if record is not None and serial < before and record.identity in digests
-            )
-            if not records or records[-1][0] >= before:
-                break
-            start = records[-1][0] + 1
-        return found
+        """Return the serials below ``before`` of all pages on disk of these identities, ascending."""
+        stored = itertools.takewhile(lambda each: each[0] < before, self._stored(disk))
+        return array("Q", (serial for serial, record in stored if record.identity in digests))
 
     # -- sessions ------------------------------------------------------------------------------------
 
@@ -404,7 +398,7 @@ class Forgetting:
         keyring = disk.keyring if disk is not None else None
         session = session_hash(what.tenant or "", name) if keyring is not None else b""
         if disk is not None and keyring is not None and keyring.of_session(session):
-            disk.wait_scanned()  # the page table knows the pages
+            disk.wait_scanned()  # then the page table is complete
         with state.lock:
             number = state.sessions.forget(what.tenant or "", name)
             pages = state.index.of_session(number, session)
@@ -412,7 +406,7 @@ class Forgetting:
             self._pins.forget(own.__contains__)
             forget = self._note(what)
         marked = self._mark(pages, erased=True)
-        with state.lock:  # also pages whose writing has not ended
+        with state.lock:  # after marking, so that pages whose write was still running are included
             encrypted = [key.number for key in keyring.of_session(session)] if keyring is not None else []
             unloaded = self._unloaded(number, encrypted, pages)
             on_disk = _on_disk(pages)
@@ -426,10 +420,11 @@ class Forgetting:
                 keys.update((record.identity, PageKey(record.key)) for record in opened)
                 disk.forgets.note(on_disk)
             if keyring is not None:
-                # Drop keys after the pages were marked: a page placed on disk later would get a lasting key.
+                # Remove keys after marking pages: otherwise a page placed on disk later would get a lasting
+                # key.
                 dropped = keyring.drop(lambda scope: scope.session == session)
                 with state.lock:
-                    again = state.index.of_session(NO_SESSION, session)  # running saves may have added some
+                    again = state.index.of_session(NO_SESSION, session)  # pages of saves that were running
                 self._mark(again, erased=True)
                 with state.lock:
                     on_disk.update(_on_disk(again))
@@ -441,9 +436,9 @@ class Forgetting:
         return {"identities": 0, "host_pages": marked, "keys": dropped}
 
     def _unloaded(self, number: int, keys: Sequence[int], pages: list[Page]) -> list[int]:
-        """Return the serials of a session's pages that are not in the tree: by its number, and by the numbers
-        of its keys. No lookup loads them any more. Pages that came into the tree after ``pages`` are marked
-        and added to these. Needs the lock."""
+        """Return the serials of a session's pages that are not in the tree, found by the session's number and
+        the numbers of its keys. No lookup loads these pages any more. If a page is in the tree but not in
+        ``pages``, mark it and add it to ``pages``. Needs the lock."""
         state = self._state
         if state.page_table is None:
             return []
@@ -451,16 +446,16 @@ class Forgetting:
         known = set(encrypted)
         serials = [*encrypted, *(state.page_table.of_session(number) if number else [])]
         loaded = state.index.by_serial
-        come = [
+        added = [
             page
             for serial in serials
             if (page := loaded.get(serial)) is not None
             and (page.session == number or serial in known)
             and page.ready_tier() is not None
         ]
-        for page in come:
+        for page in added:
             state.residency.condemn(page, erased=True)
-        pages += come
+        pages += added
         unloaded = [serial for serial in serials if serial not in loaded]
         state.residency.erased.update(unloaded)
         return unloaded
@@ -468,7 +463,7 @@ class Forgetting:
     # -- pools ---------------------------------------------------------------------------------------
 
     def _tell(self, forgotten: ForgottenPages, forget: int = 0) -> None:
-        """Tell the pools, after forget number ``forget``. No lookup has found the pages since they were
+        """Notify the pools after forget number ``forget``. No lookup has found the pages since they were
         marked."""
         with self._telling:
             with self._state.lock:
@@ -487,8 +482,8 @@ class Forgetting:
     # -- pages in memory -----------------------------------------------------------------------------
 
     def _mark(self, pages: Sequence[Page], *, erased: bool) -> int:
-        """Stop serving these pages. Return the number of their copies in host memory. With ``erased``, their
-        bytes on disk are overwritten when they leave."""
+        """Mark these pages, so that no lookup finds them. With ``erased``, their bytes on disk are
+        overwritten when they leave. Return the number of their copies in host memory."""
         condemn = self._state.residency.condemn
         in_host = 0
         for start in range(0, len(pages), _MARKED_AT_ONCE):
@@ -499,8 +494,8 @@ class Forgetting:
         return in_host
 
     def _drop(self, pages: Sequence[Page], cause: Cause) -> None:
-        """Drop the marked copies of these pages. Each page follows its parent in ``pages``. Copies in use
-        leave with their last holder."""
+        """Drop the marked copies of these pages, which follow their parents in ``pages``. A copy in use is
+        dropped when its last holder releases it."""
         for end in range(len(pages), 0, -_AT_ONCE):
             if self._closing:
                 return
@@ -524,8 +519,8 @@ class Forgetting:
     def _clean_up(
         self, pages: Sequence[Page], find: Callable[[], Sequence[int]] | None, *, erased: bool
     ) -> None:
-        """Remove pages from memory and disk in the background. ``find`` returns the serials of pages on disk,
-        ascending."""
+        """Remove pages from memory and disk in the background. ``find`` returns the serials of the pages on
+        disk, ascending."""
 
         def work() -> None:
             with self._one:
@@ -537,7 +532,7 @@ class Forgetting:
                     try:
                         if erased and removed and not self._closing:
                             self._disk.forgets.discard_freed()
-                    finally:  # the next opening would remove them again
+                    finally:  # without this, the next opening would remove the pages again
                         self._disk.forgets.settle(self._left)
                 except OSError as error:
                     _log.warning("disk tier: forgotten pages are not removed yet: %s", error)
@@ -549,9 +544,9 @@ class Forgetting:
         thread.start()
 
     def _remove(self, serials: Sequence[int], pages: Sequence[Page], cause: Cause, *, erased: bool) -> int:
-        """Remove pages from disk, children before their parents, whose serials are lower. Then drop marked
-        ``pages`` that had such children. Return the number of removed pages when the removals are
-        durable."""
+        """Remove pages from disk, children (which have higher serials) before parents. Then drop the marked
+        ``pages`` that had such children. Wait until the removals are durable. Return the number of removed
+        pages."""
         state = self._state
         removed = 0
         for end in range(len(serials), 0, -_AT_ONCE):
@@ -568,7 +563,7 @@ class Forgetting:
         return removed
 
     def _left(self, serials: Sequence[int]) -> list[int]:
-        """Return those of these pages whose removal is durable."""
+        """Return those of these serials whose pages are removed durably."""
         state = self._state
         with state.lock:
             table = state.page_table
@@ -594,7 +589,7 @@ class Forgetting:
             state.residency.choice = Cause.EVICTED
 
     def _wait_for_commit(self, most: int) -> None:
-        """Wait until at most ``most`` removals are not durable, or the disk cannot be written."""
+        """Wait until at most ``most`` removals are not durable, or until the disk cannot be written."""
         state = self._state
         state.changed.wait_for(
             lambda: state.residency.uncommitted <= most or self._closing or not state.health.writable

@@ -1,21 +1,20 @@
 """The health of a tier that can fail: whether it may be read and written, why not, and when to try again.
 
-:class:`Health` is a pure state machine. It is told what happened (a write failed, a read succeeded, a call
-has run for some time) and answers whether the tier may be read and written. It does no I/O and never waits.
+:class:`Health` is a pure state machine. It receives events (a write failed, a read succeeded, a call has run
+for some time) and says whether the tier may be read and written. It does no I/O and never waits.
 
-Three things can be wrong. Each ends in its own way:
+A tier can fail in three ways:
 
-* **Writing fails** (full, read-only, I/O errors): *read-only*. Pages on the tier are still served.
-* **Reading fails** several times in a row, or once with an error that says that the disk is gone: *offline*.
-  Its pages count as misses, so that no engine waits for a read that will fail. No page is removed.
-* **A call does not return**: *offline* as long as that call runs. The end is noticed when the call returns,
-  so nothing is tried.
+* **Writes fail** (full, read-only, I/O errors): the tier is *read-only*. Its pages are still served.
+* **Reads fail** several times in a row, or once with an error that says that the disk is gone: the tier is
+  *offline*. Its pages count as misses, so that no engine waits for a read that will fail. No page is removed.
+* **A call does not return**: the tier is *offline* until the call returns. Nothing is tried meanwhile.
 
-The first two end with a successful *probe* (``DiskTier.probe``): a small page is written, synced and read in
-the background. The next batch or load could serve as a probe too, but then users' pages would pay for its
-failure, and a tier without requests would never recover. The time between probes doubles from one second to a
-minute. It starts over only when pages were really written or read again: a disk that takes a small page but
-refuses the next batch must not be tried every second for ever.
+Failed writes and reads end with a successful *probe* (``DiskTier.probe``): a small page is written, synced
+and read in the background. Users' pages are not used as probes, because they would suffer from a failed
+probe, and a tier without requests would never recover. The time between probes doubles from one second to a
+minute. It starts over only when pages were written or read again, because a disk that takes a small page but
+refuses the next batch must not be probed every second forever.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Protocol
 from tierstore.defaults import STALL_S
 from tierstore.tiers.disk import DiskTier
 
-_READ_FAILURES = 3  # failures in a row before a tier counts as offline
+_READ_FAILURES = 3  # failed reads in a row before a tier is offline
 _FIRST_RETRY_S = 1.0
 _MOST_RETRY_S = 60.0
 _GONE = frozenset(
@@ -43,7 +42,7 @@ _GONE = frozenset(
 
 
 class Condition(str, enum.Enum):
-    """The permitted uses of a tier."""
+    """How a tier may be used."""
 
     ONLINE = "online"
     READ_ONLY = "read-only"  # may be read but not written
@@ -57,13 +56,13 @@ class TierHealth:
 
     condition: Condition
     reason: str  # empty while online
-    since_s: float  # time in this condition
-    retry_s: float | None  # time until the next probe; None if none is planned
+    since_s: float  # seconds in this condition
+    retry_s: float | None  # seconds until the next probe; None if no probe is planned
     errors: Mapping[str, int]
 
 
 class _Backoff:
-    """Waiting times between attempts: each is twice the one before, up to a minute."""
+    """Waiting times between probes: each is twice the previous one, up to a minute."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_RETRY_S
@@ -77,25 +76,25 @@ class _Backoff:
 
 
 class Health:
-    """The health of one tier. Not thread-safe: the store's lock guards it."""
+    """The health of one tier. Not thread-safe: the store locks."""
 
     def __init__(self, tier: str, clock: Callable[[], float], *, stall_s: float = STALL_S) -> None:
         self._tier = tier
         self._clock = clock
         self.stall_s = stall_s
-        self._best = Condition.ONLINE  # the best condition that is possible in this process
+        self._best = Condition.ONLINE  # the condition after a successful probe
         self._best_reason = ""
         self._fault = Condition.ONLINE  # the condition that follows from the errors so far
         self._reason = ""
         self._retry_at = math.inf
         self._stalled = False
-        self.stalls = 0  # how often a call took too long
+        self.stalls = 0  # how often a call has run for too long
         self._failures: Counter[str] = Counter()  # consecutive failed reads, by what was read
         self._backoffs = {Condition.READ_ONLY: _Backoff(), Condition.OFFLINE: _Backoff()}
         self._shown = Condition.ONLINE
         self._shown_reason = ""
         self._since = clock()
-        self._spent = {Condition.READ_ONLY: 0.0, Condition.OFFLINE: 0.0}  # before ``_since``
+        self._spent = {Condition.READ_ONLY: 0.0, Condition.OFFLINE: 0.0}  # seconds until ``_since``
         self._errors: Counter[str] = Counter()
         self._news: list[str] = []
 
@@ -115,17 +114,17 @@ class Health:
 
     @property
     def stalled(self) -> bool:
-        """Whether a call has been running for too long."""
+        """Whether a call has been running for at least ``stall_s``."""
         return self._stalled
 
     @property
     def probe_due(self) -> bool:
-        """Whether it is time for a probe."""
+        """Whether a probe should run now."""
         return not self._stalled and self._clock() >= self._retry_at
 
     @property
     def retry_s(self) -> float | None:
-        """Seconds until the next probe; None if none is planned."""
+        """Seconds until the next probe; None if no probe is planned."""
         return None if math.isinf(self._retry_at) else max(self._retry_at - self._clock(), 0.0)
 
     # -- events --------------------------------------------------------------------------------------
@@ -140,8 +139,8 @@ class Health:
             self._backoffs[Condition.READ_ONLY].reset()
 
     def read_failed(self, error: OSError, what: str = "pages") -> None:
-        """Record that reading ``what`` failed. Pages and records are counted separately: an index read from
-        the page cache says nothing about the disk."""
+        """Record that reading ``what`` failed. Failures are counted separately for pages and records, because
+        records may be read from the page cache, which says nothing about the disk."""
         self._errors["read"] += 1
         self._failures[what] += 1
         if error.errno in _GONE or self._failures[what] >= _READ_FAILURES:
@@ -175,7 +174,7 @@ class Health:
         self._show()
 
     def under_way(self, longest_s: float) -> bool:
-        """Record how long the oldest call has been running. Return whether this changes the condition."""
+        """Record how long the oldest running call has run. Return whether this changes the condition."""
         stalled = longest_s >= self.stall_s
         if stalled == self._stalled:
             return False
@@ -187,7 +186,7 @@ class Health:
 
     def _fail(self, condition: Condition, reason: str) -> None:
         if self._fault is Condition.OFFLINE or self._fault is condition:
-            return  # a late answer about a known fault
+            return  # another error of a known fault
         self._fault = condition
         self._reason = reason
         self._retry_at = self._clock() + self._backoffs[condition].take()
@@ -257,7 +256,7 @@ def _message(error: OSError) -> str:
 
 _log = logging.getLogger(__name__)
 
-_NOTHING_UNDER_WAY_S = 1.0  # when to look again while no call is running
+_NOTHING_UNDER_WAY_S = 1.0  # time between checks while no call is running
 
 
 class Ends(Protocol):
@@ -272,12 +271,12 @@ class StallDetector:
     def __init__(self, disk: DiskTier | None, health: Health, changed: threading.Condition) -> None:
         self._disk = disk
         self._health = health
-        self._changed = changed  # guarded by the store's lock; notified of changes
-        self.waiting: set[Ends] = set()  # transfers to end when the disk stalls; needs the lock
+        self._changed = changed  # condition of the store's lock
+        self.waiting: set[Ends] = set()  # transfers to finish when the disk stalls; guarded by the lock
 
     def poll(self) -> float:
-        """Check how long the oldest call has been running. If the disk has stalled, end what waits for it.
-        Log changes. Return the seconds until the next check is useful. Call it without the lock."""
+        """Check how long the oldest call has run. If the disk has stalled, finish the waiting transfers. Log
+        changes. Return the seconds until the next check is useful. Call it without the lock."""
         if self._disk is None:
             return _NOTHING_UNDER_WAY_S
         health = self._health
@@ -300,8 +299,8 @@ class StallDetector:
             _log.warning("%s", line)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``condition`` holds; it is called under the lock. Return False when ``timeout`` seconds
-        pass first, or when the disk does not answer. Call it without the lock."""
+        """Wait until ``condition``, which is called under the lock, returns True. Return False if ``timeout``
+        seconds pass first, or if the disk does not answer. Call it without the lock."""
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             next_look_s = self.poll()

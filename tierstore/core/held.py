@@ -1,8 +1,8 @@
 """List the pages that a store holds while it keeps changing.
 
-The pages are read in slices, and the store's lock is held for one slice at a time. The list has every page
-that was there all the time, and no page that never was. To get the exact state, record all changes from the
-start of the listing on and apply them after it.
+The pages are read in batches, and the store's lock is held for one batch at a time. The list has every page
+that was stored all the time, and no page that was never stored. To get the exact state, record all changes
+from the start of the listing on, and apply them to the finished list.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tierstore.tiers.disk import DiskTier
 PAGES_AT_ONCE = 1024  # takes a few milliseconds
 
 Wanted = Callable[[bytes, bytes], bool]
-"""Whether a page is wanted, by its identity's digest and its tokens."""
+"""Return whether a page is wanted, given its identity's digest and its tokens."""
 
 
 def held(state: StoreState, disk: DiskTier | None, wanted: Wanted) -> Iterator[list[Stored]]:
-    """Yield all wanted pages that can be served from host memory or the disk, each after the page before it
-    in its prompt. Raise :class:`OSError` if the disk fails."""
+    """Yield all wanted pages that can be served from host memory or the disk, each after its parent. Raise
+    :class:`OSError` if the disk fails."""
     yield from _in_host(state, wanted)
     if disk is not None:
         yield from _on_disk(state, disk, wanted)
@@ -50,10 +50,10 @@ def _in_host(state: StoreState, wanted: Wanted) -> Iterator[list[Stored]]:
 
 
 def _on_disk(state: StoreState, disk: DiskTier, wanted: Wanted) -> Iterator[list[Stored]]:
-    """Yield the wanted pages of the index's records. A record has its parent's serial, which is less than its
-    own."""
+    """Yield the wanted pages on disk. They are read in order of serials, so a parent comes before its
+    children."""
     roots = disk.root_serials()
-    serials, keys = array("Q"), bytearray()  # serials and keys of the pages so far
+    serials, keys = array("Q"), bytearray()  # serials and keys of the pages yielded so far
     start = 0
     while True:
         records = disk.records_from(start, PAGES_AT_ONCE)
@@ -62,10 +62,10 @@ def _on_disk(state: StoreState, disk: DiskTier, wanted: Wanted) -> Iterator[list
         start = records[-1][0] + 1
         with state.lock:
             page_table = disk.page_table
-            there = [page_table is None or serial in page_table for serial, _ in records]
+            present = [page_table is None or serial in page_table for serial, _ in records]
         found = []
-        for (serial, record), is_there in zip(records, there, strict=True):
-            if record is None or not is_there or not wanted(record.identity, record.tokens):
+        for (serial, record), is_present in zip(records, present, strict=True):
+            if record is None or not is_present or not wanted(record.identity, record.tokens):
                 continue
             at = bisect_left(serials, record.parent)
             if at < len(serials) and serials[at] == record.parent:
@@ -73,7 +73,7 @@ def _on_disk(state: StoreState, disk: DiskTier, wanted: Wanted) -> Iterator[list
             elif record.parent in roots:
                 parent = b""
             else:
-                continue  # the page before it cannot be served
+                continue  # its parent cannot be served
             serials.append(serial)
             keys += record.key
             found.append(Stored(Tier.DISK, record.identity, record.key, parent, record.tokens))

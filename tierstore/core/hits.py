@@ -1,11 +1,11 @@
 """The search in a core for the longest hit that all layer groups of a prompt support.
 
-Groups that need every token are asked first. The shortest of their prefixes is the *branch*: no hit is
+The groups that need every token are searched first. The shortest of their prefixes is the *branch*: no hit is
 longer. The pages of the other groups are found by name, and :func:`tierstore.groups.search` decides which
 names to look up. Most names are found in the tree. If the disk may have a page that the tree lacks, the
 search stops. The caller then reads the disk without the lock and continues the search.
 
-Everything here needs the state's lock.
+All functions and methods of this module need the state's lock.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tierstore.keys import named_chunks
 
 @dataclass(slots=True)
 class HitView:
-    """A :class:`~tierstore.backend.HitRequest` in a client's own terms: ``chains`` may refer to earlier
-    answers to this client."""
+    """A :class:`~tierstore.backend.HitRequest` whose ``chains`` may refer to prefixes that this client has
+    looked up before."""
 
     chunk_tokens: int
     num_tokens: int
@@ -40,13 +40,13 @@ class HitView:
 
     @property
     def caller_named(self) -> NamedGroup | None:
-        """The group of a request for pages that the caller has named, and needs all of; None for a model's
+        """The group of a request for pages that the caller has named and needs all of; None for a model's
         prompt."""
         group = self.named[0] if self.named and not self.chains else None
         return group if group is not None and group.rule.past is Past.ALL else None
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
-        """Return the pages of a group that end at these tokens."""
+        """Return the named pages of a group that end at these token positions."""
         names = group.names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
         return NamedView(group.registration, *named_chunks(names, self.chunk_tokens))
 
@@ -55,11 +55,11 @@ class HitView:
 
 
 class HitSearch:
-    """One search. ``found`` returns the pages in the tree of a chain's first tokens.
+    """One search. ``found`` returns the pages of a chain's first tokens that are in the tree.
 
-    ``length`` is the length of the hit, None until it is known. When it is known, ``founds`` has the pages in
-    the tree of each chain, ``reached`` is how far each reaches with the client's own pages, and ``branch`` is
-    how far the shortest does.
+    ``length`` is the length of the hit in tokens, None until it is known. After that, ``founds`` has each
+    chain's pages in the tree, ``reached`` is the length of each chain's prefix including the client's own
+    pages, and ``branch`` is the shortest of these lengths.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class HitSearch:
         self.founds: Sequence[FoundPages] = ()
         self.reached: Sequence[int] = ()
         self.explained: tuple[int, list[Miss]] | None = None
-        """A length of the hit, and why the tokens behind it are missed."""
+        """A length of the hit, and the reasons why the tokens after it are missed. None if not requested."""
         self.looks: list[Callable[[], PageLease]] = []
-        """The disk lookups that the search has stopped for. Empty if it has stopped because it took long."""
+        """The disk lookups that the search needs before it can continue; empty if it stopped after ``most``
+        names."""
         self._state = state
         self._found = found
         self._here = [frozenset(group.here) for group in view.named]
@@ -86,8 +87,8 @@ class HitSearch:
         self._wanted: Mapping[int, Sequence[int]] = {}
 
     def go_on(self, most: int) -> bool:
-        """Search until ``length`` is known. Return False if the search stops before that: for the disk, or
-        after ``most`` names."""
+        """Search until ``length`` is known. Return False if the search stops before that: for a disk lookup,
+        or after ``most`` names."""
         self.looks = []
         if self.length is not None:
             return True
@@ -107,7 +108,7 @@ class HitSearch:
         return self.length is not None
 
     def conclude(self) -> int:
-        """Return the hit's length by the pages in the tree now, without another disk lookup."""
+        """Return the hit's length for the pages in the tree now, without another disk lookup."""
         if self.length is not None and self._changes == self._state.index.changes:
             return self.length
         self._find_chains()
@@ -122,18 +123,18 @@ class HitSearch:
         return length
 
     def needed(self, at: int) -> tuple[Sequence[int], NamedView, FoundPages]:
-        """Return the pages of a named group that the hit needs and the caller lacks, and those of them in the
-        tree. The search usually asks for these pages last, so the last answer is reused if it fits."""
+        """Return the pages of named group ``at`` that the hit needs and the caller lacks, and those of them
+        in the tree. The search usually looks these pages up last, so its last result is reused if it fits."""
         ends = self.view.named[at].rule.ends(self.length or 0, self.view.chunk_tokens)
         lacking, last = self._lacking(at, ends), self._last[at]
         return last if last is not None and last[0] == lacking else self._ask(at, lacking)
 
     def _lacking(self, at: int, ends: Sequence[int]) -> list[int]:
-        """Return the ends of a group's pages that the caller lacks."""
+        """Return the ends of those of a group's pages that the caller lacks."""
         return [end for end in ends if end not in self._here[at]]
 
     def _ask(self, at: int, ends: Sequence[int]) -> tuple[Sequence[int], NamedView, FoundPages]:
-        """Look up a group's pages in the tree and keep the answer."""
+        """Look up a group's pages in the tree and keep the result."""
         pages = self.view.pages(self.view.named[at], ends)
         self._last[at] = asked = ends, pages, pages.find(self._state, pages.num_tokens)
         return asked
@@ -147,7 +148,7 @@ class HitSearch:
 
     @property
     def shortest(self) -> int | None:
-        """The number of the chain that limits the hit; None if the model has none."""
+        """The number of the chain that limits the hit; None if there are no chains."""
         return self.reached.index(min(self.reached)) if self.reached else None
 
     def _search_names(self, limit: int, most: int) -> int | None:
@@ -171,7 +172,7 @@ class HitSearch:
         return None
 
     def _held(self, at: int, ends: Sequence[int]) -> list[int]:
-        """Return the ends of a group's held pages. For the others, plan a disk lookup, once."""
+        """Return the ends of a group's stored pages. Plan one disk lookup for each page that is missing."""
         looked = self._looked[at]
         asked, pages, found = self._ask(at, self._lacking(at, ends))
         missing = {asked[position] for position in pages.missing(found, pages.num_tokens)}

@@ -1,4 +1,4 @@
-"""The index: adds and drops copies, records uses and holds, unloads and reloads pages."""
+"""The index adds and drops copies, records uses and holds, and unloads and reloads pages."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tierstore.policy import (
     fingerprint,
 )
 
-_HBM = Tier.HBM  # a global name, which is faster to look up
-_PAGES_A_TICK = 64  # named pages per tick: later ones of a prompt count as older. Callers save 128 at once
+_HBM = Tier.HBM  # a global name is faster to look up than an attribute
+_PAGES_A_TICK = 64  # named pages that count as used in the same tick, see touch_named
 
 
 class EvictionQueues:
-    """The copies that may be evicted: one queue for each pool in HBM and one for the host tier. ``idle``
-    has the pages on disk that may be unloaded.
+    """The copies that may be evicted: one queue for each pool in HBM, and one queue for the host tier. The
+    pages on disk that may be unloaded are in ``idle``.
 
     The index reports when a copy may have become evictable (:meth:`offer`). Not thread-safe.
     """
 
     def __init__(self, policies: Sequence[Policy], more_pools: Sequence[Policy] = ()) -> None:
-        """``policies`` are by tier. The disk's policy orders the page table, not a queue. ``more_pools`` are
-        the policies of the other pools in HBM."""
+        """Create empty queues. ``policies`` are by tier, and ``more_pools`` are the policies of the second
+        and later pools in HBM. (The disk's policy orders the page table, not a queue.)"""
         self._hbm = [_queue(policy, Tier.HBM) for policy in (policies[Tier.HBM], *more_pools)]
         self._host = _queue(policies[Tier.HOST], Tier.HOST)
-        self.idle: dict[Page, None] = {}  # pages that may be idle, the first one first
+        self.idle: dict[Page, None] = {}  # pages that may be unloaded, in the order of their offers
 
     def offer(self, page: Page, tier: Tier) -> None:
         """Queue the copy in ``tier`` if it exists and may leave."""
@@ -54,7 +54,7 @@ class EvictionQueues:
         return self._host if tier is Tier.HOST else self._hbm[pool]
 
     def offer_all(self, page: Page) -> None:
-        """Queue the copies in all tiers that may leave."""
+        """Queue those of the page's copies that may leave."""
         # Not a loop: this runs several times for each page that is added or removed.
         hbm, host, disk = page.copies
         if hbm is not None and not hbm.queued:
@@ -65,7 +65,7 @@ class EvictionQueues:
             self.offer(page, Tier.DISK)
 
     def offer_again(self, page: Page) -> None:
-        """Queue a page's copies again, because its score may have fallen."""
+        """Queue the page's copies in memory again, because the page's score may have fallen."""
         for tier in (Tier.HBM, Tier.HOST):
             copy = page.copies[tier]
             if copy is not None:
@@ -74,8 +74,8 @@ class EvictionQueues:
                     self._queue(tier, page.pool).offer(copy)
 
     def victim(self, tier: Tier, tick: int, pool: int = 0) -> Page | None:
-        """Return the page whose copy in a memory tier leaves next, by the tier's policy; None if none may
-        leave. In HBM, it is a page of this ``pool``. The disk has an order of its own."""
+        """Return the page whose copy in a memory tier (HBM: in this ``pool``) leaves next by the tier's
+        policy; None if no copy may leave."""
         copy = self._queue(tier, pool).victim(tick)
         return copy.page if copy is not None else None
 
@@ -98,20 +98,20 @@ def _facts(copy: Copy) -> PageFacts:
 
 
 _SPARE_HINTS = 1024
-_MOST_LEAVING = 4096
+_MOST_LEAVING = 4096  # finished pages that wait until they are no longer held
 
 
 class Hints:
-    """Hints about the next use of pages, and when they expire. Not thread-safe: the store locks."""
+    """Hints about the next use of pages, with the time at which each hint expires. Not thread-safe."""
 
     def __init__(self, eviction: EvictionQueues) -> None:
         self._eviction = eviction
-        self._ending: list[tuple[float, int, Page, PageHint]] = []  # by the time at which they expire
+        self._ending: list[tuple[float, int, Page, PageHint]] = []  # a heap by ``expires_s``
         self._order = itertools.count()
 
     def give(self, pages: Sequence[Page], hint: PageHint, *, tick: int, held: int) -> None:
-        """Store ``hint`` about the next use of these pages. ``held`` is the number of pages in the tree:
-        beyond that many entries, those of other pages are forgotten."""
+        """Store ``hint`` about the next use of these pages. ``held`` is the number of pages in the tree. If
+        the heap has more than twice as many entries, outdated entries are dropped."""
         for page in pages:
             page.hint = hint
             page.hinted = tick
@@ -136,18 +136,18 @@ class Hints:
 
 
 class Ages:
-    """The ages of pages. Pages older than ``most_s`` seconds on ``clock`` are too old (inf: none is). Not
-    thread-safe: the store locks."""
+    """The times at which pages were saved. Pages older than ``most_s`` seconds on ``clock`` are too old
+    (``most_s`` is inf: no page is). Not thread-safe."""
 
     def __init__(self, tree: Tree, most_s: float, clock: Callable[[], float]) -> None:
         self.most_s = most_s
         self.clock = clock
         self._tree = tree
-        self._ending: list[tuple[float, int, Page]] = []  # by ``made_s``
+        self._ending: list[tuple[float, int, Page]] = []  # a heap by ``made_s``
         self._order = itertools.count()
 
     def begin(self, page: Page, made_s: float | None = None) -> None:
-        """Record when a page without other copies was saved (None: now)."""
+        """Record that a page without other copies was saved at ``made_s`` (None: now)."""
         page.made_s = self.clock() if made_s is None else made_s
         if self.most_s < math.inf:
             heapq.heappush(self._ending, (page.made_s, next(self._order), page))
@@ -160,8 +160,8 @@ class Ages:
         return made_s + self.most_s <= self.clock()
 
     def take_old(self) -> list[Page]:
-        """Return the pages that are too old. Each is returned once, after its copy in host memory is
-        complete."""
+        """Return the pages that are too old, each page once. A page whose host copy is still being filled is
+        returned by a call after that."""
         old: list[Page] = []
         incomplete = []
         while self._ending and self.is_over(self._ending[0][0]):
@@ -184,8 +184,8 @@ def _is_current(entry: tuple[float, int, Page]) -> bool:
 
 
 class Leaving:
-    """Named pages that are finished: each leaves its tiers as soon as nothing holds it there. (Pages of a
-    chain leave from its end, by the policy.) ``drop`` drops a copy. Not thread-safe."""
+    """Finished named pages that wait to leave their tiers: each leaves as soon as nothing holds it. (Chained
+    pages leave by the policy, the last page of a chain first.) ``drop`` drops a copy. Not thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], drop: Callable[[Page, Tier], None]) -> None:
         self._tiers = tiers
@@ -196,15 +196,15 @@ class Leaving:
         return page in self._waiting and page.done
 
     def evict_when_idle(self, pages: Iterable[Page]) -> int:
-        """Evict those of these pages that are finished (see ``Page.done``), now or when nothing holds them.
+        """Evict the finished ones (``Page.done``) of these pages, now or as soon as nothing holds them.
         Return the number of copies that this call has dropped."""
         self._waiting.update((page, None) for page in pages if page.done)
-        while len(self._waiting) > _MOST_LEAVING:  # the policy evicts them first in any case
+        while len(self._waiting) > _MOST_LEAVING:  # the policy evicts the forgotten pages first in any case
             del self._waiting[next(iter(self._waiting))]
         return self.leave()
 
     def leave(self) -> int:
-        """Drop the copies that are no longer held. Return the number of dropped ones."""
+        """Drop the waiting pages' copies that are no longer held. Return the number of dropped copies."""
         left = 0
         for page in list(self._waiting):
             for tier in self._tiers:
@@ -221,13 +221,13 @@ if TYPE_CHECKING:
 
 
 class Index:
-    """The tree, and all operations on its pages. Not thread-safe: the store locks."""
+    """The prefix tree, and all operations on its pages. Not thread-safe: the store locks."""
 
     def __init__(
         self, policies: Sequence[Policy], *, more_pools: Sequence[Policy] = (), tick: int = 0
     ) -> None:
-        """``policies`` are by tier, and ``more_pools`` those of the other pools in HBM. ``tick`` is the
-        logical clock."""
+        """Create an empty index. ``policies`` are by tier, and ``more_pools`` are the policies of the second
+        and later pools in HBM. ``tick`` is the logical clock's first value."""
         self.tree = Tree()
         self.eviction = EvictionQueues(policies, more_pools)
         self.hints = Hints(self.eviction)
@@ -236,12 +236,12 @@ class Index:
         self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and tombstones
         self.copies = [0] * len(Tier)
         self.leases = [0] * len(Tier)  # copies with at least one lease
-        self._in_pool = [0] * (1 + len(more_pools))  # copies in HBM by pool, if there are several
+        self._in_pool = [0] * (1 + len(more_pools))  # copies in HBM by pool
         self._leased_in_pool = [0] * len(self._in_pool)  # leased copies in HBM by pool, if there are several
         self._several_pools = bool(more_pools)
         self.disk_only_bytes = 0  # memory cost of the pages in the tree that are only on disk
         self.forgotten_bytes = 0  # memory cost of all pages that have left the tree so far
-        self.changes = 0  # grows whenever a match may have a different result
+        self.changes = 0  # increases whenever the result of a match may change
 
     # -- adding and removing -------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Index:
             page = self.tree.make(parent, key, tokens, self.tick)
             hits = self._ghosts.recall(_fingerprint(page))
             if hits is not None:
-                page.hits = hits + 1  # this one would have been a hit
+                page.hits = hits + 1  # if the page had stayed, this use would have been a hit
             self._ghosts.make_room(self.tree.pages)
         return page
 
@@ -270,7 +270,7 @@ class Index:
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
             above.children += 1
-        # A copy above children in this tier (a tombstone being filled) must count them.
+        # A tombstone that is filled again may already have children in this tier.
         if page.children:
             for child in page.all_children():
                 copy.children += child.copies[tier] is not None
@@ -279,7 +279,7 @@ class Index:
         return copy
 
     def complete(self, pages: Sequence[Page], tier: Tier, *, release: bool) -> None:
-        """Mark these copies as complete. With ``release``, end the leases of their fillers."""
+        """Mark these copies as complete. With ``release``, also release the lease that each filler held."""
         for page in pages:
             copy = self.copy(page, tier)
             assert copy.leases > 0, f"{page} has no lease in {tier.label}"
@@ -300,7 +300,7 @@ class Index:
         self.changes += 1
 
     def drop_copy(self, page: Page, tier: Tier) -> int:
-        """Drop a copy and return its place. Removes the page from the tree if nothing needs it any more."""
+        """Drop a copy and return its place. Remove the page from the tree if nothing needs it any more."""
         copy = self._take_copy(page, tier)
         if tier is Tier.DISK:
             page.record = None
@@ -331,7 +331,7 @@ class Index:
         return copy
 
     def fill_tombstone(self, page: Page) -> None:
-        """End a tombstone, because no pages are below it on disk any more."""
+        """Clear the page's tombstone flag, because no page below it is on disk any more."""
         page.tombstone = False
         if page.copies[Tier.DISK] is None:
             self.by_serial.pop(page.serial, None)
@@ -345,8 +345,8 @@ class Index:
         return copy
 
     def prune(self, page: Page) -> None:
-        """Remove ``page`` and its ancestors from the tree as far as nothing needs them: no copies, no
-        children, no pins, no holds."""
+        """Remove ``page`` and its ancestors from the tree, up to the first page that has a copy, a child, a
+        pin or a hold."""
         while page.parent is not None and not self._needed(page):
             parent = page.parent
             self._unlink(page)
@@ -368,14 +368,14 @@ class Index:
     # -- unloading and reloading ---------------------------------------------------------------------
 
     def in_tree(self, page: Page) -> bool:
-        """Return whether a page seen earlier is still in the tree."""
+        """Return whether a page (one with a disk copy, or a root) is still in the tree."""
         if page.parent is None:
             return self.tree.is_root(page)
         return self.by_serial.get(page.serial) is page
 
     def reload(self, parent: Page, record: PageRecord, hits: int) -> Page:
-        """Add the page of ``record``, which is on disk, to the tree. A page that is there already stays as it
-        is."""
+        """Add the page of ``record``, which is on disk, to the tree, unless it is in the tree already. Return
+        the page."""
         key = PageKey(record.key)
         page = self.tree.child(parent, key, record.tokens)
         if page is None:
@@ -394,8 +394,8 @@ class Index:
         self.add_copy(page, Tier.DISK, record.place, ready=ready, leases=leases)
 
     def of_session(self, number: int, key_session: bytes = b"") -> list[Page]:
-        """Return the pages in the tree that belong to this session alone (0: to none), those that the key of
-        ``key_session`` encrypts, and all pages behind them. Parents come first."""
+        """Return the pages in the tree that belong only to session ``number`` (0: no session) or that
+        ``key_session``'s key encrypts, and all pages below those. Parents precede children."""
         found: dict[Page, None] = {}
         if number or key_session:
             for page in self.tree.walk():
@@ -405,7 +405,7 @@ class Index:
         return list(found)
 
     def unload(self, page: Page) -> None:
-        """Remove an idle page from the tree. Remaining references to it show a page without copies."""
+        """Remove an idle page from the tree. The page object then has no copies."""
         assert page.may_unload(), f"{page} is not idle"
         self._take_copy(page, Tier.DISK)
         parent = page.parent
@@ -416,8 +416,8 @@ class Index:
     # -- use, leases, pins ---------------------------------------------------------------------------
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
-        """Record that a lookup found these pages (``hit``), or that a save used them. The logical clock
-        advances by one tick for all of them."""
+        """Advance the logical clock by one tick, and record a use of these pages by a lookup (``hit``) or by
+        a save."""
         self.tick += 1
         tick = self.tick
         for page in pages:
@@ -427,9 +427,9 @@ class Index:
                 page.hits += 1
 
     def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
-        """Do :meth:`touch` for pages without a chain, each with the number of pages before it in its prompt.
-        No tree tells that later pages leave first, and the pages of a prompt come in several requests. So a
-        page counts as used a little earlier than the pages before it."""
+        """Do :meth:`touch` for named pages, given with the number of pages before each in its prompt. A named
+        page has no parent that must stay longer, and one prompt's pages arrive in several requests. So a
+        page counts as used slightly earlier than the pages before it."""
         self.tick += 1
         for page, depth in depths.items():
             page.depth = depth + 1
@@ -441,8 +441,8 @@ class Index:
         self.hints.give(pages, hint, tick=self.tick, held=self.tree.pages)
 
     def victim(self, tier: Tier, pool: int = 0) -> Page | None:
-        """Return the page whose copy in a memory tier leaves next, by the tier's policy; None if none may
-        leave. In HBM, it is a page of this ``pool``."""
+        """Return the page whose copy in a memory tier (HBM: in this ``pool``) leaves next by the tier's
+        policy; None if no copy may leave."""
         return self.eviction.victim(tier, self.tick, pool)
 
     def unleased(self, pool: int) -> int:
@@ -470,8 +470,8 @@ class Index:
             self.eviction.offer(page, tier)
 
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
-        """Add a lease to each of these copies. One loop, because this and the next function run at every
-        lookup."""
+        """Add a lease to each of these copies. This and ``release_all`` do not call functions for each page,
+        because they run at every lookup."""
         leases, in_pool, several = self.leases, self._leased_in_pool, self._several_pools
         for page, tier in held:
             copy = page.copies[tier]
@@ -483,7 +483,7 @@ class Index:
             copy.leases += 1
 
     def release_all(self, held: Sequence[tuple[Page, Tier]]) -> list[tuple[Page, Tier]]:
-        """Release one lease on each of these copies. Return the damaged ones without a lease."""
+        """Release one lease on each of these copies. Return the damaged copies that have no lease left."""
         leases, in_pool, several = self.leases, self._leased_in_pool, self._several_pools
         damaged = []
         for page, tier in held:
@@ -498,7 +498,7 @@ class Index:
                 in_pool[page.pool] -= 1
             if copy.damaged:
                 damaged.append((page, tier))
-            elif not copy.children:  # otherwise it may not leave in any case
+            elif not copy.children:  # a copy with children may not leave
                 self.eviction.offer(page, tier)
         return damaged
 
@@ -512,7 +512,7 @@ class Index:
         self._offer(page)
 
     def hold(self, page: Page) -> None:
-        """Keep a page for the time of one operation, independent of its pins."""
+        """Keep a page during one operation, independent of its pins."""
         page.holds += 1
 
     def unhold(self, page: Page) -> None:

@@ -1,4 +1,4 @@
-"""Leases: pages stay where they are until a lease on them is released or ends."""
+"""Leases on pages: a leased page stays in its tier until the lease is released or ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPARE_LEASES = 4096
 
 
 class PageLease:
-    """A hold on copies, with an end. Each page is held in one tier, the fastest that had it."""
+    """A hold on copies, with an end. The lease holds each page in the fastest tier that had it."""
 
     __slots__ = ("ends", "held", "released")
 
@@ -24,8 +24,8 @@ class PageLease:
 
 
 class Leases:
-    """All leases of a store. Needs the store's lock. ``drop_damaged`` is called with damaged copies that are
-    no longer held."""
+    """All leases of a store. The caller holds the store's lock. ``drop_damaged`` is called with each damaged
+    copy that has no lease left."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Leases:
         self._by_end: list[tuple[float, int, PageLease]] = []
         self._order = itertools.count()
         self.open = 0
-        self.expired = 0  # number of leases that ended by time
+        self.expired = 0  # number of leases that ended because their time was over
 
     def take(self, held: list[tuple[Page, Tier]], lease_s: float) -> PageLease:
         """Return a lease on these copies for ``lease_s`` seconds."""
@@ -48,11 +48,11 @@ class Leases:
         return lease
 
     def renew(self, lease: PageLease, pages: Sequence[Page], lease_s: float) -> None:
-        """If the lease has ended, hold its pages again, up to the first that is gone."""
+        """If the lease has ended, take it again on its pages, up to the first page that is in no tier."""
         if lease.released:
             held = [(page, page.ready_tier()) for page in pages]
-            there = itertools.takewhile(lambda each: each[1] is not None, held)
-            self._hold(lease, [(page, tier) for page, tier in there if tier is not None], lease_s)
+            present = itertools.takewhile(lambda each: each[1] is not None, held)
+            self._hold(lease, [(page, tier) for page, tier in present if tier is not None], lease_s)
 
     def _hold(self, lease: PageLease, held: list[tuple[Page, Tier]], lease_s: float) -> None:
         self._index.lease_all(held)
@@ -63,7 +63,7 @@ class Leases:
         heapq.heappush(self._by_end, (lease.ends, next(self._order), lease))
 
     def joined(self, one: PageLease, other: PageLease) -> PageLease:
-        """Return one lease on the copies of both, until the later end of the two."""
+        """Return one lease that replaces both leases and lasts until the later end of the two."""
         if one.released or other.released:
             return other if one.released else one
         both = self.take([*one.held, *other.held], max(one.ends, other.ends) - self._clock())
@@ -84,10 +84,10 @@ class Leases:
         now = self._clock()
         while self._by_end and (self._by_end[0][0] <= now or self._by_end[0][2].released):
             lease = heapq.heappop(self._by_end)[2]
-            if not lease.released and lease.ends <= now:  # otherwise it was renewed, and has a later entry
+            if not lease.released and lease.ends <= now:  # a renewed lease has a later entry, too
                 self.expired += 1
                 self.release(lease)
-        if len(self._by_end) > 2 * self.open + _SPARE_LEASES:  # many were released long before their end
+        if len(self._by_end) > 2 * self.open + _SPARE_LEASES:  # many leases were released before their end
             self._by_end = [entry for entry in self._by_end if not entry[2].released]
             heapq.heapify(self._by_end)
 
@@ -105,8 +105,8 @@ class Leases:
             self._drop_damaged(page, tier)
 
     def hold_on_disk(self, lease: PageLease, position: int) -> bool:
-        """Move a lease's hold on a page from the host tier to the disk, so that the page can leave the host
-        tier. Return False if the page is not on disk."""
+        """Move a lease's hold on the page at ``position`` from the host tier to the disk, so that the page
+        can leave the host tier. Return False if the page is not on disk."""
         page, held_in = lease.held[position]
         on_disk = page.copies[Tier.DISK]
         if held_in is not Tier.HOST or on_disk is None or not on_disk.ready:
@@ -115,7 +115,7 @@ class Leases:
         return True
 
     def move(self, lease: PageLease, position: int, tier: Tier) -> None:
-        """Move a lease's hold on a page to another tier."""
+        """Move a lease's hold on the page at ``position`` to ``tier``."""
         page, held_in = lease.held[position]
         if held_in is not tier:
             self._index.lease(page, tier)

@@ -20,7 +20,7 @@ _PAGE_COST = 1536  # bytes of memory for the objects of a page with two copies
 
 
 class Tier(enum.IntEnum):
-    """The places of copies, fastest first."""
+    """The kinds of memory that hold copies, fastest first."""
 
     HBM = 0
     HOST = 1
@@ -35,46 +35,46 @@ LABELS = tuple(tier.label for tier in Tier)
 
 
 class Copy(QueueEntry, gc=False, eq=False):
-    """One page in one tier. ``place`` has a meaning only for that tier. Only ``ready`` copies are served."""
+    """One page in one tier. The tier alone interprets ``place``. Only ``ready`` copies are served."""
 
     page: Page
     place: int
     ready: bool  # False while it is being filled, and again after damage was found
     leases: int
-    damaged: bool = False  # dropped with its last lease
+    damaged: bool = False  # if true, the copy is dropped when its last lease is released
     children: int = 0  # copies of child pages in the same tier
 
 
 class Page(Struct, gc=False, eq=False):
     """A node of the tree: ``tokens`` (uint32 bytes, possibly less than a full chunk) after ``parent``.
 
-    Pages and copies are hidden from Python's garbage collector. There may be hundreds of thousands, and each
-    full collection would stop the process while it visits them. The index breaks their reference cycles (page
-    and child, page and copy), and so does the tree at its end.
+    Python's garbage collector does not track pages and copies: there may be hundreds of thousands, and each
+    full collection would stop the process while it visits them. The index breaks the reference cycles of a
+    page that leaves (with its child, with its copy), and the tree breaks all cycles when it is deleted.
     """
 
     parent: Page | None
     identity: bytes
     key: PageKey
     tokens: bytes
-    nbytes: int  # of every copy, and of all pages under one identity
+    nbytes: int  # size of every copy; all pages under one identity have the same size
     depth: int
     children: dict[PageKey, Page] = field(default_factory=dict)
     collision: Page | None = None
     copies: list[Copy | None] = field(default_factory=lambda: [None, None, None])
-    pins: int = 0  # set by users
-    holds: int = 0  # set by the code, for the time of one operation
+    pins: int = 0  # holds that users have placed
+    holds: int = 0  # holds that the code places for the duration of one operation
     last_use: int = 0
     hits: int = 0
-    hint: PageHint = NO_HINT  # about its next use; no longer valid once it was used after tick ``hinted``
-    hinted: int = 0
-    key_session: bytes = b""  # hash of the session whose key encrypts it on disk; empty: its tenant's key
-    session: int = 0  # the only session that saved it or a page behind it; 0: none, or several
-    serial: int = 0  # its number on disk; 0: not on disk
-    record: PageRecord | None = None  # record of its disk copy
+    hint: PageHint = NO_HINT  # about the page's next use; invalid once the page was used after ``hinted``
+    hinted: int = 0  # tick of the hint
+    key_session: bytes = b""  # hash of the session whose key encrypts it on disk; empty: the tenant's key
+    session: int = 0  # the only session that saved the page or one below it; 0: no session, or several
+    serial: int = 0  # the page's number on disk; 0: not on disk
+    record: PageRecord | None = None  # the disk tier's record of the page
     made_s: float = 0.0  # when it was saved, on the clock of the tree's Ages
-    checksum: int | None = None  # XXH3-64 of its host copy, if it is known
-    tombstone: bool = False  # its disk copy was lost, but pages below it are still there
+    checksum: int | None = None  # XXH3-64 of the host copy; None while it is unknown
+    tombstone: bool = False  # the disk copy was lost, but pages below it are still on disk
     pool: int = 0  # in HBM: number of the layer group's pool
     worth: int = 0  # see LayerGroup.worth
 
@@ -86,7 +86,7 @@ class Page(Struct, gc=False, eq=False):
 
     @classmethod
     def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
-        """Return a new page below ``parent``, which does not know it yet."""
+        """Return a new page below ``parent``. It is not yet one of the parent's children."""
         page = cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1)
         page.pool, page.worth = parent.pool, parent.worth
         return page
@@ -101,13 +101,13 @@ class Page(Struct, gc=False, eq=False):
 
     @property
     def kept(self) -> bool:
-        """Whether the page has to stay in some tier."""
+        """Whether a pin or hold requires the page to stay in some tier."""
         return self.pins > 0 or self.holds > 0
 
     @property
     def memory_cost(self) -> int:
-        """Bytes of memory that it takes besides its copies. The record of a page on disk has the tokens,
-        too."""
+        """Bytes of memory that the page takes besides the KV bytes of its copies. The tokens count twice,
+        because the record of a page on disk also contains them."""
         return _PAGE_COST + 2 * len(self.tokens)
 
     @property
@@ -118,7 +118,7 @@ class Page(Struct, gc=False, eq=False):
 
     @property
     def done(self) -> bool:
-        """Whether a hint said that the page will not be used again, and it has not been used since."""
+        """Whether a hint said that the page will not be used again, and the page was not used since."""
         return self.hint.reuse == Reuse.DONE and self.last_use <= self.hinted
 
     def ready_tier(self) -> Tier | None:
@@ -142,8 +142,8 @@ class Page(Struct, gc=False, eq=False):
                 collision = collision.collision
 
     def may_leave(self, tier: Tier) -> bool:
-        """Return whether the copy in ``tier`` can be dropped without violating a pin or lease or cutting off
-        a held page."""
+        """Return whether the copy in ``tier`` can be dropped: this must break no pin, hold or lease, and must
+        not make pages below unreachable."""
         copy = self.copies[tier]
         if copy is None or not copy.ready or copy.leases or copy.children:
             return False

@@ -1,19 +1,18 @@
-"""Which pages only one session has used, and the hints that callers give about their future.
+"""Sessions (conversations, runs of an agent): the pages that only one session has used, and its hints.
 
-A session has any name that its caller gives: a conversation, an agent's run. A page belongs to the session
-that saved it first, until another session saves it or a page behind it. After that it belongs to none, and
-the end of a session does not evict it. So a system prompt stays, although most conversations below it have
-ended.
+A page belongs to the session that saved it first, until another session saves it or a page behind it. After
+that the page belongs to no session, and the end of a session does not evict it. So a shared system prompt
+stays after most conversations that begin with it have ended.
 
-For each session, its last saved pages are remembered. The pages before them are their parents. Named pages
-have no parents and are remembered one by one. Unloaded pages (old, and on disk) are not remembered. So the
-end of a session may miss some of its pages. A forget must miss none: it searches all pages for the session's
-number (:meth:`Sessions.forget`). Sessions without activity for an hour are forgotten when there are too many,
-and all sessions after a restart. This module holds no pages.
+A session remembers its last saved pages; their parents lead to the earlier pages. Named pages have no
+parents, so the session remembers each of them. Unloaded pages are not remembered, so the end of a session may
+miss some pages. Forgetting a session must not miss any: it searches all pages for the session's number
+(:meth:`Sessions.forget`). When there are too many sessions, those without activity for an hour are dropped. A
+restart drops all sessions. This module holds no pages.
 
-A "likely" hint applies to all pages of the prompt that belong to its session: those saved now and earlier
-ones. An "unlikely" hint applies to the pages saved now, and only to those that no other session has used:
-other sessions' saves are stronger evidence than one caller's hint.
+A "likely" hint applies to the saved pages and to all earlier pages that belong to the same session. An
+"unlikely" hint applies only to saved pages that no other session has used, because saves by other sessions
+are stronger evidence than one caller's hint.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tierstore.types import Hint, checked_session
 
 NO_SESSION = 0
 MOST_SESSIONS = 1 << 14
-_MOST_ENDS = 8  # of one session, which may continue in several directions at once
+_MOST_ENDS = 8  # last pages remembered of one session, which may continue in several directions at once
 _MOST_NAMED = 4096
 _FORGOTTEN_S = 3600.0
 
@@ -38,14 +37,14 @@ class _Conversation:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.ends: list[Page] = []  # the last one saved last
-        self.named: dict[Page, None] = {}  # the last one saved last, for named pages
+        self.ends: list[Page] = []  # last pages of the session's saves, in the order of the saves
+        self.named: dict[Page, None] = {}  # named pages, in the order of the saves
         self.last_s = 0.0
 
 
 class Sessions:
-    """All sessions of a store. Needs the store's lock. ``give_hint`` passes a hint about pages to the
-    policy."""
+    """All sessions of a store. The caller holds the store's lock. ``give_hint`` passes a hint about pages to
+    the policy."""
 
     def __init__(
         self, clock: Callable[[], float], give_hint: Callable[[Sequence[Page], PageHint], None]
@@ -60,11 +59,11 @@ class Sessions:
 
     @property
     def any(self) -> bool:
-        """Whether there ever was a session."""
+        """Whether a session has ever existed."""
         return self._numbers > 0
 
     def number(self, tenant: str, name: str | None, now_s: float) -> int:
-        """Return the number of a session that saves; 0 without a session."""
+        """Return the number of the session that saves now; 0 if the save names no session."""
         if name is None:
             return NO_SESSION
         session = self._sessions.get((tenant, name))
@@ -77,7 +76,7 @@ class Sessions:
         return session.number
 
     def share(self, page: Page | None, number: int) -> None:
-        """Record that a save continues behind ``page``: this page and those before it no longer belong to
+        """Record that a save continues behind ``page``: ``page`` and the pages before it no longer belong to
         another session alone."""
         # All ancestors of a session's own page belong to the same session.
         while page is not None and page.session != number:
@@ -85,7 +84,7 @@ class Sessions:
             page = page.parent
 
     def saved(self, tenant: str, name: str | None, page: Page | None) -> None:
-        """Record the last page of a session's save."""
+        """Record ``page`` as the last page of a session's save."""
         session = self._sessions.get((tenant, name)) if name is not None else None
         if session is None or page is None or page.parent is None:
             return
@@ -93,7 +92,7 @@ class Sessions:
         session.ends = [*ends[-_MOST_ENDS + 1 :], page]
 
     def saved_named(self, tenant: str, name: str | None, pages: Sequence[Page]) -> None:
-        """Note named pages of a session's save. Each is remembered by itself."""
+        """Record the named pages of a session's save."""
         session = self._sessions.get((tenant, name)) if name is not None else None
         if session is not None:
             for page in pages:
@@ -103,8 +102,9 @@ class Sessions:
                 del session.named[next(iter(session.named))]
 
     def finish(self, tenant: str, name: str) -> int:
-        """End a session and forget it: the pages that no other session has used leave first. Return their
-        number. Raise :class:`~tierstore.errors.UsageError` for an invalid name."""
+        """End a session and forget it. The pages that no other session has used are evicted first from now
+        on. Return the number of these pages. Raise :class:`~tierstore.errors.UsageError` for an invalid
+        name."""
         checked_session(text("a session's name", name))
         session = self._sessions.pop((tenant, name), None)
         if session is None:
@@ -114,7 +114,7 @@ class Sessions:
         return len(own)
 
     def forget(self, tenant: str, name: str) -> int:
-        """Forget a session. Return its number, which the pages have that no other session has used; 0 for an
+        """Forget a session. Return its number (``Page.session`` of the pages that only it has used); 0 for an
         unknown session. Raise :class:`~tierstore.errors.UsageError` for an invalid name."""
         checked_session(text("a session's name", name))
         session = self._sessions.pop((tenant, name), None)
@@ -144,7 +144,7 @@ class Sessions:
 
 
 def own_pages(page: Page | None, number: int) -> list[Page]:
-    """Return ``page`` and those before it, as far as they belong to session ``number`` alone."""
+    """Return ``page`` and the pages before it, as far as they belong to session ``number`` alone."""
     own = []
     while page is not None and page.session == number and page.parent is not None:
         own.append(page)
@@ -168,9 +168,9 @@ def _is_before(page: Page, other: Page) -> bool:
 
 
 class HintTracker:
-    """Follows one save and applies its hint. Needs the store's lock. ``tenant`` separates the session names
-    of tenants. ``key_session`` is the :attr:`Page.key_session` of pages that this save is the first to
-    save."""
+    """Follows one save and applies its hint. The caller holds the store's lock. ``tenant`` separates the
+    session names of tenants. ``key_session`` becomes :attr:`Page.key_session` of each page that this save is
+    the first to store."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class HintTracker:
         self._new: set[Page] = set()
 
     def begin(self, parent: Page | None) -> None:
-        """Start behind ``parent``."""
+        """Start a save whose pages follow ``parent``."""
         sessions = self._sessions
         self._number = sessions.number(self._tenant, self._session, sessions.clock())
         self._parent = parent
@@ -201,20 +201,21 @@ class HintTracker:
             sessions.share(parent, self._number)
 
     def hinted_alike(self, pages: Sequence[Page]) -> list[Page]:
-        """Return those of these pages before the save that have the same hint and were not used since. They
-        are usually earlier batches of this save, and the save uses them once more."""
+        """Return those of ``pages`` that have the hint of this save and were not used since they received it.
+        They are usually earlier batches of this save, which the save is about to use again."""
         if self._hint is None:
             return []
         hint = self._hint.facts(self._sessions.clock())
         return [page for page in pages if page.last_use <= page.hinted and page.hint[:2] == hint[:2]]
 
     def hint_again(self, pages: Sequence[Page]) -> None:
-        """Apply the hint to pages that :meth:`hinted_alike` has returned, after their use was noted."""
+        """Apply the hint again to pages that :meth:`hinted_alike` has returned, after their use was
+        recorded."""
         if pages and self._hint is not None:
             self._sessions.give_hint(pages, self._hint.facts(self._sessions.clock()))
 
     def comes_to(self, page: Page) -> None:
-        """Record the next page, before anything is done with it."""
+        """Record ``page`` as the next page of the save, before the save changes it."""
         if all(copy is None or copy.damaged for copy in page.copies):
             page.key_session = self._key_session
         if not any(page.copies):
@@ -225,8 +226,8 @@ class HintTracker:
             page.session = NO_SESSION
 
     def saved(self, pages: Sequence[Page]) -> None:
-        """Record that these pages, one behind the other, are stored or about to be. Their use must have been
-        noted."""
+        """Record that these pages, a part of one chain, are stored or about to be stored. Their use must have
+        been recorded before."""
         last = pages[-1] if pages else self._parent
         if self._named:
             self._sessions.saved_named(self._tenant, self._session, pages)
@@ -239,7 +240,7 @@ class HintTracker:
         self._parent = last
 
     def about(self, pages: Sequence[Page]) -> None:
-        """Pass the hint on to pages that are not saved now."""
+        """Apply the hint to pages that this save does not store."""
         if self._hint is not None:
             hint = self._hint.facts(self._sessions.clock())
             self._sessions.give_hint(self._about(pages, hint), hint)
@@ -252,7 +253,7 @@ class HintTracker:
             above = pages[0].parent if pages else self._parent
             for page in own_pages(above, self._number):
                 if page.last_use <= page.hinted and page.hint[:2] == hint[:2]:
-                    break  # the same hint was given before, also for earlier pages
+                    break  # this page received the same hint before, and so did the pages before it
                 about.append(page)
         return about
 

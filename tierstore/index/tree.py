@@ -1,4 +1,4 @@
-"""The prefix tree: pages below the roots of their identities, found by their tokens."""
+"""The prefix tree: pages below the root of each identity, found by their tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest held prefix. ``pages`` are in prefix order. ``tail_tokens`` tokens of the last page match,
-    which are fewer than it holds if the prompts diverge inside its chunk. ``runs`` are the tiers of the pages
-    at the time of the match (see :func:`tier_runs`)."""
+    """The longest stored prefix of a prompt, as ``pages`` in prefix order. ``tail_tokens`` tokens of the last
+    page match: fewer than the page has if the prompts diverge inside its chunk. ``runs`` are the tiers of the
+    pages at the time of the match (see :func:`tier_runs`)."""
 
     pages: tuple[Page, ...]
     tokens: int
@@ -23,11 +23,11 @@ class Match:
 
 
 def tier_runs(pages: Sequence[Page]) -> list[tuple[Tier, int]]:
-    """Return the fastest tier of each page, as (tier, end of the run), up to the first page without a
-    complete copy."""
+    """Return the fastest tier of each page, run-length encoded as (tier, end of the run), up to the first
+    page without a complete copy."""
     if not pages:
         return []
-    for page in pages:  # usually all pages are in the host tier: this loop takes a quarter of the time
+    for page in pages:  # a fast path: usually all pages are in the host tier
         hbm, host, _ = page.copies
         if hbm is not None or host is None or not host.ready:
             break
@@ -64,7 +64,7 @@ _SIBLINGS_TRIED = 64  # newest siblings tried for a match inside a chunk
 
 
 class Tree:
-    """The pages of all identities. Not thread-safe: the store locks. The index changes copies."""
+    """The pages of all identities. Not thread-safe: the store locks. The index changes the pages' copies."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, Page] = {}
@@ -72,7 +72,7 @@ class Tree:
         self.key_collisions = 0
 
     def __del__(self) -> None:
-        """Break the reference cycles of pages, which the garbage collector does not know (see Page)."""
+        """Break the reference cycles of pages, which the garbage collector does not track (see Page)."""
         for page in [*self._roots.values(), *self.walk()]:
             page.children.clear()
             page.copies.clear()
@@ -80,23 +80,23 @@ class Tree:
     # -- finding -------------------------------------------------------------------------------------
 
     def root(self, identity: Identity, nbytes: int, pool: int = 0) -> Page:
-        """Return the root of all pages of an identity, which have ``nbytes`` each. In HBM they belong to the
-        ``pool`` of this number."""
+        """Return the root of all pages of an identity, each of ``nbytes``; create it if necessary. ``pool``
+        is the number of these pages' pool in HBM."""
         page = self._roots.get(identity.digest)
         if page is None:
             page = self._roots[identity.digest] = Page.root(identity, nbytes, pool)
         return page
 
     def known_root(self, identity: bytes) -> Page | None:
-        """Return the root of an identity digest; None if there is none."""
+        """Return the root of an identity digest; None if the identity has no root."""
         return self._roots.get(identity)
 
     def is_root(self, page: Page) -> bool:
-        """Return whether ``page`` is the present root of its identity, not a forgotten one."""
+        """Return whether ``page`` is the current root of its identity, not a forgotten root."""
         return self._roots.get(page.identity) is page
 
     def forget_root(self, identity: bytes) -> bool:
-        """Forget an identity without pages. Return whether it is forgotten."""
+        """Remove the root of an identity without pages. Return False if the identity still has pages."""
         root = self._roots.get(identity)
         if root is not None and (root.children or root.kept):
             return False
@@ -124,8 +124,8 @@ class Tree:
         *,
         whole: bool,
     ) -> Match:
-        """Return the :meth:`match` of the rest of a prompt. ``parent`` is the page before it, and ``keys``
-        are those of the whole chunks of ``tokens``. With ``whole``, a match never ends inside a page."""
+        """Do :meth:`match` for the part of a prompt that follows the page ``parent``. ``keys`` are the keys
+        of the whole chunks of ``tokens``. With ``whole``, a match never ends inside a page."""
         width = chunk_tokens * TOKEN_BYTES
         pages = self.descend(parent, keys[: max_tokens // chunk_tokens], tokens, width)
         runs = tier_runs(pages)
@@ -141,8 +141,8 @@ class Tree:
         return Match(tuple(pages), matched + tail_tokens, tail_tokens, tier_runs(pages))
 
     def descend(self, parent: Page, keys: Sequence[PageKey], tokens: bytes, width: int) -> list[Page]:
-        """Return the pages below ``parent`` that hold ``tokens`` (chunks of ``width`` bytes), with or without
-        copies, as far as they are in the tree."""
+        """Return the pages of the chain below ``parent`` that hold ``tokens`` (chunks of ``width`` bytes),
+        with or without copies, up to the first page that is not in the tree."""
         pages: list[Page] = []
         found: list[bytes] = []
         page: Page | None = parent
@@ -152,8 +152,8 @@ class Tree:
                 break
             pages.append(page)
             found.append(page.tokens)
-        # The keys have found pages; the tokens decide. All tokens are compared at once: chunk by chunk takes
-        # three times as long.
+        # The keys have found the pages, and the tokens must be equal. One comparison of all tokens takes a
+        # third of the time of one comparison for each chunk.
         if b"".join(found) == tokens[: len(pages) * width] and set(map(len, found)) <= {width}:
             return pages
         return self._descend_slowly(parent, keys, tokens, width)
@@ -169,8 +169,7 @@ class Tree:
         return pages
 
     def child(self, parent: Page, key: PageKey, tokens: bytes) -> Page | None:
-        """Return the child of ``parent`` that holds exactly ``tokens``. The key finds it, the tokens
-        decide."""
+        """Return the child of ``parent`` that has this key and exactly ``tokens``; None if there is none."""
         page = parent.children.get(key)
         while page is not None and page.tokens != tokens:
             self.key_collisions += 1
@@ -199,8 +198,8 @@ class Tree:
     # -- adding and removing -------------------------------------------------------------------------
 
     def make(self, parent: Page, key: PageKey, tokens: bytes, tick: int) -> Page:
-        """Create a child of ``parent``, which must not have one with ``tokens`` yet. Its last use is
-        ``tick``."""
+        """Create a child of ``parent``, whose last use is ``tick``. ``parent`` must not have a child with
+        ``tokens`` yet."""
         page = Page.below(parent, key, tokens)
         page.collision = parent.children.get(key)
         parent.children[key] = page

@@ -26,7 +26,7 @@ class Reuse(enum.IntEnum):
 
 
 EXPIRED = -math.inf
-"""The end of a time to live that is over."""
+"""``PageHint.expires_s`` after the time to live has ended."""
 
 
 class PageHint(NamedTuple):
@@ -46,16 +46,16 @@ NO_HINT = PageHint()
 
 
 class PageFacts(NamedTuple):
-    """The facts about a page, or about many: then each field is an array, all of one length, or one number
-    for all. (A disk has millions of pages, which are scored at once.)
+    """The facts about one page, or about many pages: then each field is an array, all of one length, or one
+    number for all pages. (A disk has millions of pages, which are scored at once.)
 
     Ticks are those of the store's logical clock: one per lookup and one per save.
     """
 
     nbytes: Number
-    depth: Number  # pages before it in its prompt
+    depth: Number  # number of pages before this page in its prompt
     last_use: Number  # tick of the last lookup or save that used it
-    hits: Number  # times it was requested after the first, as far as remembered
+    hits: Number  # number of requests for the page after the first, as far as remembered
     reuse: Number = Reuse.UNKNOWN  # see Reuse
     priority: Number = 0
     worth: Number = 0  # see LayerGroup.worth
@@ -74,20 +74,20 @@ class Policy(ABC):
 
     name: str
     revision: int = 0
-    """Grows when scores have fallen for another reason than a use or a hint."""
+    """A counter that increases when scores have fallen for a reason other than a use or a hint."""
 
     @abstractmethod
     def score(self, facts: PageFacts) -> Number:
-        """Return the value of keeping a page (of each page). The lowest leaves first, and among equals the
-        deepest in its prompt. A use must not lower it."""
+        """Return the value of keeping a page, or an array of values. The page with the lowest value leaves
+        first; among equal values, the deepest in its prompt. A use of a page must not lower its value."""
 
     def leaves(self, facts: PageFacts, score: float, tick: int) -> None:  # noqa: B027  # few policies need it
-        """Take note that a page with this score leaves at ``tick`` to make room."""
+        """Update the policy: a page with this score leaves at ``tick`` to make room."""
 
 
 def hint_score(facts: PageFacts) -> Number:
-    """Return the part of a page's score that its hint adds. The reuse decides first, then the priority, then
-    the rest of the score."""
+    """Return the part of a page's score that its hint adds. It outweighs the other parts. Within it, the
+    reuse outweighs the priority."""
     if isinstance(facts.reuse, int) and not facts.reuse and not facts.priority:
-        return 0.0  # true for nearly all pages
+        return 0.0  # the case of nearly all pages
     return (np.multiply(facts.reuse, float(_PRIORITIES)) + facts.priority) * _HINT_STEP

@@ -19,19 +19,19 @@ class QueueEntry(Struct, kw_only=True, gc=False, eq=False):
 
 
 E = TypeVar("E", bound=QueueEntry)
-_LOOKS_AGAIN = 8  # queued copies scored again for each eviction, after the policy's scores have fallen
-_Place: TypeAlias = "tuple[float, int, int, E]"  # score, minus the depth, order of arrival, entry
+_LOOKS_AGAIN = 8  # queued copies that are scored again for each eviction after a policy's revision
+_Place: TypeAlias = "tuple[float, int, int, E]"  # score, minus the depth, number of the offer, entry
 
 
 class EvictionQueue(Generic[E]):
     """The copies that may leave one memory tier: ready, without a lease, without a child in the tier.
 
-    A heap that is updated lazily. A use costs nothing here: a copy is scored again when it reaches the front.
-    A use only raises a score, so a copy that keeps its place at the front has the lowest. A copy whose score
-    has *fallen* (a hint, an expired time to live) must be offered again. An eviction costs O(log n).
+    The heap is updated lazily. A use of a page costs nothing here: its copy is scored again when it reaches
+    the front. A use only raises a score, so a copy that stays at the front has the lowest score. A copy whose
+    score has *fallen* (a hint, an expired time to live) must be offered again. An eviction costs O(log n).
 
     ``facts`` returns the facts about a copy, and ``may_leave`` whether it may leave now. Not thread-safe: the
-    owner of the index locks.
+    store locks.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class EvictionQueue(Generic[E]):
         return score, -cast(int, facts.depth), next(self._order), entry
 
     def victim(self, tick: int) -> E | None:
-        """Take the next copy to leave out of the queue, and notify the policy. Return None if none may leave.
-        The caller must drop the copy or offer it again."""
+        """Remove the next copy to leave from the queue and return it; None if no copy may leave. Notify the
+        policy. The caller must drop the copy or offer it again."""
         self._look_again()
         heap = self._heap
         while heap:
@@ -66,7 +66,7 @@ class EvictionQueue(Generic[E]):
                 continue
             if not self._may_leave(entry):
                 heapq.heappop(heap)
-                entry.queued = False  # it is offered again when nothing holds it any more
+                entry.queued = False  # the index offers it again when nothing holds it any more
                 continue
             facts = self._facts(entry)
             place = self._place(entry, facts)
@@ -80,8 +80,8 @@ class EvictionQueue(Generic[E]):
         return None
 
     def _look_again(self) -> None:
-        """After a revision, offer some copies with a fallen score again. Their old heap entries are skipped
-        later."""
+        """After a revision, queue some copies again whose scores have fallen. Their old heap entries are
+        ignored later."""
         if not self._outdated and self._policy.revision != self._revision:
             self._revision = self._policy.revision
             self._outdated = self._heap.copy()
